@@ -1,0 +1,34 @@
+# `make demo` and `make test` set up all they need; only python3 and make must be there.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=# e.g. https://download.pytorch.org/whl/cpu
+BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	$(BIN)/python tests/benchmarks/monitor.py
+	$(BIN)/python tests/benchmarks/layers.py
+
+# The stamps are touched last: an interrupted installation is done again, a finished one is not.
+$(VENV)/.demo $(VENV)/.dev: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable ".[$(if $(filter %.dev,$@),dev,lightning$(,)tensorboard$(,)audit$(,)examples)]"
+	touch $@
+
+, := ,
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache dist runs

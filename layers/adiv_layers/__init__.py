@@ -1,0 +1,1 @@
+"""Layers under which a gradient step moves activations straight downhill."""
