@@ -1,0 +1,70 @@
+"""A report as flat scalars: what dashboards and loggers take."""
+
+from collections.abc import Iterable
+
+from adiv_monitor.report import MEASURES, StepReport
+
+# What is shown per layer unless the user chooses: twelve scalars, one per question.
+DEFAULT_MEASURES: tuple[str, ...] = (
+    "update_cosine",
+    "gradient_cosine",
+    "diagonal_cosine",
+    "effective_lr",
+    "scale_mean",
+    "scale_cv",
+    "interference_ratio",
+    "row_cosine_p50",
+    "harmed_fraction",
+    "update_ratio",
+    "parameter_cosine",
+    "projection_cosine",
+)
+
+
+def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
+    """The measures as a tuple, in the given order.
+
+    Raises:
+        ValueError: when there is no measure of that name.
+    """
+    names = (measures,) if isinstance(measures, str) else tuple(measures)
+    if unknown := [name for name in names if name not in MEASURES]:
+        raise ValueError(
+            f"measures={names}: there is no measure {', '.join(map(repr, unknown))}. "
+            f"Choose from {', '.join(MEASURES)}."
+        )
+    return names
+
+
+def layer_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, float]:
+    """`adiv.<measure>/<module path>` → value, for the measures that were taken.
+
+    Dashboards group by what precedes the first slash: the layers lie side by side in each measure.
+    """
+    taken = {path: reading.measures() for path, reading in report.layers.items()}
+    return {
+        f"adiv.{measure}/{path}": values[measure]
+        for measure in measures
+        for path, values in taken.items()
+        if measure in values
+    }
+
+
+def summary_scalars(
+    report: StepReport, measures: Iterable[str], name: str = ""
+) -> dict[str, float]:
+    """`adiv.summary/<measure>_min`, `…_median` and `…_max` → value over the layers (NaN left out).
+
+    Args:
+        report: what is summarised.
+        measures: which measures.
+        name: tells several monitors of one run apart: the tags become `adiv.summary.<name>/…`.
+    """
+    group = f"adiv.summary.{name}" if name else "adiv.summary"
+    summary = report.summary()
+    return {
+        f"{group}/{measure}_{end}": getattr(summary[measure], end)
+        for measure in measures
+        if measure in summary
+        for end in ("min", "median", "max")
+    }

@@ -1,0 +1,19 @@
+"""The protocol of a sink."""
+
+from typing import Protocol, runtime_checkable
+
+from adiv_monitor.report import StepReport
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Whatever takes reports.
+
+    An exception that leaves `write` is the monitor's business, which treats it as `on_error` says.
+    """
+
+    def write(self, report: StepReport) -> None:
+        """Take the report of one step."""
+
+    def close(self) -> None:
+        """Finish: nothing is written afterwards. A second call does nothing."""

@@ -1,0 +1,161 @@
+"""Reports in TensorBoard: scalars, histograms over rows, text, and charts of all layers in one."""
+
+import math
+import os
+import re
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Union
+
+from adiv_monitor.report import WORST, MeasureSummary, StepReport
+from adiv_monitor.sinks.scalars import (
+    DEFAULT_MEASURES,
+    known_measures,
+    layer_scalars,
+    summary_scalars,
+)
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardSink:
+    """Writes reports for TensorBoard.
+
+    - Scalars: `adiv.<measure>/<module path>`, and `adiv.summary/<measure>_min`, `…_median` and
+      `…_max` over the layers. A measure that has no direction (NaN) is written as NaN, which
+      TensorBoard draws as a triangle where the line has a gap.
+    - Histograms: `adiv.row_scale/<module path>` and `adiv.row_cosine/<module path>`, rebuilt from
+      the report's quantiles.
+    - Text: the worst layer of each measure; unsupported layers and notes when they change.
+    - Custom scalars: one chart per measure with all layers in it.
+
+    Args:
+        target: folder for the event files, or a `SummaryWriter` of yours, which stays open at
+            `close`.
+        measures: which measures become scalars.
+        histograms: whether to write the histograms.
+        name: tells several monitors that write into one run apart: the summary goes to
+            `adiv.summary.<name>/…`.
+
+    Raises:
+        ImportError: without the package tensorboard.
+        ValueError: when there is no measure of that name.
+    """
+
+    def __init__(
+        self,
+        target: Union[str, os.PathLike[str], "SummaryWriter"],
+        measures: Iterable[str] = DEFAULT_MEASURES,
+        *,
+        histograms: bool = True,
+        name: str = "",
+    ) -> None:
+        self._measures = known_measures(measures)
+        self._histograms = histograms
+        self._name = name
+        self._owned = isinstance(target, str | os.PathLike)
+        self._writer = _open(target) if isinstance(target, str | os.PathLike) else target
+        self._texts: dict[str, str] = {}
+        self._has_layout = False
+
+    def write(self, report: StepReport) -> None:
+        """Write the report and let TensorBoard see it."""
+        if not self._has_layout:
+            self._writer.add_custom_scalars(_layout(self._measures))
+            self._has_layout = True
+        scalars = layer_scalars(report, self._measures)
+        scalars.update(summary_scalars(report, self._measures, self._name))
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, report.step)
+        if self._histograms:
+            self._write_histograms(report)
+        self._write_texts(report)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file, if it is this sink's own."""
+        if self._owned:
+            self._writer.close()
+
+    def _write_histograms(self, report: StepReport) -> None:
+        for path, reading in report.layers.items():
+            with_direction = reading.rows_seen - reading.rows_without_gradient
+            for tag, quantiles, rows in (
+                (f"adiv.row_scale/{path}", reading.scale_quantiles, reading.rows_seen),
+                (f"adiv.row_cosine/{path}", reading.row_cosine_quantiles, with_direction),
+            ):
+                if quantiles and all(map(math.isfinite, quantiles)):
+                    _add_histogram(self._writer, tag, quantiles, rows, report.step)
+
+    def _write_texts(self, report: StepReport) -> None:
+        """The worst layers of every report; what seldom changes only when it does."""
+        group = f"adiv.summary.{self._name}" if self._name else "adiv.summary"
+        self._writer.add_text(f"{group}/worst_layers", _worst_layers(report), report.step)
+        for tag, text in (
+            (f"{group}/not_measured", _not_measured(report)),
+            (f"{group}/notes", "\n".join(f"- {note}" for note in report.notes) or "none"),
+        ):
+            if self._texts.get(tag) != text:
+                self._writer.add_text(tag, text, report.step)
+                self._texts[tag] = text
+
+
+def _open(log_dir: str | os.PathLike[str]) -> "SummaryWriter":
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            'TensorBoardSink needs the package tensorboard: pip install "adiv-monitor[tensorboard]"'
+        ) from error
+    return SummaryWriter(os.fspath(log_dir))
+
+
+def _layout(measures: tuple[str, ...]) -> dict[str, dict[str, list[Any]]]:
+    """One chart per measure, collecting the layers' scalars by the beginning of their tags."""
+    layers = {m: ["Multiline", [re.escape(f"adiv.{m}/")]] for m in measures}
+    summary = {
+        m: ["Multiline", [rf"adiv\.summary(\.[^/]+)?/{re.escape(m)}_(min|median|max)$"]]
+        for m in measures
+    }
+    return {"adiv: all layers": layers, "adiv: smallest, median and largest": summary}
+
+
+def _add_histogram(
+    writer: "SummaryWriter", tag: str, quantiles: tuple[float, ...], rows: int, step: int
+) -> None:
+    """A histogram with one bucket between two neighbouring quantiles, all equally full."""
+    middles = [(low + high) / 2 for low, high in pairwise(quantiles)]
+    share = rows / len(middles)
+    writer.add_histogram_raw(
+        tag,
+        min=quantiles[0],
+        max=quantiles[-1],
+        num=rows,
+        sum=share * sum(middles),
+        sum_squares=share * sum(middle**2 for middle in middles),
+        bucket_limits=list(quantiles[1:]),
+        bucket_counts=[share] * len(middles),
+        global_step=step,
+    )
+
+
+def _worst_layers(report: StepReport) -> str:
+    """A Markdown table: per measure, the layer at its bad end (both ends where none is bad)."""
+    lines = ["| measure | worst layer |", "| --- | --- |"]
+    for measure, summary in report.summary().items():
+        lines.append(f"| {measure} | {_extremes(summary, WORST.get(measure))} |")
+    return "\n".join(lines)
+
+
+def _extremes(summary: MeasureSummary, bad_end: str | None) -> str:
+    lowest = f"`{summary.min_layer}` {summary.min:.3g}"
+    highest = f"`{summary.max_layer}` {summary.max:.3g}"
+    if bad_end is None:
+        return f"no bad end: {lowest} to {highest}"
+    return lowest if bad_end == "min" else highest
+
+
+def _not_measured(report: StepReport) -> str:
+    head = f"{report.coverage:.1%} of the trainable parameters are in measured layers.\n\n"
+    return head + "\n".join(f"- `{path}`: {reason}" for path, reason in report.unsupported.items())

@@ -1,0 +1,38 @@
+"""Reports as a training run would give them, made without one."""
+
+import math
+import random
+
+from adiv_monitor.report import MEASURES, QUANTILE_LEVELS, LayerReading, StepReport
+
+LAYERS = ("stem.conv", "block.0.attention.q_proj", "block.0.mlp[wide]", "head")
+
+
+def reading(seed: int = 0, **values: object) -> LayerReading:
+    """A reading with every measure in a plausible range; keywords overrule."""
+    draw = random.Random(seed)
+    measures: dict[str, object] = {name: draw.uniform(0.1, 0.95) for name in MEASURES}
+    measures |= {"scale_mean": 10 ** draw.uniform(0, 3), "effective_lr": 10 ** draw.uniform(-4, 0)}
+    centre = draw.uniform(1, 5)
+    fixed: dict[str, object] = {
+        "kind": "linear",
+        "rows_seen": 1024,
+        "rows_total": 65536,
+        "rows_without_gradient": 24,
+        "gradient_factor": 1.0,
+        "scale_quantiles": tuple(centre * math.exp(2 * level) for level in QUANTILE_LEVELS),
+        "row_cosine_quantiles": tuple(1.6 * level**0.5 - 0.7 for level in QUANTILE_LEVELS),
+    }
+    return LayerReading(**{**fixed, **measures, **values})  # type: ignore[arg-type]
+
+
+def report(step: int = 0, **values: object) -> StepReport:
+    """Four layers, one unsupported module, one note; keywords overrule the report's fields."""
+    fields: dict[str, object] = {
+        "step": step,
+        "layers": {path: reading(1000 * i + step) for i, path in enumerate(LAYERS)},
+        "unsupported": {"decoder.lstm": "LSTM: no rule for this type of module"},
+        "coverage": 0.875,
+        "notes": ("The gradient was clipped to 0.5 of its length.",),
+    }
+    return StepReport(**{**fields, **values})  # type: ignore[arg-type]

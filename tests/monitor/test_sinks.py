@@ -1,0 +1,235 @@
+"""Sinks that need no dashboard: memory, JSON lines, table."""
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from example_reports import LAYERS, reading, report
+
+from adiv_monitor.report import MEASURES
+from adiv_monitor.sinks import JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
+from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, layer_scalars, summary_scalars
+from adiv_monitor.sinks.table import TABLE_MEASURES
+
+GOLDEN = Path(__file__).parent / "golden" / "table.txt"
+
+
+def test_every_sink_keeps_the_protocol(tmp_path: Path) -> None:
+    sinks = (MemorySink(), JsonlSink(tmp_path / "a"), TableSink(), TensorBoardSink(tmp_path / "b"))
+    for sink in sinks:
+        assert isinstance(sink, Sink)
+        sink.close()
+        sink.close()
+
+
+def test_memory_keeps_all_reports() -> None:
+    sink = MemorySink()
+    written = [report(step) for step in range(3)]
+    for one in written:
+        sink.write(one)
+    sink.close()
+    assert sink.reports == written
+
+
+# JSON lines
+
+
+def strict_lines(path: Path) -> list[dict[str, object]]:
+    """All lines, read by a parser that refuses what strict JSON does not have."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_lines_hold_the_report(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "run.jsonl"
+    sink = JsonlSink(path)
+    sink.write(report(7))
+    assert strict_lines(path) == [report(7).to_dict()], "readable before close"
+    sink.close()
+
+
+def test_jsonl_has_words_for_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    odd = reading(
+        update_cosine=math.nan, effective_lr=math.inf, descent=-math.inf, attainable_cosine=None
+    )
+    sink = JsonlSink(tmp_path / "run.jsonl")
+    sink.write(report(layers={"odd": odd}))
+    sink.close()
+    (line,) = strict_lines(tmp_path / "run.jsonl")
+    layer = line["layers"]["odd"]  # type: ignore[index]
+    assert layer["update_cosine"] is None
+    assert (layer["effective_lr"], layer["descent"]) == ("Infinity", "-Infinity")
+    assert "attainable_cosine" not in layer
+
+
+def test_jsonl_continues_an_existing_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    for step in (0, 50):
+        sink = JsonlSink(path)
+        sink.write(report(step))
+        sink.close()
+    assert [line["step"] for line in strict_lines(path)] == [0, 50]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "cov', '{"st'])
+def test_jsonl_removes_a_torn_last_line(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "run.jsonl"
+    sink = JsonlSink(path)
+    sink.write(report(0))
+    sink.close()
+    path.write_text(path.read_text() + torn)
+    sink = JsonlSink(path)
+    sink.write(report(1))
+    sink.close()
+    assert [line["step"] for line in strict_lines(path)] == [0, 1]
+
+
+def test_jsonl_leaves_foreign_files_alone(tmp_path: Path) -> None:
+    path = tmp_path / "diary.txt"
+    path.write_text("Dear diary")
+    with pytest.raises(ValueError, match=r"diary\.txt.*Dear diary.*a file of its own"):
+        JsonlSink(path)
+    assert path.read_text() == "Dear diary"
+
+
+def test_jsonl_survives_a_kill(tmp_path: Path) -> None:
+    code = """
+import sys, time
+from example_reports import report
+from adiv_monitor.sinks import JsonlSink
+sink = JsonlSink(sys.argv[1])
+for step in range(3):
+    sink.write(report(step))
+print("written", flush=True)
+time.sleep(60)
+"""
+    path = tmp_path / "run.jsonl"
+    paths = os.pathsep.join(filter(None, sys.path))
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "written\n"
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert child.returncode == -signal.SIGKILL
+    assert [line["step"] for line in strict_lines(path)] == [0, 1, 2]
+
+
+# Table
+
+
+def printed(*reports: object, **options: object) -> str:
+    file = io.StringIO()
+    sink = TableSink(file=file, **options)  # type: ignore[arg-type]
+    for one in reports:
+        sink.write(one)  # type: ignore[arg-type]
+    sink.close()
+    return file.getvalue()
+
+
+def test_table_is_the_golden_one() -> None:
+    """`REWRITE_GOLDEN=1 pytest tests/monitor/test_sinks.py` accepts the table as it is now."""
+    layers = {path: reading(i) for i, path in enumerate(LAYERS)}
+    layers["no.direction"] = reading(9, update_cosine=math.nan, gradient_cosine=None)
+    layers["few.rows"] = reading(10, rows_seen=8, rows_total=8, effective_lr=1e-5, scale_mean=2e5)
+    text = printed(report(1200, layers=layers))
+    if os.environ.get("REWRITE_GOLDEN"):
+        GOLDEN.parent.mkdir(exist_ok=True)
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+def row(text: str, layer: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.split()[:1] == [layer])
+    return line.split()
+
+
+@pytest.mark.parametrize(
+    ("measure", "marked"), [("update_cosine", "low"), ("scale_cv", "high"), ("scale_mean", None)]
+)
+def test_table_marks_the_worst(measure: str, marked: str | None) -> None:
+    layers = {"low": reading(**{measure: 0.25}), "high": reading(**{measure: 0.75})}
+    text = printed(report(layers=layers), measures=[measure])
+    assert [layer for layer in layers if row(text, layer)[-1].endswith("*")] == [
+        layer for layer in layers if layer == marked
+    ]
+
+
+def test_table_marks_nothing_where_all_are_equal() -> None:
+    layers = {"a": reading(diagonal_cosine=1.0), "b": reading(diagonal_cosine=1.0)}
+    assert "*" not in printed(report(layers=layers), measures=["diagonal_cosine"])
+
+
+def test_table_shows_no_direction_and_not_taken() -> None:
+    layers = {"nan": reading(update_cosine=math.nan), "absent": reading(update_cosine=None)}
+    text = printed(report(layers=layers), measures=["update_cosine"])
+    assert row(text, "nan")[-1] == "–"
+    assert row(text, "absent")[1:] == ["1,024", "of", "65,536"]
+
+
+def test_table_says_what_is_missing() -> None:
+    text = printed(report())
+    assert "88% of the parameters measured" in text
+    assert "not measured: decoder.lstm: LSTM: no rule for this type of module\n" in text
+    assert "note: The gradient was clipped to 0.5 of its length.\n" in text
+
+
+def test_table_never_cuts_a_path_in_a_file() -> None:
+    path = "a.very.long.path." * 12 + "end"
+    assert path in printed(report(layers={path: reading()}), measures=MEASURES)
+
+
+# Choosing measures
+
+
+@pytest.mark.parametrize("make", [TableSink, lambda measures: TensorBoardSink("unused", measures)])
+def test_an_unknown_measure_is_refused_with_the_choices(make, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"'update_cosin'.*Choose from update_cosine, gradient_"):
+        make(measures=["scale_cv", "update_cosin"])
+    assert not list(tmp_path.iterdir()), "refused before a file was made"
+
+
+def test_by_default_at_most_twelve_scalars_per_layer() -> None:
+    assert len(layer_scalars(report(layers={"a": reading()}), DEFAULT_MEASURES)) == 12
+    assert set(TABLE_MEASURES) <= set(DEFAULT_MEASURES) <= set(MEASURES)
+
+
+def test_scalars_are_named_by_measure_then_layer() -> None:
+    layers = {"a.b": reading(scale_cv=0.5), "c": reading(scale_cv=math.nan)}
+    scalars = layer_scalars(report(layers=layers), ["scale_cv"])
+    assert list(scalars) == ["adiv.scale_cv/a.b", "adiv.scale_cv/c"]
+    assert scalars["adiv.scale_cv/a.b"] == 0.5
+    assert summary_scalars(report(layers=layers), ["scale_cv"], "critic") == {
+        "adiv.summary.critic/scale_cv_min": 0.5,
+        "adiv.summary.critic/scale_cv_median": 0.5,
+        "adiv.summary.critic/scale_cv_max": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("package", "make", "extra"),
+    [
+        ("rich.console", TableSink, "audit"),
+        ("tensorboard.compat", lambda: TensorBoardSink("unused"), "tensorboard"),
+    ],
+)
+def test_a_missing_package_is_named(monkeypatch, package: str, make, extra: str) -> None:  # type: ignore[no-untyped-def]
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf'pip install "adiv-monitor\[{extra}\]"'):
+        make()
