@@ -91,7 +91,9 @@ class TensorBoardSink:
     def _write_texts(self, report: StepReport) -> None:
         """The worst layers of every report; what seldom changes only when it does."""
         group = f"adiv.summary.{self._name}" if self._name else "adiv.summary"
-        self._writer.add_text(f"{group}/worst_layers", _worst_layers(report), report.step)
+        self._writer.add_text(
+            f"{group}/worst_layers", _worst_layers(report, self._measures), report.step
+        )
         for tag, text in (
             (f"{group}/not_measured", _not_measured(report)),
             (f"{group}/notes", "\n".join(f"- {note}" for note in report.notes) or "none"),
@@ -140,12 +142,11 @@ def _add_histogram(
     )
 
 
-def _worst_layers(report: StepReport) -> str:
+def _worst_layers(report: StepReport, measures: tuple[str, ...]) -> str:
     """A Markdown table: per measure, the layer at its bad end (both ends where none is bad)."""
-    lines = ["| measure | worst layer |", "| --- | --- |"]
-    for measure, summary in report.summary().items():
-        lines.append(f"| {measure} | {_extremes(summary, WORST.get(measure))} |")
-    return "\n".join(lines)
+    summary = report.summary()
+    rows = [f"| {m} | {_extremes(summary[m], WORST.get(m))} |" for m in measures if m in summary]
+    return "\n".join(["| measure | worst layer |", "| --- | --- |", *rows])
 
 
 def _extremes(summary: MeasureSummary, bad_end: str | None) -> str:

@@ -1,0 +1,245 @@
+"""What TensorBoard itself reads and shows of a run."""
+
+import json
+import math
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from urllib.request import urlopen
+
+import pytest
+from example_reports import LAYERS, reading, report
+
+from adiv_monitor.report import QUANTILE_LEVELS, StepReport
+from adiv_monitor.sinks import TensorBoardSink
+from adiv_monitor.sinks.scalars import DEFAULT_MEASURES
+
+pytest.importorskip("tensorboard")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.util.tensor_util import make_ndarray
+from torch.utils.tensorboard import SummaryWriter
+
+ATTENTION = "block.0.attention.q_proj"
+
+
+def events(log_dir: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(log_dir), size_guidance={"tensors": 0, "histograms": 0})
+    return accumulator.Reload()
+
+
+def write(log_dir: Path, *reports: StepReport, **options: Any) -> EventAccumulator:
+    sink = TensorBoardSink(log_dir, **options)
+    for one in reports:
+        sink.write(one)
+    sink.close()
+    return events(log_dir)
+
+
+def texts(accumulator: EventAccumulator, tag: str) -> list[tuple[int, str]]:
+    return [
+        (event.step, make_ndarray(event.tensor_proto).item().decode())
+        for event in accumulator.Tensors(f"{tag}/text_summary")
+    ]
+
+
+def test_scalars_of_every_layer_and_of_the_summary(tmp_path: Path) -> None:
+    reports = [report(0), report(50)]
+    found = write(tmp_path, *reports)
+    for layer in LAYERS:
+        per_layer = [tag for tag in found.Tags()["scalars"] if tag.endswith(f"/{layer}")]
+        assert per_layer == [f"adiv.{measure}/{layer}" for measure in DEFAULT_MEASURES]
+    values = [(e.step, e.value) for e in found.Scalars(f"adiv.update_cosine/{ATTENTION}")]
+    assert values == [
+        (r.step, pytest.approx(r.layers[ATTENTION].update_cosine, rel=1e-6)) for r in reports
+    ]
+    for end in ("min", "median", "max"):
+        (first, _) = found.Scalars(f"adiv.summary/scale_cv_{end}")
+        expected = getattr(reports[0].summary()["scale_cv"], end)
+        assert first.value == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_direction_is_written_as_nan_and_not_taken_not_at_all(tmp_path: Path) -> None:
+    layers = {"a": reading(update_cosine=math.nan, scale_cv=None)}
+    found = write(tmp_path, report(layers=layers))
+    (event,) = found.Scalars("adiv.update_cosine/a")
+    assert math.isnan(event.value)
+    assert "adiv.scale_cv/a" not in found.Tags()["scalars"]
+    assert "adiv.summary/update_cosine_min" not in found.Tags()["scalars"]
+
+
+def test_histogram_buckets_lie_between_neighbouring_quantiles(tmp_path: Path) -> None:
+    found = write(tmp_path, report())
+    layer = report().layers[ATTENTION]
+    for tag, quantiles, rows in (
+        ("row_scale", layer.scale_quantiles, 1024),
+        ("row_cosine", layer.row_cosine_quantiles, 1024 - 24),
+    ):
+        (event,) = found.Histograms(f"adiv.{tag}/{ATTENTION}")
+        histogram = event.histogram_value
+        assert (histogram.min, histogram.max, histogram.num) == (quantiles[0], quantiles[-1], rows)
+        assert list(histogram.bucket_limit) == list(quantiles[1:])
+        assert list(histogram.bucket) == [rows / 32] * 32
+
+
+def test_histogram_moments_are_those_of_the_distribution(tmp_path: Path) -> None:
+    """Levels as quantiles are the uniform distribution: mean 1/2, mean square 1/3."""
+    found = write(tmp_path, report(layers={"a": reading(scale_quantiles=QUANTILE_LEVELS)}))
+    (event,) = found.Histograms("adiv.row_scale/a")
+    assert event.histogram_value.sum == pytest.approx(1024 / 2)
+    assert event.histogram_value.sum_squares == pytest.approx(1024 / 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [2.0, 0.0])
+def test_equal_rows_make_one_peak(tmp_path: Path, value: float) -> None:
+    found = write(tmp_path, report(layers={"a": reading(scale_quantiles=(value,) * 33)}))
+    (event,) = found.Histograms("adiv.row_scale/a")
+    assert set(event.histogram_value.bucket_limit) == {value}
+    assert sum(event.histogram_value.bucket) == 1024
+    (compressed,) = found.CompressedHistograms("adiv.row_scale/a")
+    assert {point for _, point in compressed.compressed_histogram_values} == {value}
+
+
+@pytest.mark.parametrize("quantiles", [(math.nan,) * 33, (*QUANTILE_LEVELS[:-1], math.inf), ()])
+def test_no_histogram_without_numbers(tmp_path: Path, quantiles: tuple[float, ...]) -> None:
+    found = write(tmp_path, report(layers={"a": reading(row_cosine_quantiles=quantiles)}))
+    assert found.Tags()["histograms"] == ["adiv.row_scale/a"]
+
+
+def test_histograms_can_be_left_out(tmp_path: Path) -> None:
+    assert write(tmp_path, report(), histograms=False).Tags()["histograms"] == []
+
+
+def test_text_names_the_worst_layers(tmp_path: Path) -> None:
+    layers = {
+        "low": reading(update_cosine=0.1, scale_cv=0.5, scale_mean=3.0),
+        "high": reading(update_cosine=0.9, scale_cv=2.0, scale_mean=70.0),
+    }
+    found = write(tmp_path, report(4, layers=layers))
+    ((step, text),) = texts(found, "adiv.summary/worst_layers")
+    assert step == 4
+    assert "| update_cosine | `low` 0.1 |" in text
+    assert "| scale_cv | `high` 2 |" in text
+    assert "| scale_mean | no bad end: `low` 3 to `high` 70 |" in text
+
+
+def test_text_of_what_is_missing_only_when_it_changes(tmp_path: Path) -> None:
+    found = write(tmp_path, report(0), report(1), report(2, unsupported={}, notes=()))
+    not_measured = texts(found, "adiv.summary/not_measured")
+    assert [step for step, _ in not_measured] == [0, 2]
+    assert "- `decoder.lstm`: LSTM: no rule" in not_measured[0][1]
+    assert texts(found, "adiv.summary/notes") == [(0, f"- {report().notes[0]}"), (2, "none")]
+
+
+def test_layout_is_written_once(tmp_path: Path) -> None:
+    found = write(tmp_path, report(0), report(1), measures=["scale_cv", "row_cosine_p50"])
+    (event,) = found.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(make_ndarray(event.tensor_proto).item())
+    titles = [[chart.title for chart in category.chart] for category in layout.category]
+    assert titles == [["scale_cv", "row_cosine_p50"]] * 2
+    for category in layout.category:
+        (pattern,) = category.chart[0].multiline.tag
+        tags = ["adiv.scale_cv/a", "adiv.summary/scale_cv_max", "adiv.summary.critic/scale_cv_max"]
+        assert any(re.match(pattern, tag) for tag in tags)
+        assert not any(re.match(pattern, tag.replace(".", "_")) for tag in tags)
+
+
+def test_a_writer_of_the_users_stays_open(tmp_path: Path) -> None:
+    writer = SummaryWriter(str(tmp_path))
+    for name in ("generator", "critic"):
+        sink = TensorBoardSink(writer, name=name)
+        sink.write(report())
+        sink.close()
+    writer.add_scalar("loss", 1.0, 0)
+    writer.close()
+    tags = events(tmp_path).Tags()["scalars"]
+    assert "loss" in tags
+    assert {"adiv.summary.generator/scale_cv_max", "adiv.summary.critic/scale_cv_max"} <= set(tags)
+    assert len(list(tmp_path.iterdir())) == 1, "no second event file"
+
+
+# A real server, and a real browser in front of it
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a TensorBoard that shows one run of three reports, a NaN among them."""
+    log_dir = tmp_path_factory.mktemp("logs")
+    sink = TensorBoardSink(log_dir / "run")
+    for step in (0, 50, 100):
+        layers = dict(report(step).layers)
+        layers["head"] = reading(update_cosine=math.nan if step == 50 else 0.5)
+        sink.write(report(step, layers=layers))
+    sink.close()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(log_dir)]
+    server = subprocess.Popen(
+        [*command, "--host", "127.0.0.1", "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_loaded(address)
+        yield address
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _wait_until_loaded(address: str) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            found = _json(f"{address}/data/plugin/text/tags")
+        except OSError:
+            found = {}
+        if found.get("run"):
+            return
+        time.sleep(0.2)
+    pytest.fail(f"{address}: TensorBoard had not read the run after 60 s")
+
+
+def _json(url: str) -> Any:
+    with urlopen(url) as answer:
+        return json.load(answer)
+
+
+def test_each_chart_shows_all_layers_of_one_measure(board: str) -> None:
+    categories = _json(f"{board}/data/plugin/custom_scalars/layout")["category"]
+    for category in categories:
+        for chart in category["chart"]:
+            (pattern,) = chart["multiline"]["tag"]
+            url = f"{board}/data/plugin/custom_scalars/scalars?run=run&tag={quote(pattern)}"
+            shown = sorted(_json(url)["tag_to_events"])
+            measure = chart["title"]
+            assert shown in (
+                sorted(f"adiv.{measure}/{layer}" for layer in LAYERS),
+                sorted(f"adiv.summary/{measure}_{end}" for end in ("min", "median", "max")),
+            )
+
+
+def test_the_server_answers_nan_with_a_word_its_charts_know(board: str) -> None:
+    url = f"{board}/data/plugin/scalars/scalars?run=run&tag={quote('adiv.update_cosine/head')}"
+    assert [value for _, _, value in _json(url)] == [0.5, "NaN", 0.5]
+
+
+def test_a_browser_draws_the_run(board: str, tmp_path: Path) -> None:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--disable-background-networking", f"--user-data-dir={tmp_path}"]
+    command += ["--window-size=1400,1800", "--virtual-time-budget=20000", f"{board}/#timeseries"]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    for layer in LAYERS:
+        assert f"adiv.diagonal_cosine/{layer}" in page
