@@ -1,0 +1,302 @@
+"""Hooks that gather some rows of every layer during one step: features, output norms, gradients.
+
+The gradient of a layer's output is caught by a hook on the output tensor, so that in-place
+activations, modules that are called several times and checkpointing all work:
+
+- several calls and micro-batches: every call is kept with its own gradient;
+- re-entrant checkpointing: the first pass has no gradient graph and is skipped;
+- other checkpointing: the recomputation's output never receives a gradient and is dropped;
+- gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from adiv_monitor.ceiling import Ceiling
+from adiv_monitor.features.features import Features
+from adiv_monitor.features.rows import Rows, exact, stratified
+from adiv_monitor.selection import Layer
+from adiv_monitor.updates import flat_in_memory
+
+_NORM_ENTRIES = 65_536
+
+
+class Hook:
+    """A hook that stays behind when the model is copied or pickled."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
+        return Hook(_nothing)
+
+    def __reduce__(self) -> tuple[type["Hook"], tuple[Callable[..., None]]]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What is left of a hook in a copy of the model."""
+
+
+class Call:
+    """The chosen rows of one call of a layer."""
+
+    def __init__(self, rows: Rows, features: Features, z_squared: Tensor, counted: bool) -> None:
+        self.rows = rows
+        self.features = features
+        self.z_squared = z_squared
+        self.counted = counted
+        self.gradient: Tensor | None = None
+        self._arrived: Tensor | None = None  # since the parameters last accumulated
+        self.every_row: Features | None = None  # only for the ceiling
+        self.every_gradient: Tensor | None = None
+
+    def arrive(self, gradient: Tensor) -> None:
+        """Keep the rows of ∂L/∂z. A later pass that reaches no parameter in between replaces it."""
+        self._arrived = gradient
+
+    def fold(self, reset: bool) -> None:
+        """The parameters accumulate: what arrived adds to what was there, unless it was zeroed."""
+        if reset:
+            self.gradient = None
+        if self._arrived is not None:
+            seen = self.gradient
+            self.gradient = self._arrived if seen is None else seen + self._arrived
+            self._arrived = None
+
+    @property
+    def reached(self) -> bool:
+        """Whether a gradient came."""
+        return self.gradient is not None or self._arrived is not None
+
+    def thin(self, start: int) -> None:
+        """Keep every second row."""
+        keep = torch.arange(start, len(self.z_squared), 2, device=self.z_squared.device)
+        index = self.rows.index
+        self.rows = Rows(self.rows.shape, keep if index is None else index[keep])
+        self.features = self.features.pick(keep)
+        self.z_squared = self.z_squared[keep]
+        self.gradient = None if self.gradient is None else self.gradient[keep]
+        self._arrived = None if self._arrived is None else self._arrived[keep]
+
+
+class LayerRows:
+    """The rows of one layer in one step: at most `max_rows`, each row as likely as any other."""
+
+    def __init__(self, max_rows: int | None, generator: torch.Generator) -> None:
+        self.calls: list[Call] = []
+        self.dropped = False  # rows whose gradient was zeroed before a step was taken
+        self.ceiling: Ceiling | None = None
+        self.linear: Tensor | None = None  # did the rule reproduce the output?
+        self._max_rows = max_rows
+        self._generator = generator
+        self._rate = 1.0
+        self._seen = 0
+
+    def choose(self, shape: tuple[int, ...], device: torch.device, counted: bool) -> Rows:
+        """Choose rows of a further call; halve all earlier choices when there is no room."""
+        total = Rows(shape).total
+        if self._max_rows is not None and self._seen == 0 and total > self._max_rows:
+            self._rate = min(self._rate, self._max_rows / total)
+        count = self._share(total)
+        while counted and self._max_rows is not None and self._seen + count > self._max_rows:
+            self._halve()
+            count = self._share(total)
+        if counted:
+            self._seen += count
+        index = stratified(total, count, self._generator)
+        return Rows(shape, None if index is None else index.to(device, non_blocking=True))
+
+    def count(self, call: Call) -> None:
+        """Count the rows of a recomputed call, which turned out to be the one with a gradient."""
+        if not call.counted:
+            call.counted = True
+            self._seen += len(call.z_squared)
+            while self._max_rows is not None and self._seen > self._max_rows:
+                self._halve()
+
+    def fold(self, reset: bool) -> None:
+        """The layer's parameters accumulate a gradient; `reset`: what they held is gone."""
+        if reset and any(call.gradient is not None for call in self.calls):
+            self.dropped = True
+            stale = [c for c in self.calls if c.gradient is not None and c._arrived is None]
+            self._seen -= sum(len(c.z_squared) for c in stale)
+            self.calls = [c for c in self.calls if c not in stale]
+            self.ceiling = None if self.ceiling is None else Ceiling()
+        for call in self.calls:
+            call.fold(reset)
+            if call.every_row is not None and call.every_gradient is not None:
+                self.ceiling = self.ceiling or Ceiling()
+                self.ceiling.add(call.every_row, call.every_gradient)
+                call.every_row = call.every_gradient = None
+
+    def _share(self, total: int) -> int:
+        if self._rate == 1.0:
+            return total
+        chance = torch.rand((), generator=self._generator).item()
+        return min(total, int(self._rate * total + chance))
+
+    def _halve(self) -> None:
+        self._rate /= 2
+        for call in self.calls:
+            if call.counted:
+                start = int(torch.randint(2, (), generator=self._generator))
+                before = len(call.z_squared)
+                call.thin(start)
+                self._seen -= before - len(call.z_squared)
+
+
+class Capture:
+    """All hooks on the layers for one measured step.
+
+    Args:
+        layers: the layers to watch.
+        max_rows: rows to look at per layer; None: all.
+        generator: the monitor's own source of chance.
+        attainable: gather all rows too, for the ceiling.
+        unchecked: paths of the layers whose rule has not yet been checked against the output.
+        fail: called with a layer and the exception that its hook met; from then on the layer is
+            not watched any more.
+    """
+
+    def __init__(
+        self,
+        layers: list[Layer],
+        *,
+        max_rows: int | None,
+        generator: torch.Generator,
+        attainable: bool,
+        unchecked: set[str],
+        fail: Callable[[Layer, Exception], None],
+    ) -> None:
+        self.rows = {layer.path: LayerRows(max_rows, generator) for layer in layers}
+        self._attainable = attainable
+        self._unchecked = unchecked
+        self._fail = fail
+        self._active = True  # hooks in graphs that are already built outlive their removal
+        self._accumulated: dict[nn.Parameter, tuple[int, Tensor]] = {}
+        self._handles: list[RemovableHandle] = []
+        sharing: dict[nn.Parameter, list[Layer]] = defaultdict(list)
+        for layer in layers:
+            hook = Hook(partial(self._guarded, layer, partial(self._on_forward, layer)))
+            handle = layer.module.register_forward_hook(hook, with_kwargs=True)
+            self._handles.append(handle)
+            sharing[layer.parameters[0]].append(layer)
+        for parameter, users in sharing.items():
+            before = Hook(partial(self._guarded, users[0], self._on_accumulate, parameter, users))
+            after = Hook(partial(self._guarded, users[0], self._on_accumulated))
+            self._handles.append(parameter.register_hook(before))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(after))
+
+    def detach(self) -> None:
+        """Remove every hook; those in graphs that are already built fall silent."""
+        self._active = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def dropped(self) -> bool:
+        """Whether rows were thrown away because their gradient never made a step."""
+        return any(rows.dropped for rows in self.rows.values())
+
+    def gradient_factor(self, layer: Layer) -> Tensor | None:
+        """‖gradient now‖ / ‖gradient that backward left‖; None if nothing touched it.
+
+        From about 65,536 evenly spaced entries of the layer's first trained parameter.
+        """
+        parameter = layer.parameters[0]
+        if parameter not in self._accumulated or parameter.grad is None:
+            return None
+        version, norm = self._accumulated[parameter]
+        if parameter.grad._version == version:
+            return None
+        return torch.where(norm > 0, _sampled_norm(parameter.grad) / norm, 1.0)
+
+    def _guarded(self, layer: Layer, function: Callable[..., None], *args: Any) -> None:
+        if not self._active or layer.path not in self.rows:
+            return
+        try:
+            with torch.no_grad():
+                function(*args)
+        except Exception as error:
+            self.rows.pop(layer.path, None)
+            self._fail(layer, error)
+
+    def _on_forward(
+        self, layer: Layer, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if module is not layer.module:
+            raise TypeError("the module was replicated (nn.DataParallel): use one process per device")
+        if not isinstance(output, Tensor):
+            raise TypeError(f"its forward gave a {type(output).__name__}, expected a tensor")
+        if not output.requires_grad:
+            return
+        z = layer.rule.layout(module, output)
+        rows_of_layer = self.rows[layer.path]
+        # What runs inside a backward pass is a recomputation: it counts if a gradient comes.
+        counted = torch._C._current_graph_task_id() == -1
+        rows = rows_of_layer.choose(tuple(z.shape[:-1]), output.device, counted)
+        with torch.autocast(output.device.type, enabled=False):
+            features = layer.rule.function(module, rows, *args, **kwargs)
+            z_rows = rows.take(z)
+            if layer.path in self._unchecked and len(z_rows):
+                rows_of_layer.linear = reproduces(layer, features, z_rows)
+            z_squared = torch.linalg.vecdot(z_rows, z_rows)
+            call = Call(rows, _trained(layer, features), z_squared, counted)
+            if self._attainable:
+                every = Rows(rows.shape)
+                call.every_row = _trained(layer, layer.rule.function(module, every, *args, **kwargs))
+        rows_of_layer.calls.append(call)
+        output.register_hook(partial(self._guarded, layer, partial(self._on_gradient, layer, call)))
+
+    def _on_gradient(self, layer: Layer, call: Call, gradient: Tensor) -> None:
+        gradient = layer.rule.layout(layer.module, gradient)
+        self.rows[layer.path].count(call)
+        call.arrive(call.rows.take(gradient))
+        if call.every_row is not None:
+            call.every_gradient = Rows(call.rows.shape).take(gradient)
+
+    def _on_accumulate(self, parameter: nn.Parameter, users: list[Layer], _: Tensor) -> None:
+        """Just before a gradient is added to `.grad`: is there still what was there before?"""
+        rows = [self.rows[layer.path] for layer in users if layer.path in self.rows]
+        held = parameter.grad
+        reset = held is None
+        if held is not None and any(c.gradient is not None for r in rows for c in r.calls):
+            version, _ = self._accumulated.get(parameter, (held._version, held))
+            # Zeroed in place? Only then, and when something did change it, is it worth a look.
+            reset = held._version != version and not bool(held.any())
+        for layer_rows in rows:
+            layer_rows.fold(reset)
+
+    def _on_accumulated(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self._accumulated[parameter] = parameter.grad._version, _sampled_norm(parameter.grad)
+
+
+def reproduces(layer: Layer, features: Features, z: Tensor) -> Tensor:
+    """‖Θφ − z‖ / ‖z‖ on the rows: 0 up to rounding if the rule describes this layer."""
+    weight = getattr(layer.module, layer.rule.weight)
+    bias = getattr(layer.module, layer.rule.bias, None)
+    predicted = 0 if weight is None else features.by_weight(weight)
+    if bias is not None and (shift := features.by_bias(bias)) is not None:
+        predicted = predicted + shift
+    return torch.linalg.vector_norm(predicted - z) / torch.linalg.vector_norm(z)
+
+
+def _trained(layer: Layer, features: Features) -> Features:
+    return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
+
+
+def _sampled_norm(tensor: Tensor) -> Tensor:
+    flat = flat_in_memory(tensor)
+    stride = max(1, flat.numel() // _NORM_ENTRIES)
+    return torch.linalg.vector_norm(exact(flat[::stride]))

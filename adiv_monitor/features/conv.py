@@ -1,0 +1,82 @@
+"""Convolutions: φ(x) = [patch, 1] per group, scale ‖patch‖² + 1.
+
+Only the patches of the chosen rows are gathered; the input is neither unfolded nor padded as a
+whole. Padding is an index map: it says from where each element of a patch is read.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.features.features import DenseFeatures
+from adiv_monitor.features.registry import register_features
+from adiv_monitor.features.rows import Rows, exact
+
+Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+def _spatial_last(module: Conv, tensor: Tensor) -> Tensor:
+    """The layout of (batch, channels, *spatial) and of (channels, *spatial)."""
+    return tensor.movedim(-1 - len(module.kernel_size), -1)
+
+
+@register_features(nn.Conv1d, nn.Conv2d, nn.Conv3d, kind="convolution", layout=_spatial_last)
+def convolution(module: Conv, rows: Rows, input: Tensor) -> DenseFeatures:
+    """z = W patch + b at every output position; weights are shared by all positions."""
+    phi = patches(module, rows, input).reshape(
+        -1, module.groups, module.in_channels // module.groups * _volume(module)
+    )
+    return DenseFeatures(phi, None if module.bias is None else phi.new_ones(phi.shape[0]))
+
+
+def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
+    """The receptive fields of the chosen rows, (rows, in_channels, *kernel_size)."""
+    dims = len(module.kernel_size)
+    if input.dim() == dims + 1:  # no batch dimension
+        input = input[None]
+        rows = Rows((1, *rows.shape), rows.index)
+    sample, *outputs = rows.positions(input.device)
+    spatial = torch.zeros(1, dtype=torch.int64, device=input.device)  # (rows, *kernel), flattened
+    inside: Tensor | None = None
+    for d, output in enumerate(outputs):
+        size = input.shape[2 + d]
+        reach = torch.arange(module.kernel_size[d], device=input.device) * module.dilation[d]
+        position = output[:, None] * module.stride[d] - _left_padding(module, d) + reach
+        position, valid = _read_from(position, size, module.padding_mode)
+        spatial = spatial * size + _along(position, d, dims)
+        if valid is not None:
+            valid = _along(valid, d, dims)
+            inside = valid if inside is None else inside & valid
+    channel = torch.arange(input.shape[1], device=input.device)
+    plane = sample[:, None] * input.shape[1] + channel  # (rows, in_channels)
+    size = input.shape[2:].numel()
+    gathered = exact(torch.take(input, (plane * size)[..., None] + spatial.flatten(1)[:, None]))
+    if inside is not None:
+        gathered *= inside.flatten(1)[:, None].to(gathered.dtype)
+    return gathered.unflatten(2, module.kernel_size)
+
+
+def _along(index: Tensor, d: int, dims: int) -> Tensor:
+    """An index (rows, kernel_size[d]) shaped to broadcast in (rows, *kernel_size)."""
+    return index.reshape(index.shape[0], *(-1 if axis == d else 1 for axis in range(dims)))
+
+
+def _left_padding(module: Conv, d: int) -> int:
+    # torch keeps the padding of "same" too as (left, right) pairs, last dimension first.
+    return int(module._reversed_padding_repeated_twice[2 * (len(module.kernel_size) - 1 - d)])
+
+
+def _volume(module: Conv) -> int:
+    return torch.Size(module.kernel_size).numel()
+
+
+def _read_from(position: Tensor, size: int, padding_mode: str) -> tuple[Tensor, Tensor | None]:
+    """Where in 0..size−1 each padded position is read from, and which ones are not zero."""
+    if padding_mode == "zeros":
+        inside = (position >= 0) & (position < size)
+        return position.clamp(0, size - 1), inside
+    if padding_mode == "circular":
+        return position % size, None
+    if padding_mode == "replicate":
+        return position.clamp(0, size - 1), None
+    position = position.abs()  # reflect: about the first element, then about the last
+    return torch.where(position >= size, 2 * (size - 1) - position, position), None

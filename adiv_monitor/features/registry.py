@@ -1,0 +1,110 @@
+"""One rule per layer type: how is this module's output linear in its parameters?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from adiv_monitor.features.features import Features
+
+FeatureFunction = Callable[..., Features]
+Layout = Callable[[Any, Tensor], Tensor]
+F = TypeVar("F", bound=FeatureFunction)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a type of module is linear in its parameters.
+
+    Attributes:
+        kind: what reports call it.
+        function: (module, rows, *the arguments of its forward) → features of these rows.
+        layout: (module, tensor shaped like the output) → a view with the channels in the last
+            dimension, so that all dimensions before it are rows.
+        weight: name of the parameter that `Features.by_weight` multiplies.
+        bias: name of the parameter that `Features.by_bias` multiplies.
+        refuse: (module) → why this one can't be measured, or None.
+    """
+
+    kind: str
+    function: FeatureFunction
+    layout: Layout
+    weight: str
+    bias: str
+    refuse: Callable[[Any], str | None]
+
+
+_RULES: dict[type[nn.Module], Rule] = {}
+
+
+def channels_last(module: nn.Module, tensor: Tensor) -> Tensor:
+    """The layout of (..., channels)."""
+    return tensor
+
+
+def channels_second(module: nn.Module, tensor: Tensor) -> Tensor:
+    """The layout of (batch, channels, ...)."""
+    return tensor.movedim(1, -1)
+
+
+def _nothing(module: nn.Module) -> str | None:
+    return None
+
+
+def register_features(
+    *module_types: type[nn.Module],
+    kind: str | None = None,
+    layout: Layout = channels_last,
+    weight: str = "weight",
+    bias: str = "bias",
+    refuse: Callable[[Any], str | None] = _nothing,
+) -> Callable[[F], F]:
+    """Teach the monitor a layer: decorate a function that returns the features of its rows.
+
+    The function gets the module, the chosen `Rows`, and what the module's forward got. The layer's
+    output must be `Φ_W weightᵀ + φ_b ⊗ bias`; the monitor checks that at the first measured step.
+
+    Args:
+        module_types: the classes it holds for, and their subclasses that keep `forward`.
+        kind: what reports call it; the first class's name in lower case by default.
+        layout: a view of a tensor shaped like the output with the channels last.
+        weight: name of the weight parameter.
+        bias: name of the bias parameter.
+        refuse: (module) → the reason why a certain module of this type can't be measured, or None.
+
+    Example:
+        >>> from torch import nn
+        >>> from adiv_monitor.features import DenseFeatures, Rows, register_features
+        >>> class Squared(nn.Linear):
+        ...     def forward(self, x):
+        ...         return nn.functional.linear(x**2, self.weight)
+        >>> @register_features(Squared)
+        ... def squared(module, rows, x):
+        ...     return DenseFeatures(rows.take(x)[:, None] ** 2)
+    """
+
+    def decorate(function: F) -> F:
+        name = kind or module_types[0].__name__.lower()
+        for module_type in module_types:
+            _RULES[module_type] = Rule(name, function, layout, weight, bias, refuse)
+        return function
+
+    return decorate
+
+
+def find_rule(module: nn.Module) -> Rule | str:
+    """The rule of the module's class or of its nearest base class, or why there is none."""
+    for base in type(module).__mro__:
+        if base in _RULES:
+            if type(module).forward is not base.forward:
+                return (
+                    f"{type(module).__name__} overrides the forward of {base.__name__}: teach the "
+                    f"monitor what it computes with register_features({type(module).__name__})"
+                )
+            rule = _RULES[base]
+            return rule.refuse(module) or rule
+    return (
+        f"no rule for {type(module).__name__}: if its output is linear in its parameters, teach "
+        f"the monitor with register_features({type(module).__name__})"
+    )

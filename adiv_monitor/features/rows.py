@@ -1,0 +1,64 @@
+"""Which rows of a layer are looked at, and how to gather them from a tensor."""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A choice of rows among the uses of a layer's weights in one call.
+
+    Attributes:
+        shape: the output's shape without its channels: (B,) or (B, T) for a linear layer,
+            (B, H, W) for a convolution.
+        index: sorted positions (rows,) int64 in the flattened `shape`; None: all of them.
+    """
+
+    shape: tuple[int, ...]
+    index: Tensor | None = None
+
+    @property
+    def total(self) -> int:
+        """How many rows there are to choose from."""
+        return prod(self.shape)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Gather the rows of a tensor shaped (*shape, channels...) into (rows, channels...).
+
+        Only the chosen rows are read: no copy of the whole tensor, however it is strided.
+        The result is float32, or float64 if the tensor is.
+        """
+        rest = tensor.shape[len(self.shape) :]
+        if self.index is None:
+            taken = tensor.reshape(self.total, *rest).clone()
+        elif tensor.is_contiguous():
+            taken = tensor.view(self.total, *rest).index_select(0, self.index)
+        else:
+            taken = tensor[self.positions(tensor.device)]
+        return exact(taken)
+
+    def positions(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The index of every row in each dimension of `shape`."""
+        index = torch.arange(self.total, device=device) if self.index is None else self.index
+        return torch.unravel_index(index, self.shape)
+
+
+def stratified(total: int, count: int, generator: torch.Generator) -> Tensor | None:
+    """Sorted choice (count,) of `count` among `total` positions, one at random in each stratum.
+
+    Every position is as likely as any other (to 1 in total/count). None stands for all of them.
+    """
+    if count >= total:
+        return None
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64)
+    offsets = torch.rand(count, generator=generator, dtype=torch.float64)
+    return ((torch.arange(count) + offsets) * (total / count)).long().clamp_(max=total - 1)
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """The tensor in the precision of the measures: float32, or float64 if it already is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,0 +1,324 @@
+"""One measured step: from the rows and the parameter step to readings.
+
+Everything stays on the device as 0-dimensional tensors until `readings`, which makes one transfer.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from adiv_monitor import measures
+from adiv_monitor.capture import Capture
+from adiv_monitor.features.features import Features
+from adiv_monitor.report import MEASURES, QUANTILE_LEVELS, LayerReading
+from adiv_monitor.selection import Layer
+from adiv_monitor.updates import ParameterStep, Watch, aligned, gradients
+
+_LEVELS = (*QUANTILE_LEVELS, 0.05, 0.5, 0.95)
+# A rule that does not describe its layer is wrong by much more than half precision's rounding.
+_RULE_TOLERANCE = 0.05
+
+
+@dataclass
+class _Measured:
+    """What is known of one layer so far."""
+
+    layer: Layer
+    features: Features
+    G: Tensor  # (rows, groups, n_out)
+    z_squared: Tensor
+    rows_seen: int
+    rows_total: int
+    step: ParameterStep | None  # None without an optimizer
+    gradient_scale: Tensor | float  # the gradient tensors are this times the gradient
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def release(self) -> None:
+        """Let go of the rows."""
+        del self.features, self.G, self.z_squared
+        if self.step is not None:
+            self.step.release()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a measured step has to say.
+
+    Attributes:
+        layers: the readings.
+        unsupported: path → why there is no reading of a layer that was watched.
+        misdescribed: path → why a layer must not be watched again: its rule does not hold.
+        notes: what else a reader must know.
+    """
+
+    layers: dict[str, LayerReading]
+    unsupported: dict[str, str]
+    misdescribed: dict[str, str]
+    notes: list[str]
+
+
+class MeasuredStep:
+    """Follows one step through gradient, update and what is applied in the end.
+
+    Args:
+        capture: the rows; its hooks are removed when the gradient is final.
+        layers: the layers that `capture` watches.
+        watch: what this run was seen to do so far.
+        fail: called with a layer and the exception met while measuring it.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        layers: list[Layer],
+        watch: Watch,
+        fail: Callable[[Layer, Exception], None],
+    ) -> None:
+        self._capture = capture
+        self._unreached: dict[str, str] = {}
+        self._layers = layers
+        self._watch = watch
+        self._fail = fail
+        self._measured: dict[str, _Measured] = {}
+
+    @torch.no_grad()
+    def gradient_is_final(self, gradient_scale: Tensor | float, *, steps: bool) -> None:
+        """The gradients are what the optimizer will use: e, and a copy of the parameters.
+
+        Args:
+            gradient_scale: what a fused optimizer will divide them by during its step (AMP).
+            steps: whether an optimizer step follows.
+        """
+        for layer in self._layers:
+            if layer.path in self._capture.rows:
+                self._try(layer, self._begin, layer, gradient_scale, steps)
+        self._capture.detach()
+
+    @torch.no_grad()
+    def updated(self) -> None:
+        """The optimizer has stepped: u and d."""
+        for measured in list(self._measured.values()):
+            self._try(measured.layer, self._measure_update, measured)
+
+    @torch.no_grad()
+    def applied(self) -> None:
+        """The next forward pass begins, or there is none: a."""
+        for measured in list(self._measured.values()):
+            self._try(measured.layer, self._measure_applied, measured)
+
+    def discard(self) -> None:
+        """The step turned out not to be measurable."""
+        self._measured.clear()
+
+    def outcome(self) -> Outcome:
+        """Bring everything to the host at once, and say what it means."""
+        fetched = fetch({path: m.values for path, m in self._measured.items()})
+        misdescribed = {
+            path: f"its output is not what its rule says (relative error {error:.2g}): a hook or a "
+            "subclass changes it"
+            for path, values in fetched.items()
+            if (error := values.get("rule_error", [0.0])[0]) > _RULE_TOLERANCE
+        }
+        kept = {path: values for path, values in fetched.items() if path not in misdescribed}
+        notes = self._notes(kept)
+        layers = {path: _reading(self._measured[path], values) for path, values in kept.items()}
+        return Outcome(layers, {**self._unreached, **misdescribed}, misdescribed, notes)
+
+    def _notes(self, fetched: dict[str, dict[str, list[float]]]) -> list[str]:
+        """Sentences for the report; tells `watch` what happened to gradients and weights."""
+        notes = []
+        if self._capture.dropped():
+            notes.append(
+                "Gradients were zeroed before a step was taken (a step that an AMP scaler skipped?): "
+                "their rows are not in this report."
+            )
+        infinite = [p for p, v in fetched.items() if not math.isfinite(v["gradient_norm"][0])]
+        if infinite:
+            notes.append(f"The gradient is not finite in {_listed(infinite)}.")
+        unknown = [p for p, v in fetched.items() if v.get("gradient_lost", [0.0])[0]]
+        if unknown:
+            notes.append(
+                "The optimizer changed .grad during its step, unlike before: parameter_cosine, "
+                f"applied_cosine and descent are missing for {_listed(unknown)}, from the next "
+                "report on they are there."
+            )
+        projected = [p for p, v in fetched.items() if v.get("weights_changed", [0.0])[0]]
+        missing = [p for p in projected if "projection_cosine" not in fetched[p]]
+        if missing:
+            notes.append(
+                "The weights changed after the optimizer's step, unlike before: projection_cosine "
+                f"and applied_cosine are missing for {_listed(missing)}, from the next report on "
+                "they are there."
+            )
+        stepped = [v for v in fetched.values() if "gradient_changed" in v]
+        if stepped:
+            self._watch.learn(
+                gradient_changed=any(v["gradient_changed"][0] for v in stepped),
+                weights_changed=bool(projected),
+            )
+        return notes
+
+    def _try(self, layer: Layer, function: Callable[..., None], *args: object) -> None:
+        try:
+            function(*args)
+        except Exception as error:
+            self._measured.pop(layer.path, None)
+            self._fail(layer, error)
+
+    def _begin(self, layer: Layer, gradient_scale: Tensor | float, steps: bool) -> None:
+        rows = self._capture.rows[layer.path]
+        rows.fold(reset=False)
+        reached = [call for call in rows.calls if call.gradient is not None]
+        if not reached:
+            self._unreached[layer.path] = _why_unreached(layer)
+            return
+        features = reached[0].features.joined([call.features for call in reached[1:]])
+        scale = features.scale()
+        G = torch.cat([call.gradient for call in reached if call.gradient is not None])
+        G = G.reshape(*scale.shape, G.shape[1] // scale.shape[1])
+        values: dict[str, Tensor] = {}
+        factor = self._capture.gradient_factor(layer)
+        if factor is not None or isinstance(gradient_scale, Tensor):
+            factor = (1.0 if factor is None else factor) / gradient_scale
+            values["gradient_factor"] = torch.as_tensor(factor)
+            G = G * factor
+        if rows.linear is not None:
+            values["rule_error"] = rows.linear
+        measured = _Measured(
+            layer,
+            features,
+            G,
+            z_squared=torch.cat([call.z_squared for call in reached]),
+            rows_seen=len(G),
+            rows_total=sum(call.rows.total for call in reached),
+            step=ParameterStep(layer.parameters, self._watch) if steps else None,
+            gradient_scale=gradient_scale,
+            values=values,
+        )
+        by_weight, by_bias = _act(measured, gradients(layer.parameters))
+        e = (by_weight + by_bias) / gradient_scale
+        values |= {
+            "gradient_cosine": measures.gradient_cosine(e, G),
+            "diagonal_cosine": measures.diagonal_cosine(scale, G),
+            "interference_ratio": measures.interference_ratio(e, scale, G),
+            "scale_mean": measures.scale_mean(scale),
+            "scale_cv": measures.scale_cv(scale),
+            "scale_max": measures.scale_max(scale),
+            "scale_levels": measures.quantiles(scale, _LEVELS),
+            "rows_without_gradient": measures.rows_without_gradient(G),
+            "gradient_norm": torch.linalg.vector_norm(G),
+        }
+        if rows.ceiling is not None:
+            values["attainable_cosine"] = rows.ceiling.cosine()
+        rows.calls.clear()
+        self._measured[layer.path] = measured
+
+    def _measure_update(self, measured: _Measured) -> None:
+        step, G = measured.step, measured.G
+        assert step is not None
+        step.stepped()
+        by_weight, by_bias = _act(measured, step.update)
+        d = -(by_weight + by_bias)
+        row_cosines = measures.row_cosine(d, G)
+        measured.values |= {
+            "update_cosine": measures.update_cosine(d, G),
+            "effective_lr": measures.effective_lr(d, G),
+            "row_cosine_mean": row_cosines.nanmean(),
+            "row_cosine_levels": measures.quantiles(row_cosines, _LEVELS),
+            "harmed_fraction": measures.harmed_fraction(d, G),
+            "bias_share": measures.bias_share(by_weight, by_bias),
+            "update_ratio": measures.update_ratio(d, measured.z_squared),
+            "gradient_changed": torch.as_tensor(step.gradient_changed),
+            "gradient_lost": torch.as_tensor(step.gamma is None),
+        }
+        u = aligned(step.update)
+        measured.values["update_norm"] = measures.norm_of_parts(u)
+        if step.gamma is not None:
+            gamma = aligned(step.gamma)
+            measured.values["parameter_cosine"] = measures.parameter_cosine(u, gamma)
+            whole = measures.parameter_descent(u, gamma) / measured.gradient_scale
+            measured.values["descent"] = whole
+        if measured.layer.shared:  # γ is then not this layer's alone: from its rows
+            share = measured.rows_total / max(measured.rows_seen, 1)
+            measured.values["descent"] = measures.descent(d, G) * share
+        measured.release()
+
+    def _measure_applied(self, measured: _Measured) -> None:
+        if measured.step is not None:
+            measured.values |= measured.step.applied()
+
+
+def _act(measured: _Measured, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Φ_W Wᵀ and φ_b ⊗ b, shaped like G, for one tensor per trained parameter."""
+    layer, tensors = measured.layer, iter(parts)
+    weight = None if layer.weight is None else measured.features.by_weight(next(tensors))
+    bias = None if layer.bias is None else measured.features.by_bias(next(tensors))
+    shape = measured.G.shape
+    zero = measured.G.new_zeros(()).expand(shape)
+    return (
+        zero if weight is None else weight.reshape(shape),
+        zero if bias is None else bias.reshape(shape),
+    )
+
+
+def _why_unreached(layer: Layer) -> str:
+    if any(parameter.grad is not None for parameter in layer.parameters):
+        return (
+            "its parameters have a gradient, but its forward was not called: another module, or "
+            "compiled code, uses them directly"
+        )
+    return "no gradient reached it in this step"
+
+
+def _listed(paths: list[str]) -> str:
+    shown = ", ".join(paths[:3])
+    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
+
+
+def fetch(values: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, list[float]]]:
+    """Copy many small tensors to the host, one transfer per device."""
+    by_device: dict[torch.device, list[tuple[str, str, Tensor]]] = {}
+    for path, named in values.items():
+        for name, tensor in named.items():
+            by_device.setdefault(tensor.device, []).append((path, name, tensor))
+    fetched: dict[str, dict[str, list[float]]] = {path: {} for path in values}
+    for entries in by_device.values():
+        numbers = iter(_packed([tensor for _, _, tensor in entries]).tolist())
+        for path, name, tensor in entries:
+            fetched[path][name] = [next(numbers) for _ in range(tensor.numel())]
+    return fetched
+
+
+def _packed(tensors: list[Tensor]) -> Tensor:
+    """All tensors one after the other, as float64; one conversion per dtype present."""
+    if len({t.dtype for t in tensors}) == 1:
+        return torch.cat([t.reshape(-1) for t in tensors]).double()
+    return torch.cat([t.reshape(-1).double() for t in tensors])
+
+
+def _reading(measured: _Measured, fetched: dict[str, list[float]]) -> LayerReading:
+    scale_levels = fetched.pop("scale_levels")
+    cosine_levels = fetched.pop("row_cosine_levels", None)
+    values = {name: value[0] for name, value in fetched.items()}
+    n = len(QUANTILE_LEVELS)
+    named = dict(zip(("scale_p05", "scale_p50", "scale_p95"), scale_levels[n:], strict=True))
+    if cosine_levels is not None:
+        names = ("row_cosine_p05", "row_cosine_p50", "row_cosine_p95")
+        named |= dict(zip(names, cosine_levels[n:], strict=True))
+    if values.get("weights_changed") == 0.0 and "projection_cosine" not in values:  # a = u
+        named["projection_cosine"] = 1.0 if values["update_norm"] > 0 else math.nan
+        if "parameter_cosine" in values:
+            named["applied_cosine"] = values["parameter_cosine"]
+    return LayerReading(
+        kind=measured.layer.rule.kind,
+        rows_seen=measured.rows_seen,
+        rows_total=measured.rows_total,
+        rows_without_gradient=int(values["rows_without_gradient"]),
+        gradient_factor=values.get("gradient_factor", 1.0),
+        scale_quantiles=tuple(scale_levels[:n]),
+        row_cosine_quantiles=tuple((cosine_levels or [])[:n]),
+        **{k: v for k, v in {**values, **named}.items() if k in MEASURES},
+    )

@@ -1,0 +1,235 @@
+"""The measures: what one optimizer step does to a layer's activations, against what it should do.
+
+A layer that is linear in its parameters gives, for every *row* r (one use of its weights: a sample,
+a token, a patch), the output z_r = Θ φ_r with features φ_r. Gradient descent on Θ wants to move
+z_r by −η g_r, g_r = ∂L/∂z_r (*ideal*), but really moves it by −η Σ_k M_rk g_k, M = ΦΦᵀ (paper,
+eqns 46 and 54). The functions below compare the two. They know nothing of modules or hooks.
+
+Everything is laid out as (rows, groups, n_out): a grouped layer is a set of independent layers, each
+with its own Φ, so that D, the diagonal of M, is one number per row and group. A plain layer is one
+group; an elementwise gain has one group per feature, each with one output.
+
+    G      ∂L/∂z on the rows, in the units of the gradient that the optimizer saw
+    e      = M G = Φ (∂L/∂Θ)ᵀ: what a plain gradient step would do, per unit of learning rate
+    d      = −Φ ΔΘᵀ: what the optimizer's step did, as a descent direction
+    scale  = ‖φ_r‖², the diagonal of M; ‖x‖² + 1 for an affine layer (eqn 11)
+
+Every result is a 0-dimensional tensor (or one value per row), so that nothing waits for the device.
+A vector of length zero has no direction: its cosine is NaN. Tensors are float32 or float64.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+_MAX_SORTED = 16_384
+
+Scalar = Float[Tensor, ""]
+Blocks = Float[Tensor, "rows groups n_out"]
+Scale = Float[Tensor, "rows groups"]
+Rows = Float[Tensor, " rows"]
+Vector = Float[Tensor, " n"]
+
+
+def cosine(a: Float[Tensor, "..."], b: Float[Tensor, "..."]) -> Scalar:
+    """cos(vec a, vec b), in [−1, 1]; NaN if one of them is zero."""
+    return cosine_of_parts([a.reshape(-1)], [b.reshape(-1)])
+
+
+def cosine_of_parts(a: Sequence[Vector], b: Sequence[Vector]) -> Scalar:
+    """Cosine of two vectors that are given in parts, such as one part per parameter."""
+    # Two divisions: the product of two small norms may underflow where neither norm does.
+    return dot_of_parts(a, b) / norm_of_parts(a) / norm_of_parts(b)
+
+
+def dot_of_parts(a: Sequence[Vector], b: Sequence[Vector]) -> Scalar:
+    """⟨a, b⟩ of two vectors in parts."""
+    dots = [torch.dot(p, q) for p, q in zip(a, b, strict=True)]
+    return dots[0] if len(dots) == 1 else torch.stack(dots).sum()
+
+
+def norm_of_parts(a: Sequence[Vector]) -> Scalar:
+    """‖a‖ of a vector in parts."""
+    norms = [torch.linalg.vector_norm(part) for part in a]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+# --- one layer, one step ---------------------------------------------------------------------
+
+
+def update_cosine(d: Blocks, G: Blocks) -> Scalar:
+    """cos(d, G), in [−1, 1]; 1: the step moved the activations exactly downhill."""
+    return cosine(d, G)
+
+
+def gradient_cosine(e: Blocks, G: Blocks) -> Scalar:
+    """cos(e, G), in [0, 1]: `update_cosine` of a plain gradient step; the rest is the optimizer's."""
+    return cosine(e, G)
+
+
+def diagonal_cosine(scale: Scale, G: Blocks) -> Scalar:
+    """cos(D G, G), in [0, 1]: what the row scales alone cost; exactly 1 if they are all equal."""
+    return cosine(scale[..., None] * G, G)
+
+
+def row_cosine(d: Blocks, G: Blocks) -> Rows:
+    """cos(d_r, g_r) of every row, in [−1, 1]; NaN where g_r or d_r is zero."""
+    d, G = d.flatten(1), G.flatten(1)
+    norms = torch.linalg.vector_norm(d, dim=1), torch.linalg.vector_norm(G, dim=1)
+    return torch.linalg.vecdot(d, G) / norms[0] / norms[1]
+
+
+def rows_without_gradient(G: Blocks) -> Scalar:
+    """How many rows have g_r = 0 exactly: padding, masked tokens, dead units."""
+    return (G.flatten(1) == 0).all(dim=1).sum().to(G.dtype)
+
+
+def harmed_fraction(d: Blocks, G: Blocks) -> Scalar:
+    """Share of the rows with d_r·g_r < 0, in [0, 1]: this step of this layer raises their loss.
+
+    Rows whose g_r is zero are left out; NaN if no row has a gradient.
+    """
+    harmed = torch.linalg.vecdot(d.flatten(1), G.flatten(1)) < 0
+    return harmed.sum() / (G.shape[0] - rows_without_gradient(G))
+
+
+def scale_mean(scale: Scale) -> Scalar:
+    """Mean of ‖φ_r‖², ≥ 0: the common part of the divergence, which one learning rate can mend."""
+    return scale.mean()
+
+
+def scale_cv(scale: Scale) -> Scalar:
+    """std(‖φ_r‖²) / mean(‖φ_r‖²), ≥ 0: the part that differs between rows; 0 if corrected."""
+    return scale.std(correction=0) / scale.mean()
+
+
+def scale_max(scale: Scale) -> Scalar:
+    """Largest ‖φ_r‖²; NaN without rows."""
+    return scale.max() if scale.numel() else scale.new_full((), torch.nan)
+
+
+def interference_ratio(e: Blocks, scale: Scale, G: Blocks) -> Scalar:
+    """‖e − D G‖ / ‖D G‖, ≥ 0: what the other rows of the batch do, against the row itself (eqn 49)."""
+    own = scale[..., None] * G
+    return torch.linalg.vector_norm(e - own) / torch.linalg.vector_norm(own)
+
+
+def bias_share(by_weight: Blocks, by_bias: Blocks) -> Scalar:
+    """‖B‖ / (‖A‖ + ‖B‖), in [0, 1]: the bias's share of the update (the paper's responsibility).
+
+    Args:
+        by_weight: A = Φ_W ΔΘ_Wᵀ.
+        by_bias: B = φ_b ⊗ ΔΘ_b.
+    """
+    b = torch.linalg.vector_norm(by_bias)
+    return b / (torch.linalg.vector_norm(by_weight) + b)
+
+
+def effective_lr(d: Blocks, G: Blocks) -> Scalar:
+    """⟨d, G⟩ / ‖G‖²: the learning rate at which the activations really move downhill.
+
+    η (‖x‖² + 1) for one row under plain gradient descent; defined for any optimizer. Its spread
+    between layers is what a per-layer learning rate could mend.
+    """
+    norm = torch.linalg.vector_norm(G)
+    return torch.dot(d.reshape(-1), G.reshape(-1)) / norm / norm
+
+
+def update_ratio(d: Blocks, z_squared: Rows) -> Scalar:
+    """‖Δz‖ / ‖z‖ over the same rows, ≥ 0: how far one step moves the activations.
+
+    Args:
+        d: −Δz.
+        z_squared: ‖z_r‖² of every row, before the step.
+    """
+    return torch.linalg.vector_norm(d) / z_squared.sum().sqrt()
+
+
+def descent(d: Blocks, G: Blocks) -> Scalar:
+    """Σ_r d_r·g_r: first-order decrease of the loss by this layer's step.
+
+    Equal to −⟨∂L/∂Θ, ΔΘ⟩ when all rows are looked at.
+    """
+    return torch.dot(d.reshape(-1), G.reshape(-1))
+
+
+# --- the ceiling -----------------------------------------------------------------------------
+
+
+def attainable_cosine(
+    gram: Float[Tensor, "groups n n"], cross: Float[Tensor, "groups n n_out"], G_norm: Scalar
+) -> Scalar:
+    """‖P_Φ G‖ / ‖G‖, in [0, 1]: the best cosine with G that any ΔΘ can reach.
+
+    P_Φ projects on the columns of Φ. From the normal equations, ‖P_Φ G‖² = tr(Cᵀ S⁺ C) with
+    S = ΦᵀΦ and C = ΦᵀG; from the rows, with S = ΦΦᵀ = VΛVᵀ, P_Φ = VVᵀ, which is the same
+    expression with C = S^½ G (`row_normal_equations`). Directions whose eigenvalue lies below
+    n·ε·λ_max are the null space.
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    floor = gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:]
+    kept = values > floor
+    coordinates = vectors.mT @ cross
+    squares = coordinates.square() / torch.where(kept, values, 1)[..., None]
+    return (squares * kept[..., None]).sum().sqrt() / G_norm
+
+
+def attainable_cosine_of_rows(
+    phi: Float[Tensor, "rows groups n_feat"], G: Blocks
+) -> Scalar:
+    """`attainable_cosine` from Φ and G themselves, through ΦΦᵀ: cheaper when rows < n_feat."""
+    phi, blocks = phi.transpose(0, 1), G.transpose(0, 1)
+    gram = phi @ phi.mT
+    values, vectors = torch.linalg.eigh(gram)
+    kept = values > gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:]
+    coordinates = (vectors.mT @ blocks) * kept[..., None]
+    return torch.linalg.vector_norm(coordinates) / torch.linalg.vector_norm(G)
+
+
+# --- the parameter step: vectors in parts, one part per parameter of the layer -----------------
+
+
+def parameter_cosine(u: Sequence[Vector], gamma: Sequence[Vector]) -> Scalar:
+    """cos(u, −γ), in [−1, 1]: the optimizer's update u against the raw gradient γ it saw."""
+    return -cosine_of_parts(u, gamma)
+
+
+def projection_cosine(a: Sequence[Vector], u: Sequence[Vector]) -> Scalar:
+    """cos(a, u), in [−1, 1]: the applied update a against the optimizer's u.
+
+    They differ when code rescales, clips, projects or averages the weights after the step. Near 0
+    the projection made the update orthogonal; below 0 it fights it.
+    """
+    return cosine_of_parts(a, u)
+
+
+def applied_cosine(a: Sequence[Vector], gamma: Sequence[Vector]) -> Scalar:
+    """cos(a, −γ), in [−1, 1]: what was applied, after every projection, against the gradient."""
+    return -cosine_of_parts(a, gamma)
+
+
+def parameter_descent(u: Sequence[Vector], gamma: Sequence[Vector]) -> Scalar:
+    """−⟨γ, u⟩: `descent` over all rows, from the parameters, whatever rows were looked at."""
+    return -dot_of_parts(u, gamma)
+
+
+# --- distributions over rows -----------------------------------------------------------------
+
+
+def quantiles(values: Float[Tensor, "..."], levels: Sequence[float]) -> Float[Tensor, " levels"]:
+    """Quantiles with linear interpolation; NaN entries are left out; all NaN if none is left.
+
+    Where there are more than 16,384 entries (elementwise gains: rows × features), they are read
+    from evenly spaced ones.
+    """
+    flat = values.reshape(-1)
+    if flat.numel() == 0:
+        return flat.new_full((len(levels),), torch.nan)
+    flat = flat[:: -(-flat.numel() // _MAX_SORTED)].sort().values  # NaN sorts last
+    last = (~flat.isnan()).sum() - 1
+    at = torch.tensor(levels, dtype=torch.float64, device=flat.device) * last.clamp(min=0)
+    low = at.floor().long()
+    high = torch.minimum(low + 1, last.clamp(min=0))
+    return torch.lerp(flat[low], flat[high], (at - low).to(flat.dtype))

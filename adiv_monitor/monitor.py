@@ -1,0 +1,440 @@
+"""The monitor: when to measure, which layers, and where the reports go."""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from adiv_monitor.capture import Capture, Hook
+from adiv_monitor.errors import AdivError
+from adiv_monitor.measured_step import MeasuredStep
+from adiv_monitor.report import StepReport
+from adiv_monitor.selection import Layer, LayerChoice, Selection, select, trainable
+from adiv_monitor.sinks.sink import Sink
+from adiv_monitor.updates import Watch
+
+
+class Monitor:
+    """Measures, every so many steps, what the step did to each layer's activations.
+
+    Between measured steps there is nothing on the model, and one comparison per optimizer step.
+    The monitored run is bit-identical to the unmonitored one. The first step is always measured;
+    steps are optimizer steps, counted from 0. The report of a step is complete, and goes to the
+    sinks, when the next forward pass begins (until then code may still change the weights) or when
+    the monitor is closed.
+
+    Args:
+        model: the model that is trained.
+        optimizer: the optimizer whose steps are measured, any `torch.optim.Optimizer`; None: only
+            what the gradient itself says is measured, and `end_step()` marks each step.
+        every_n_steps: measure each step whose number is a multiple of this.
+        layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
+        max_rows: rows to look at per layer and step, chosen at random; None: all of them.
+        attainable: measure the ceiling `attainable_cosine` too, which looks at all rows.
+        sinks: where reports go; closed with the monitor.
+        keep: how many reports `reports` holds.
+        on_error: "warn": an exception inside the monitor switches the layer off with a warning and
+            training goes on; "raise": it is raised.
+        seed: of the choice of rows.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is expected; the message says what is.
+
+    Example:
+        >>> import torch
+        >>> from adiv_monitor import Monitor
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with Monitor(model, optimizer) as monitor:
+        ...     model(torch.ones(1, 3)).sum().backward()
+        ...     optimizer.step()
+        >>> round(monitor.latest.layers[""].scale_mean)
+        4
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        every_n_steps: int = 50,
+        layers: LayerChoice = None,
+        max_rows: int | None = 1024,
+        attainable: bool = False,
+        sinks: Sequence[Sink] = (),
+        keep: int = 100,
+        on_error: Literal["warn", "raise"] = "warn",
+        seed: int = 0,
+    ) -> None:
+        _check_arguments(model, optimizer, every_n_steps, layers, max_rows, sinks, keep, on_error)
+        self._model = model
+        self._optimizer = optimizer
+        self._every_n_steps = every_n_steps
+        self._choice = layers
+        self._max_rows = max_rows
+        self._attainable = attainable
+        self._sinks = tuple(sinks)
+        self._on_error = on_error
+        self._generator = torch.Generator().manual_seed(seed)
+        self._held = _held_parameters(model, optimizer)
+        self._watch = Watch()
+        self._checked: set[str] = set()  # layers whose rule was seen to hold
+        self._switched_off: dict[str, str] = {}
+        self._warned: set[str] = set()
+        self._notes: list[str] = []
+        self._state: Literal["new", "attached", "closed"] = "new"
+        self._counter: RemovableHandle | None = None
+        self._armed: _Armed | None = None
+        self._pending: _Pending | None = None
+        self.step = 0
+        self.reports: deque[StepReport] = deque(maxlen=keep)
+        _check_choice(self._select(), model, layers)
+
+    @property
+    def latest(self) -> StepReport | None:
+        """The last complete report; None before the first."""
+        return self.reports[-1] if self.reports else None
+
+    def __enter__(self) -> "Monitor":
+        self.attach()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def attach(self) -> None:
+        """Begin to follow the optimizer; the coming step is measured.
+
+        Raises:
+            AdivError: the monitor is attached already, or was closed.
+        """
+        if self._state != "new":
+            raise AdivError(
+                f"Monitor.attach: got a monitor that is {self._state}, expected a new one; "
+                "make another Monitor to measure again"
+            )
+        self._state = "attached"
+        if self._optimizer is not None:
+            after = Hook(self._after_step)
+            self._counter = self._optimizer.register_step_post_hook(after)
+        self._safely(self._arm)
+
+    def close(self) -> None:
+        """Finish the report under way, remove every hook and close the sinks. Can be repeated."""
+        if self._state == "closed":
+            return
+        self._state = "closed"
+        try:
+            self._safely(self._finish)
+        finally:
+            self._disarm()
+            if self._counter is not None:
+                self._counter.remove()
+            for sink in self._sinks:
+                self._guard_sink(sink, sink.close)
+
+    def end_step(self) -> None:
+        """Without an optimizer: the gradients are complete; call it once per step.
+
+        Raises:
+            AdivError: there is an optimizer, whose steps are counted, or the monitor isn't attached.
+        """
+        if self._optimizer is not None or self._state != "attached":
+            raise AdivError(
+                f"Monitor.end_step: got a monitor that is {self._state}"
+                f"{'' if self._optimizer is None else ' and has an optimizer'}, expected an "
+                "attached one with optimizer=None; with an optimizer, steps are counted by "
+                "themselves"
+            )
+        if self._armed is not None:
+            self._armed.step.gradient_is_final(1.0, steps=False)
+            self._stepped(self._armed)
+            self._finish()
+        self._count()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs so that step numbers go on."""
+        return {"step": self.step, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting where the saved monitor was; before `attach`."""
+        self.step = int(state["step"])
+        self._generator.set_state(state["generator"])
+
+    # --- the course of a measured step -----------------------------------------------------------
+
+    def _arm(self) -> None:
+        """Put the hooks on, before the forward pass of a step to measure."""
+        selection = self._select()
+        capture = Capture(
+            selection.layers,
+            max_rows=self._max_rows,
+            generator=self._generator,
+            attainable=self._attainable,
+            unchecked={layer.path for layer in selection.layers} - self._checked,
+            fail=self._switch_off,
+        )
+        step = MeasuredStep(capture, selection.layers, self._watch, self._switch_off)
+        self._armed = _Armed(capture, step, selection)
+        # Hooks of inner modules fire only outside compiled code; nothing is recompiled afterwards.
+        self._armed.cleanup.enter_context(torch.compiler.set_stance("force_eager"))
+        if self._optimizer is not None:
+            before = Hook(partial(self._safely, self._before_step, self._armed))
+            handle = self._optimizer.register_step_pre_hook(before)
+            self._armed.cleanup.callback(handle.remove)
+
+    def _before_step(
+        self, armed: "_Armed", optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Read the gradients: now, or where the step has a closure, when that has made them."""
+        self._finish()  # where no forward pass of a watched layer came in between
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            armed.gradients_final(optimizer)
+            return None
+
+        def closure_then_read() -> Any:
+            result = closure()
+            armed.closure_calls += 1
+            if armed.closure_calls == 1:
+                armed.gradients_final(optimizer)
+            return result
+
+        if len(args) > 1:
+            return (args[0], closure_then_read, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_read}
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Every optimizer step ends here; only measured ones have something armed."""
+        if self._armed is not None:
+            self._safely(self._stepped, self._armed)
+        self._count()
+
+    def _count(self) -> None:
+        self.step += 1
+        if self.step % self._every_n_steps == 0:
+            self._safely(self._arm)
+
+    def _stepped(self, armed: "_Armed") -> None:
+        """The parameters have moved: measure that, then wait for the next forward pass."""
+        self._disarm()
+        if armed.closure_calls > 1:
+            self._notes.append(
+                f"Step {self.step} was not measured: the optimizer evaluated its closure "
+                f"{armed.closure_calls} times, so no single gradient belongs to its update."
+            )
+            self._warn("closure", self._notes[-1])
+            armed.step.discard()
+        elif self._optimizer is not None:
+            armed.step.updated()
+        self._pending = _Pending(armed.step, armed.selection, self.step)
+        for layer in armed.selection.layers:
+            hook = Hook(lambda *_: self._safely(self._finish))
+            self._pending.cleanup.callback(layer.module.register_forward_pre_hook(hook).remove)
+
+    def _disarm(self) -> None:
+        if self._armed is not None:
+            armed, self._armed = self._armed, None
+            armed.capture.detach()
+            armed.cleanup.close()
+
+    def _finish(self) -> None:
+        """Complete the pending report and hand it on."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pending.cleanup.close()
+        pending.step.applied()
+        outcome = pending.step.outcome()
+        self._checked |= outcome.layers.keys()
+        for path, reason in outcome.misdescribed.items():
+            self._switched_off[path] = reason
+            self._warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
+        layers = {layer.path: layer for layer in pending.selection.layers}
+        report = StepReport(
+            step=pending.number,
+            layers=outcome.layers,
+            unsupported={
+                **pending.selection.unsupported,
+                **outcome.unsupported,
+                **{p: r for p, r in self._switched_off.items() if p in layers},
+            },
+            coverage=self._coverage([layers[path] for path in outcome.layers]),
+            notes=(*self._notes, *outcome.notes),
+        )
+        self._notes.clear()
+        self._emit(report)
+
+    def _emit(self, report: StepReport) -> None:
+        failures = [
+            failure
+            for sink in self._sinks
+            if (failure := self._guard_sink(sink, partial(sink.write, report))) is not None
+        ]
+        if failures:
+            report = StepReport(
+                report.step,
+                report.layers,
+                report.unsupported,
+                report.coverage,
+                (*report.notes, *failures),
+            )
+        self.reports.append(report)
+
+    # --- which layers ----------------------------------------------------------------------------
+
+    def _select(self) -> Selection:
+        selection = select(self._model, self._held, self._choice)
+        for layer in selection.layers:
+            if layer.path in self._switched_off:
+                selection.unsupported[layer.path] = self._switched_off[layer.path]
+        selection.layers[:] = [x for x in selection.layers if x.path not in self._switched_off]
+        return selection
+
+    def _coverage(self, layers: list[Layer]) -> float:
+        measured = {id(p): p.numel() for layer in layers for p in layer.parameters}
+        whole = sum(p.numel() for p in trainable(self._model))
+        return sum(measured.values()) / whole if whole else 0.0
+
+    # --- failures --------------------------------------------------------------------------------
+
+    def _safely(self, action: Callable[..., Any], *args: Any) -> Any:
+        """Run a hook's body; what fails there must not reach the training loop."""
+        try:
+            return action(*args)
+        except Exception as error:
+            if self._on_error == "raise":
+                raise
+            self._disarm()
+            failure = f"Step {self.step} was not measured: {type(error).__name__}: {error}"
+            self._notes.append(failure)
+            self._warn("step", f"adiv_monitor: {failure}")
+            return None
+
+    def _switch_off(self, layer: Layer, error: Exception) -> None:
+        """An exception while measuring a layer: never again, and say so."""
+        if self._on_error == "raise":
+            raise error
+        self._switched_off[layer.path] = f"measuring it failed: {type(error).__name__}: {error}"
+        self._warn(
+            layer.path, f"adiv_monitor: layer '{layer.path}': {self._switched_off[layer.path]}"
+        )
+
+    def _guard_sink(self, sink: Sink, action: Callable[[], None]) -> str | None:
+        """Run a sink's method; its failure becomes a sentence in the report."""
+        try:
+            action()
+        except Exception as error:
+            if self._on_error == "raise":
+                raise
+            failure = f"{type(sink).__name__} failed: {type(error).__name__}: {error}"
+            self._warn(type(sink).__name__, f"adiv_monitor: {failure}; training goes on")
+            return failure
+        return None
+
+    def _warn(self, subject: str, message: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            warnings.warn(message, stacklevel=2)
+
+
+class _Armed:
+    """A step to be measured, from before its forward pass to its end."""
+
+    def __init__(self, capture: Capture, step: MeasuredStep, selection: Selection) -> None:
+        self.capture = capture
+        self.step = step
+        self.selection = selection
+        self.closure_calls = 0
+        self.cleanup = ExitStack()
+
+    def gradients_final(self, optimizer: Optimizer) -> None:
+        # A fused optimizer unscales AMP gradients itself; the scaler leaves the scale here.
+        scale = getattr(optimizer, "grad_scale", None)
+        self.step.gradient_is_final(scale if isinstance(scale, Tensor) else 1.0, steps=True)
+
+
+class _Pending:
+    """A measured step that waits for the next forward pass."""
+
+    def __init__(self, step: MeasuredStep, selection: Selection, number: int) -> None:
+        self.step = step
+        self.selection = selection
+        self.number = number
+        self.cleanup = ExitStack()
+
+
+def _held_parameters(model: nn.Module, optimizer: Optimizer | None) -> set[int] | None:
+    if optimizer is None:
+        return None
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in held for p in trainable(model)):
+        raise ValueError(
+            f"Monitor: got a {type(optimizer).__name__} that holds none of the trainable "
+            f"parameters of {type(model).__name__}, expected the optimizer that trains this model"
+        )
+    return held
+
+
+def _check_arguments(
+    model: object,
+    optimizer: object,
+    every_n_steps: int,
+    layers: object,
+    max_rows: int | None,
+    sinks: Sequence[object],
+    keep: int,
+    on_error: str,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Monitor(model=…): got {type(model).__name__}, expected a torch.nn.Module")
+    if not trainable(model):
+        raise ValueError(
+            f"Monitor(model=…): got a {type(model).__name__} without trainable parameters, expected "
+            "at least one; there is nothing to measure"
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"Monitor(optimizer=…): got {type(optimizer).__name__}, expected a "
+            "torch.optim.Optimizer or None (then call end_step() after each backward pass)"
+        )
+    for name, value in (("every_n_steps", every_n_steps), ("max_rows", max_rows), ("keep", keep)):
+        if value is None and name == "max_rows":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"Monitor({name}=…): got {value!r}, expected an integer of at least 1")
+    if isinstance(layers, str):
+        raise TypeError(f"Monitor(layers=…): got the string {layers!r}, expected a list: [{layers!r}]")
+    if on_error not in ("warn", "raise"):
+        raise ValueError(f"Monitor(on_error=…): got {on_error!r}, expected 'warn' or 'raise'")
+    for sink in sinks:
+        if not isinstance(sink, Sink):
+            raise TypeError(
+                f"Monitor(sinks=…): got a {type(sink).__name__}, expected objects with the methods "
+                "write(report) and close()"
+            )
+
+
+def _check_choice(selection: Selection, model: nn.Module, choice: LayerChoice) -> None:
+    if selection.layers or selection.unsupported:
+        return
+    everything = select(model, None, None)
+    paths = [*(layer.path for layer in everything.layers), *everything.unsupported]
+    shown = ", ".join(map(repr, paths[:8])) + (", …" if len(paths) > 8 else "")
+    raise ValueError(
+        f"Monitor(layers=…): got {choice!r}, which matches no module that has trainable "
+        f"parameters, expected patterns or a predicate that match some of: {shown}"
+    )

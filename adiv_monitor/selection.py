@@ -1,0 +1,125 @@
+"""Which layers of a model are measured, which parameters of theirs, and why the others are not."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from adiv_monitor.features.registry import Rule, find_rule
+
+LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
+
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that can be measured.
+
+    Attributes:
+        path: the module's path in the model, without the names of wrappers.
+        module: the module.
+        rule: how it is linear in its parameters.
+        weight: the weight, if this optimizer trains it.
+        bias: the bias, if this optimizer trains it.
+        shared: one of these parameters is a parameter of another module too (tied weights).
+    """
+
+    path: str
+    module: nn.Module
+    rule: Rule
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    shared: bool = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained ones, weight first; never empty."""
+        return [p for p in (self.weight, self.bias) if p is not None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The layers to measure, and the reason for every other module that was asked for."""
+
+    layers: list[Layer]
+    unsupported: dict[str, str]
+
+
+def readable(path: str) -> str:
+    """A module path without the names that wrappers add (DDP, torch.compile, FSDP, checkpoint)."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Every trainable parameter of the model, tied ones once."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def select(model: nn.Module, held: Collection[int] | None, choice: LayerChoice) -> Selection:
+    """Sort the modules that have trainable parameters of their own.
+
+    Args:
+        model: the model.
+        held: ids of the parameters that the optimizer holds; None: all are looked at.
+        choice: glob patterns over module paths, a predicate, or None for every module.
+    """
+    layers: list[Layer] = []
+    unsupported: dict[str, str] = {}
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    for path, module in model.named_modules():
+        path = readable(path)
+        own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
+        if not own or not _chosen(path, module, choice):
+            continue
+        found = _layer(path, module, own, held)
+        if isinstance(found, str):
+            unsupported[path] = found
+            continue
+        shared = any(uses[id(p)] > 1 for p in found.parameters)
+        layers.append(replace(found, shared=shared))
+        for name in own.keys() - {found.rule.weight, found.rule.bias}:
+            unsupported[f"{path}.{name}"] = f"the rule for {found.rule.kind} layers has no {name}"
+    return Selection(layers, unsupported)
+
+
+def _chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
+    if choice is None:
+        return True
+    if callable(choice):
+        return bool(choice(path, module))
+    return any(fnmatchcase(path, pattern) for pattern in choice)
+
+
+def _layer(
+    path: str, module: nn.Module, own: dict[str, nn.Parameter], held: Collection[int] | None
+) -> Layer | str:
+    trained = {name: p for name, p in own.items() if held is None or id(p) in held}
+    if not trained:
+        return "the optimizer holds none of its parameters"
+    rule = find_rule(module)
+    if isinstance(rule, str):
+        return rule
+    for name in (rule.weight, rule.bias):
+        if name not in module._parameters and isinstance(getattr(module, name, None), Tensor):
+            return f"its {name} is computed from other parameters (a parametrization)"
+    for name, parameter in trained.items():
+        reason = _unusable(parameter)
+        if reason:
+            return f"its {name} {reason}"
+    return Layer(path, module, rule, trained.get(rule.weight), trained.get(rule.bias))
+
+
+def _unusable(parameter: nn.Parameter) -> str | None:
+    if is_lazy(parameter):
+        return "has no shape yet: the layer is lazy and has not run"
+    if type(parameter.data) is not Tensor:
+        return f"is a {type(parameter.data).__name__}, of which one process sees only a part"
+    if not parameter.is_floating_point():
+        return f"is {parameter.dtype}: only real floating-point parameters are measured"
+    if parameter.is_meta:
+        return "is on the meta device"
+    return None

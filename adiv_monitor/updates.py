@@ -1,0 +1,143 @@
+"""The three vectors of a layer's parameter step: gradient γ, the optimizer's update u, the applied a.
+
+Keeping all of them until the next forward pass takes three copies of the parameters. That is only
+needed where something changes the weights after the step; elsewhere a = u, which a checksum of the
+weights proves. So the first measured step keeps everything, and what it sees decides (`Watch`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor import measures
+from adiv_monitor.features.rows import exact
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class Watch:
+    """What this training run was seen to do; until the first step tells, anything is possible.
+
+    Attributes:
+        gradient_changes: the optimizer changes `.grad` during its step, so γ must be copied.
+        weights_change: the weights change after the step, so a differs from u.
+        learnt: a first step was measured.
+    """
+
+    gradient_changes: bool = True
+    weights_change: bool = True
+    learnt: bool = False
+
+    def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
+        """Once seen, a habit is expected ever after; what the first step lacks is not expected."""
+        if not self.learnt:
+            self.gradient_changes = self.weights_change = False
+            self.learnt = True
+        self.gradient_changes |= gradient_changed
+        self.weights_change |= weights_changed
+
+
+class ParameterStep:
+    """γ, u and a of one layer's trained parameters, in parts, around one optimizer step."""
+
+    def __init__(self, parameters: list[nn.Parameter], watch: Watch) -> None:
+        self._parameters = parameters
+        self._keep_update = watch.weights_change
+        # Until the next forward pass `.grad` may be zeroed, so then too γ has to be a copy.
+        keep_gradient = watch.gradient_changes or watch.weights_change
+        self._before = [p.detach().clone() for p in parameters]
+        self._gradients = [p.grad for p in parameters]
+        self._versions = [None if g is None else g._version for g in self._gradients]
+        self._copies = [
+            g.detach().clone() if g is not None and keep_gradient else None for g in self._gradients
+        ]
+        self._checksums: list[Tensor] = []
+        self.update: list[Tensor] = []
+        self.gamma: list[Tensor] | None = None
+        self.gradient_changed: Tensor | bool = False
+
+    def stepped(self) -> None:
+        """The optimizer has stepped: u = θ − θ before; γ is None if it was lost."""
+        if self._keep_update:
+            self.update = [
+                exact(p.detach()) - exact(b)
+                for p, b in zip(self._parameters, self._before, strict=True)
+            ]
+        else:
+            self.update = [
+                torch.sub(p.detach(), b, out=b) if exact(b) is b else exact(p.detach()) - exact(b)
+                for p, b in zip(self._parameters, self._before, strict=True)
+            ]
+            self._before = []
+            self._checksums = [checksum(p) for p in self._parameters]
+        self.gradient_changed = self._gradient_changed()
+        if self.gradient_changed is not True:  # a tensor: there are copies
+            self.gamma = [
+                g if copy is None else copy
+                for g, copy in zip(gradients(self._parameters), self._copies, strict=True)
+            ]
+        self._gradients = []
+
+    def release(self) -> None:
+        """Let go of what the next forward pass does not need."""
+        if not self._keep_update:
+            self.update, self.gamma = [], None
+
+    def applied(self) -> dict[str, Tensor]:
+        """The next forward begins: have the weights changed, and if all was kept, measures of a."""
+        if not self._keep_update:
+            now = [checksum(p) for p in self._parameters]
+            return {"weights_changed": (torch.stack(now) != torch.stack(self._checksums)).any()}
+        a = [
+            exact(p.detach()) - exact(b)
+            for p, b in zip(self._parameters, self._before, strict=True)
+        ]
+        changed = _any_differs(a, self.update)
+        a, u = aligned(a), aligned(self.update)
+        assert self.gamma is not None
+        return {
+            "projection_cosine": measures.projection_cosine(a, u),
+            "applied_cosine": measures.applied_cosine(a, aligned(self.gamma)),
+            "weights_changed": changed,
+        }
+
+    def _gradient_changed(self) -> Tensor | bool:
+        """Whether `.grad` is not what the optimizer saw; with copies, told by comparing."""
+        copies = [c for c in self._copies if c is not None]
+        if copies:
+            return _any_differs([g for g in self._gradients if g is not None], copies)
+        versions = [None if g is None else g._version for g in self._gradients]
+        return versions != self._versions
+
+
+def _any_differs(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    pairs = zip(a, b, strict=True)
+    return torch.stack([((x != y) & ~(x.isnan() & y.isnan())).any() for x, y in pairs]).any()
+
+
+def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """`.grad` of every parameter; zero where there is none."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in parameters]
+
+
+def flat_in_memory(tensor: Tensor) -> Tensor:
+    """All entries in the order in which they lie in memory: a view, where there is one."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).reshape(-1)
+
+
+def aligned(parts: list[Tensor]) -> list[Tensor]:
+    """Parts flattened for dot products, in the precision of the measures."""
+    return [exact(part).reshape(-1) for part in parts]
+
+
+def checksum(parameter: Tensor) -> Tensor:
+    """Sum of the parameter's bits, read as integers (with wrap-around): tells any change apart
+    but those whose bits cancel."""
+    flat = flat_in_memory(parameter.detach())
+    size = flat.element_size()
+    if size < 8 and flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
+        return flat.view(torch.int64).sum()
+    return flat.view(_INTEGERS[size]).sum(dtype=torch.int64)
