@@ -94,6 +94,8 @@ class DenseFeatures:
 
     def joined(self, others: Sequence[Features]) -> "DenseFeatures":
         """These rows and those of other calls of the same layer."""
+        if not others:
+            return self
         every = [self, *(other for other in others if isinstance(other, DenseFeatures))]
         phi = [f.phi for f in every if f.phi is not None]
         bias = [f.bias for f in every if f.bias is not None]
