@@ -213,11 +213,6 @@ def applied_cosine(a: Sequence[Vector], gamma: Sequence[Vector]) -> Scalar:
     return -cosine_of_parts(a, gamma)
 
 
-def parameter_descent(u: Sequence[Vector], gamma: Sequence[Vector]) -> Scalar:
-    """−⟨γ, u⟩: `descent` over all rows, from the parameters, whatever rows were looked at."""
-    return -dot_of_parts(u, gamma)
-
-
 # --- distributions over rows -----------------------------------------------------------------
 
 
