@@ -105,7 +105,8 @@ def scale_mean(scale: Scale) -> Scalar:
 
 def scale_cv(scale: Scale) -> Scalar:
     """std(‖φ_r‖²) / mean(‖φ_r‖²), ≥ 0: the part that differs between rows; 0 if corrected."""
-    return scale.std(correction=0) / scale.mean()
+    mean = scale.mean()
+    return (scale - mean).square().mean().sqrt() / mean
 
 
 def scale_max(scale: Scale) -> Scalar:
