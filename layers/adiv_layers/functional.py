@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adiv_layers.ops import unit_rows
+from adiv_layers.output_scaling import output_scaled_linear, prefers_output_scaling
 
 
 def affine_like_linear(
@@ -42,6 +43,9 @@ def affine_like_linear(
         ValueError: alpha or beta is 0 or not finite.
     """
     offset, sign = affine_like_constants(alpha, beta)
+    if prefers_output_scaling(input, weight):
+        bias = _times(bias, sign * offset)
+        return output_scaled_linear(input, weight, bias, offset * offset, sign, eps=1.0)
     unit, inverse = unit_rows(input, offset * offset)
     if sign < 0:
         unit = -unit
@@ -80,7 +84,11 @@ def norm_like_linear(
         ValueError: alpha is 0 or not finite, beta is outside [−1, 1], or eps is not positive.
     """
     gain = norm_like_gain(alpha, beta)
-    unit, _ = unit_rows(input, 0.0, eps=representable(eps, input.dtype))
+    eps = representable(eps, input.dtype)
+    if prefers_output_scaling(input, weight):
+        output = output_scaled_linear(input, weight, None, 0.0, gain, eps)
+        return output if bias is None else torch.add(output, bias, alpha=beta)
+    unit, _ = unit_rows(input, 0.0, eps)
     if gain != 1.0:
         unit = unit * gain
     return F.linear(unit, weight, _times(bias, beta))
