@@ -1,7 +1,12 @@
 """Layers under which a gradient step moves activations straight downhill."""
 
-from adiv_layers.convolutions import PatchNormConv1d, PatchNormConv2d, PatchNormConv3d
-from adiv_layers.modules import AffineLikeLinear, L2Norm, NormLikeLinear
+from adiv_layers.convolutions import (
+    GradientOnlyConv2d,
+    PatchNormConv1d,
+    PatchNormConv2d,
+    PatchNormConv3d,
+)
+from adiv_layers.modules import AffineLikeLinear, GradientOnlyLinear, L2Norm, NormLikeLinear
 
 __all__ = [  # noqa: RUF022 (grouped by family)
     # structural: the map itself is corrected
@@ -10,6 +15,9 @@ __all__ = [  # noqa: RUF022 (grouped by family)
     "PatchNormConv1d",
     "PatchNormConv2d",
     "PatchNormConv3d",
+    # gradient-only: the map stays, its parameters receive corrected gradients
+    "GradientOnlyConv2d",
+    "GradientOnlyLinear",
     # normalisers without parameters
     "L2Norm",
 ]

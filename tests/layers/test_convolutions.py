@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adiv_layers import PatchNormConv1d, PatchNormConv2d, PatchNormConv3d
-from adiv_layers.functional import patch_norm_conv, patch_squares
+from adiv_layers.functional import patch_norm_conv
+from adiv_layers.patch_norm import patch_squares
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
