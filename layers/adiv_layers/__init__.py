@@ -1,5 +1,6 @@
 """Layers under which a gradient step moves activations straight downhill."""
 
+from adiv_layers.attention import CorrectedMultiheadAttention
 from adiv_layers.convolutions import (
     GradientOnlyConv2d,
     PatchNormConv1d,
@@ -11,6 +12,7 @@ from adiv_layers.modules import AffineLikeLinear, GradientOnlyLinear, L2Norm, No
 __all__ = [  # noqa: RUF022 (grouped by family)
     # structural: the map itself is corrected
     "AffineLikeLinear",
+    "CorrectedMultiheadAttention",
     "NormLikeLinear",
     "PatchNormConv1d",
     "PatchNormConv2d",
