@@ -72,8 +72,8 @@ def gate_kernel(
                 dot *= r * r * r
                 if LIMIT > 0:
                     dot = tl.where(r < LIMIT, dot, 0.0)
-            stride = images.to(tl.int64) * tl.num_programs(1) * positions
-            tl.store(dots + part * stride + place, dot, mask=within)
+            before = part.to(tl.int64) * images * tl.num_programs(1) * positions
+            tl.store(dots + before + place, dot, mask=within)
         weighted = slope * r[:, None]
         if scaled is not None:
             offset = position[:, None] * scaled_position + channel[None, :] * scaled_channel

@@ -36,7 +36,7 @@ def usable(*tensors: Tensor | None) -> bool:
         device.type in DEVICES
         and all(_plain(t) and t.device == device for t in present)
         and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and not torch._C._get_tracing_state()  # torch.jit.trace
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
         and _works(device)

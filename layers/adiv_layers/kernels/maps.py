@@ -35,7 +35,8 @@ class Rows:
 
     def factor(self, x: Tensor, constant: float, floor: float) -> Tensor:
         """Factor r of every row."""
-        return library.row_factor(x, constant, floor, False).view(1, 1, -1)
+        factor: Tensor = library.row_factor(x, constant, floor, False)
+        return factor.view(1, 1, -1)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The map itself."""
@@ -81,9 +82,9 @@ class Patches(NamedTuple):
         """Factor r of every patch."""
         space = _three(list(x.shape[2:]), 1)
         volume = x.reshape(*x.shape[:2], *space)
-        return library.patch_factor(volume, self.groups, self._geometry(), constant, floor).flatten(
-            2
-        )
+        geometry = self._geometry()
+        factor: Tensor = library.patch_factor(volume, self.groups, geometry, constant, floor)
+        return factor.flatten(2)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The map itself."""
@@ -103,7 +104,8 @@ class Patches(NamedTuple):
         space = _three(list(x.shape[2:]), 1)
         geometry = self._geometry()
         volume = c.view(*c.shape[:2], *library.space_out(space, geometry))
-        return library.box_transposed(volume, space, geometry).flatten(2)
+        spread: Tensor = library.box_transposed(volume, space, geometry)
+        return spread.flatten(2)
 
     def _geometry(self) -> list[int]:
         return [
