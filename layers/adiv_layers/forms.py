@@ -1,6 +1,7 @@
 """What α, β and eps mean for the divisor of a row: plain numbers, checked."""
 
 import math
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -44,6 +45,15 @@ def representable(eps: float, dtype: torch.dtype) -> float:
     return max(eps, torch.finfo(dtype).tiny)
 
 
-def times(bias: Tensor | None, factor: float) -> Tensor | None:
-    """The bias, if there is one, multiplied by a factor."""
-    return bias if bias is None or factor == 1.0 else bias * factor
+def least_square(eps: float, squares: Tensor) -> float:
+    """The least ‖x‖² to divide by: eps², kept above what the dtype would flush to zero."""
+    return max(eps * eps, torch.finfo(squares.dtype).tiny)
+
+
+@overload
+def times(parameter: Tensor, factor: float) -> Tensor: ...
+@overload
+def times(parameter: None, factor: float) -> None: ...
+def times(parameter: Tensor | None, factor: float) -> Tensor | None:
+    """A weight or bias, if there is one, multiplied by a factor."""
+    return parameter if parameter is None or factor == 1.0 else parameter * factor

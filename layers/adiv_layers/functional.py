@@ -6,14 +6,13 @@ in its output; under a plain gradient step the row moves by −η·scale times i
 corrections make the scale the same for every row.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from adiv_layers.forms import affine_like_constants, norm_like_gain, representable, times
 from adiv_layers.gradient_only import gradient_only_linear
 from adiv_layers.gradient_only_conv import gradient_only_conv
-from adiv_layers.ops import unit_rows
+from adiv_layers.ops import linear_plus_factor, unit_rows
 from adiv_layers.output_scaling import output_scaled_linear, prefers_output_scaling
 from adiv_layers.patch_norm import patch_norm_conv
 
@@ -54,16 +53,13 @@ def affine_like_linear(
         ValueError: alpha or beta is 0 or not finite.
     """
     offset, sign = affine_like_constants(alpha, beta)
+    weight, bias = times(weight, sign), times(bias, offset)
     if prefers_output_scaling(input, weight):
-        bias = times(bias, sign * offset)
-        return output_scaled_linear(input, weight, bias, offset * offset, sign, eps=1.0)
+        return output_scaled_linear(input, weight, bias, offset * offset, eps=1.0)
     unit, inverse = unit_rows(input, offset * offset)
-    if sign < 0:
-        unit = -unit
-    output = F.linear(unit, weight)
     if bias is None:
-        return output
-    return _add_outer(output, inverse if offset == 1.0 else inverse * offset, bias)
+        return F.linear(unit, weight)
+    return linear_plus_factor(unit, inverse, weight, bias)
 
 
 def norm_like_linear(
@@ -94,15 +90,12 @@ def norm_like_linear(
     Raises:
         ValueError: alpha is 0 or not finite, beta is outside [−1, 1], or eps is not positive.
     """
-    gain = norm_like_gain(alpha, beta)
+    weight, bias = times(weight, norm_like_gain(alpha, beta)), times(bias, beta)
     eps = representable(eps, input.dtype)
     if prefers_output_scaling(input, weight):
-        output = output_scaled_linear(input, weight, None, 0.0, gain, eps)
-        return output if bias is None else torch.add(output, bias, alpha=beta)
+        return output_scaled_linear(input, weight, bias, 0.0, eps)
     unit, _ = unit_rows(input, 0.0, eps)
-    if gain != 1.0:
-        unit = unit * gain
-    return F.linear(unit, weight, times(bias, beta))
+    return F.linear(unit, weight, bias)
 
 
 def l2_norm(input: Tensor, dim: int = -1, eps: float = 1e-12) -> Tensor:
@@ -120,10 +113,3 @@ def l2_norm(input: Tensor, dim: int = -1, eps: float = 1e-12) -> Tensor:
     if dim in (-1, input.dim() - 1):
         return unit_rows(input, 0.0, eps=eps)[0]
     return unit_rows(input.movedim(dim, -1), 0.0, eps=eps)[0].movedim(-1, dim)
-
-
-def _add_outer(output: Tensor, column: Tensor, row: Tensor) -> Tensor:
-    """Add column ⊗ row to the output; the backward is two matrix-vector products."""
-    flat = output.flatten(0, -2) if output.dim() > 1 else output.unsqueeze(0)
-    column, row = column.reshape(-1).to(output.dtype), row.to(output.dtype)
-    return torch.addr(flat, column, row).view(output.shape)

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adiv_layers.forms import representable
+from adiv_layers.forms import least_square, representable
+from adiv_layers.ops import row_gradients, usable
 
 LinearForm = Literal["proportional", "disproportional", "batch"]
 
@@ -89,12 +90,12 @@ class _GradientOnlyLinear(torch.autograd.Function):
         if not any(ctx.needs_input_grad[1:3]):
             return grad_input, None, None, None, None, None
         rows, grad = input.reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        gradients: tuple[Tensor, Tensor | None]
         if form == "batch":
             gradients = _batch_gradients(rows, grad, ctx.has_bias, damping)
         else:
-            squares = rows.to(_wide(rows.dtype)).square().sum(-1, keepdim=True)
-            factor = row_factor(squares, form, ctx.has_bias, representable(eps, rows.dtype))
-            gradients = _per_row_gradients(rows, grad, factor, form)
+            eps = representable(eps, rows.dtype)
+            gradients = _per_row_gradients(rows, grad, form, ctx.has_bias, eps)
         return grad_input, gradients[0], gradients[1] if ctx.has_bias else None, None, None, None
 
     @staticmethod
@@ -116,14 +117,21 @@ def row_factor(squares: Tensor, form: str, has_bias: bool, eps: float) -> Tensor
     if form == "proportional" and has_bias:
         return (squares + 1.0).reciprocal()
     share = 0.5 if has_bias else 1.0
-    return share / squares.clamp_min(max(eps * eps, torch.finfo(squares.dtype).tiny))
+    return share / squares.clamp_min(least_square(eps, squares))
 
 
 def _per_row_gradients(
-    rows: Tensor, grad: Tensor, factor: Tensor, form: str
-) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias, with every row's share multiplied by its factor (rows, 1)."""
-    if rows.shape[1] <= grad.shape[1]:  # multiply whichever is narrower
+    rows: Tensor, grad: Tensor, form: str, has_bias: bool, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of weight and bias, every row's share multiplied by its factor."""
+    by_features = form == "proportional" and has_bias
+    if usable(rows, grad) and not torch.is_grad_enabled():
+        gain = 0.5 if has_bias and not by_features else 1.0
+        return row_gradients(rows, grad, 1.0 if by_features else 0.0, eps, gain, has_bias)
+    squares = rows.to(_wide(rows.dtype)).square().sum(-1, keepdim=True)
+    factor = row_factor(squares, form, has_bias, eps)
+    # Multiply whichever is narrower; but near x = 0 only x/‖x‖² is sure to be finite.
+    if rows.shape[1] <= grad.shape[1] or not by_features:
         grad_weight = grad.t() @ (rows * factor).to(grad.dtype)
     else:
         grad_weight = (grad * factor).to(grad.dtype).t() @ rows
@@ -136,7 +144,7 @@ def _batch_gradients(
     rows: Tensor, grad: Tensor, has_bias: bool, damping: float
 ) -> tuple[Tensor, Tensor]:
     """Gradients of weight and bias from Gᵀ(ΦΦᵀ + λI)⁻¹Φ = GᵀΦ(ΦᵀΦ + λI)⁻¹, by the smaller solve."""
-    wide = _wide(rows.dtype)
+    wide, narrow = _wide(rows.dtype), grad.dtype
     with torch.autocast(rows.device.type, enabled=False):
         features, grad = rows.to(wide), grad.to(wide)
         if has_bias:
@@ -147,7 +155,7 @@ def _batch_gradients(
         else:
             gram = features.t() @ features
             theta = _damped_solve(gram, features.t() @ grad, features.shape[0], damping).t()
-    theta = theta.to(grad.dtype)
+    theta = theta.to(narrow)
     return theta[:, : rows.shape[1]], theta[:, -1]
 
 

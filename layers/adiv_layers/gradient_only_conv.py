@@ -3,12 +3,18 @@
 from typing import Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from adiv_layers.forms import representable
 from adiv_layers.gradient_only import as_autocast, check_gradient_form, row_factor, total
-from adiv_layers.patch_norm import CONVOLUTIONS, patch_squares, scale_channels
+from adiv_layers.patch_norm import (
+    CONVOLUTIONS,
+    Geometry,
+    in_numbers,
+    patch_squares,
+    per_dimension,
+    scale_channels,
+)
 
 ConvForm = Literal["proportional", "disproportional"]
 
@@ -52,9 +58,9 @@ def gradient_only_conv(
         settings = (weight, bias, stride, padding, dilation, groups)
         return gradient_only_conv(input.unsqueeze(0), *settings, form=form, eps=eps).squeeze(0)
     input, weight, bias = as_autocast(input, weight, bias)
-    dilation = _per_dimension(dilation, space)
-    input, padding = _in_numbers(input, weight, padding, dilation)
-    geometry = (_per_dimension(stride, space), padding, dilation, groups)
+    dilation = per_dimension(dilation, space)
+    input, padding = in_numbers(input, weight, padding, dilation)
+    geometry = (per_dimension(stride, space), padding, dilation, groups)
     output: Tensor = _GradientOnlyConv.apply(input, weight, bias, geometry, form, eps)
     return output
 
@@ -64,7 +70,12 @@ class _GradientOnlyConv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, form: str, eps: float
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        form: str,
+        eps: float,
     ) -> Tensor:
         return CONVOLUTIONS[weight.dim() - 2](input, weight, bias, *geometry)
 
@@ -112,7 +123,7 @@ class _GradientOnlyConv(torch.autograd.Function):
 
 
 def _conv_backward(
-    geometry: Any, grad: Tensor, input: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
+    geometry: Geometry, grad: Tensor, input: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
 ) -> Tensor:
     """The one gradient of a convolution that the mask asks for."""
     stride, padding, dilation, groups = geometry
@@ -122,23 +133,3 @@ def _conv_backward(
     )
     gradient: Tensor = gradients[mask.index(True)]
     return gradient
-
-
-def _in_numbers(
-    input: Tensor, weight: Tensor, padding: str | int | tuple[int, ...], dilation: tuple[int, ...]
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Padding in numbers; where "same" is uneven, the input is padded instead."""
-    space = len(dilation)
-    if not isinstance(padding, str):
-        return input, _per_dimension(padding, space)
-    if padding == "valid":
-        return input, (0,) * space
-    totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    if all(total % 2 == 0 for total in totals):
-        return input, tuple(total // 2 for total in totals)
-    sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-    return F.pad(input, sides), (0,) * space
-
-
-def _per_dimension(value: int | tuple[int, ...], space: int) -> tuple[int, ...]:
-    return (value,) * space if isinstance(value, int) else tuple(value)

@@ -1,5 +1,7 @@
 """PatchNorm: convolutions that divide every patch by its own length, in 1, 2 or 3 dimensions."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,11 +9,15 @@ from torch import Tensor
 from adiv_layers.forms import (
     affine_like_constants,
     check_form,
+    least_square,
     norm_like_gain,
     representable,
     times,
 )
+from adiv_layers.kernels.maps import Patches
+from adiv_layers.ops import scaled
 
+Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
@@ -58,31 +64,47 @@ def patch_norm_conv(
     """
     check_form(form, alpha, beta, eps)
     space = weight.dim() - 2
-    conv = CONVOLUTIONS[space]
-    squares = patch_squares(input, weight, stride, padding, dilation, groups)
+    stride, dilation = per_dimension(stride, space), per_dimension(dilation, space)
+    input, padding = in_numbers(input, weight, padding, dilation)
     if form == "affine-like":
-        offset, sign = affine_like_constants(alpha, beta)
-        inverse = torch.rsqrt(squares + offset * offset) * sign
-        numerator = conv(
-            input, weight, times(bias, sign * offset), stride, padding, dilation, groups
-        )
-        return scale_channels(numerator, inverse, groups, space)
-    gain = norm_like_gain(alpha, beta)
-    eps = representable(eps, input.dtype)
-    inverse = torch.rsqrt(squares.clamp(min=eps * eps)) * gain
-    numerator = conv(input, weight, None, stride, padding, dilation, groups)
-    output = scale_channels(numerator, inverse, groups, space)
-    shift = times(bias, beta)
-    return output if shift is None else output + shift.to(output.dtype).view(-1, *[1] * space)
+        offset, gain = affine_like_constants(alpha, beta)
+        constant, bias = offset * offset, times(bias, offset)
+    else:
+        gain, eps = norm_like_gain(alpha, beta), representable(eps, input.dtype)
+        constant, bias = 0.0, times(bias, beta)
+    patches = Patches(
+        *(list(weight.shape[2:]), list(stride), list(padding), list(dilation)), groups
+    )
+    geometry = (stride, padding, dilation, groups)
+    plain = partial(_plain, geometry=geometry, constant=constant, eps=eps)
+    return scaled(patches, plain, input, times(weight, gain), bias, constant, eps)
+
+
+def _plain(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    constant: float,
+    eps: float,
+) -> Tensor:
+    """(W·patch + b)·r, or W·patch·r + b where constant is 0."""
+    space = weight.dim() - 2
+    squares = patch_squares(input, weight, *geometry)
+    squares = squares + constant if constant > 0 else squares.clamp_min(least_square(eps, squares))
+    inner, outer = (bias, None) if constant > 0 else (None, bias)
+    numerator = CONVOLUTIONS[space](input, weight, inner, *geometry)
+    output = scale_channels(numerator, squares.rsqrt(), geometry[-1], space)
+    return output if outer is None else output + outer.to(output.dtype).view(-1, *[1] * space)
 
 
 def patch_squares(
     input: Tensor,
     weight: Tensor,
-    stride: int | tuple[int, ...] = 1,
-    padding: str | int | tuple[int, ...] = 0,
-    dilation: int | tuple[int, ...] = 1,
-    groups: int = 1,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
 ) -> Tensor:
     """Squared length of every patch a convolution looks at, without unfolding the input.
 
@@ -91,10 +113,10 @@ def patch_squares(
     Args:
         input: (batch, n_in, *space) or (n_in, *space).
         weight: the convolution's weight; only its shape matters.
-        stride: as in `torch.nn.functional.conv2d`.
-        padding: as in `torch.nn.functional.conv2d`.
-        dilation: as in `torch.nn.functional.conv2d`.
-        groups: as in `torch.nn.functional.conv2d`.
+        stride: step between patches, per dimension.
+        padding: zeros at either end, per dimension.
+        dilation: spacing inside a patch, per dimension.
+        groups: groups of channels, each with a length of its own.
 
     Returns:
         (batch, groups, *space_out) or (groups, *space_out); fp32 for half-precision inputs.
@@ -118,3 +140,24 @@ def scale_channels(output: Tensor, inverse: Tensor, groups: int, space: int) -> 
         return output * inverse
     grouped = torch.unflatten(output, -space - 1, (groups, -1))
     return (grouped * inverse.unsqueeze(-space - 1)).flatten(-space - 2, -space - 1)
+
+
+def in_numbers(
+    input: Tensor, weight: Tensor, padding: str | int | tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Padding in numbers; where "same" is uneven, the input is padded instead."""
+    space = len(dilation)
+    if not isinstance(padding, str):
+        return input, per_dimension(padding, space)
+    if padding == "valid":
+        return input, (0,) * space
+    totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    if all(total % 2 == 0 for total in totals):
+        return input, tuple(total // 2 for total in totals)
+    sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+    return F.pad(input, sides), (0,) * space
+
+
+def per_dimension(value: int | tuple[int, ...], space: int) -> tuple[int, ...]:
+    """A size for every spatial dimension."""
+    return (value,) * space if isinstance(value, int) else tuple(value)
