@@ -1,6 +1,7 @@
 """Layers under which a gradient step moves activations straight downhill."""
 
 from adiv_layers.attention import CorrectedMultiheadAttention
+from adiv_layers.convert import ConversionReport, convert
 from adiv_layers.convolutions import (
     GradientOnlyConv2d,
     PatchNormConv1d,
@@ -22,4 +23,7 @@ __all__ = [  # noqa: RUF022 (grouped by family)
     "GradientOnlyLinear",
     # normalisers without parameters
     "L2Norm",
+    # any model's layers, swapped
+    "ConversionReport",
+    "convert",
 ]
