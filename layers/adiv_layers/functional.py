@@ -1,0 +1,115 @@
+"""The corrected maps as pure functions of (input, weight, bias).
+
+Notation of G. Bird, "The Affine Divergence" (arXiv 2512.22247): x is one row of the input, W and b
+the weight and bias, s the row's divisor. A row's *scale* is ‖φ‖², φ being what multiplies [W | b]
+in its output; under a plain gradient step the row moves by −η·scale times its own gradient. The
+corrections make the scale the same for every row.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from adiv_layers.forms import affine_like_constants, norm_like_gain, representable, times
+from adiv_layers.gradient_only import gradient_only_linear
+from adiv_layers.gradient_only_conv import gradient_only_conv
+from adiv_layers.ops import linear_plus_factor, unit_rows
+from adiv_layers.output_scaling import output_scaled_linear, prefers_output_scaling
+from adiv_layers.patch_norm import patch_norm_conv
+
+__all__ = [
+    "affine_like_linear",
+    "gradient_only_conv",
+    "gradient_only_linear",
+    "l2_norm",
+    "norm_like_linear",
+    "patch_norm_conv",
+]
+
+
+def affine_like_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> Tensor:
+    """Affine map divided by the length of its own features.
+
+    z = (αWx + βb) / s, s = √(α²‖x‖² + β²) (eqns 15, 19, 37). With a bias the scale is exactly 1;
+    without one it is α²‖x‖²/s², below 1.
+
+    Args:
+        input: (..., n_in).
+        weight: (n_out, n_in).
+        bias: (n_out,).
+        alpha: weight of Wx; not 0.
+        beta: weight of b; not 0.
+
+    Returns:
+        (..., n_out). Zero rows give b.
+
+    Raises:
+        ValueError: alpha or beta is 0 or not finite.
+    """
+    offset, sign = affine_like_constants(alpha, beta)
+    weight, bias = times(weight, sign), times(bias, offset)
+    if prefers_output_scaling(input, weight):
+        return output_scaled_linear(input, weight, bias, offset * offset, eps=1.0)
+    unit, inverse = unit_rows(input, offset * offset)
+    if bias is None:
+        return F.linear(unit, weight)
+    return linear_plus_factor(unit, inverse, weight, bias)
+
+
+def norm_like_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    eps: float = 1e-12,
+) -> Tensor:
+    """Affine map of the row's direction, its length thrown away.
+
+    z = αWx/s + βb. For |β| < 1, s = √(α²‖x‖²/(1−β²)) (eqns 14, 35): scale 1 (1−β² without a bias).
+    For |β| = 1, s = ‖x‖ (eqn 17): scale α²+β², 2 by default, hence half the learning rate.
+
+    Args:
+        input: (..., n_in).
+        weight: (n_out, n_in).
+        bias: (n_out,).
+        alpha: weight of Wx; not 0. For |β| < 1 only its sign matters, the size cancels.
+        beta: weight of b, in [−1, 1].
+        eps: shortest length to divide by.
+
+    Returns:
+        (..., n_out). Zero rows give βb.
+
+    Raises:
+        ValueError: alpha is 0 or not finite, beta is outside [−1, 1], or eps is not positive.
+    """
+    weight, bias = times(weight, norm_like_gain(alpha, beta)), times(bias, beta)
+    eps = representable(eps, input.dtype)
+    if prefers_output_scaling(input, weight):
+        return output_scaled_linear(input, weight, bias, 0.0, eps)
+    unit, _ = unit_rows(input, 0.0, eps)
+    return F.linear(unit, weight, bias)
+
+
+def l2_norm(input: Tensor, dim: int = -1, eps: float = 1e-12) -> Tensor:
+    """Rows of length one: x / max(‖x‖, eps), a normaliser without parameters.
+
+    Args:
+        input: any shape.
+        dim: the dimension that holds a row.
+        eps: shortest length to divide by.
+
+    Returns:
+        The input's shape. Zero rows stay zero.
+    """
+    eps = representable(eps, input.dtype)
+    if dim in (-1, input.dim() - 1):
+        return unit_rows(input, 0.0, eps=eps)[0]
+    return unit_rows(input.movedim(dim, -1), 0.0, eps=eps)[0].movedim(-1, dim)
