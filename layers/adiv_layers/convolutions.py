@@ -1,0 +1,184 @@
+"""PatchNorm convolutions: `torch.nn.Conv1d/2d/3d` that correct every patch by its own length."""
+
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adiv_layers.functional import check_form, patch_norm_conv
+from adiv_layers.modules import changed
+
+Form = Literal["affine-like", "norm-like"]
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+
+
+class _PatchNorm(nn.modules.conv._ConvNd):
+    """What the three dimensions share: the correction's settings and the corrected forward."""
+
+    def _correct(self, form: Form, alpha: float, beta: float, eps: float) -> None:
+        check_form(form, alpha, beta, eps)
+        self.form = form
+        self.alpha = alpha
+        self.beta = beta
+        self.eps = eps
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = (0,) * len(self.kernel_size)
+        return patch_norm_conv(
+            input,
+            weight,
+            bias,
+            self.stride,
+            padding,
+            self.dilation,
+            self.groups,
+            form=self.form,
+            alpha=self.alpha,
+            beta=self.beta,
+            eps=self.eps,
+        )
+
+    def extra_repr(self) -> str:
+        """The twin's settings, then the correction's."""
+        twin: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{twin}, form={self.form!r}" + changed(
+            alpha=(self.alpha, 1.0), beta=(self.beta, 1.0), eps=(self.eps, 1e-12)
+        )
+
+
+class PatchNormConv1d(_PatchNorm, nn.Conv1d):
+    """`nn.Conv1d` divided by the length of each patch's features, see `patch_norm_conv`.
+
+    Args:
+        in_channels: as in `nn.Conv1d`, like all up to dtype.
+        out_channels: filters.
+        kernel_size: size of a patch.
+        stride: step between patches.
+        padding: "valid", "same" or sizes.
+        dilation: spacing inside a patch.
+        groups: groups of channels; each has patches and lengths of its own.
+        bias: whether to learn b.
+        padding_mode: what to pad with; padded values count in a patch's length.
+        device: where.
+        dtype: which precision.
+        form: "affine-like" (eqn 55, scale 1) or "norm-like" (eqn 56, scale 2).
+        alpha: weight of W·patch.
+        beta: weight of b.
+        eps: shortest length to divide by (norm-like).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int],
+        stride: int | tuple[int] = 1,
+        padding: str | int | tuple[int] = 0,
+        dilation: int | tuple[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: PaddingMode = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        form: Form = "affine-like",
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        eps: float = 1e-12,
+    ) -> None:
+        twin = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
+        nn.Conv1d.__init__(self, *twin, bias, padding_mode, device, dtype)
+        self._correct(form, alpha, beta, eps)
+
+
+class PatchNormConv2d(_PatchNorm, nn.Conv2d):
+    """`nn.Conv2d` divided by the length of each patch's features, see `patch_norm_conv`.
+
+    Args:
+        in_channels: as in `nn.Conv2d`, like all up to dtype.
+        out_channels: filters.
+        kernel_size: size of a patch.
+        stride: step between patches.
+        padding: "valid", "same" or sizes.
+        dilation: spacing inside a patch.
+        groups: groups of channels; each has patches and lengths of its own.
+        bias: whether to learn b.
+        padding_mode: what to pad with; padded values count in a patch's length.
+        device: where.
+        dtype: which precision.
+        form: "affine-like" (eqn 55, scale 1) or "norm-like" (eqn 56, scale 2).
+        alpha: weight of W·patch.
+        beta: weight of b.
+        eps: shortest length to divide by (norm-like).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: PaddingMode = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        form: Form = "affine-like",
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        eps: float = 1e-12,
+    ) -> None:
+        twin = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
+        nn.Conv2d.__init__(self, *twin, bias, padding_mode, device, dtype)
+        self._correct(form, alpha, beta, eps)
+
+
+class PatchNormConv3d(_PatchNorm, nn.Conv3d):
+    """`nn.Conv3d` divided by the length of each patch's features, see `patch_norm_conv`.
+
+    Args:
+        in_channels: as in `nn.Conv3d`, like all up to dtype.
+        out_channels: filters.
+        kernel_size: size of a patch.
+        stride: step between patches.
+        padding: "valid", "same" or sizes.
+        dilation: spacing inside a patch.
+        groups: groups of channels; each has patches and lengths of its own.
+        bias: whether to learn b.
+        padding_mode: what to pad with; padded values count in a patch's length.
+        device: where.
+        dtype: which precision.
+        form: "affine-like" (eqn 55, scale 1) or "norm-like" (eqn 56, scale 2).
+        alpha: weight of W·patch.
+        beta: weight of b.
+        eps: shortest length to divide by (norm-like).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int, int],
+        stride: int | tuple[int, int, int] = 1,
+        padding: str | int | tuple[int, int, int] = 0,
+        dilation: int | tuple[int, int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: PaddingMode = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        form: Form = "affine-like",
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        eps: float = 1e-12,
+    ) -> None:
+        twin = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
+        nn.Conv3d.__init__(self, *twin, bias, padding_mode, device, dtype)
+        self._correct(form, alpha, beta, eps)

@@ -1,0 +1,136 @@
+"""The corrected maps as modules: their `torch.nn` twins with another forward.
+
+Constructor arguments are the twin's, then the correction's by keyword; parameters, their
+initialisation and state dicts are the twin's too, so checkpoints load both ways.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from adiv_layers.functional import (
+    affine_like_constants,
+    affine_like_linear,
+    l2_norm,
+    norm_like_gain,
+    norm_like_linear,
+    representable,
+)
+
+
+class AffineLikeLinear(nn.Linear):
+    """`nn.Linear` with every row divided by the length of its features: (Wx + b)/√(‖x‖² + 1).
+
+    In general (αWx + βb)/√(α²‖x‖² + β²): see `functional.affine_like_linear`.
+
+    Args:
+        in_features: as in `nn.Linear`.
+        out_features: as in `nn.Linear`.
+        bias: as in `nn.Linear`.
+        device: as in `nn.Linear`.
+        dtype: as in `nn.Linear`.
+        alpha: weight of Wx.
+        beta: weight of b.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+    ) -> None:
+        affine_like_constants(alpha, beta)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.alpha = alpha
+        self.beta = beta
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        return affine_like_linear(input, self.weight, self.bias, alpha=self.alpha, beta=self.beta)
+
+    def extra_repr(self) -> str:
+        """The twin's settings, then the correction's where they are not the default."""
+        return super().extra_repr() + changed(alpha=(self.alpha, 1.0), beta=(self.beta, 1.0))
+
+
+class NormLikeLinear(nn.Linear):
+    """`nn.Linear` of the row's direction only: Wx/‖x‖ + b.
+
+    In general αWx/s + βb: see `functional.norm_like_linear`. With the defaults the scale is 2:
+    halve the learning rate, or pass alpha=beta=√½.
+
+    Args:
+        in_features: as in `nn.Linear`.
+        out_features: as in `nn.Linear`.
+        bias: as in `nn.Linear`.
+        device: as in `nn.Linear`.
+        dtype: as in `nn.Linear`.
+        alpha: weight of Wx.
+        beta: weight of b, in [−1, 1].
+        eps: shortest length to divide by.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        eps: float = 1e-12,
+    ) -> None:
+        norm_like_gain(alpha, beta)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        representable(eps, self.weight.dtype)
+        self.alpha = alpha
+        self.beta = beta
+        self.eps = eps
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        return norm_like_linear(
+            input, self.weight, self.bias, alpha=self.alpha, beta=self.beta, eps=self.eps
+        )
+
+    def extra_repr(self) -> str:
+        """The twin's settings, then the correction's where they are not the default."""
+        return super().extra_repr() + changed(
+            alpha=(self.alpha, 1.0), beta=(self.beta, 1.0), eps=(self.eps, 1e-12)
+        )
+
+
+class L2Norm(nn.Module):
+    """Rows of length one, x/‖x‖: a normaliser without parameters.
+
+    Args:
+        dim: the dimension that holds a row (1 for channels of images).
+        eps: shortest length to divide by.
+    """
+
+    def __init__(self, dim: int = -1, *, eps: float = 1e-12) -> None:
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input with every row at length one."""
+        return l2_norm(input, self.dim, self.eps)
+
+    def extra_repr(self) -> str:
+        """The dimension, and eps where it is not the default."""
+        return f"dim={self.dim}" + changed(eps=(self.eps, 1e-12))
+
+
+def changed(**settings: tuple[object, object]) -> str:
+    """The settings that differ from their defaults, for a repr: ", alpha=2.0"."""
+    return "".join(
+        f", {name}={value!r}" for name, (value, default) in settings.items() if value != default
+    )
