@@ -234,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--dataset", choices=("digits", "cifar10", "imagefolder"), default="digits")
     parser.add_argument("--root", type=Path, help="folder of cifar10 or imagefolder")
-    parser.add_argument("--max-epochs", type=int, default=20)
+    parser.add_argument("--max-epochs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.dataset != "digits" and args.root is None:
