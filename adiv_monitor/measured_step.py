@@ -177,7 +177,7 @@ class MeasuredStep:
             return
         features = reached[0].features.joined([call.features for call in reached[1:]])
         scale = features.scale()
-        G = torch.cat([call.gradient for call in reached if call.gradient is not None])
+        G = _joined([call.gradient for call in reached if call.gradient is not None])
         G = G.reshape(*scale.shape, G.shape[1] // scale.shape[1])
         values: dict[str, Tensor] = {}
         factor = self._capture.gradient_factor(layer)
@@ -191,7 +191,7 @@ class MeasuredStep:
             layer,
             features,
             G,
-            z_squared=torch.cat([call.z_squared for call in reached]),
+            z_squared=_joined([call.z_squared for call in reached]),
             rows_seen=len(G),
             rows_total=sum(call.rows.total for call in reached),
             step=ParameterStep(layer.parameters, self._watch) if steps else None,
@@ -199,7 +199,9 @@ class MeasuredStep:
             values=values,
         )
         by_weight, by_bias = _act(measured, gradients(layer.parameters))
-        e = (by_weight + by_bias) / gradient_scale
+        e = _sum(by_weight, by_bias)
+        if isinstance(gradient_scale, Tensor):
+            e = e / gradient_scale
         values |= {
             "gradient_cosine": measures.gradient_cosine(e, G),
             "diagonal_cosine": measures.diagonal_cosine(scale, G),
@@ -221,18 +223,20 @@ class MeasuredStep:
         assert step is not None
         step.stepped()
         by_weight, by_bias = _act(measured, step.update)
-        d = -(by_weight + by_bias)
+        d = -_sum(by_weight, by_bias)
         row_cosines = measures.row_cosine(d, G)
         measured.values |= {
             "update_cosine": measures.update_cosine(d, G),
             "effective_lr": measures.effective_lr(d, G),
             "row_cosine_mean": row_cosines.nanmean(),
             "row_cosine_levels": measures.quantiles(row_cosines, _LEVELS),
-            "harmed_fraction": measures.harmed_fraction(d, G),
-            "bias_share": measures.bias_share(by_weight, by_bias),
+            "harmed_fraction": measures.harmed_fraction(
+                row_cosines, measured.values["rows_without_gradient"]
+            ),
+            "bias_share": measures.bias_share(*(_or_zero(x, G) for x in (by_weight, by_bias))),
             "update_ratio": measures.update_ratio(d, measured.z_squared),
-            "gradient_changed": torch.as_tensor(step.gradient_changed),
-            "gradient_lost": torch.as_tensor(step.gamma is None),
+            "gradient_changed": torch.as_tensor(step.gradient_changed, dtype=torch.float32),
+            "gradient_lost": torch.tensor(float(step.gamma is None)),
         }
         u = aligned(step.update)
         measured.values["update_norm"] = measures.norm_of_parts(u)
@@ -251,17 +255,32 @@ class MeasuredStep:
             measured.values |= measured.step.applied()
 
 
-def _act(measured: _Measured, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _act(measured: _Measured, parts: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Φ_W Wᵀ and φ_b ⊗ b, shaped like G, for one tensor per trained parameter."""
     layer, tensors = measured.layer, iter(parts)
     weight = None if layer.weight is None else measured.features.by_weight(next(tensors))
     bias = None if layer.bias is None else measured.features.by_bias(next(tensors))
     shape = measured.G.shape
-    zero = measured.G.new_zeros(()).expand(shape)
     return (
-        zero if weight is None else weight.reshape(shape),
-        zero if bias is None else bias.reshape(shape),
+        None if weight is None else weight.reshape(shape),
+        None if bias is None else bias.reshape(shape),
     )
+
+
+def _sum(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
+    if by_weight is None or by_bias is None:
+        lone = by_bias if by_weight is None else by_weight
+        assert lone is not None
+        return lone
+    return by_weight + by_bias
+
+
+def _or_zero(part: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_zeros(()).expand(like.shape) if part is None else part
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _why_unreached(layer: Layer) -> str:
@@ -280,23 +299,18 @@ def _listed(paths: list[str]) -> str:
 
 def fetch(values: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, list[float]]]:
     """Copy many small tensors to the host, one transfer per device."""
-    by_device: dict[torch.device, list[tuple[str, str, Tensor]]] = {}
+    by_kind: dict[torch.device, dict[torch.dtype, list[tuple[str, str, Tensor]]]] = {}
     for path, named in values.items():
         for name, tensor in named.items():
-            by_device.setdefault(tensor.device, []).append((path, name, tensor))
+            by_dtype = by_kind.setdefault(tensor.device, {})
+            by_dtype.setdefault(tensor.dtype, []).append((path, name, tensor))
     fetched: dict[str, dict[str, list[float]]] = {path: {} for path in values}
-    for entries in by_device.values():
-        numbers = iter(_packed([tensor for _, _, tensor in entries]).tolist())
-        for path, name, tensor in entries:
+    for by_dtype in by_kind.values():
+        packed = [torch.cat([t.reshape(-1) for *_, t in part]) for part in by_dtype.values()]
+        numbers = iter(torch.cat([part.double() for part in packed]).tolist())
+        for path, name, tensor in (entry for part in by_dtype.values() for entry in part):
             fetched[path][name] = [next(numbers) for _ in range(tensor.numel())]
     return fetched
-
-
-def _packed(tensors: list[Tensor]) -> Tensor:
-    """All tensors one after the other, as float64; one conversion per dtype present."""
-    if len({t.dtype for t in tensors}) == 1:
-        return torch.cat([t.reshape(-1) for t in tensors]).double()
-    return torch.cat([t.reshape(-1).double() for t in tensors])
 
 
 def _reading(measured: _Measured, fetched: dict[str, list[float]]) -> LayerReading:

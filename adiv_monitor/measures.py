@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-_MAX_SORTED = 16_384
+_MAX_SORTED = 4_096
 
 Scalar = Float[Tensor, ""]
 Blocks = Float[Tensor, "rows groups n_out"]
@@ -52,8 +52,7 @@ def dot_of_parts(a: Sequence[Vector], b: Sequence[Vector]) -> Scalar:
 
 def norm_of_parts(a: Sequence[Vector]) -> Scalar:
     """‖a‖ of a vector in parts."""
-    norms = [torch.linalg.vector_norm(part) for part in a]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return dot_of_parts(a, a).sqrt()
 
 
 # --- one layer, one step ---------------------------------------------------------------------
@@ -83,16 +82,20 @@ def row_cosine(d: Blocks, G: Blocks) -> Rows:
 
 def rows_without_gradient(G: Blocks) -> Scalar:
     """How many rows have g_r = 0 exactly: padding, masked tokens, dead units."""
-    return (G.flatten(1) == 0).all(dim=1).sum().to(G.dtype)
+    G = G.flatten(1)
+    return ((G.amax(dim=1) == 0) & (G.amin(dim=1) == 0)).sum().to(G.dtype)
 
 
-def harmed_fraction(d: Blocks, G: Blocks) -> Scalar:
+def harmed_fraction(row_cosines: Rows, without_gradient: Scalar) -> Scalar:
     """Share of the rows with d_r·g_r < 0, in [0, 1]: this step of this layer raises their loss.
 
     Rows whose g_r is zero are left out; NaN if no row has a gradient.
+
+    Args:
+        row_cosines: `row_cosine`, which has the sign of d_r·g_r.
+        without_gradient: `rows_without_gradient`.
     """
-    harmed = torch.linalg.vecdot(d.flatten(1), G.flatten(1)) < 0
-    return harmed.sum() / (G.shape[0] - rows_without_gradient(G))
+    return (row_cosines < 0).sum() / (len(row_cosines) - without_gradient)
 
 
 def scale_mean(scale: Scale) -> Scalar:
@@ -133,8 +136,8 @@ def effective_lr(d: Blocks, G: Blocks) -> Scalar:
     η (‖x‖² + 1) for one row under plain gradient descent; defined for any optimizer. Its spread
     between layers is what a per-layer learning rate could mend.
     """
-    norm = torch.linalg.vector_norm(G)
-    return torch.dot(d.reshape(-1), G.reshape(-1)) / norm / norm
+    d, G = d.reshape(-1), G.reshape(-1)
+    return torch.dot(d, G) / torch.dot(G, G)
 
 
 def update_ratio(d: Blocks, z_squared: Rows) -> Scalar:
@@ -221,7 +224,7 @@ def parameter_descent(u: Sequence[Vector], gamma: Sequence[Vector]) -> Scalar:
 def quantiles(values: Float[Tensor, "..."], levels: Sequence[float]) -> Float[Tensor, " levels"]:
     """Quantiles with linear interpolation; NaN entries are left out; all NaN if none is left.
 
-    Where there are more than 16,384 entries (elementwise gains: rows × features), they are read
+    Where there are more than 4,096 entries (elementwise gains: rows × features), they are read
     from evenly spaced ones.
     """
     flat = values.reshape(-1)

@@ -260,9 +260,7 @@ class Monitor:
         pending.step.applied()
         outcome = pending.step.outcome()
         self._checked |= outcome.layers.keys()
-        for path, reason in outcome.misdescribed.items():
-            self._switched_off[path] = reason
-            self._warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
+        self._switched_off |= outcome.misdescribed
         layers = {layer.path: layer for layer in pending.selection.layers}
         report = StepReport(
             step=pending.number,
@@ -277,6 +275,8 @@ class Monitor:
         )
         self._notes.clear()
         self._emit(report)
+        for path, reason in outcome.misdescribed.items():
+            self._warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
 
     def _emit(self, report: StepReport) -> None:
         failures = [

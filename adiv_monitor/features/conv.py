@@ -35,24 +35,32 @@ def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
         input = input[None]
         rows = Rows((1, *rows.shape), rows.index)
     sample, *outputs = rows.positions(input.device)
-    spatial = torch.zeros(1, dtype=torch.int64, device=input.device)  # (rows, *kernel), flattened
+    strides = input.stride()
+    offset = torch.zeros(1, dtype=torch.int64, device=input.device)  # (rows, *kernel)
     inside: Tensor | None = None
     for d, output in enumerate(outputs):
-        size = input.shape[2 + d]
         reach = torch.arange(module.kernel_size[d], device=input.device) * module.dilation[d]
         position = output[:, None] * module.stride[d] - _left_padding(module, d) + reach
-        position, valid = _read_from(position, size, module.padding_mode)
-        spatial = spatial * size + _along(position, d, dims)
+        position, valid = _read_from(position, input.shape[2 + d], module.padding_mode)
+        offset = offset + _along(position * strides[2 + d], d, dims)
         if valid is not None:
             valid = _along(valid, d, dims)
             inside = valid if inside is None else inside & valid
-    channel = torch.arange(input.shape[1], device=input.device)
-    plane = sample[:, None] * input.shape[1] + channel  # (rows, in_channels)
-    size = input.shape[2:].numel()
-    gathered = exact(torch.take(input, (plane * size)[..., None] + spatial.flatten(1)[:, None]))
+    channel = torch.arange(input.shape[1], device=input.device) * strides[1]
+    plane = (sample * strides[0])[:, None] + channel  # (rows, in_channels)
+    offset = plane[..., None] + offset.flatten(1)[:, None]  # (rows, in_channels, kernel volume)
+    gathered = exact(_memory(input).index_select(0, offset.view(-1))).view(offset.shape)
     if inside is not None:
         gathered *= inside.flatten(1)[:, None].to(gathered.dtype)
     return gathered.unflatten(2, module.kernel_size)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """The stretch of memory in which a tensor lies, to be indexed by its strides."""
+    if tensor.numel() == 0:
+        return tensor.reshape(-1)
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1,), (1,))
 
 
 def _along(index: Tensor, d: int, dims: int) -> Tensor:

@@ -43,13 +43,13 @@ def rms_norm(module: nn.RMSNorm, rows: Rows, input: Tensor) -> DenseFeatures:
 def group_norm(module: nn.GroupNorm, rows: Rows, input: Tensor) -> DenseFeatures:
     """x̂ = (x − mean) / √(var + ε) over each sample's groups of channels."""
     batch, channels = input.shape[:2]
-    grouped = exact(input).reshape(batch, module.num_groups, -1)
-    variance, mean = torch.var_mean(grouped, dim=2, correction=0)
+    mean, square = _moments(input.reshape(batch, module.num_groups, -1))
     repeats = channels // module.num_groups
     sample = rows.positions(input.device)[0]
-    mean = mean.repeat_interleave(repeats, dim=1)[sample]
-    deviation = (variance + module.eps).sqrt().repeat_interleave(repeats, dim=1)[sample]
-    return _gain((rows.take(input.movedim(1, -1)) - mean) / deviation, module.bias)
+    deviation = (square - mean.square() + module.eps).sqrt()
+    mean, deviation = (t.repeat_interleave(repeats, dim=1)[sample] for t in (mean, deviation))
+    x = rows.take(input.movedim(1, -1))
+    return _gain(x.sub_(mean).div_(deviation), module.bias)
 
 
 def _refuse_synchronised(module: nn.SyncBatchNorm) -> str:
@@ -63,9 +63,17 @@ register_features(nn.SyncBatchNorm, refuse=_refuse_synchronised)(_gain)
 def batch_norm(module: _BatchNorm, rows: Rows, input: Tensor) -> DenseFeatures:
     """x̂ = (x − mean) / √(var + ε) per channel, of the batch, or the running ones in evaluation."""
     if module.training or module.running_mean is None or module.running_var is None:
-        dims = [0, *range(2, input.dim())]
-        variance, mean = torch.var_mean(exact(input), dim=dims, correction=0)
+        means, squares = _moments(input.reshape(*input.shape[:2], -1))
+        mean = means.mean(dim=0)
+        variance = squares.mean(dim=0) - mean.square()
     else:
         variance, mean = exact(module.running_var), exact(module.running_mean)
     x = rows.take(input.movedim(1, -1))
-    return _gain((x - mean) / (variance + module.eps).sqrt(), module.bias)
+    return _gain(x.sub_(mean).div_((variance + module.eps).sqrt()), module.bias)
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Means of x and of x² over the last dimension; several times faster than `var_mean`."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
+    return x.mean(dim=-1, dtype=dtype), norm.square() / x.shape[-1]

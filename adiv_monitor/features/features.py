@@ -94,6 +94,8 @@ class DenseFeatures:
 
     def joined(self, others: Sequence[Features]) -> "DenseFeatures":
         """These rows and those of other calls of the same layer."""
+        if not others:
+            return self
         every = [self, *(other for other in others if isinstance(other, DenseFeatures))]
         phi = [f.phi for f in every if f.phi is not None]
         bias = [f.bias for f in every if f.bias is not None]
@@ -115,7 +117,8 @@ class OneHotFeatures:
 
     Attributes:
         token: (rows,) int64, the weight's row.
-        trained: (rows,), 1, or 0 where that row of the weight gets no gradient (padding).
+        trained: (rows,), 1, or 0 where that row of the weight gets no gradient (padding); an
+            optimizer may move it all the same, by weight decay say.
         vocabulary: how many rows the weight has.
     """
 
@@ -129,7 +132,7 @@ class OneHotFeatures:
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"]:
         """The weight's rows."""
-        return self.trained[:, None] * weight[self.token].to(self.trained.dtype)
+        return weight[self.token].to(self.trained.dtype)
 
     def by_bias(self, bias: Tensor) -> None:
         """An embedding has no bias."""

@@ -42,8 +42,12 @@ class Rows:
 
     def positions(self, device: torch.device) -> tuple[Tensor, ...]:
         """The index of every row in each dimension of `shape`."""
-        index = torch.arange(self.total, device=device) if self.index is None else self.index
-        return torch.unravel_index(index, self.shape)
+        rest = torch.arange(self.total, device=device) if self.index is None else self.index
+        positions = []
+        for size in reversed(self.shape[1:]):
+            positions.append(rest % size)
+            rest = rest // size
+        return (rest, *reversed(positions))
 
 
 def stratified(total: int, count: int, generator: torch.Generator) -> Tensor | None:

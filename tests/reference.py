@@ -1,0 +1,205 @@
+"""The measures, slowly: really take the step, and recompute every layer from its own saved input.
+
+Nothing of the monitor's is used. Rows are looped over; the scale of a row is the squared norm of
+the gradient of one of its outputs with respect to the layer's own parameters, by autograd; e is
+what the layer gives after a plain gradient step with η = 1, d what it gives after the optimizer's.
+"""
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class LayerTruth:
+    """All rows of one layer at one step, calls one after the other: (rows, n_total)."""
+
+    G: Tensor
+    z: Tensor
+    e: Tensor
+    d: Tensor
+    by_weight: Tensor
+    by_bias: Tensor
+    scale: Tensor  # (rows, groups)
+    gamma: Tensor
+    u: Tensor
+    module: nn.Module
+    inputs: list[Tensor]
+
+
+@dataclass
+class _Saved:
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+def rows_of(module: nn.Module, tensor: Tensor) -> Tensor:
+    """(rows, n_total) of something shaped like the module's output."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.BatchNorm2d | nn.GroupNorm):
+        tensor = tensor.movedim(1, -1)
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def groups_of(module: nn.Module, n_total: int) -> int:
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return module.groups
+    gains = nn.BatchNorm2d | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm
+    return n_total if isinstance(module, gains) else 1
+
+
+def take_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[nn.Module], None],
+) -> dict[str, LayerTruth]:
+    """Run one step (`backward` accumulates all gradients), then look at what it did."""
+    saved: dict[str, _Saved] = defaultdict(_Saved)
+    layers = {
+        path: m
+        for path, m in model.named_modules()
+        if any(p.requires_grad for p in m._parameters.values() if p is not None)
+    }
+
+    def save(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            if output.requires_grad:
+                saved[path].inputs.append(args[0].detach().clone())
+                seen = torch.zeros_like(output)
+                saved[path].outputs.append(seen)
+                output.register_hook(seen.add_)
+
+        return hook
+
+    handles = [m.register_forward_hook(save(path)) for path, m in layers.items()]
+    optimizer.zero_grad()
+    backward(model)
+    for handle in handles:
+        handle.remove()
+    before = {path: copy.deepcopy(module) for path, module in layers.items()}
+    gradient = {path: [_grad(p) for p in m.parameters(recurse=False)] for path, m in layers.items()}
+    optimizer.step()
+    return {
+        path: _truth(before[path], layers[path], gradient[path], saved[path])
+        for path in layers
+        if saved[path].inputs
+    }
+
+
+def _grad(p: Tensor) -> Tensor:
+    return torch.zeros_like(p) if p.grad is None else p.grad.clone()
+
+
+def _truth(
+    old: nn.Module, new: nn.Module, gradient: Sequence[Tensor], saved: _Saved
+) -> LayerTruth:
+    def outputs(change: dict[str, Tensor]) -> Tensor:
+        module = copy.deepcopy(old)
+        with torch.no_grad():
+            for name, value in change.items():
+                getattr(module, name).copy_(value)
+            return torch.cat([rows_of(old, module(x)) for x in saved.inputs])
+
+    old_p = {name: p.detach() for name, p in old._parameters.items() if p is not None}
+    new_p = {name: p.detach() for name, p in new._parameters.items() if p is not None}
+    plain = {
+        name: p - g for (name, p), g in zip(old_p.items(), gradient, strict=True)
+    }
+    z = outputs({})
+    zero = torch.zeros_like(z)
+    return LayerTruth(
+        G=torch.cat([rows_of(old, g) for g in saved.outputs]),
+        z=z,
+        e=z - outputs(plain),
+        d=z - outputs(new_p),
+        by_weight=outputs({"weight": new_p["weight"]}) - z,
+        by_bias=outputs({"bias": new_p["bias"]}) - z if "bias" in new_p else zero,
+        scale=torch.cat([_scale(old, x) for x in saved.inputs]),
+        gamma=torch.cat([g.flatten() for g in gradient]),
+        u=torch.cat([(new_p[name] - old_p[name]).flatten() for name in old_p]),
+        module=old,
+        inputs=saved.inputs,
+    )
+
+
+def _scale(module: nn.Module, x: Tensor) -> Tensor:
+    """‖∂z_rn/∂Θ‖² for the first output n of every group."""
+    module = copy.deepcopy(module)
+    parameters = [p for p in module._parameters.values() if p is not None]
+    z = rows_of(module, module(x))
+    groups = groups_of(module, z.shape[1])
+    first = z[:, :: z.shape[1] // groups]
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    sum(g.square().sum() for g in torch.autograd.grad(v, parameters, retain_graph=True))
+                    for v in row
+                ]
+            )
+            for row in first
+        ]
+    )
+
+
+def measures(truth: LayerTruth, rows: Sequence[int]) -> dict[str, float]:
+    """Every measure on the given rows, straight from its definition."""
+    G, e, d = (t[rows].double() for t in (truth.G, truth.e, truth.d))
+    scale = truth.scale[rows]
+    own = (scale[:, :, None] * G.reshape(*scale.shape, -1)).reshape(G.shape)
+    row_cosines = [_cos(d[r], G[r]) for r in range(len(G)) if G[r].norm() > 0]
+    row_cosines = [c for c in row_cosines if not math.isnan(c)]
+    directed = [r for r in range(len(G)) if G[r].norm() > 0]
+    a, b = truth.by_weight[rows].norm(), truth.by_bias[rows].norm()
+    whole = {
+        "update_cosine": _cos(d, G),
+        "gradient_cosine": _cos(e, G),
+        "diagonal_cosine": _cos(own, G),
+        "effective_lr": (d * G).sum() / G.square().sum(),
+        "scale_mean": scale.mean(),
+        "scale_cv": scale.std(correction=0) / scale.mean(),
+        "scale_max": scale.max(),
+        "interference_ratio": (e - own).norm() / own.norm(),
+        "row_cosine_mean": _mean(row_cosines),
+        "harmed_fraction": _mean([float(d[r] @ G[r] < 0) for r in directed]),
+        "bias_share": b / (a + b),
+        "update_ratio": d.norm() / truth.z[rows].norm(),
+        "descent": -(truth.gamma @ truth.u),
+        "parameter_cosine": _cos(truth.u, -truth.gamma),
+        "projection_cosine": _cos(truth.u, truth.u),
+        "applied_cosine": _cos(truth.u, -truth.gamma),
+    }
+    for name, values in (("scale", scale.flatten()), ("row_cosine", torch.tensor(row_cosines, dtype=torch.float64))):
+        for level in (0.05, 0.5, 0.95):
+            quantile = values.quantile(level) if len(values) else math.nan
+            whole[f"{name}_p{int(100 * level):02}"] = quantile
+    return {name: float(value) for name, value in whole.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _cos(a: Tensor, b: Tensor) -> float:
+    norms = float(a.norm()) * float(b.norm())
+    return float((a * b).sum()) / norms if norms else math.nan
+
+
+def attainable_cosine(truth: LayerTruth) -> float:
+    """The ceiling over all rows: project G on the columns of the Jacobian ∂z/∂Θ, by least squares."""
+    module = copy.deepcopy(truth.module)
+    parameters = {name: p.detach() for name, p in module._parameters.items() if p is not None}
+
+    def outputs(*values: Tensor) -> Tensor:
+        named = dict(zip(parameters, values, strict=True))
+        calls = [torch.func.functional_call(module, named, (x,)) for x in truth.inputs]
+        return torch.cat([rows_of(module, z) for z in calls]).flatten()
+
+    jacobians = torch.autograd.functional.jacobian(outputs, tuple(parameters.values()))
+    columns = torch.cat([j.flatten(1) for j in jacobians], dim=1)
+    G = truth.G.flatten()
+    return float((columns @ torch.linalg.pinv(columns) @ G).norm() / G.norm())
