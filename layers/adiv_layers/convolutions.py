@@ -1,15 +1,81 @@
 """PatchNorm convolutions: `torch.nn.Conv1d/2d/3d` that correct every patch by its own length."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adiv_layers.functional import check_form, patch_norm_conv
+from adiv_layers.forms import check_form
+from adiv_layers.functional import gradient_only_conv, patch_norm_conv
+from adiv_layers.gradient_only import check_gradient_form
+from adiv_layers.gradient_only_conv import ConvForm
 from adiv_layers.modules import changed
 
 Form = Literal["affine-like", "norm-like"]
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+
+
+class GradientOnlyConv2d(nn.Conv2d):
+    """`nn.Conv2d` in the forward pass; weight and bias receive corrected gradients.
+
+    Their `.grad` is deliberately not the derivative: see `functional.gradient_only_conv`.
+
+    Args:
+        in_channels: as in `nn.Conv2d`, like all up to dtype.
+        out_channels: filters.
+        kernel_size: size of a patch.
+        stride: step between patches.
+        padding: "valid", "same" or sizes.
+        dilation: spacing inside a patch.
+        groups: groups of channels; each has patches and lengths of its own.
+        bias: whether to learn b.
+        padding_mode: what to pad with; padded values count in a patch's length.
+        device: where.
+        dtype: which precision.
+        form: "proportional" (eqn 20) or "disproportional" (eqn 21), per patch.
+        eps: shortest length to divide by.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: PaddingMode = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        form: ConvForm = "proportional",
+        eps: float = 1e-12,
+    ) -> None:
+        check_gradient_form(form, get_args(ConvForm), eps)
+        twin = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
+        super().__init__(*twin, bias, padding_mode, device, dtype)
+        self.form = form
+        self.eps = eps
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        input, padding = padded(self, input)
+        geometry = (self.stride, padding, self.dilation, self.groups)
+        return gradient_only_conv(input, weight, bias, *geometry, form=self.form, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        """The twin's settings, then the correction's."""
+        twin: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{twin}, form={self.form!r}" + changed(eps=(self.eps, 1e-12))
+
+
+def padded(layer: nn.modules.conv._ConvNd, input: Tensor) -> tuple[Tensor, str | tuple[int, ...]]:
+    """The input padded where the mode is not "zeros", and the padding left to the convolution."""
+    if layer.padding_mode == "zeros":
+        return input, layer.padding
+    input = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+    return input, (0,) * len(layer.kernel_size)
 
 
 class _PatchNorm(nn.modules.conv._ConvNd):
@@ -23,10 +89,7 @@ class _PatchNorm(nn.modules.conv._ConvNd):
         self.eps = eps
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding = self.padding
-        if self.padding_mode != "zeros":
-            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
-            padding = (0,) * len(self.kernel_size)
+        input, padding = padded(self, input)
         return patch_norm_conv(
             input,
             weight,

@@ -4,18 +4,18 @@ Constructor arguments are the twin's, then the correction's by keyword; paramete
 initialisation and state dicts are the twin's too, so checkpoints load both ways.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
+from adiv_layers.forms import affine_like_constants, norm_like_gain, representable
 from adiv_layers.functional import (
-    affine_like_constants,
     affine_like_linear,
+    gradient_only_linear,
     l2_norm,
-    norm_like_gain,
     norm_like_linear,
-    representable,
 )
+from adiv_layers.gradient_only import LinearForm, check_gradient_form
 
 
 class AffineLikeLinear(nn.Linear):
@@ -104,6 +104,54 @@ class NormLikeLinear(nn.Linear):
         """The twin's settings, then the correction's where they are not the default."""
         return super().extra_repr() + changed(
             alpha=(self.alpha, 1.0), beta=(self.beta, 1.0), eps=(self.eps, 1e-12)
+        )
+
+
+class GradientOnlyLinear(nn.Linear):
+    """`nn.Linear` in the forward pass; weight and bias receive corrected gradients.
+
+    Their `.grad` is deliberately not the derivative: see `functional.gradient_only_linear`.
+    The batch form sees the rows of one call: not those of other micro-batches or ranks.
+
+    Args:
+        in_features: as in `nn.Linear`.
+        out_features: as in `nn.Linear`.
+        bias: as in `nn.Linear`.
+        device: as in `nn.Linear`.
+        dtype: as in `nn.Linear`.
+        form: "proportional" (eqn 20), "disproportional" (eqn 21) or "batch".
+        eps: shortest length to divide by.
+        damping: λ of the batch form, relative to the rows' mean scale.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        form: LinearForm = "proportional",
+        eps: float = 1e-12,
+        damping: float = 1e-3,
+    ) -> None:
+        check_gradient_form(form, get_args(LinearForm), eps, damping)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.form = form
+        self.eps = eps
+        self.damping = damping
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        return gradient_only_linear(
+            input, self.weight, self.bias, form=self.form, eps=self.eps, damping=self.damping
+        )
+
+    def extra_repr(self) -> str:
+        """The twin's settings, then the correction's."""
+        return f"{super().extra_repr()}, form={self.form!r}" + changed(
+            eps=(self.eps, 1e-12), damping=(self.damping, 1e-3)
         )
 
 

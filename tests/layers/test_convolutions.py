@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adiv_layers import PatchNormConv1d, PatchNormConv2d, PatchNormConv3d
-from adiv_layers.functional import patch_norm_conv, patch_squares
+from adiv_layers.functional import patch_norm_conv
+from adiv_layers.patch_norm import patch_squares
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -70,8 +71,6 @@ SETTINGS = [
 ]
 
 
-# torch's own, for the twin as well: it may have to copy the input to pad it unevenly
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 @pytest.mark.parametrize("form", ["affine-like", "norm-like"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("space", [1, 2, 3])
@@ -140,10 +139,10 @@ def test_half_precision_sums_squares_in_float32(dtype):
 
 def test_squares_stay_exact_under_autocast():
     x = torch.randn(2, 8, 6, 6)
-    weight = torch.randn(4, 8, 3, 3)
+    weight, geometry = torch.randn(4, 8, 3, 3), ((1, 1), (1, 1), (1, 1), 1)
     with torch.autocast("cpu", torch.bfloat16):
-        inside = patch_squares(x, weight)
-    assert torch.equal(inside, patch_squares(x, weight))
+        inside = patch_squares(x, weight, *geometry)
+    assert torch.equal(inside, patch_squares(x, weight, *geometry))
 
 
 @pytest.mark.parametrize(

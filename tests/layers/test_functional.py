@@ -138,6 +138,18 @@ def test_half_precision_sums_squares_in_float32(function, dtype):
     torch.testing.assert_close(output.double(), torch.ones(2, 1).double(), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(5, 4), (37, 2)], ids=["wide", "tall"])
+@pytest.mark.parametrize("function", [functional.affine_like_linear, functional.norm_like_linear])
+def test_the_output_may_be_overwritten(function, shape):
+    inputs = [tensor.requires_grad_() for tensor in tensors(*shape)]
+    gradients = [
+        torch.autograd.grad(relu(function(*inputs)).sum(), inputs)
+        for relu in (torch.relu, torch.relu_)
+    ]
+    for after_copy, after_overwriting in zip(*gradients, strict=True):
+        assert torch.equal(after_copy, after_overwriting)
+
+
 def test_float32_against_float64():
     x, weight, bias = tensors(300, 20, (50,))
     for function in (functional.affine_like_linear, functional.norm_like_linear):

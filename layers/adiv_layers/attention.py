@@ -1,0 +1,283 @@
+"""Multi-head attention whose four projections can each be corrected."""
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adiv_layers.functional import l2_norm
+from adiv_layers.modules import AffineLikeLinear, NormLikeLinear
+
+Projection = Literal["standard", "affine-like", "norm-like"]
+_PROJECTIONS: dict[str, type[nn.Linear]] = {
+    "standard": nn.Linear,
+    "affine-like": AffineLikeLinear,
+    "norm-like": NormLikeLinear,
+}
+_NAMES = ("q_proj", "k_proj", "v_proj")
+
+
+class CorrectedMultiheadAttention(nn.MultiheadAttention):
+    """`nn.MultiheadAttention` with corrected projections and, on request, QK-norm.
+
+    An attention score q·k moves with ‖k‖²(‖x_t‖² + 1) + ‖q‖²(‖x_s‖² + 1) (from eqn 63): correcting
+    the projections takes the ‖x‖² out, normalising queries and keys the ‖q‖² and ‖k‖².
+
+    The projections are modules of their own (`q_proj`, `k_proj`, `v_proj`, `out_proj`), so that
+    hooks see them; the state dict is the twin's (`in_proj_weight`, …) and loads both ways.
+
+    Args:
+        embed_dim: as in `nn.MultiheadAttention`, like all up to dtype.
+        num_heads: heads; divides embed_dim.
+        dropout: of the attention weights.
+        bias: whether the projections learn biases.
+        add_bias_kv: whether to learn one more key and value.
+        add_zero_attn: whether to add a key and value of zeros.
+        kdim: width of the keys' input.
+        vdim: width of the values' input.
+        batch_first: (batch, length, width) rather than (length, batch, width).
+        device: where.
+        dtype: which precision.
+        q_proj: "standard", "affine-like" or "norm-like", for the queries.
+        k_proj: the same for the keys.
+        v_proj: the same for the values.
+        out_proj: the same for the output.
+        qk_norm: per head, queries and keys of length one and scores √d·cos(q, k); the factor √d
+            keeps the scores in the range that d random entries would give them.
+
+    Raises:
+        ValueError: unknown kind of projection.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        q_proj: Projection = "affine-like",
+        k_proj: Projection = "affine-like",
+        v_proj: Projection = "affine-like",
+        out_proj: Projection = "affine-like",
+        qk_norm: bool = False,
+    ) -> None:
+        # The twin draws its own initial weights, which the projections then take over.
+        super().__init__(
+            *(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn),
+            *(kdim, vdim, batch_first, device, dtype),
+        )
+        weights, biases = self._twin_parameters()
+        for name in ("in_proj_weight", "in_proj_bias", *(f"{name}_weight" for name in _NAMES)):
+            self.register_parameter(name, None)
+        self.q_proj = _projection(q_proj, weights[0], biases[0])
+        self.k_proj = _projection(k_proj, weights[1], biases[1])
+        self.v_proj = _projection(v_proj, weights[2], biases[2])
+        twin = self.out_proj
+        self.out_proj = _projection(out_proj, twin.weight, twin.bias)  # type: ignore[assignment]
+        self.qk_norm = qk_norm
+        self.register_state_dict_post_hook(_pack)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_unpack)  # type: ignore[no-untyped-call]
+
+    def _twin_parameters(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        if self._qkv_same_embed_dim:
+            weights = list(self.in_proj_weight.detach().chunk(3))
+        else:
+            weights = [getattr(self, f"{name}_weight") for name in _NAMES]
+        bias = self.in_proj_bias
+        return weights, [None] * 3 if bias is None else list(bias.detach().chunk(3))
+
+    def _reset_parameters(self) -> None:
+        """Draw the weights as the twin does: queries, keys and values as one matrix if they can."""
+        if not hasattr(self, "q_proj"):  # while the twin is constructed
+            super()._reset_parameters()
+            return
+        projections = [getattr(self, name) for name in _NAMES]
+        with torch.no_grad():
+            if self._qkv_same_embed_dim:
+                packed = nn.init.xavier_uniform_(torch.cat([p.weight for p in projections]))
+                for projection, weight in zip(projections, packed.chunk(3), strict=True):
+                    projection.weight.copy_(weight)
+            else:
+                for projection in projections:
+                    nn.init.xavier_uniform_(projection.weight)
+            for projection in (*projections, self.out_proj):
+                if projection.bias is not None:
+                    nn.init.zeros_(projection.bias)
+            for extra in (self.bias_k, self.bias_v):
+                if extra is not None:
+                    nn.init.xavier_normal_(extra)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from the queries to keys and values; arguments as in `nn.MultiheadAttention`.
+
+        One thing more than there: `is_causal` without an `attn_mask` is causal attention.
+
+        Args:
+            query: (length, batch, embed_dim), (batch, length, embed_dim) if batch_first, or
+                (length, embed_dim).
+            key: the same with the keys' length and width.
+            value: the same with the keys' length and the values' width.
+            key_padding_mask: (batch, keys); True, or what is added to the scores.
+            need_weights: whether to return the attention weights; scores are then not fused.
+            attn_mask: (queries, keys) or (batch·heads, queries, keys); True where attention is
+                forbidden, or what is added to the scores.
+            average_attn_weights: average the returned weights over the heads.
+            is_causal: the mask is the causal one.
+
+        Returns:
+            The output, shaped like query, and the weights (batch, [heads,] queries, keys) or None.
+
+        Raises:
+            ValueError: the inputs are not all batched or all unbatched.
+        """
+        if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3):
+            raise ValueError(
+                "CorrectedMultiheadAttention: query, key and value have shapes "
+                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}; "
+                "all three must be 2-dimensional (unbatched) or all three 3-dimensional."
+            )
+        batched = query.dim() == 3
+        batch_first = self.batch_first or not batched
+        if not batched:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask.unsqueeze(0)
+        q, k, v = self._heads(query, key, value, batch_first)
+        keys = key.shape[1 if batch_first else 0]
+        if is_causal and key_padding_mask is None and not need_weights and keys == k.shape[2]:
+            heads, weights = self._attend(q, k, v, None, True, False)
+        else:
+            if is_causal and attn_mask is None:
+                ones = torch.ones(q.shape[2], keys, dtype=torch.bool, device=q.device)
+                attn_mask = ones.triu(1)
+            mask = _merged_mask(attn_mask, key_padding_mask, q, k)
+            heads, weights = self._attend(q, k, v, mask, False, need_weights)
+        order = (0, 2, 1, 3) if batch_first else (2, 0, 1, 3)
+        output = self.out_proj(heads.permute(order).flatten(2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if batched:
+            return output, weights
+        return output.squeeze(0), None if weights is None else weights.squeeze(0)
+
+    def _heads(
+        self, query: Tensor, key: Tensor, value: Tensor, batch_first: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as (batch, heads, length, head_dim), the extra ones added."""
+        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        if not batch_first:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        if self.bias_k is not None and self.bias_v is not None:
+            extra = (k.shape[0], 1, self.embed_dim)
+            k = torch.cat([k, self.bias_k.to(k.dtype).expand(extra)], 1)
+            v = torch.cat([v, self.bias_v.to(v.dtype).expand(extra)], 1)
+        split = (self.num_heads, self.head_dim)
+        q, k, v = (torch.unflatten(t, 2, split).transpose(1, 2) for t in (q, k, v))
+        if self.qk_norm:
+            q, k = l2_norm(q), l2_norm(k)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        return q, k, v
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Values averaged by attention, (batch, heads, queries, head_dim), and the weights."""
+        dropout = self.dropout if self.training else 0.0
+        scale = math.sqrt(self.head_dim) if self.qk_norm else 1.0 / math.sqrt(self.head_dim)
+        if not need_weights:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale
+            ), None
+        scores = (q * scale) @ k.transpose(-2, -1)
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+        weights = F.dropout(weights, dropout)
+        return weights @ v, weights
+
+    def extra_repr(self) -> str:
+        """The settings that no sub-module shows."""
+        return f"{self.embed_dim}, {self.num_heads}" + (", qk_norm=True" if self.qk_norm else "")
+
+
+def _projection(kind: str, weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A projection of the kind with these values as its parameters."""
+    if kind not in _PROJECTIONS:
+        known = ", ".join(map(repr, _PROJECTIONS))
+        raise ValueError(
+            f"CorrectedMultiheadAttention: projection {kind!r}; must be one of {known}."
+        )
+    projection = _PROJECTIONS[kind](weight.shape[1], weight.shape[0], bias is not None, "meta")
+    projection.weight = nn.Parameter(weight.detach().clone())
+    if bias is not None:
+        projection.bias = nn.Parameter(bias.detach().clone())
+    return projection
+
+
+def _merged_mask(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
+) -> Tensor | None:
+    """Both masks as one that is added to the scores; nothing hides the extra keys."""
+    batch, heads, queries, _ = q.shape
+    merged = None
+    if attn_mask is not None:
+        attn_mask = _additive(attn_mask, q.dtype, k.shape[2])
+        shape = (1, 1) if attn_mask.dim() == 2 else (batch, heads)
+        merged = attn_mask.view(*shape, queries, k.shape[2])
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask, q.dtype, k.shape[2]).view(batch, 1, 1, k.shape[2])
+        merged = padding if merged is None else merged + padding
+    return merged
+
+
+def _additive(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
+    """What to add to the scores for a mask that may say True for "not this one"."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+    return F.pad(mask.to(dtype), (0, keys - mask.shape[-1]))
+
+
+def _pack(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """After saving: the projections' entries under the twin's names, in the twin's order."""
+    weights = [state.pop(f"{prefix}{name}.weight") for name in _NAMES]
+    biases = [state.pop(f"{prefix}{name}.bias", None) for name in _NAMES]
+    others = ("bias_k", "bias_v", "out_proj.weight", "out_proj.bias")
+    rest = {prefix + name: state.pop(prefix + name) for name in others if prefix + name in state}
+    if module._qkv_same_embed_dim:
+        state[f"{prefix}in_proj_weight"] = torch.cat(weights)
+    else:
+        state.update({f"{prefix}{name}_weight": w for name, w in zip(_NAMES, weights, strict=True)})
+    if biases[0] is not None:
+        state[f"{prefix}in_proj_bias"] = torch.cat(biases)
+    state.update(rest)
+
+
+def _unpack(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading: the twin's entries under the projections' names."""
+    for kind in ("weight", "bias"):
+        packed = state.pop(f"{prefix}in_proj_{kind}", None)
+        if packed is not None:
+            for name, part in zip(_NAMES, packed.chunk(3), strict=True):
+                state[f"{prefix}{name}.{kind}"] = part
+    for name in _NAMES:
+        if f"{prefix}{name}_weight" in state:
+            state[f"{prefix}{name}.weight"] = state.pop(f"{prefix}{name}_weight")

@@ -1,0 +1,59 @@
+"""What α, β and eps mean for the divisor of a row: plain numbers, checked."""
+
+import math
+from typing import overload
+
+import torch
+from torch import Tensor
+
+
+def affine_like_constants(alpha: float, beta: float) -> tuple[float, float]:
+    """(αWx + βb)/√(α²‖x‖² + β²) = (sign·Wx + offset·b)/√(‖x‖² + offset²): offset and sign."""
+    if not (math.isfinite(alpha) and math.isfinite(beta) and alpha != 0.0 and beta != 0.0):
+        raise ValueError(
+            f"affine-like: alpha={alpha}, beta={beta}; both must be finite and not 0. "
+            "To do without the bias pass bias=None, or use the norm-like form."
+        )
+    return beta / abs(alpha), math.copysign(1.0, alpha)
+
+
+def norm_like_gain(alpha: float, beta: float) -> float:
+    """What multiplies W x/‖x‖ in the norm-like form: ±√(1−β²), or α where |β| = 1."""
+    if not (math.isfinite(alpha) and alpha != 0.0 and abs(beta) <= 1.0):
+        raise ValueError(
+            f"norm-like: alpha={alpha}, beta={beta}; "
+            "alpha must be finite and not 0, beta must be in [-1, 1]."
+        )
+    return alpha if abs(beta) == 1.0 else math.copysign(math.sqrt(1.0 - beta * beta), alpha)
+
+
+def check_form(form: str, alpha: float, beta: float, eps: float) -> None:
+    """Raise ValueError unless the structural form is known and its settings are in range."""
+    if form == "affine-like":
+        affine_like_constants(alpha, beta)
+    elif form == "norm-like":
+        norm_like_gain(alpha, beta)
+        representable(eps, torch.float32)
+    else:
+        raise ValueError(f'form is {form!r}; must be "affine-like" or "norm-like".')
+
+
+def representable(eps: float, dtype: torch.dtype) -> float:
+    """The eps to use for a dtype: a shorter one would give infinite gradients in fp16."""
+    if not eps > 0.0:
+        raise ValueError(f"eps={eps}; must be positive, or zero rows have no finite gradient.")
+    return max(eps, torch.finfo(dtype).tiny)
+
+
+def least_square(eps: float, squares: Tensor) -> float:
+    """The least ‖x‖² to divide by: eps², kept above what the dtype would flush to zero."""
+    return max(eps * eps, torch.finfo(squares.dtype).tiny)
+
+
+@overload
+def times(parameter: Tensor, factor: float) -> Tensor: ...
+@overload
+def times(parameter: None, factor: float) -> None: ...
+def times(parameter: Tensor | None, factor: float) -> Tensor | None:
+    """A weight or bias, if there is one, multiplied by a factor."""
+    return parameter if parameter is None or factor == 1.0 else parameter * factor

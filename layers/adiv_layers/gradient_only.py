@@ -1,0 +1,196 @@
+"""Gradient-only corrections: the forward map is untouched, the parameters receive other gradients.
+
+`.grad` is already summed over rows, so a correction per row has to happen in the backward pass,
+where x and g = ∂L/∂z are both at hand; there it costs next to nothing. The gradient of the input
+stays the true one.
+
+- proportional (eqn 20): ∂W = Σ g xᵀ/(‖x‖² + 1), ∂b = Σ g/(‖x‖² + 1)
+- disproportional (eqn 21): ∂W = Σ g xᵀ/(2‖x‖²), ∂b = ½ Σ g
+- batch: ∂[W|b] = Gᵀ(ΦΦᵀ + λI)⁻¹Φ over all rows φ = [x, 1] of the call
+
+The first two make a row's own part of its update exactly η g; the third also takes out what the
+rows do to one another. Without a bias a row's features are x alone, and both per-row forms divide
+by ‖x‖².
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adiv_layers.forms import least_square, representable
+from adiv_layers.ops import row_gradients, usable
+
+LinearForm = Literal["proportional", "disproportional", "batch"]
+
+
+def gradient_only_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    form: LinearForm = "proportional",
+    eps: float = 1e-12,
+    damping: float = 1e-3,
+) -> Tensor:
+    """`torch.nn.functional.linear` whose parameters receive corrected gradients.
+
+    Args:
+        input: (..., n_in).
+        weight: (n_out, n_in).
+        bias: (n_out,).
+        form: "proportional", "disproportional" or "batch", see the top of this file.
+        eps: shortest length to divide by.
+        damping: λ of the batch form, relative to the mean of diag(ΦΦᵀ).
+
+    Returns:
+        (..., n_out), exactly that of `torch.nn.functional.linear`.
+
+    Raises:
+        ValueError: unknown form, or eps or damping not positive.
+    """
+    check_gradient_form(form, get_args(LinearForm), eps, damping)
+    input, weight, bias = as_autocast(input, weight, bias)
+    output: Tensor = _GradientOnlyLinear.apply(input, weight, bias, form, eps, damping)
+    return output
+
+
+def check_gradient_form(
+    form: str, known: tuple[str, ...], eps: float, damping: float = 1.0
+) -> None:
+    """Raise ValueError unless the form is known and eps and damping are positive."""
+    if form not in known:
+        raise ValueError(f"form is {form!r}; must be one of {', '.join(map(repr, known))}.")
+    if not (eps > 0.0 and damping > 0.0):
+        raise ValueError(f"eps={eps}, damping={damping}; both must be positive.")
+
+
+class _GradientOnlyLinear(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, form: str, eps: float, damping: float
+    ) -> Tensor:
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        input, weight, bias, *ctx.settings = inputs
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(input, weight)
+        ctx.save_for_forward(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        form, eps, damping = ctx.settings
+        grad_input = grad @ weight if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[1:3]):
+            return grad_input, None, None, None, None, None
+        rows, grad = input.reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        gradients: tuple[Tensor, Tensor | None]
+        if form == "batch":
+            gradients = _batch_gradients(rows, grad, ctx.has_bias, damping)
+        else:
+            eps = representable(eps, rows.dtype)
+            gradients = _per_row_gradients(rows, grad, form, ctx.has_bias, eps)
+        return grad_input, gradients[0], gradients[1] if ctx.has_bias else None, None, None, None
+
+    @staticmethod
+    def jvp(
+        ctx: Any, d_input: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None, *_: Any
+    ) -> Tensor:
+        # Forward mode asks how the output moves with the parameters: the map is a plain linear one.
+        input, weight = ctx.saved_tensors
+        parts = [
+            None if d_input is None else F.linear(d_input, weight),
+            None if d_weight is None else F.linear(input, d_weight),
+            d_bias,
+        ]
+        return total(parts)
+
+
+def row_factor(squares: Tensor, form: str, has_bias: bool, eps: float) -> Tensor:
+    """What multiplies g xᵀ of a row: 1/(‖x‖² + 1), 1/(2‖x‖²), or 1/‖x‖² without a bias."""
+    if form == "proportional" and has_bias:
+        return (squares + 1.0).reciprocal()
+    share = 0.5 if has_bias else 1.0
+    return share / squares.clamp_min(least_square(eps, squares))
+
+
+def _per_row_gradients(
+    rows: Tensor, grad: Tensor, form: str, has_bias: bool, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of weight and bias, every row's share multiplied by its factor."""
+    by_features = form == "proportional" and has_bias
+    if usable(rows, grad) and not torch.is_grad_enabled():
+        gain = 0.5 if has_bias and not by_features else 1.0
+        return row_gradients(rows, grad, 1.0 if by_features else 0.0, eps, gain, has_bias)
+    squares = rows.to(_wide(rows.dtype)).square().sum(-1, keepdim=True)
+    factor = row_factor(squares, form, has_bias, eps)
+    # Multiply whichever is narrower; but near x = 0 only x/‖x‖² is sure to be finite.
+    if rows.shape[1] <= grad.shape[1] or not by_features:
+        grad_weight = grad.t() @ (rows * factor).to(grad.dtype)
+    else:
+        grad_weight = (grad * factor).to(grad.dtype).t() @ rows
+    if form == "disproportional":
+        return grad_weight, 0.5 * grad.sum(0)
+    return grad_weight, (grad.to(factor.dtype).t() @ factor).squeeze(1).to(grad.dtype)
+
+
+def _batch_gradients(
+    rows: Tensor, grad: Tensor, has_bias: bool, damping: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of weight and bias from Gᵀ(ΦΦᵀ + λI)⁻¹Φ = GᵀΦ(ΦᵀΦ + λI)⁻¹, by the smaller solve."""
+    wide, narrow = _wide(rows.dtype), grad.dtype
+    with torch.autocast(rows.device.type, enabled=False):
+        features, grad = rows.to(wide), grad.to(wide)
+        if has_bias:
+            features = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
+        if features.shape[0] <= features.shape[1]:
+            solved = _damped_solve(features @ features.t(), grad, features.shape[0], damping)
+            theta = solved.t() @ features
+        else:
+            gram = features.t() @ features
+            theta = _damped_solve(gram, features.t() @ grad, features.shape[0], damping).t()
+    theta = theta.to(narrow)
+    return theta[:, : rows.shape[1]], theta[:, -1]
+
+
+def _damped_solve(gram: Tensor, right: Tensor, rows: int, damping: float) -> Tensor:
+    """(gram + λI)⁻¹ right; λ = damping · trace/rows, which is the mean of diag(ΦΦᵀ) either way."""
+    if rows == 0:
+        return torch.zeros_like(right)
+    # Below this the rounding of the Gram matrix could make it indefinite.
+    damping = max(damping, rows * torch.finfo(gram.dtype).eps)
+    # Rows that are all zero have no scale to be relative to.
+    scale = (gram.diagonal().sum() / rows).clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
+    damped = gram + damping * scale * torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
+    # cholesky_ex lets NaN through, where cholesky would raise: AMP skips such a step by itself.
+    factor, _ = torch.linalg.cholesky_ex(damped)
+    return torch.cholesky_solve(right, factor)
+
+
+def total(parts: list[Tensor | None]) -> Tensor:
+    """Sum of the parts that are there."""
+    first, *rest = [part for part in parts if part is not None]
+    for part in rest:
+        first = first + part
+    return first
+
+
+def as_autocast(
+    input: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What autocast would cast within, cast before: the backward must see the same dtypes."""
+    kind = input.device.type
+    if not torch.is_autocast_enabled(kind) or input.dtype == torch.float64:
+        return input, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

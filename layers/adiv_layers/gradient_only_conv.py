@@ -1,0 +1,135 @@
+"""Gradient-only corrections of convolutions, a row being a patch: see `gradient_only.py`."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from adiv_layers.forms import representable
+from adiv_layers.gradient_only import as_autocast, check_gradient_form, row_factor, total
+from adiv_layers.patch_norm import (
+    CONVOLUTIONS,
+    Geometry,
+    in_numbers,
+    patch_squares,
+    per_dimension,
+    scale_channels,
+)
+
+ConvForm = Literal["proportional", "disproportional"]
+
+
+def gradient_only_conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: str | int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    *,
+    form: ConvForm = "proportional",
+    eps: float = 1e-12,
+) -> Tensor:
+    """`torch.nn.functional.conv1d/2d/3d` whose parameters receive corrected gradients.
+
+    A row is a patch, one per output position and group.
+
+    Args:
+        input: (batch, n_in, *space) or (n_in, *space).
+        weight: (n_out, n_in / groups, *kernel); its dimensions choose 1d, 2d or 3d.
+        bias: (n_out,).
+        stride: as in `torch.nn.functional.conv2d`.
+        padding: as in `torch.nn.functional.conv2d`.
+        dilation: as in `torch.nn.functional.conv2d`.
+        groups: as in `torch.nn.functional.conv2d`.
+        form: "proportional" or "disproportional", see `gradient_only.py`.
+        eps: shortest length to divide by.
+
+    Returns:
+        (batch, n_out, *space_out) or (n_out, *space_out), exactly that of torch's convolution.
+
+    Raises:
+        ValueError: unknown form, or eps not positive.
+    """
+    check_gradient_form(form, get_args(ConvForm), eps)
+    space = weight.dim() - 2
+    if input.dim() == space + 1:
+        settings = (weight, bias, stride, padding, dilation, groups)
+        return gradient_only_conv(input.unsqueeze(0), *settings, form=form, eps=eps).squeeze(0)
+    input, weight, bias = as_autocast(input, weight, bias)
+    dilation = per_dimension(dilation, space)
+    input, padding = in_numbers(input, weight, padding, dilation)
+    geometry = (per_dimension(stride, space), padding, dilation, groups)
+    output: Tensor = _GradientOnlyConv.apply(input, weight, bias, geometry, form, eps)
+    return output
+
+
+class _GradientOnlyConv(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        form: str,
+        eps: float,
+    ) -> Tensor:
+        return CONVOLUTIONS[weight.dim() - 2](input, weight, bias, *geometry)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        input, weight, bias, ctx.geometry, ctx.form, ctx.eps = inputs
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(input, weight)
+        ctx.save_for_forward(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        grad_input = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_input = _conv_backward(ctx.geometry, grad, input, weight, (True, False, False))
+        if any(ctx.needs_input_grad[1:3]):
+            space, groups = weight.dim() - 2, ctx.geometry[-1]
+            squares = patch_squares(input, weight, *ctx.geometry)
+            factor = row_factor(
+                squares, ctx.form, ctx.has_bias, representable(ctx.eps, input.dtype)
+            )
+            scaled = scale_channels(grad, factor, groups, space)
+            grad_weight = _conv_backward(ctx.geometry, scaled, input, weight, (False, True, False))
+            positions = [0, *range(2, space + 2)]
+            if ctx.form == "disproportional":
+                grad_bias = 0.5 * grad.sum(positions)
+            else:
+                grad_bias = scaled.sum(positions)
+        return grad_input, grad_weight, grad_bias if ctx.has_bias else None, None, None, None
+
+    @staticmethod
+    def jvp(
+        ctx: Any, d_input: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None, *_: Any
+    ) -> Tensor:
+        input, weight = ctx.saved_tensors
+        space = weight.dim() - 2
+        conv = CONVOLUTIONS[space]
+        parts = [
+            None if d_input is None else conv(d_input, weight, None, *ctx.geometry),
+            None if d_weight is None else conv(input, d_weight, None, *ctx.geometry),
+            None if d_bias is None else d_bias.view(-1, *[1] * space),
+        ]
+        return total(parts)
+
+
+def _conv_backward(
+    geometry: Geometry, grad: Tensor, input: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
+) -> Tensor:
+    """The one gradient of a convolution that the mask asks for."""
+    stride, padding, dilation, groups = geometry
+    no_output_padding = [0] * (weight.dim() - 2)
+    gradients = torch.ops.aten.convolution_backward(
+        grad, input, weight, None, stride, padding, dilation, False, no_output_padding, groups, mask
+    )
+    gradient: Tensor = gradients[mask.index(True)]
+    return gradient

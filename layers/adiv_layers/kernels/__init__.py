@@ -1,0 +1,1 @@
+"""Triton kernels behind `adiv_layers.ops`; imported only when there is a device to run them."""

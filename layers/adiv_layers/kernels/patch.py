@@ -1,0 +1,159 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Kernels over the patches of a convolution: a box filter without channels, and its transpose.
+
+‖patch‖² is a box filter of q = Σ_c x², so no patch is ever unfolded. The maps have one value per
+position and stay in cache; their values are summed exactly as stored, where a convolution with
+ones could round them to TF32. One and two dimensions are three with leading ones.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from adiv_layers.kernels.launch import divide_up, run
+
+_BLOCK = 256
+
+
+@triton.jit
+def box_kernel(
+    q,
+    factor,
+    elements,
+    depth_in,
+    height_in,
+    width_in,
+    depth_out,
+    height_out,
+    width_out,
+    depth,
+    height,
+    width,
+    depth_stride,
+    height_stride,
+    width_stride,
+    depth_padding,
+    height_padding,
+    width_padding,
+    depth_dilation,
+    height_dilation,
+    width_dilation,
+    CONSTANT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write r = 1/√(Σ_patch q + CONSTANT), or 1/√max(Σ_patch q, FLOOR) if CONSTANT is 0."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < elements
+    x = (index % width_out) * width_stride - width_padding
+    rest = index // width_out
+    y = (rest % height_out) * height_stride - height_padding
+    rest = rest // height_out
+    z = (rest % depth_out) * depth_stride - depth_padding
+    volume = rest // depth_out
+    square = tl.zeros((BLOCK,), factor.dtype.element_ty)
+    for k in range(depth):
+        zk = z + k * depth_dilation
+        z_in = inside & (zk >= 0) & (zk < depth_in)
+        for j in range(height):
+            yj = y + j * height_dilation
+            y_in = z_in & (yj >= 0) & (yj < height_in)
+            line = ((volume * depth_in + zk) * height_in + yj) * width_in
+            for i in range(width):
+                xi = x + i * width_dilation
+                mask = y_in & (xi >= 0) & (xi < width_in)
+                square += tl.load(q + line + xi, mask=mask, other=0.0)
+    if CONSTANT > 0:
+        square += CONSTANT
+    else:
+        square = tl.maximum(square, FLOOR)
+    tl.store(factor + index, tl.rsqrt(square), mask=inside)
+
+
+@triton.jit
+def box_transposed_kernel(
+    c,
+    spread,
+    elements,
+    depth_in,
+    height_in,
+    width_in,
+    depth_out,
+    height_out,
+    width_out,
+    depth,
+    height,
+    width,
+    depth_stride,
+    height_stride,
+    width_stride,
+    depth_padding,
+    height_padding,
+    width_padding,
+    depth_dilation,
+    height_dilation,
+    width_dilation,
+    BLOCK: tl.constexpr,
+):
+    """Write boxᵀ(c): at an input position, Σ of c over the patches that hold it."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < elements
+    x = index % width_in + width_padding
+    rest = index // width_in
+    y = rest % height_in + height_padding
+    rest = rest // height_in
+    z = rest % depth_in + depth_padding
+    volume = rest // depth_in
+    total = tl.zeros((BLOCK,), spread.dtype.element_ty)
+    for k in range(depth):
+        zk = z - k * depth_dilation
+        zo = zk // depth_stride
+        z_in = inside & (zk >= 0) & (zo * depth_stride == zk) & (zo < depth_out)
+        for j in range(height):
+            yj = y - j * height_dilation
+            yo = yj // height_stride
+            y_in = z_in & (yj >= 0) & (yo * height_stride == yj) & (yo < height_out)
+            line = ((volume * depth_out + zo) * height_out + yo) * width_out
+            for i in range(width):
+                xi = x - i * width_dilation
+                xo = xi // width_stride
+                mask = y_in & (xi >= 0) & (xo * width_stride == xi) & (xo < width_out)
+                total += tl.load(c + line + xo, mask=mask, other=0.0)
+    tl.store(spread + index, total, mask=inside)
+
+
+def box(q: Tensor, factor: Tensor, geometry: list[int], constant: float, floor: float) -> None:
+    """Fill `factor` (images, groups, *space_out) from q (images, groups, *space_in).
+
+    geometry: kernel size, stride, padding and dilation, each of the same three dimensions.
+    """
+    run(
+        box_kernel,
+        (divide_up(factor.numel(), _BLOCK),),
+        q,
+        q.contiguous(),
+        factor,
+        factor.numel(),
+        *q.shape[-3:],
+        *factor.shape[-3:],
+        *geometry,
+        CONSTANT=constant,
+        FLOOR=floor,
+        BLOCK=_BLOCK,
+    )
+
+
+def box_transposed(c: Tensor, spread: Tensor, geometry: list[int]) -> None:
+    """Fill `spread` (images, groups, *space_in) from c (images, groups, *space_out)."""
+    run(
+        box_transposed_kernel,
+        (divide_up(spread.numel(), _BLOCK),),
+        c,
+        c.contiguous(),
+        spread,
+        spread.numel(),
+        *spread.shape[-3:],
+        *c.shape[-3:],
+        *geometry,
+        BLOCK=_BLOCK,
+    )

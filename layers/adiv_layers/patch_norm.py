@@ -1,0 +1,163 @@
+"""PatchNorm: convolutions that divide every patch by its own length, in 1, 2 or 3 dimensions."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adiv_layers.forms import (
+    affine_like_constants,
+    check_form,
+    least_square,
+    norm_like_gain,
+    representable,
+    times,
+)
+from adiv_layers.kernels.maps import Patches
+from adiv_layers.ops import scaled
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def patch_norm_conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: str | int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+    *,
+    form: str = "affine-like",
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    eps: float = 1e-12,
+) -> Tensor:
+    """Convolution that corrects every patch by its own length, in 1, 2 or 3 dimensions.
+
+    form "affine-like": z = (αW·patch + βb)/√(α²‖patch‖² + β²) (eqn 55), scale 1.
+    form "norm-like": z = αW·patch/s + βb, s = ‖patch‖ (eqn 56) or √(α²‖patch‖²/(1−β²)), scale 2
+    or 1. α, β and the scales are those of `affine_like_linear` and `norm_like_linear`.
+    With groups, every group has patches of its own. Padding with zeros adds nothing to a length;
+    for other paddings pad the input first.
+
+    Args:
+        input: (batch, n_in, *space) or (n_in, *space).
+        weight: (n_out, n_in / groups, *kernel); its dimensions choose 1d, 2d or 3d.
+        bias: (n_out,).
+        stride: as in `torch.nn.functional.conv2d`.
+        padding: as in `torch.nn.functional.conv2d`.
+        dilation: as in `torch.nn.functional.conv2d`.
+        groups: as in `torch.nn.functional.conv2d`.
+        form: "affine-like" or "norm-like".
+        alpha: weight of W·patch.
+        beta: weight of b.
+        eps: shortest length to divide by (norm-like).
+
+    Returns:
+        (batch, n_out, *space_out) or (n_out, *space_out).
+
+    Raises:
+        ValueError: unknown form, or alpha, beta or eps out of range.
+    """
+    check_form(form, alpha, beta, eps)
+    space = weight.dim() - 2
+    stride, dilation = per_dimension(stride, space), per_dimension(dilation, space)
+    input, padding = in_numbers(input, weight, padding, dilation)
+    if form == "affine-like":
+        offset, gain = affine_like_constants(alpha, beta)
+        constant, bias = offset * offset, times(bias, offset)
+    else:
+        gain, eps = norm_like_gain(alpha, beta), representable(eps, input.dtype)
+        constant, bias = 0.0, times(bias, beta)
+    patches = Patches(
+        *(list(weight.shape[2:]), list(stride), list(padding), list(dilation)), groups
+    )
+    geometry = (stride, padding, dilation, groups)
+    plain = partial(_plain, geometry=geometry, constant=constant, eps=eps)
+    return scaled(patches, plain, input, times(weight, gain), bias, constant, eps)
+
+
+def _plain(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    constant: float,
+    eps: float,
+) -> Tensor:
+    """(W·patch + b)·r, or W·patch·r + b where constant is 0."""
+    space = weight.dim() - 2
+    squares = patch_squares(input, weight, *geometry)
+    squares = squares + constant if constant > 0 else squares.clamp_min(least_square(eps, squares))
+    inner, outer = (bias, None) if constant > 0 else (None, bias)
+    numerator = CONVOLUTIONS[space](input, weight, inner, *geometry)
+    output = scale_channels(numerator, squares.rsqrt(), geometry[-1], space)
+    return output if outer is None else output + outer.to(output.dtype).view(-1, *[1] * space)
+
+
+def patch_squares(
+    input: Tensor,
+    weight: Tensor,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> Tensor:
+    """Squared length of every patch a convolution looks at, without unfolding the input.
+
+    ‖patch‖² is a box filter of Σ_c x_c²: a convolution with ones, one channel per group.
+
+    Args:
+        input: (batch, n_in, *space) or (n_in, *space).
+        weight: the convolution's weight; only its shape matters.
+        stride: step between patches, per dimension.
+        padding: zeros at either end, per dimension.
+        dilation: spacing inside a patch, per dimension.
+        groups: groups of channels, each with a length of its own.
+
+    Returns:
+        (batch, groups, *space_out) or (groups, *space_out); fp32 for half-precision inputs.
+    """
+    channel_dim = 1 - weight.dim()
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    squares = torch.unflatten(wide.square(), channel_dim, (groups, weight.shape[1])).sum(
+        channel_dim
+    )
+    box = torch.ones((groups, 1, *weight.shape[2:]), dtype=squares.dtype, device=squares.device)
+    conv = CONVOLUTIONS[weight.dim() - 2]
+    # Autocast would round the squares to half precision, where large ones overflow.
+    with torch.autocast(input.device.type, enabled=False):
+        return conv(squares, box, None, stride, padding, dilation, groups)
+
+
+def scale_channels(output: Tensor, inverse: Tensor, groups: int, space: int) -> Tensor:
+    """Multiply channels (…, n_out, *space) by their group's map (…, groups, *space)."""
+    inverse = inverse.to(output.dtype)
+    if groups == 1:
+        return output * inverse
+    grouped = torch.unflatten(output, -space - 1, (groups, -1))
+    return (grouped * inverse.unsqueeze(-space - 1)).flatten(-space - 2, -space - 1)
+
+
+def in_numbers(
+    input: Tensor, weight: Tensor, padding: str | int | tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Padding in numbers; where "same" is uneven, the input is padded instead."""
+    space = len(dilation)
+    if not isinstance(padding, str):
+        return input, per_dimension(padding, space)
+    if padding == "valid":
+        return input, (0,) * space
+    totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    if all(total % 2 == 0 for total in totals):
+        return input, tuple(total // 2 for total in totals)
+    sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+    return F.pad(input, sides), (0,) * space
+
+
+def per_dimension(value: int | tuple[int, ...], space: int) -> tuple[int, ...]:
+    """A size for every spatial dimension."""
+    return (value,) * space if isinstance(value, int) else tuple(value)
