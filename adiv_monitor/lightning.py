@@ -17,17 +17,12 @@ from torch.optim import Optimizer
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.selection import LayerChoice, readable
-from adiv_monitor.sinks import Sink, TensorBoardSink
-from adiv_monitor.sinks.scalars import (
-    DEFAULT_MEASURES,
-    known_measures,
-    layer_scalars,
-    summary_scalars,
-)
+from adiv_monitor.sinks import Sink
+from adiv_monitor.sinks.logger import logger_sink
+from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, known_measures, summary_scalars
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
-    from pytorch_lightning.loggers import Logger
 else:
 
     def _installed_callbacks() -> tuple[type, ...]:
@@ -73,6 +68,7 @@ class DivergenceCallback(Callback):
 
     Raises:
         ImportError: without Lightning.
+        TypeError: when a sink is none.
         ValueError: when there is no measure of that name; at the beginning of the fit, when there
             is nowhere to write to, no interval to follow, no optimizer, or no such layer.
 
@@ -102,7 +98,7 @@ class DivergenceCallback(Callback):
             "seed": seed,
         }
         self._measures = known_measures(measures)
-        self._sinks = tuple(_LeftOpen(sink) for sink in sinks)
+        self._sinks = tuple(_UserSink(sink) for sink in sinks)
         self._prog_bar = prog_bar
         self._restored: dict[str, Any] = {}
         self._published: dict[str, StepReport] = {}
@@ -111,8 +107,9 @@ class DivergenceCallback(Callback):
     @property
     def state_key(self) -> str:
         """Callbacks that watch different layers can share a Trainer."""
-        layers = self._layers.__qualname__ if callable(self._layers) else self._layers
-        return self._generate_state_key(layers=layers)
+        # A predicate's own repr holds an address, which the next process would not find again.
+        named = getattr(self._layers, "__qualname__", type(self._layers).__name__)
+        return self._generate_state_key(layers=named if callable(self._layers) else self._layers)
 
     def state_dict(self) -> dict[str, Any]:
         """How far each monitor has counted."""
@@ -131,7 +128,7 @@ class DivergenceCallback(Callback):
                 "DivergenceCallback: got a Trainer without a logger, expected one, or sinks of "
                 "yours: DivergenceCallback(sinks=[JsonlSink('run.jsonl')])"
             )
-        if not self._interval(trainer):
+        if self._every_n_steps is None and not self._interval(trainer):
             raise ValueError(
                 "DivergenceCallback: every_n_steps=None follows Trainer(log_every_n_steps=0), "
                 "which is never; expected DivergenceCallback(every_n_steps=1) or more"
@@ -140,7 +137,7 @@ class DivergenceCallback(Callback):
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Attach the monitors: optimizers exist, checkpoints are restored."""
         # A further fit of the same Trainer goes on counting, too.
-        counts = self._restored or self.state_dict() if trainer.global_step else {}
+        counts = (self._restored or self.state_dict()) if trainer.global_step else {}
         self._restored = {}
         self._published = {}
         self.monitors = self._make_monitors(trainer, pl_module)
@@ -200,21 +197,24 @@ class DivergenceCallback(Callback):
     def _all_sinks(self, trainer: "Trainer", name: str) -> list[Sink]:
         if not trainer.is_global_zero:
             return []
-        loggers = [_logger_sink(logger, self._measures, name) for logger in trainer.loggers]
+        loggers = [logger_sink(logger, self._measures, name) for logger in trainer.loggers]
         return [*loggers, *self._sinks]
 
     def _publish(self, trainer: "Trainer") -> None:
         """Offer the summaries of new reports where callbacks and the progress bar look."""
-        shown = f"{self._measures[0]}_{WORST.get(self._measures[0], 'max')}"
+        shown = {f"{m}_{WORST.get(m, 'max')}" for m in self._measures[:1] if self._prog_bar}
         for name, monitor in self.monitors.items():
             report = monitor.latest
             if report is None or report is self._published.get(name):
                 continue
             self._published[name] = report
-            for tag, value in summary_scalars(report, self._measures, name).items():
-                trainer.callback_metrics[tag] = torch.tensor(value)
-                if self._prog_bar and tag.endswith(f"/{shown}"):
-                    trainer.progress_bar_metrics[f"{name} {shown}".strip()] = value
+            summary = summary_scalars(report, self._measures, name)
+            tensors = {tag: torch.tensor(value) for tag, value in summary.items()}
+            trainer.callback_metrics.update(tensors)
+            for tag, value in summary.items():
+                short = tag.rpartition("/")[2]
+                if short in shown:
+                    trainer.progress_bar_metrics[f"{name} {short}".strip()] = value
 
     def _close(self) -> None:
         for monitor in self.monitors.values():
@@ -255,35 +255,15 @@ def _is_chosen(path: str, module: nn.Module, layers: LayerChoice) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in layers)
 
 
-def _logger_sink(logger: "Logger", measures: tuple[str, ...], name: str) -> Sink:
-    """A TensorBoard sink where the logger has a TensorBoard writer, under whatever class name."""
-    writer: Any = getattr(logger, "experiment", None)
-    if hasattr(writer, "add_histogram_raw") and hasattr(writer, "add_custom_scalars"):
-        return TensorBoardSink(writer, measures, name=name)
-    return _LoggerSink(logger, measures, name)
-
-
-class _LoggerSink:
-    """Scalars for any Lightning logger."""
-
-    def __init__(self, logger: "Logger", measures: tuple[str, ...], name: str) -> None:
-        self._logger = logger
-        self._measures = measures
-        self._name = name
-
-    def write(self, report: StepReport) -> None:
-        scalars = layer_scalars(report, self._measures)
-        summary = summary_scalars(report, self._measures, self._name)
-        self._logger.log_metrics({**scalars, **summary}, step=report.step)
-
-    def close(self) -> None:
-        """The Trainer finalises its loggers."""
-
-
-class _LeftOpen:
+class _UserSink:
     """A user's sink in a monitor's hands: a monitor closes its sinks, and there may be several."""
 
     def __init__(self, sink: Sink) -> None:
+        if not isinstance(sink, Sink):
+            raise TypeError(
+                f"DivergenceCallback(sinks=…): got a {type(sink).__name__}, expected objects with "
+                "the methods write(report) and close()"
+            )
         self.write = sink.write
 
     def close(self) -> None:

@@ -139,6 +139,13 @@ def test_clipped_gradients(algorithm: str, clip: Callable[..., object]) -> None:
     assert 0 < reports[0].layers["net.0"].gradient_factor < 0.9
 
 
+# Dynamo itself looks at `.grad` of what it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_module() -> None:
+    """Lightning compiles the step; a measured step runs eagerly, so that hooks fire."""
+    assert_same(fit(model=torch.compile(module(pl), backend="eager")), plain_fit())
+
+
 def test_bfloat16() -> None:
     (first, *_) = fit(precision="bf16-mixed")
     (expected, *_) = plain_fit()
@@ -272,6 +279,22 @@ def test_the_interval_follows_the_trainer() -> None:
 def test_a_trainer_without_a_logger_is_refused() -> None:
     with pytest.raises(ValueError, match=r"without a logger.*DivergenceCallback\(sinks="):
         trainer(callbacks=DivergenceCallback()).fit(module(pl), loader())
+
+
+def test_what_is_no_sink_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"got a str, expected .* write\(report\)"):
+        DivergenceCallback(sinks=["run.jsonl"])  # type: ignore[list-item]
+
+
+def test_only_rank_zero_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pl.Trainer, "is_global_zero", property(lambda trainer: False))
+    assert not fit()
+
+
+def test_a_fast_dev_run_needs_no_logger() -> None:
+    callback = DivergenceCallback(1, on_error="raise")
+    trainer(callbacks=callback, fast_dev_run=2, logger=True).fit(module(pl), loader())
+    assert [report.step for report in callback.monitors[""].reports] == [0, 1]
 
 
 def test_an_interval_of_never_is_refused() -> None:
