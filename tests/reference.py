@@ -94,9 +94,7 @@ def _grad(p: Tensor) -> Tensor:
     return torch.zeros_like(p) if p.grad is None else p.grad.clone()
 
 
-def _truth(
-    old: nn.Module, new: nn.Module, gradient: Sequence[Tensor], saved: _Saved
-) -> LayerTruth:
+def _truth(old: nn.Module, new: nn.Module, gradient: Sequence[Tensor], saved: _Saved) -> LayerTruth:
     def outputs(change: dict[str, Tensor]) -> Tensor:
         module = copy.deepcopy(old)
         with torch.no_grad():
@@ -106,9 +104,7 @@ def _truth(
 
     old_p = {name: p.detach() for name, p in old._parameters.items() if p is not None}
     new_p = {name: p.detach() for name, p in new._parameters.items() if p is not None}
-    plain = {
-        name: p - g for (name, p), g in zip(old_p.items(), gradient, strict=True)
-    }
+    plain = {name: p - g for (name, p), g in zip(old_p.items(), gradient, strict=True)}
     z = outputs({})
     zero = torch.zeros_like(z)
     return LayerTruth(
@@ -137,7 +133,10 @@ def _scale(module: nn.Module, x: Tensor) -> Tensor:
         [
             torch.stack(
                 [
-                    sum(g.square().sum() for g in torch.autograd.grad(v, parameters, retain_graph=True))
+                    sum(
+                        g.square().sum()
+                        for g in torch.autograd.grad(v, parameters, retain_graph=True)
+                    )
                     for v in row
                 ]
             )
@@ -173,7 +172,10 @@ def measures(truth: LayerTruth, rows: Sequence[int]) -> dict[str, float]:
         "projection_cosine": _cos(truth.u, truth.u),
         "applied_cosine": _cos(truth.u, -truth.gamma),
     }
-    for name, values in (("scale", scale.flatten()), ("row_cosine", torch.tensor(row_cosines, dtype=torch.float64))):
+    for name, values in (
+        ("scale", scale.flatten()),
+        ("row_cosine", torch.tensor(row_cosines, dtype=torch.float64)),
+    ):
         for level in (0.05, 0.5, 0.95):
             quantile = values.quantile(level) if len(values) else math.nan
             whole[f"{name}_p{int(100 * level):02}"] = quantile

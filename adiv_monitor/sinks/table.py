@@ -110,7 +110,9 @@ def _table(report: StepReport, measures: tuple[str, ...]) -> "Table":
 def _worst(report: StepReport, measure: str) -> float | None:
     """The worst value of a measure that has a bad end, unless all layers are equally good."""
     summary = report.summary().get(measure)
-    if summary is None or measure not in WORST or summary.min == summary.max:
+    if summary is None or measure not in WORST:
+        return None
+    if math.isclose(summary.min, summary.max, rel_tol=1e-6):  # they differ by rounding at most
         return None
     return summary.min if WORST[measure] == "min" else summary.max
 

@@ -18,6 +18,8 @@ from adiv_monitor.sinks.scalars import (
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+_ROUNDING = 1e-6  # a few units in the last place of float32
+
 
 class TensorBoardSink:
     """Writes reports for TensorBoard.
@@ -94,12 +96,10 @@ class TensorBoardSink:
         self._writer.add_text(
             f"{group}/worst_layers", _worst_layers(report, self._measures), report.step
         )
-        for tag, text in (
-            (f"{group}/not_measured", _not_measured(report)),
-            (f"{group}/notes", "\n".join(f"- {note}" for note in report.notes) or "none"),
-        ):
-            if self._texts.get(tag) != text:
-                self._writer.add_text(tag, text, report.step)
+        notes = "\n".join(f"- {note}" for note in report.notes)
+        for tag, text in (("not_measured", _not_measured(report)), ("notes", notes)):
+            if self._texts.get(tag, "") != text:
+                self._writer.add_text(f"{group}/{tag}", text or "none any more", report.step)
                 self._texts[tag] = text
 
 
@@ -127,6 +127,9 @@ def _add_histogram(
     writer: "SummaryWriter", tag: str, quantiles: tuple[float, ...], rows: int, step: int
 ) -> None:
     """A histogram with one bucket between two neighbouring quantiles, all equally full."""
+    if math.isclose(quantiles[0], quantiles[-1], rel_tol=_ROUNDING):
+        # Stretched over the whole chart, rounding would look like a distribution.
+        quantiles = (quantiles[len(quantiles) // 2],) * len(quantiles)
     middles = [(low + high) / 2 for low, high in pairwise(quantiles)]
     share = rows / len(middles)
     writer.add_histogram_raw(

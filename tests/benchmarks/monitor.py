@@ -85,9 +85,7 @@ class PeakMemory(TorchDispatchMode):
         self.live = self.peak = 0
         self._seen: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _dense(t)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):

@@ -169,7 +169,7 @@ def test_table_marks_the_worst(measure: str, marked: str | None) -> None:
 
 
 def test_table_marks_nothing_where_all_are_equal() -> None:
-    layers = {"a": reading(diagonal_cosine=1.0), "b": reading(diagonal_cosine=1.0)}
+    layers = {"a": reading(diagonal_cosine=1.0), "b": reading(diagonal_cosine=1 - 1e-7)}
     assert "*" not in printed(report(layers=layers), measures=["diagonal_cosine"])
 
 

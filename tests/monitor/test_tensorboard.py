@@ -107,6 +107,13 @@ def test_equal_rows_make_one_peak(tmp_path: Path, value: float) -> None:
     assert {point for _, point in compressed.compressed_histogram_values} == {value}
 
 
+def test_rounding_is_not_shown_as_a_distribution(tmp_path: Path) -> None:
+    quantiles = tuple(1 + 2e-7 * (level - 0.5) for level in QUANTILE_LEVELS)
+    found = write(tmp_path, report(layers={"a": reading(scale_quantiles=quantiles)}))
+    (event,) = found.Histograms("adiv.row_scale/a")
+    assert set(event.histogram_value.bucket_limit) == {1.0}
+
+
 @pytest.mark.parametrize("quantiles", [(math.nan,) * 33, (*QUANTILE_LEVELS[:-1], math.inf), ()])
 def test_no_histogram_without_numbers(tmp_path: Path, quantiles: tuple[float, ...]) -> None:
     found = write(tmp_path, report(layers={"a": reading(row_cosine_quantiles=quantiles)}))
@@ -135,7 +142,14 @@ def test_text_of_what_is_missing_only_when_it_changes(tmp_path: Path) -> None:
     not_measured = texts(found, "adiv.summary/not_measured")
     assert [step for step, _ in not_measured] == [0, 2]
     assert "- `decoder.lstm`: LSTM: no rule" in not_measured[0][1]
-    assert texts(found, "adiv.summary/notes") == [(0, f"- {report().notes[0]}"), (2, "none")]
+    notes = [(0, f"- {report().notes[0]}"), (2, "none any more")]
+    assert texts(found, "adiv.summary/notes") == notes
+
+
+def test_no_text_about_no_notes(tmp_path: Path) -> None:
+    tags = write(tmp_path, report(notes=())).Tags()["tensors"]
+    assert "adiv.summary/worst_layers/text_summary" in tags
+    assert "adiv.summary/notes/text_summary" not in tags
 
 
 def test_layout_is_written_once(tmp_path: Path) -> None:

@@ -1,0 +1,270 @@
+"""The monitor as a Lightning callback: translation only.
+
+One callback serves a Trainer of `pytorch_lightning` and one of `lightning.pytorch`, whichever is
+installed: the two packages hold equal but different classes.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adiv_monitor.monitor import Monitor
+from adiv_monitor.report import WORST, StepReport
+from adiv_monitor.selection import LayerChoice, readable
+from adiv_monitor.sinks import Sink
+from adiv_monitor.sinks.logger import logger_sink
+from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, known_measures, summary_scalars
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback, LightningModule, Trainer
+else:
+
+    def _installed_callbacks() -> tuple[type, ...]:
+        found = []
+        for package in ("pytorch_lightning", "lightning.pytorch"):
+            with suppress(ImportError):
+                found.append(import_module(package).Callback)
+        if not found:
+            raise ImportError(
+                'adiv_monitor.lightning needs Lightning: pip install "adiv-monitor[lightning]"'
+            )
+        return tuple(found)
+
+    Callback = type("Callback", _installed_callbacks(), {})
+
+
+_NAME = "optimizer_"
+
+
+class DivergenceCallback(Callback):
+    """Monitors the optimizers of a `Trainer.fit` and writes to all loggers of the Trainer.
+
+    A TensorBoard logger gets scalars, histograms, texts and charts (see `TensorBoardSink`), any
+    other logger the same scalars through `log_metrics`. The summary over layers is also in
+    `trainer.callback_metrics`, where early stopping and checkpoints find it, for example as
+    `adiv.summary/update_cosine_min`. A report is there once the next batch has run, because what
+    happens to the weights between two batches belongs to it.
+
+    With several optimizers each has its own monitor and its own count of steps; their summaries
+    are told apart as `adiv.summary.optimizer_0/…`, `adiv.summary.optimizer_1/…`.
+
+    Args:
+        every_n_steps: measure every so many optimizer steps, the first included; None follows
+            `Trainer(log_every_n_steps=…)`.
+        layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
+        max_rows: rows to look at per layer and step; None: all of them.
+        attainable: measure the ceiling too, which looks at all rows.
+        measures: what goes to loggers and callbacks.
+        sinks: further sinks, which stay open; only rank zero writes to them.
+        prog_bar: show the worst value of the first of the measures in the progress bar.
+        on_error: what an error inside the monitor does: "warn" and go on, or "raise".
+        seed: of the choice of rows.
+
+    Raises:
+        ImportError: without Lightning.
+        TypeError: when a sink is none.
+        ValueError: when there is no measure of that name; at the beginning of the fit, when there
+            is nowhere to write to, no interval to follow, no optimizer, or no such layer.
+
+    Attributes:
+        monitors: of the present or last fit, by the name of the optimizer ("" if there is one).
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        layers: LayerChoice = None,
+        max_rows: int | None = 1024,
+        attainable: bool = False,
+        measures: Iterable[str] = DEFAULT_MEASURES,
+        sinks: Sequence[Sink] = (),
+        prog_bar: bool = False,
+        on_error: Literal["warn", "raise"] = "warn",
+        seed: int = 0,
+    ) -> None:
+        self._every_n_steps = every_n_steps
+        self._layers = layers
+        self._options: dict[str, Any] = {
+            "max_rows": max_rows,
+            "attainable": attainable,
+            "on_error": on_error,
+            "seed": seed,
+        }
+        self._measures = known_measures(measures)
+        self._sinks = tuple(_UserSink(sink) for sink in sinks)
+        self._prog_bar = prog_bar
+        self._restored: dict[str, Any] = {}
+        self._published: dict[str, StepReport] = {}
+        self.monitors: dict[str, Monitor] = {}
+
+    @property
+    def state_key(self) -> str:
+        """Callbacks that watch different layers can share a Trainer."""
+        # A predicate's own repr holds an address, which the next process would not find again.
+        named = getattr(self._layers, "__qualname__", type(self._layers).__name__)
+        return self._generate_state_key(layers=named if callable(self._layers) else self._layers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far each monitor has counted."""
+        return {name: monitor.state_dict() for name, monitor in self.monitors.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the monitors of the coming fit count on."""
+        self._restored = state_dict
+
+    def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+        """Refuse a Trainer that has nowhere to write to before it does any work."""
+        if stage != "fit":
+            return
+        if not trainer.loggers and not self._sinks:
+            raise ValueError(
+                "DivergenceCallback: got a Trainer without a logger, expected one, or sinks of "
+                "yours: DivergenceCallback(sinks=[JsonlSink('run.jsonl')])"
+            )
+        if self._every_n_steps is None and not self._interval(trainer):
+            raise ValueError(
+                "DivergenceCallback: every_n_steps=None follows Trainer(log_every_n_steps=0), "
+                "which is never; expected DivergenceCallback(every_n_steps=1) or more"
+            )
+
+    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Attach the monitors: optimizers exist, checkpoints are restored."""
+        # A further fit of the same Trainer goes on counting, too.
+        counts = (self._restored or self.state_dict()) if trainer.global_step else {}
+        self._restored = {}
+        self._published = {}
+        self.monitors = self._make_monitors(trainer, pl_module)
+        for name, monitor in self.monitors.items():
+            if name in counts:
+                monitor.load_state_dict(counts[name])
+            elif len(trainer.optimizers) == 1:
+                monitor.step = trainer.global_step
+            monitor.attach()
+
+    def on_train_batch_end(
+        self, trainer: "Trainer", pl_module: "LightningModule", *args: Any
+    ) -> None:
+        """Offer what this batch completed to early stopping, checkpoints and the progress bar."""
+        self._publish(trainer)
+
+    def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Complete the last report while loggers are open."""
+        self._close()
+        self._publish(trainer)
+
+    def on_exception(
+        self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException
+    ) -> None:
+        """Leave nothing on the model when the fit fails."""
+        self._close()
+
+    def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+        """Leave nothing on the model, however the fit ended."""
+        self._close()
+
+    def _interval(self, trainer: "Trainer") -> int:
+        given = self._every_n_steps
+        follow: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+        return follow if given is None else given
+
+    def _make_monitors(
+        self, trainer: "Trainer", pl_module: "LightningModule"
+    ) -> dict[str, Monitor]:
+        if not trainer.optimizers:
+            raise ValueError("DivergenceCallback: got a fit without an optimizer, expected one")
+        choices: dict[str, LayerChoice] = {"": self._layers}
+        if len(trainer.optimizers) > 1:
+            choices = _shares(pl_module, trainer.optimizers, self._layers)
+        return {
+            name: Monitor(
+                pl_module,
+                trainer.optimizers[int(name.removeprefix(_NAME) or 0)],
+                every_n_steps=self._interval(trainer),
+                layers=choice,
+                sinks=self._all_sinks(trainer, name),
+                **self._options,
+            )
+            for name, choice in choices.items()
+        }
+
+    def _all_sinks(self, trainer: "Trainer", name: str) -> list[Sink]:
+        if not trainer.is_global_zero:
+            return []
+        loggers = [logger_sink(logger, self._measures, name) for logger in trainer.loggers]
+        return [*loggers, *self._sinks]
+
+    def _publish(self, trainer: "Trainer") -> None:
+        """Offer the summaries of new reports where callbacks and the progress bar look."""
+        shown = {f"{m}_{WORST.get(m, 'max')}" for m in self._measures[:1] if self._prog_bar}
+        for name, monitor in self.monitors.items():
+            report = monitor.latest
+            if report is None or report is self._published.get(name):
+                continue
+            self._published[name] = report
+            summary = summary_scalars(report, self._measures, name)
+            tensors = {tag: torch.tensor(value) for tag, value in summary.items()}
+            trainer.callback_metrics.update(tensors)
+            for tag, value in summary.items():
+                short = tag.rpartition("/")[2]
+                if short in shown:
+                    trainer.progress_bar_metrics[f"{name} {short}".strip()] = value
+
+    def _close(self) -> None:
+        for monitor in self.monitors.values():
+            monitor.close()
+
+
+def _shares(
+    model: nn.Module, optimizers: Sequence[Optimizer], layers: LayerChoice
+) -> dict[str, LayerChoice]:
+    """By name of the optimizer, the chosen layers that it answers for; those without any left out.
+
+    What no optimizer holds goes to the first, whose report then says so.
+    """
+    held = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
+    anyones = set().union(*held)
+
+    def share(index: int) -> Callable[[str, nn.Module], bool]:
+        def answers_for(path: str, module: nn.Module) -> bool:
+            own = {id(p) for p in module.parameters(recurse=False) if p.requires_grad}
+            mine = own & held[index] or (index == 0 and own - anyones)
+            return bool(mine) and _is_chosen(path, module, layers)
+
+        return answers_for
+
+    shares = {f"{_NAME}{index}": share(index) for index in range(len(optimizers))}
+    modules = [(readable(path), module) for path, module in model.named_modules()]
+    filled = [name for name, choice in shares.items() if any(choice(*m) for m in modules)]
+    if not filled:
+        return {"": layers}  # Monitor will refuse it, and say what there is to choose from
+    return {name: shares[name] for name in filled}
+
+
+def _is_chosen(path: str, module: nn.Module, layers: LayerChoice) -> bool:
+    if layers is None:
+        return True
+    if callable(layers):
+        return layers(path, module)
+    return any(fnmatchcase(path, pattern) for pattern in layers)
+
+
+class _UserSink:
+    """A user's sink in a monitor's hands: a monitor closes its sinks, and there may be several."""
+
+    def __init__(self, sink: Sink) -> None:
+        if not isinstance(sink, Sink):
+            raise TypeError(
+                f"DivergenceCallback(sinks=…): got a {type(sink).__name__}, expected objects with "
+                "the methods write(report) and close()"
+            )
+        self.write = sink.write
+
+    def close(self) -> None:
+        """The user may go on with the sink after the fit."""

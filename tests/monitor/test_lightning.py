@@ -1,0 +1,479 @@
+"""The callback against the same monitor in a plain loop, in every setting a Trainer has."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("pytorch_lightning")
+pytest.importorskip("lightning.pytorch")
+import lightning.pytorch as lpl
+import pytorch_lightning as pl
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor import lightning as adiv_lightning
+from adiv_monitor.lightning import DivergenceCallback
+from adiv_monitor.sinks import JsonlSink, MemorySink
+from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars
+
+pytestmark = [
+    # Lightning's own advice, about loaders without workers and intervals longer than an epoch
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    # Lightning 2.6 with torch 2.15: calls that torch has deprecated
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
+]
+
+BATCHES = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(8)]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+
+
+def module(package: ModuleType) -> Any:
+    """A classifier, as a LightningModule of this package."""
+
+    class Classifier(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 0:
+                torch.manual_seed(2)  # here, because the loader draws from the same stream
+            x, y = batch
+            loss = nn.functional.cross_entropy(self.net(x), y)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    return Classifier()
+
+
+def trainer(package: ModuleType = pl, **options: Any) -> Any:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    fixed = {"accelerator": "cpu", "max_epochs": 1, "enable_checkpointing": False}
+    return package.Trainer(**{**quiet, **fixed, **options})
+
+
+def loader() -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(BATCHES, batch_size=None)
+
+
+def fit(package: ModuleType = pl, model: Any = None, **options: Any) -> list[StepReport]:
+    """Fit with a callback that measures every second step; return its reports."""
+    memory = MemorySink()
+    callback = DivergenceCallback(2, sinks=[memory], on_error="raise")
+    model = module(package) if model is None else model
+    trainer(package, callbacks=callback, **options).fit(model, loader())
+    return memory.reports
+
+
+def plain_fit(
+    accumulate: int = 1, prepare: Callable[[nn.Module], object] = lambda model: None
+) -> list[StepReport]:
+    """The same training as a loop of one's own."""
+    model = nn.ModuleDict({"net": net()})
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    torch.manual_seed(2)
+    with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:
+        for index, (x, y) in enumerate(BATCHES):
+            loss = nn.functional.cross_entropy(model["net"](x), y) / accumulate
+            loss.backward()
+            if (index + 1) % accumulate == 0:
+                prepare(model)
+                optimizer.step()
+                optimizer.zero_grad()
+    return list(monitor.reports)
+
+
+def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
+    assert [report.step for report in ours] == [report.step for report in expected]
+    for one, other in zip(ours, expected, strict=True):
+        assert one.layers.keys() == other.layers.keys()
+        assert (one.coverage, one.unsupported) == (other.coverage, other.unsupported)
+        for path, reading in one.layers.items():
+            assert reading.measures() == pytest.approx(
+                other.layers[path].measures(), rel=1e-4, abs=1e-6, nan_ok=True
+            )
+
+
+# The same readings as in a plain loop
+
+
+@pytest.mark.parametrize("package", [pl, lpl])
+def test_readings_are_those_of_a_plain_loop(package: ModuleType) -> None:
+    reports = fit(package)
+    assert [report.step for report in reports] == [0, 2, 4, 6]
+    assert list(reports[0].layers) == ["net.0", "net.3"]
+    assert_same(reports, plain_fit())
+
+
+def test_accumulated_batches_count_as_one_step() -> None:
+    reports = fit(accumulate_grad_batches=2)
+    assert [report.step for report in reports] == [0, 2]
+    assert reports[0].layers["net.0"].rows_total == 12
+    assert_same(reports, plain_fit(accumulate=2))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "clip"),
+    [("norm", nn.utils.clip_grad_norm_), ("value", nn.utils.clip_grad_value_)],
+)
+def test_clipped_gradients(algorithm: str, clip: Callable[..., object]) -> None:
+    reports = fit(gradient_clip_val=0.01, gradient_clip_algorithm=algorithm)
+    assert_same(reports, plain_fit(prepare=lambda model: clip(model.parameters(), 0.01)))
+    assert 0 < reports[0].layers["net.0"].gradient_factor < 0.9
+
+
+# Dynamo itself looks at `.grad` of what it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_module() -> None:
+    """Lightning compiles the step; a measured step runs eagerly, so that hooks fire."""
+    assert_same(fit(model=torch.compile(module(pl), backend="eager")), plain_fit())
+
+
+def test_bfloat16() -> None:
+    (first, *_) = fit(precision="bf16-mixed")
+    (expected, *_) = plain_fit()
+    measured = first.layers["net.3"].measures()
+    assert measured == pytest.approx(expected.layers["net.3"].measures(), rel=0.1, abs=0.05)
+
+
+@pytest.mark.parametrize(("scale", "taken"), [(2.0**10, 8), (2.0**127, 0)])
+def test_float16_with_a_loss_scale(scale: float, taken: int) -> None:
+    """A scale that overflows makes the scaler skip steps: there is nothing to report then."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, backoff_factor=0.99)
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+    reports = fit(plugins=plugin)
+    assert [report.step for report in reports] == [0, 2, 4, 6][: taken // 2]
+    if taken:
+        reading = reports[0].layers["net.3"]
+        assert reading.gradient_factor == pytest.approx(1 / scale, rel=1e-3)
+        (expected, *_) = plain_fit()
+        assert reading.measures() == pytest.approx(
+            expected.layers["net.3"].measures(), rel=0.1, abs=0.05
+        )
+
+
+@pytest.mark.parametrize("package", [pl, lpl])
+def test_the_fit_is_bit_identical(package: ModuleType) -> None:
+    with_callback, without = module(package), module(package)
+    fit(package, with_callback)
+    trainer(package).fit(without, loader())
+    after = torch.random.get_rng_state()
+    for ours, plain in zip(with_callback.parameters(), without.parameters(), strict=True):
+        assert torch.equal(ours, plain)
+    fit(package, module(package))
+    assert torch.equal(torch.random.get_rng_state(), after)
+
+
+# Several optimizers
+
+
+class Pair(pl.LightningModule):
+    """Two nets trained in turn by two optimizers, the second one twice per batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        for optimizer in (first, second, second):
+            self.toggle_optimizer(optimizer)
+            loss = self.critic(self.generator(batch[0])).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(net.parameters(), 0.1) for net in (self.generator, self.critic)]
+
+
+def test_each_optimizer_has_a_monitor_of_its_own() -> None:
+    callback = DivergenceCallback(4, sinks=[MemorySink()], on_error="raise")
+    run = trainer(callbacks=callback)
+    run.fit(Pair(), loader())
+    reports = {name: list(monitor.reports) for name, monitor in callback.monitors.items()}
+    assert {name: [(r.step, *r.layers) for r in found] for name, found in reports.items()} == {
+        "optimizer_0": [(0, "generator"), (4, "generator")],
+        "optimizer_1": [(step, "critic") for step in (0, 4, 8, 12)],
+    }
+    assert not any(report.unsupported for found in reports.values() for report in found)
+    for name in reports:
+        assert f"adiv.summary.{name}/update_cosine_min" in run.callback_metrics
+
+
+@pytest.mark.parametrize("layers", [["crit*"], lambda path, module: path == "critic"])
+def test_a_choice_may_leave_an_optimizer_out(layers: Any) -> None:
+    memory = MemorySink()
+    callback = DivergenceCallback(4, layers=layers, sinks=[memory], on_error="raise")
+    trainer(callbacks=callback).fit(Pair(), loader())
+    assert list(callback.monitors) == ["optimizer_1"]
+    assert {path for report in memory.reports for path in report.layers} == {"critic"}
+
+
+def test_what_no_optimizer_holds_is_still_named() -> None:
+    model = Pair()
+    model.orphan = nn.Linear(2, 2)
+    memory = MemorySink()
+    callback = DivergenceCallback(100, sinks=[memory], on_error="raise")
+    trainer(callbacks=callback).fit(model, loader())
+    named = [list(report.unsupported) for report in memory.reports]
+    assert sorted(named) == [[], ["orphan"]]
+
+
+@pytest.mark.parametrize("make", [Pair, lambda: module(pl)])
+def test_a_pattern_that_matches_nowhere_is_an_error(make: Callable[[], Any]) -> None:
+    callback = DivergenceCallback(layers=["decoder.*"], sinks=[MemorySink()])
+    with pytest.raises(ValueError, match=r"decoder\.\*.*expected"):
+        trainer(callbacks=callback).fit(make(), loader())
+
+
+# Where the reports go
+
+
+def test_every_logger_gets_the_same_tags(tmp_path: Path) -> None:
+    board = pl.loggers.TensorBoardLogger(str(tmp_path / "board"))
+    table = pl.loggers.CSVLogger(str(tmp_path / "table"))
+    callback = DivergenceCallback(4, on_error="raise")
+    trainer(callbacks=callback, logger=[board, table]).fit(module(pl), loader())
+    found = EventAccumulator(board.log_dir).Reload()
+    ours = {tag for tag in found.Tags()["scalars"] if tag.startswith("adiv.")}
+    assert {"adiv.update_cosine/net.0", "adiv.summary/scale_cv_max"} <= ours
+    assert "adiv.row_scale/net.0" in found.Tags()["histograms"]
+    assert "custom_scalars__config__" in found.Tags()["tensors"]
+    header, *rows = (Path(table.log_dir) / "metrics.csv").read_text().splitlines()
+    columns = header.split(",")
+    assert {column for column in columns if column.startswith("adiv.")} == ours
+    cells = [dict(zip(columns, row.split(","), strict=True)) for row in rows]
+    reported = {int(c["step"]): c["adiv.scale_mean/net.0"] for c in cells}
+    (_, last) = found.Scalars("adiv.scale_mean/net.0")
+    assert [step for step, value in reported.items() if value] == [0, 4]
+    assert float(reported[4]) == pytest.approx(last.value)
+
+
+def test_the_interval_follows_the_trainer() -> None:
+    memory = MemorySink()
+    callback = DivergenceCallback(sinks=[memory])
+    trainer(callbacks=callback, log_every_n_steps=3).fit(module(pl), loader())
+    assert [report.step for report in memory.reports] == [0, 3, 6]
+
+
+def test_a_trainer_without_a_logger_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"without a logger.*DivergenceCallback\(sinks="):
+        trainer(callbacks=DivergenceCallback()).fit(module(pl), loader())
+
+
+def test_what_is_no_sink_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"got a str, expected .* write\(report\)"):
+        DivergenceCallback(sinks=["run.jsonl"])  # type: ignore[list-item]
+
+
+def test_only_rank_zero_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pl.Trainer, "is_global_zero", property(lambda trainer: False))
+    assert not fit()
+
+
+def test_a_fast_dev_run_needs_no_logger() -> None:
+    callback = DivergenceCallback(1, on_error="raise")
+    trainer(callbacks=callback, fast_dev_run=2, logger=True).fit(module(pl), loader())
+    assert [report.step for report in callback.monitors[""].reports] == [0, 1]
+
+
+def test_an_interval_of_never_is_refused() -> None:
+    callback = DivergenceCallback(sinks=[MemorySink()])
+    with pytest.raises(ValueError, match=r"log_every_n_steps=0.*every_n_steps=1"):
+        trainer(callbacks=callback, log_every_n_steps=0).fit(module(pl), loader())
+
+
+def test_sinks_of_the_users_stay_open(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run.jsonl")
+    for _ in range(2):
+        trainer(callbacks=DivergenceCallback(4, sinks=[sink])).fit(module(pl), loader())
+    sink.close()
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 4, 0, 4]
+
+
+@pytest.mark.parametrize("package", [pl, lpl])
+def test_early_stopping_finds_the_summary(package: ModuleType) -> None:
+    stop = package.callbacks.EarlyStopping(
+        "adiv.summary/scale_cv_max", divergence_threshold=0.0, check_on_train_epoch_end=True
+    )
+    callback = DivergenceCallback(2, sinks=[MemorySink()])
+    run = trainer(package, callbacks=[callback, stop], max_epochs=5)
+    run.fit(module(package), loader())
+    assert run.global_step == len(BATCHES), "stopped after the first of five epochs"
+    assert "scale_cv_max" in stop.stopping_reason_message
+
+
+def test_callbacks_and_progress_bar_see_the_last_summary() -> None:
+    callback = DivergenceCallback(2, sinks=[MemorySink()], prog_bar=True)
+    run = trainer(callbacks=callback)
+    run.fit(module(pl), loader())
+    report = callback.monitors[""].latest
+    assert report is not None
+    assert report.step == 6
+    assert run.callback_metrics == {
+        "loss": run.callback_metrics["loss"],
+        **{
+            tag: pytest.approx(value)
+            for tag, value in summary_scalars(report, DEFAULT_MEASURES).items()
+        },
+    }
+    assert run.progress_bar_metrics == {"update_cosine_min": report.summary()["update_cosine"].min}
+
+
+# Beginnings and ends
+
+
+def test_a_resumed_fit_counts_on(tmp_path: Path) -> None:
+    whole = fit(max_epochs=2)
+    memory = MemorySink()
+    callback = DivergenceCallback(3, sinks=[memory], on_error="raise")
+    first = trainer(callbacks=callback)
+    first.fit(module(pl), loader())
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = DivergenceCallback(3, sinks=[memory], on_error="raise")
+    second = trainer(callbacks=resumed, max_epochs=2)
+    second.fit(module(pl), loader(), ckpt_path=str(tmp_path / "half.ckpt"))
+    assert [report.step for report in memory.reports] == [0, 3, 6, 8, 9, 12, 15]
+    assert resumed.monitors[""].step == len(whole) * 2 == 16
+
+
+def test_a_checkpoint_without_the_callback_gives_the_step_too(tmp_path: Path) -> None:
+    first = trainer()
+    first.fit(module(pl), loader())
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    memory = MemorySink()
+    second = trainer(callbacks=DivergenceCallback(5, sinks=[memory]), max_epochs=2)
+    second.fit(module(pl), loader(), ckpt_path=str(tmp_path / "half.ckpt"))
+    assert [report.step for report in memory.reports] == [8, 10, 15]
+
+
+def test_a_new_fit_counts_from_zero_and_a_longer_one_on() -> None:
+    memory = MemorySink()
+    callback = DivergenceCallback(8, sinks=[memory], on_error="raise")
+    for _ in range(2):
+        run = trainer(callbacks=callback)
+        model = module(pl)
+        run.fit(model, loader())
+    run.fit_loop.max_epochs = 2
+    run.fit(model, loader())
+    assert [report.step for report in memory.reports] == [0, 0, 8]
+
+
+def hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    on_modules = [
+        (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in model.modules()
+    ]
+    on_parameters = [p._backward_hooks or {} for p in model.parameters()]
+    on_optimizer = [] if optimizer is None else list(optimizer._optimizer_step_post_hooks)
+    return (
+        sum(len(h) for three in on_modules for h in three)
+        + sum(map(len, on_parameters))
+        + len(on_optimizer)
+    )
+
+
+@pytest.mark.parametrize("failing", [0, 3, None])
+def test_nothing_stays_on_the_model(failing: int | None) -> None:
+    model = module(pl)
+    counted = []
+
+    class Failing(pl.Callback):
+        def on_train_batch_end(self, run: Any, model: Any, out: Any, batch: Any, i: int) -> None:
+            counted.append(hooks(model, run.optimizers[0]))
+            if i == failing:
+                raise RuntimeError("out of luck")
+
+    memory = MemorySink()
+    callback = DivergenceCallback(1, sinks=[memory], on_error="raise")
+    run = trainer(callbacks=[callback, Failing()])
+    if failing is None:
+        run.fit(model, loader())
+    else:
+        with pytest.raises(RuntimeError, match="out of luck"):
+            run.fit(model, loader())
+    assert counted[0] > 0, "there was something to remove"
+    assert hooks(model, model.optimizers(use_pl_optimizer=False)) == 0
+    batches = len(BATCHES) if failing is None else failing + 1
+    assert [report.step for report in memory.reports] == list(range(batches)), "none is lost"
+
+
+def test_other_stages_are_left_alone() -> None:
+    callback = DivergenceCallback(1)
+    model = module(pl)
+    model.test_step = lambda batch, batch_idx: None
+    trainer(callbacks=callback).test(model, loader(), verbose=False)
+    assert not callback.monitors
+
+
+def test_two_callbacks_share_a_trainer() -> None:
+    sinks = [MemorySink(), MemorySink()]
+    callbacks = [
+        DivergenceCallback(2, layers=[f"net.{layer}"], sinks=[sink], on_error="raise")
+        for layer, sink in zip((0, 3), sinks, strict=True)
+    ]
+    trainer(callbacks=callbacks).fit(module(pl), loader())
+    assert [list(sink.reports[-1].layers) for sink in sinks] == [["net.0"], ["net.3"]]
+
+
+# Which Lightning is there
+
+
+def test_the_callback_may_be_imported_before_either_lightning() -> None:
+    code = """
+from adiv_monitor.lightning import DivergenceCallback
+callback = DivergenceCallback()
+import lightning.pytorch, pytorch_lightning
+for package in (lightning.pytorch, pytorch_lightning):
+    assert isinstance(callback, package.Callback)
+"""
+    paths = {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def load_again() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("loaded_again", adiv_lightning.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize(("missing", "left"), [("pytorch_lightning", lpl), ("lightning", pl)])
+def test_one_lightning_is_enough(
+    monkeypatch: pytest.MonkeyPatch, missing: str, left: ModuleType
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, f"{missing}.pytorch", raising=False)
+    callback = load_again().DivergenceCallback
+    assert issubclass(callback, left.Callback)
+    assert not issubclass(callback, (lpl if left is pl else pl).Callback)
+
+
+def test_no_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("pytorch_lightning", "lightning", "lightning.pytorch"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r'pip install "adiv-monitor\[lightning\]"'):
+        load_again()
