@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.ceiling import Ceiling
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import Rows, exact, stratified
+from adiv_monitor.features.rows import Rows, exact, sample
 from adiv_monitor.measures import norm, row_dots
 from adiv_monitor.selection import Layer
 from adiv_monitor.updates import flat_in_memory
@@ -113,9 +113,9 @@ class LayerRows:
         while counted and self._max_rows is not None and self._seen + count > self._max_rows:
             self._halve()
             count = self._share(total)
+        index = sample(total, count, self._generator)
         if counted:
-            self._seen += count
-        index = stratified(total, count, self._generator)
+            self._seen += total if index is None else len(index)
         return Rows(shape, None if index is None else index.to(device, non_blocking=True))
 
     def count(self, call: Call) -> None:

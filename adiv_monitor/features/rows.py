@@ -6,6 +6,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+_PERMUTED = 2**17
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -50,17 +52,17 @@ class Rows:
         return (rest, *reversed(positions))
 
 
-def stratified(total: int, count: int, generator: torch.Generator) -> Tensor | None:
-    """Sorted choice (count,) of `count` among `total` positions, one at random in each stratum.
+def sample(total: int, count: int, generator: torch.Generator) -> Tensor | None:
+    """Sorted random choice of `count` among `total` positions, none twice; None: all of them.
 
-    Every position is as likely as any other (to 1 in total/count). None stands for all of them.
+    Among very many positions it may be a few less than `count`.
     """
     if count >= total:
         return None
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64)
-    offsets = torch.rand(count, generator=generator, dtype=torch.float64)
-    return ((torch.arange(count) + offsets) * (total / count)).long().clamp_(max=total - 1)
+    if total > _PERMUTED:  # a permutation would cost more than a few double draws lose
+        drawn: Tensor = torch.unique(torch.randint(total, (count,), generator=generator))
+        return drawn
+    return torch.randperm(total, generator=generator)[:count].sort().values
 
 
 def exact(tensor: Tensor) -> Tensor:

@@ -1,0 +1,66 @@
+"""Imports point down: maths knows no hooks, hooks know no sinks, layers know no monitor."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# What each room of `adiv_monitor` may import of ours, besides its own neighbours in a folder.
+MAY_IMPORT = {
+    "measures": set(),
+    "report": set(),
+    "errors": set(),
+    "eager": set(),
+    "features": {"measures", "adiv_layers"},
+    "ceiling": {"features", "measures"},
+    "selection": {"features"},
+    "updates": {"features", "measures"},
+    "capture": {"ceiling", "features", "measures", "selection", "updates"},
+    "measured_step": {"capture", "features", "measures", "report", "selection", "updates"},
+    "sinks": {"report"},
+    "arguments": {"selection", "sinks"},
+    "monitor": {
+        *("arguments", "capture", "eager", "errors", "measured_step", "report", "selection"),
+        *("sinks", "updates"),
+    },
+    "lightning": {"errors", "monitor", "report", "selection", "sinks"},
+    "__init__": {"errors", "monitor", "report"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Rooms of `adiv_monitor`, and `adiv_layers`, that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module]
+            if node.module == "adiv_monitor":
+                names = [f"adiv_monitor.{alias.name}" for alias in node.names]
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == "adiv_layers":
+                found.add(top)
+            elif top == "adiv_monitor":
+                found.add(rest.partition(".")[0] or "__init__")
+    return found
+
+
+FILES = sorted((ROOT / "adiv_monitor").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    room = path.relative_to(ROOT / "adiv_monitor").parts[0].removesuffix(".py")
+    assert imports(path) - {room} <= MAY_IMPORT[room]
+
+
+def test_the_layers_know_nothing_of_the_monitor() -> None:
+    files = sorted((ROOT / "layers" / "adiv_layers").rglob("*.py"))
+    assert files
+    for path in files:
+        assert not imports(path) - {"adiv_layers"}, path
