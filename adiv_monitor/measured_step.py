@@ -30,6 +30,7 @@ class _Measured:
     layer: Layer
     features: Features
     G: Tensor  # (rows, groups, n_out)
+    G_G: Tensor  # (rows,), ‖g_r‖²
     z_squared: Tensor
     rows_seen: int
     rows_total: int
@@ -39,7 +40,7 @@ class _Measured:
 
     def release(self) -> None:
         """Let go of the rows."""
-        del self.features, self.G, self.z_squared
+        del self.features, self.G, self.G_G, self.z_squared
         if self.step is not None:
             self.step.release()
 
@@ -136,7 +137,7 @@ class MeasuredStep:
                 "Gradients were zeroed before a step was taken (a step that an AMP scaler "
                 "skipped?): their rows are not in this report."
             )
-        infinite = [p for p, v in fetched.items() if not math.isfinite(v["gradient_norm"][0])]
+        infinite = [p for p, v in fetched.items() if not math.isfinite(v["gradient_square"][0])]
         if infinite:
             notes.append(f"The gradient is not finite in {_listed(infinite)}.")
         unknown = [p for p, v in fetched.items() if v.get("gradient_lost", [0.0])[0]]
@@ -189,10 +190,12 @@ class MeasuredStep:
             G *= factor
         if rows.linear is not None:
             values["rule_error"] = rows.linear
+        by_group = measures.row_dots(G, G)  # ‖g_r‖² in each group
         measured = _Measured(
             layer,
             features,
             G,
+            G_G=by_group.sum(dim=1),
             z_squared=_joined([call.z_squared for call in reached]),
             rows_seen=len(G),
             rows_total=sum(call.rows.total for call in reached),
@@ -204,14 +207,16 @@ class MeasuredStep:
         e = _sum(by_weight, by_bias)
         if isinstance(gradient_scale, Tensor):
             e = e / gradient_scale
+        G_G, flat = measured.G_G, e.flatten(1)
+        e_G, e_e = measures.row_dots(flat, G.flatten(1)), measures.row_dots(flat, flat)
         values |= {
-            "gradient_cosine": measures.gradient_cosine(e, G),
-            "rows_without_gradient": measures.rows_without_gradient(G),
-            "gradient_norm": measures.norm(G),
+            "gradient_cosine": measures.gradient_cosine(e_G, e_e, G_G),
+            "rows_without_gradient": measures.rows_without_gradient(G_G),
+            "gradient_square": G_G.sum(),
         }
         if scale is not None:
             values |= {
-                "diagonal_cosine": measures.diagonal_cosine(scale, G),
+                "diagonal_cosine": measures.diagonal_cosine(scale, by_group),
                 "interference_ratio": measures.interference_ratio(e, scale, G),
                 "scale_mean": measures.scale_mean(scale),
                 "scale_cv": measures.scale_cv(scale),
@@ -224,39 +229,40 @@ class MeasuredStep:
         self._measured[layer.path] = measured
 
     def _measure_update(self, measured: _Measured) -> None:
-        step, G = measured.step, measured.G
+        step, G, G_G = measured.step, measured.G.flatten(1), measured.G_G
         assert step is not None
         step.stepped()
         by_weight, by_bias = _act(measured, step.update)
-        d = -_sum(by_weight, by_bias)
-        row_cosines = measures.row_cosine(d, G)
+        d = -_sum(by_weight, by_bias).flatten(1)
+        d_G, d_d = measures.row_dots(d, G), measures.row_dots(d, d)
+        row_cosines = measures.row_cosine(d_G, d_d, G_G)
         measured.values |= {
-            "update_cosine": measures.update_cosine(d, G),
-            "effective_lr": measures.effective_lr(d, G),
+            "update_cosine": measures.update_cosine(d_G, d_d, G_G),
+            "effective_lr": measures.effective_lr(d_G, G_G),
             "row_cosine_mean": row_cosines.nanmean(),
             "row_cosine_levels": measures.quantiles(row_cosines, _LEVELS),
-            "harmed_fraction": measures.harmed_fraction(
-                row_cosines, measured.values["rows_without_gradient"]
+            "harmed_fraction": measures.harmed_fraction(d_G, G_G),
+            "bias_share": measures.bias_share(
+                *(_or_zero(part, measured.G) for part in (by_weight, by_bias))
             ),
-            "bias_share": measures.bias_share(*(_or_zero(x, G) for x in (by_weight, by_bias))),
-            "update_ratio": measures.update_ratio(d, measured.z_squared),
+            "update_ratio": measures.update_ratio(d_d, measured.z_squared),
             "gradient_changed": torch.as_tensor(step.gradient_changed, dtype=torch.float32),
             "gradient_lost": torch.tensor(float(step.gamma is None)),
         }
         u = aligned(step.update)
         values = measured.values
-        values["update_norm"] = measures.norm_of_parts(u)
+        values["update_norm"] = measures.dot(u, u).sqrt()
         if step.gamma is not None:
             gamma = aligned(step.gamma)
             # `measures.parameter_cosine`, in fewer passes; and −⟨γ, u⟩ is `descent` over all rows,
             # whatever rows were looked at.
-            along = -measures.dot_of_parts(u, gamma)
-            norm = measures.norm_of_parts(gamma)
+            along = -measures.dot(u, gamma)
+            norm = measures.dot(gamma, gamma).sqrt()
             values["parameter_cosine"] = along / values["update_norm"] / norm
             values["descent"] = along / measured.gradient_scale
         if measured.layer.shared:  # γ is then not this layer's alone: from its rows
             share = measured.rows_total / max(measured.rows_seen, 1)
-            measured.values["descent"] = measures.descent(d, G) * share
+            measured.values["descent"] = measures.descent(d_G) * share
         measured.release()
 
     def _measure_applied(self, measured: _Measured) -> None:

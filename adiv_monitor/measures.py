@@ -5,17 +5,19 @@ a token, a patch), the output z_r = Θ φ_r with features φ_r. Gradient descent
 z_r by −η g_r, g_r = ∂L/∂z_r (*ideal*), but really moves it by −η Σ_k M_rk g_k, M = ΦΦᵀ (paper,
 eqns 46 and 54). The functions below compare the two. They know nothing of modules or hooks.
 
-Everything is laid out as (rows, groups, n_out): a grouped layer is a set of independent layers,
-each with its own Φ, so that D, the diagonal of M, is one number per row and group. A plain layer is
-one group; an elementwise gain has one group per feature, each with one output.
+Matrices are laid out as (rows, groups, n_out): a grouped layer is a set of independent layers, each
+with its own Φ, so that D, the diagonal of M, is one number per row and group. A plain layer is one
+group; an elementwise gain has one group per feature, each with one output.
 
     G      ∂L/∂z on the rows, in the units of the gradient that the optimizer saw
     e      = M G = Φ (∂L/∂Θ)ᵀ: what a plain gradient step would do, per unit of learning rate
     d      = −Φ ΔΘᵀ: what the optimizer's step did, as a descent direction
     scale  = ‖φ_r‖², the diagonal of M; ‖x‖² + 1 for an affine layer (eqn 11)
 
-Every result is a 0-dimensional tensor (or one value per row), so that nothing waits for the device.
-A vector of length zero has no direction: its cosine is NaN. Tensors are float32 or float64.
+Nearly all measures follow from dot products of rows, taken once by `row_dots`; an argument `d_G` is
+d_r·g_r of every row, `G_G` is ‖g_r‖². Every result is a 0-dimensional tensor (or one value per row),
+so that nothing waits for the device. A vector of length zero has no direction: its cosine is NaN.
+Tensors are float32 or float64.
 """
 
 from collections.abc import Sequence
@@ -29,31 +31,9 @@ _MAX_SORTED = 4_096
 
 Scalar = Float[Tensor, ""]
 Blocks = Float[Tensor, "rows groups n_out"]
-Scale = Float[Tensor, "rows groups"]
-Rows = Float[Tensor, " rows"]
+PerGroup = Float[Tensor, "rows groups"]
+PerRow = Float[Tensor, " rows"]
 Vector = Float[Tensor, " n"]
-
-
-def cosine(a: Float[Tensor, "..."], b: Float[Tensor, "..."]) -> Scalar:
-    """cos(vec a, vec b), in [−1, 1]; NaN if one of them is zero."""
-    return cosine_of_parts([a.reshape(-1)], [b.reshape(-1)])
-
-
-def cosine_of_parts(a: Sequence[Vector], b: Sequence[Vector]) -> Scalar:
-    """Cosine of two vectors that are given in parts, such as one part per parameter."""
-    # Two divisions: the product of two small norms may underflow where neither norm does.
-    return dot_of_parts(a, b) / norm_of_parts(a) / norm_of_parts(b)
-
-
-def dot_of_parts(a: Sequence[Vector], b: Sequence[Vector]) -> Scalar:
-    """⟨a, b⟩ of two vectors in parts."""
-    dots = [torch.dot(p, q) for p, q in zip(a, b, strict=True)]
-    return dots[0] if len(dots) == 1 else torch.stack(dots).sum()
-
-
-def norm(a: Float[Tensor, "..."]) -> Scalar:
-    """‖vec a‖."""
-    return norm_of_parts([a.reshape(-1)])
 
 
 def row_dots(a: Float[Tensor, "*rows n"], b: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
@@ -62,70 +42,71 @@ def row_dots(a: Float[Tensor, "*rows n"], b: Float[Tensor, "*rows n"]) -> Float[
     return dots
 
 
-def norm_of_parts(a: Sequence[Vector]) -> Scalar:
-    """‖a‖ of a vector in parts."""
-    return dot_of_parts(a, a).sqrt()
+def cosine_of_rows(a_b: PerRow, a_a: PerRow, b_b: PerRow) -> Scalar:
+    """cos(vec a, vec b) of two matrices, in [−1, 1], from the dot products of their rows."""
+    # Two divisions: the product of two small norms may underflow where neither norm does.
+    return a_b.sum() / a_a.sum().sqrt() / b_b.sum().sqrt()
 
 
 # --- one layer, one step ---------------------------------------------------------------------
 
 
-def update_cosine(d: Blocks, G: Blocks) -> Scalar:
+def update_cosine(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> Scalar:
     """cos(d, G), in [−1, 1]; 1: the step moved the activations exactly downhill."""
-    return cosine(d, G)
+    return cosine_of_rows(d_G, d_d, G_G)
 
 
-def gradient_cosine(e: Blocks, G: Blocks) -> Scalar:
+def gradient_cosine(e_G: PerRow, e_e: PerRow, G_G: PerRow) -> Scalar:
     """cos(e, G), in [−1, 1]: `update_cosine` of a plain gradient step."""
-    return cosine(e, G)
+    return cosine_of_rows(e_G, e_e, G_G)
 
 
-def diagonal_cosine(scale: Scale, G: Blocks) -> Scalar:
-    """cos(D G, G), in [0, 1]: what the row scales alone cost; exactly 1 if they are all equal."""
-    return cosine(scale[..., None] * G, G)
+def diagonal_cosine(scale: PerGroup, G_G: PerGroup) -> Scalar:
+    """cos(D G, G), in [0, 1]: what the row scales alone cost; exactly 1 if they are all equal.
+
+    Args:
+        scale: ‖φ_r‖².
+        G_G: ‖g_r‖², both for every row and group.
+    """
+    own = scale * G_G
+    return cosine_of_rows(own.flatten(), (scale * own).flatten(), G_G.flatten())
 
 
-def row_cosine(d: Blocks, G: Blocks) -> Rows:
+def row_cosine(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerRow:
     """cos(d_r, g_r) of every row, in [−1, 1]; NaN where g_r or d_r is zero."""
-    d, G = d.flatten(1), G.flatten(1)
-    return row_dots(d, G) / row_dots(d, d).sqrt() / row_dots(G, G).sqrt()
+    return d_G / d_d.sqrt() / G_G.sqrt()
 
 
-def rows_without_gradient(G: Blocks) -> Scalar:
-    """How many rows have g_r = 0 exactly: padding, masked tokens, dead units."""
-    G = G.flatten(1)
-    return ((G.amax(dim=1) == 0) & (G.amin(dim=1) == 0)).sum().to(G.dtype)
+def rows_without_gradient(G_G: PerRow) -> Scalar:
+    """How many rows have g_r = 0: padding, masked tokens, dead units."""
+    return (G_G == 0).sum().to(G_G.dtype)
 
 
-def harmed_fraction(row_cosines: Rows, without_gradient: Scalar) -> Scalar:
+def harmed_fraction(d_G: PerRow, G_G: PerRow) -> Scalar:
     """Share of the rows with d_r·g_r < 0, in [0, 1]: this step of this layer raises their loss.
 
     Rows whose g_r is zero are left out; NaN if no row has a gradient.
-
-    Args:
-        row_cosines: `row_cosine`, which has the sign of d_r·g_r.
-        without_gradient: `rows_without_gradient`.
     """
-    return (row_cosines < 0).sum() / (len(row_cosines) - without_gradient)
+    return (d_G < 0).sum() / (G_G != 0).sum()
 
 
-def scale_mean(scale: Scale) -> Scalar:
+def scale_mean(scale: PerGroup) -> Scalar:
     """Mean of ‖φ_r‖², ≥ 0: the common part of the divergence, which one learning rate can mend."""
     return scale.mean()
 
 
-def scale_cv(scale: Scale) -> Scalar:
+def scale_cv(scale: PerGroup) -> Scalar:
     """std(‖φ_r‖²) / mean(‖φ_r‖²), ≥ 0: the part that differs between rows; 0 if corrected."""
     mean = scale.mean()
     return (scale - mean).square().mean().sqrt() / mean
 
 
-def scale_max(scale: Scale) -> Scalar:
+def scale_max(scale: PerGroup) -> Scalar:
     """Largest ‖φ_r‖²; NaN without rows."""
     return scale.max() if scale.numel() else scale.new_full((), torch.nan)
 
 
-def interference_ratio(e: Blocks, scale: Scale, G: Blocks) -> Scalar:
+def interference_ratio(e: Blocks, scale: PerGroup, G: Blocks) -> Scalar:
     """‖e − D G‖ / ‖D G‖, ≥ 0: what the other rows do to a row, against what it does (eqn 49)."""
     own = scale[..., None] * G
     return norm(e - own) / norm(own)
@@ -142,32 +123,26 @@ def bias_share(by_weight: Blocks, by_bias: Blocks) -> Scalar:
     return b / (norm(by_weight) + b)
 
 
-def effective_lr(d: Blocks, G: Blocks) -> Scalar:
+def effective_lr(d_G: PerRow, G_G: PerRow) -> Scalar:
     """⟨d, G⟩ / ‖G‖²: the learning rate at which the activations really move downhill.
 
     η (‖x‖² + 1) for one row under plain gradient descent; defined for any optimizer. Its spread
     between layers is what a per-layer learning rate could mend.
     """
-    d, G = d.reshape(-1), G.reshape(-1)
-    return torch.dot(d, G) / torch.dot(G, G)
+    return d_G.sum() / G_G.sum()
 
 
-def update_ratio(d: Blocks, z_squared: Rows) -> Scalar:
-    """‖Δz‖ / ‖z‖ over the same rows, ≥ 0: how far one step moves the activations.
-
-    Args:
-        d: −Δz.
-        z_squared: ‖z_r‖² of every row, before the step.
-    """
-    return norm(d) / z_squared.sum().sqrt()
+def update_ratio(d_d: PerRow, z_z: PerRow) -> Scalar:
+    """‖Δz‖ / ‖z‖ over the same rows, z before the step, ≥ 0: how far one step moves activations."""
+    return (d_d.sum() / z_z.sum()).sqrt()
 
 
-def descent(d: Blocks, G: Blocks) -> Scalar:
+def descent(d_G: PerRow) -> Scalar:
     """Σ_r d_r·g_r: first-order decrease of the loss by this layer's step.
 
     Equal to −⟨∂L/∂Θ, ΔΘ⟩ when all rows are looked at.
     """
-    return torch.dot(d.reshape(-1), G.reshape(-1))
+    return d_G.sum()
 
 
 # --- the ceiling -----------------------------------------------------------------------------
@@ -213,7 +188,7 @@ def _spectrum(gram: Float[Tensor, "groups n n"]) -> tuple[Tensor, Tensor, Tensor
 
 def parameter_cosine(u: Sequence[Vector], gamma: Sequence[Vector]) -> Scalar:
     """cos(u, −γ), in [−1, 1]: the optimizer's update u against the raw gradient γ it saw."""
-    return -cosine_of_parts(u, gamma)
+    return -cosine(u, gamma)
 
 
 def projection_cosine(a: Sequence[Vector], u: Sequence[Vector]) -> Scalar:
@@ -222,18 +197,35 @@ def projection_cosine(a: Sequence[Vector], u: Sequence[Vector]) -> Scalar:
     They differ when code rescales, clips, projects or averages the weights after the step. Near 0
     the projection made the update orthogonal; below 0 it fights it.
     """
-    return cosine_of_parts(a, u)
+    return cosine(a, u)
 
 
 def applied_cosine(a: Sequence[Vector], gamma: Sequence[Vector]) -> Scalar:
     """cos(a, −γ), in [−1, 1]: what was applied, after every projection, against the gradient."""
-    return -cosine_of_parts(a, gamma)
+    return -cosine(a, gamma)
+
+
+def cosine(a: Sequence[Vector], b: Sequence[Vector]) -> Scalar:
+    """Cosine of two vectors in parts."""
+    return dot(a, b) / dot(a, a).sqrt() / dot(b, b).sqrt()
+
+
+def dot(a: Sequence[Vector], b: Sequence[Vector]) -> Scalar:
+    """⟨a, b⟩ of two vectors in parts."""
+    dots = [torch.dot(p, q) for p, q in zip(a, b, strict=True)]
+    return dots[0] if len(dots) == 1 else torch.stack(dots).sum()
+
+
+def norm(a: Float[Tensor, "..."]) -> Scalar:
+    """‖vec a‖."""
+    flat = a.reshape(-1)
+    return torch.dot(flat, flat).sqrt()
 
 
 # --- distributions over rows -----------------------------------------------------------------
 
 
-def quantiles(values: Float[Tensor, "..."], levels: Sequence[float]) -> Float[Tensor, " levels"]:
+def quantiles(values: Float[Tensor, "..."], levels: tuple[float, ...]) -> Float[Tensor, " levels"]:
     """Quantiles with linear interpolation; NaN entries are left out; all NaN if none is left.
 
     Where there are more than 4,096 entries (elementwise gains: rows × features), they are read
@@ -243,14 +235,14 @@ def quantiles(values: Float[Tensor, "..."], levels: Sequence[float]) -> Float[Te
     if flat.numel() == 0:
         return flat.new_full((len(levels),), torch.nan)
     flat = flat[:: -(-flat.numel() // _MAX_SORTED)].sort().values  # NaN sorts last
-    last = (~flat.isnan()).sum() - 1
-    at = _on_device(tuple(levels), flat.device) * last.clamp(min=0)
-    low = at.floor().long()
-    high = torch.minimum(low + 1, last.clamp(min=0))
-    return torch.lerp(flat[low], flat[high], (at - low).to(flat.dtype))
+    last = (flat == flat).sum().sub_(1).clamp_(min=0)
+    at = _on_device(levels, flat.dtype, flat.device) * last
+    low = at.long()
+    high = torch.minimum(low + 1, last)
+    return torch.lerp(flat[low], flat[high], at - low)
 
 
 @lru_cache
-def _on_device(levels: tuple[float, ...], device: torch.device) -> Tensor:
+def _on_device(levels: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Made once: a copy from the host would wait for the device each time."""
-    return torch.tensor(levels, dtype=torch.float64, device=device)
+    return torch.tensor(levels, dtype=dtype, device=device)

@@ -32,22 +32,27 @@ def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
     if input.dim() == dims + 1:  # no batch dimension
         input = input[None]
         rows = Rows((1, *rows.shape), rows.index)
-    sample, *outputs = rows.positions(input.device)
-    strides = input.stride()
-    offset = torch.zeros(1, dtype=torch.int64, device=input.device)  # (rows, *kernel)
+    memory, strides = _memory(input), input.stride()
+    # Offsets into memory, in the smallest type that will do: they outweigh what they gather.
+    dtype = torch.int32 if len(memory) < 2**31 else torch.int64
+    sample, *outputs = (position.to(dtype) for position in rows.positions(input.device))
+    offset = torch.zeros(1, dtype=dtype, device=input.device)  # (rows, *kernel)
     inside: Tensor | None = None
     for d, output in enumerate(outputs):
-        reach = torch.arange(module.kernel_size[d], device=input.device) * module.dilation[d]
+        reach = torch.arange(module.kernel_size[d], dtype=dtype, device=input.device)
+        reach = reach * module.dilation[d]
         position = output[:, None] * module.stride[d] - _left_padding(module, d) + reach
-        position, valid = _read_from(position, input.shape[2 + d], module.padding_mode)
+        valid = None
+        if module.padding != "valid" and module._reversed_padding_repeated_twice[2 * (dims - d) - 1]:
+            position, valid = _read_from(position, input.shape[2 + d], module.padding_mode)
         offset = offset + _along(position * strides[2 + d], d, dims)
         if valid is not None:
             valid = _along(valid, d, dims)
             inside = valid if inside is None else inside & valid
-    channel = torch.arange(input.shape[1], device=input.device) * strides[1]
+    channel = torch.arange(input.shape[1], dtype=dtype, device=input.device) * strides[1]
     plane = (sample * strides[0])[:, None] + channel  # (rows, in_channels)
     offset = plane[..., None] + offset.flatten(1)[:, None]  # (rows, in_channels, kernel volume)
-    gathered = exact(_memory(input).index_select(0, offset.view(-1))).view(offset.shape)
+    gathered = exact(memory.index_select(0, offset.view(-1))).view(offset.shape)
     if inside is not None:
         gathered *= inside.flatten(1)[:, None].to(gathered.dtype)
     return gathered.reshape(len(sample), module.groups, weights_per_output(module))
