@@ -179,6 +179,11 @@ def test_a_writer_of_the_users_stays_open(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1, "no second event file"
 
 
+def test_a_target_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"got a builtins\.int, expected a folder or a torch"):
+        TensorBoardSink(3)  # type: ignore[arg-type]
+
+
 # A real server, and a real browser in front of it
 
 
