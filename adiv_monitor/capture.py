@@ -209,16 +209,15 @@ class Capture:
         return any(rows.dropped for rows in self.rows.values())
 
     def gradient_factor(self, layer: Layer) -> Tensor | None:
-        """‖gradient now‖ / ‖gradient that backward left‖; None if nothing touched it.
+        """‖gradient now‖ / ‖gradient that backward left‖; None if no backward pass left any.
 
         From about 65,536 evenly spaced entries of the layer's first trained parameter.
         """
         parameter = layer.parameters[0]
         if parameter not in self._accumulated or parameter.grad is None:
             return None
-        version, norm = self._accumulated[parameter]
-        if parameter.grad._version == version:
-            return None
+        # Read, not told from the version counter: AMP's unscaling leaves that as it was.
+        _, norm = self._accumulated[parameter]
         return torch.where(norm > 0, _sampled_norm(parameter.grad) / norm, 1.0)
 
     def _guarded(self, layer: Layer, function: Callable[..., None], *args: Any) -> None:

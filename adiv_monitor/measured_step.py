@@ -184,7 +184,7 @@ class MeasuredStep:
         if factor is not None or isinstance(gradient_scale, Tensor):
             factor = (1.0 if factor is None else factor) / gradient_scale
             values["gradient_factor"] = torch.as_tensor(factor)
-            G = G * factor
+            G *= factor
         if rows.linear is not None:
             values["rule_error"] = rows.linear
         measured = _Measured(
@@ -239,12 +239,16 @@ class MeasuredStep:
             "gradient_lost": torch.tensor(float(step.gamma is None)),
         }
         u = aligned(step.update)
-        measured.values["update_norm"] = measures.norm_of_parts(u)
+        values = measured.values
+        values["update_norm"] = measures.norm_of_parts(u)
         if step.gamma is not None:
             gamma = aligned(step.gamma)
-            measured.values["parameter_cosine"] = measures.parameter_cosine(u, gamma)
-            whole = measures.parameter_descent(u, gamma) / measured.gradient_scale
-            measured.values["descent"] = whole
+            # `measures.parameter_cosine`, in fewer passes; and −⟨γ, u⟩ is `descent` over all rows,
+            # whatever rows were looked at.
+            along = -measures.dot_of_parts(u, gamma)
+            norm = measures.norm_of_parts(gamma)
+            values["parameter_cosine"] = along / values["update_norm"] / norm
+            values["descent"] = along / measured.gradient_scale
         if measured.layer.shared:  # γ is then not this layer's alone: from its rows
             share = measured.rows_total / max(measured.rows_seen, 1)
             measured.values["descent"] = measures.descent(d, G) * share

@@ -105,7 +105,8 @@ def scale_mean(scale: Scale) -> Scalar:
 
 def scale_cv(scale: Scale) -> Scalar:
     """std(‖φ_r‖²) / mean(‖φ_r‖²), ≥ 0: the part that differs between rows; 0 if corrected."""
-    return scale.std(correction=0) / scale.mean()
+    mean = scale.mean()
+    return (scale - mean).square().mean().sqrt() / mean
 
 
 def scale_max(scale: Scale) -> Scalar:
@@ -211,11 +212,6 @@ def projection_cosine(a: Sequence[Vector], u: Sequence[Vector]) -> Scalar:
 def applied_cosine(a: Sequence[Vector], gamma: Sequence[Vector]) -> Scalar:
     """cos(a, −γ), in [−1, 1]: what was applied, after every projection, against the gradient."""
     return -cosine_of_parts(a, gamma)
-
-
-def parameter_descent(u: Sequence[Vector], gamma: Sequence[Vector]) -> Scalar:
-    """−⟨γ, u⟩: `descent` over all rows, from the parameters, whatever rows were looked at."""
-    return -dot_of_parts(u, gamma)
 
 
 # --- distributions over rows -----------------------------------------------------------------

@@ -25,11 +25,11 @@ from adiv_monitor.updates import Watch
 class Monitor:
     """Measures, every so many steps, what the step did to each layer's activations.
 
-    Between measured steps there is nothing on the model, and one comparison per optimizer step.
+    Between measured steps there is nothing on the model, and one comparison before and after each optimizer step.
     The monitored run is bit-identical to the unmonitored one. The first step is always measured;
     steps are optimizer steps, counted from 0. The report of a step is complete, and goes to the
     sinks, when the next forward pass begins (until then code may still change the weights) or when
-    the monitor is closed.
+    the monitor is closed; for compiled models, when the next step begins.
 
     Args:
         model: the model that is trained.
@@ -91,7 +91,7 @@ class Monitor:
         self._warned: set[str] = set()
         self._notes: list[str] = []
         self._state: Literal["new", "attached", "closed"] = "new"
-        self._counter: RemovableHandle | None = None
+        self._handles: list[RemovableHandle] = []  # on the optimizer
         self._armed: _Armed | None = None
         self._pending: _Pending | None = None
         self.step = 0
@@ -128,8 +128,9 @@ class Monitor:
             )
         self._state = "attached"
         if self._optimizer is not None:
-            after = Hook(self._after_step)
-            self._counter = self._optimizer.register_step_post_hook(after)
+            before, after = Hook(self._before_step), Hook(self._after_step)
+            self._handles.append(self._optimizer.register_step_pre_hook(before))
+            self._handles.append(self._optimizer.register_step_post_hook(after))
         self._safely(self._arm)
 
     def close(self) -> None:
@@ -141,8 +142,8 @@ class Monitor:
             self._safely(self._finish)
         finally:
             self._disarm()
-            if self._counter is not None:
-                self._counter.remove()
+            for handle in self._handles:
+                handle.remove()
             for sink in self._sinks:
                 self._guard_sink(sink, sink.close)
 
@@ -191,16 +192,21 @@ class Monitor:
         self._armed = _Armed(capture, step, selection)
         # Hooks of inner modules fire only outside compiled code; nothing is recompiled afterwards.
         self._armed.cleanup.enter_context(torch.compiler.set_stance("force_eager"))
-        if self._optimizer is not None:
-            before = Hook(partial(self._safely, self._before_step, self._armed))
-            handle = self._optimizer.register_step_pre_hook(before)
-            self._armed.cleanup.callback(handle.remove)
 
     def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Every optimizer step begins here; only measured ones have something armed or pending."""
+        if self._pending is not None:
+            self._safely(self._finish)
+        if self._armed is None:
+            return None
+        return self._read_gradients(self._armed, optimizer, args, kwargs)
+
+    def _read_gradients(
         self, armed: "_Armed", optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Read the gradients: now, or where the step has a closure, when that has made them."""
-        self._finish()  # where no forward pass of a watched layer came in between
+        """Now, or where the step has a closure, when that has made them."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             armed.gradients_final(optimizer)
@@ -218,7 +224,7 @@ class Monitor:
         return args, {**kwargs, "closure": closure_then_read}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Every optimizer step ends here; only measured ones have something armed."""
+        """Every optimizer step ends here."""
         if self._armed is not None:
             self._safely(self._stepped, self._armed)
         self._count()
@@ -241,9 +247,12 @@ class Monitor:
         elif self._optimizer is not None:
             armed.step.updated()
         self._pending = _Pending(armed.step, armed.selection, self.step)
+        if _compiled(self._model):  # a hook would become part of the compiled code
+            return
+        finish = Hook(lambda *_: self._safely(self._finish))
         for layer in armed.selection.layers:
-            hook = Hook(lambda *_: self._safely(self._finish))
-            self._pending.cleanup.callback(layer.module.register_forward_pre_hook(hook).remove)
+            handle = layer.module.register_forward_pre_hook(finish)
+            self._pending.cleanup.callback(handle.remove)
 
     def _disarm(self) -> None:
         if self._armed is not None:
@@ -375,6 +384,13 @@ class _Pending:
         self.selection = selection
         self.number = number
         self.cleanup = ExitStack()
+
+
+def _compiled(model: nn.Module) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
 
 
 def _held_parameters(model: nn.Module, optimizer: Optimizer | None) -> set[int] | None:

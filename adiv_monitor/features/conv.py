@@ -65,7 +65,8 @@ def _memory(tensor: Tensor) -> Tensor:
 
 def _along(index: Tensor, d: int, dims: int) -> Tensor:
     """An index (rows, kernel_size[d]) shaped to broadcast in (rows, *kernel_size)."""
-    return index.reshape(index.shape[0], *(-1 if axis == d else 1 for axis in range(dims)))
+    kernel = (index.shape[1] if axis == d else 1 for axis in range(dims))
+    return index.reshape(index.shape[0], *kernel)
 
 
 def _left_padding(module: Conv, d: int) -> int:

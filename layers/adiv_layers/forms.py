@@ -9,22 +9,29 @@ from torch import Tensor
 
 def affine_like_constants(alpha: float, beta: float) -> tuple[float, float]:
     """(αWx + βb)/√(α²‖x‖² + β²) = (sign·Wx + offset·b)/√(‖x‖² + offset²): offset and sign."""
-    if not (math.isfinite(alpha) and math.isfinite(beta) and alpha != 0.0 and beta != 0.0):
+    if alpha == 1.0 == beta:  # plain numbers also where torch.compile makes settings symbolic
+        return 1.0, 1.0
+    if not (0.0 < abs(alpha) < math.inf and 0.0 < abs(beta) < math.inf):
         raise ValueError(
             f"affine-like: alpha={alpha}, beta={beta}; both must be finite and not 0. "
             "To do without the bias pass bias=None, or use the norm-like form."
         )
-    return beta / abs(alpha), math.copysign(1.0, alpha)
+    return beta / abs(alpha), 1.0 if alpha > 0.0 else -1.0
 
 
 def norm_like_gain(alpha: float, beta: float) -> float:
     """What multiplies W x/‖x‖ in the norm-like form: ±√(1−β²), or α where |β| = 1."""
-    if not (math.isfinite(alpha) and alpha != 0.0 and abs(beta) <= 1.0):
+    if alpha == 1.0 == beta:
+        return 1.0
+    if not (0.0 < abs(alpha) < math.inf and abs(beta) <= 1.0):
         raise ValueError(
             f"norm-like: alpha={alpha}, beta={beta}; "
             "alpha must be finite and not 0, beta must be in [-1, 1]."
         )
-    return alpha if abs(beta) == 1.0 else math.copysign(math.sqrt(1.0 - beta * beta), alpha)
+    if abs(beta) == 1.0:
+        return alpha
+    gain: float = (1.0 - beta * beta) ** 0.5
+    return gain if alpha > 0.0 else -gain
 
 
 def check_form(form: str, alpha: float, beta: float, eps: float) -> None:
@@ -42,12 +49,14 @@ def representable(eps: float, dtype: torch.dtype) -> float:
     """The eps to use for a dtype: a shorter one would give infinite gradients in fp16."""
     if not eps > 0.0:
         raise ValueError(f"eps={eps}; must be positive, or zero rows have no finite gradient.")
-    return max(eps, torch.finfo(dtype).tiny)
+    tiny = torch.finfo(dtype).tiny
+    return eps if eps > tiny else tiny
 
 
 def least_square(eps: float, squares: Tensor) -> float:
     """The least ‖x‖² to divide by: eps², kept above what the dtype would flush to zero."""
-    return max(eps * eps, torch.finfo(squares.dtype).tiny)
+    least, tiny = eps * eps, torch.finfo(squares.dtype).tiny
+    return least if least > tiny else tiny
 
 
 @overload

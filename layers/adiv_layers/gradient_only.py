@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adiv_layers.autocast import autocast_dtype, without_autocast
 from adiv_layers.forms import least_square, representable
 from adiv_layers.ops import row_gradients, usable
 
@@ -52,7 +53,8 @@ def gradient_only_linear(
     """
     check_gradient_form(form, get_args(LinearForm), eps, damping)
     input, weight, bias = as_autocast(input, weight, bias)
-    output: Tensor = _GradientOnlyLinear.apply(input, weight, bias, form, eps, damping)
+    function = _GradientOnlyLinear if torch.compiler.is_compiling() else _WithForwardMode
+    output: Tensor = function.apply(input, weight, bias, form, eps, damping)
     return output
 
 
@@ -97,6 +99,10 @@ class _GradientOnlyLinear(torch.autograd.Function):
             eps = representable(eps, rows.dtype)
             gradients = _per_row_gradients(rows, grad, form, ctx.has_bias, eps)
         return grad_input, gradients[0], gradients[1] if ctx.has_bias else None, None, None, None
+
+
+class _WithForwardMode(_GradientOnlyLinear):
+    """The same for eager mode; torch.compile takes no function that has a forward mode."""
 
     @staticmethod
     def jvp(
@@ -145,7 +151,7 @@ def _batch_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of weight and bias from Gᵀ(ΦΦᵀ + λI)⁻¹Φ = GᵀΦ(ΦᵀΦ + λI)⁻¹, by the smaller solve."""
     wide, narrow = _wide(rows.dtype), grad.dtype
-    with torch.autocast(rows.device.type, enabled=False):
+    with without_autocast(rows):
         features, grad = rows.to(wide), grad.to(wide)
         if has_bias:
             features = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
@@ -185,10 +191,9 @@ def as_autocast(
     input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast would cast within, cast before: the backward must see the same dtypes."""
-    kind = input.device.type
-    if not torch.is_autocast_enabled(kind) or input.dtype == torch.float64:
+    dtype = autocast_dtype(input)
+    if dtype is None:
         return input, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
     return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 

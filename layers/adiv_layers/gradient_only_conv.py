@@ -61,7 +61,8 @@ def gradient_only_conv(
     dilation = per_dimension(dilation, space)
     input, padding = in_numbers(input, weight, padding, dilation)
     geometry = (per_dimension(stride, space), padding, dilation, groups)
-    output: Tensor = _GradientOnlyConv.apply(input, weight, bias, geometry, form, eps)
+    function = _GradientOnlyConv if torch.compiler.is_compiling() else _WithForwardMode
+    output: Tensor = function.apply(input, weight, bias, geometry, form, eps)
     return output
 
 
@@ -106,6 +107,10 @@ class _GradientOnlyConv(torch.autograd.Function):
             else:
                 grad_bias = scaled.sum(positions)
         return grad_input, grad_weight, grad_bias if ctx.has_bias else None, None, None, None
+
+
+class _WithForwardMode(_GradientOnlyConv):
+    """The same for eager mode; torch.compile takes no function that has a forward mode."""
 
     @staticmethod
     def jvp(

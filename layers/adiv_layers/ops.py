@@ -146,6 +146,8 @@ def _as_autocast(x: Tensor) -> Tensor:
 def _output_dtype(x: Tensor) -> torch.dtype:
     """The dtype of x or, under autocast (which leaves float64 alone), that of linear maps."""
     kind = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return x.dtype  # the meta device, say, knows no autocast
+    if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return x.dtype

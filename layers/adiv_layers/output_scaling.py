@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adiv_layers.autocast import autocast_dtype
 from adiv_layers.forms import least_square
 from adiv_layers.kernels.maps import Rows
 from adiv_layers.ops import scaled, unit_rows
@@ -18,11 +19,8 @@ from adiv_layers.ops import scaled, unit_rows
 
 def prefers_output_scaling(input: Tensor, weight: Tensor) -> bool:
     """Whether to scale the output: for wide rows, unless Wx could overflow before it is scaled."""
-    kind = input.device.type
-    half = input.dtype
-    if torch.is_autocast_enabled(kind) and half != torch.float64:
-        half = torch.get_autocast_dtype(kind)
-    return weight.shape[1] > 4 * weight.shape[0] and half != torch.float16
+    dtype = autocast_dtype(input) or input.dtype
+    return weight.shape[1] > 4 * weight.shape[0] and dtype != torch.float16
 
 
 def output_scaled_linear(
@@ -68,7 +66,7 @@ def _by_hand(input: Tensor) -> bool:
     return (
         input.device.type == "cpu"
         and input.dtype in (torch.float32, torch.float64)
-        and not torch.is_autocast_enabled("cpu")
+        and autocast_dtype(input) is None
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and torch.autograd.forward_ad._current_level < 0

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adiv_layers.autocast import without_autocast
 from adiv_layers.forms import (
     affine_like_constants,
     check_form,
@@ -129,7 +130,7 @@ def patch_squares(
     box = torch.ones((groups, 1, *weight.shape[2:]), dtype=squares.dtype, device=squares.device)
     conv = CONVOLUTIONS[weight.dim() - 2]
     # Autocast would round the squares to half precision, where large ones overflow.
-    with torch.autocast(input.device.type, enabled=False):
+    with without_autocast(input):
         return conv(squares, box, None, stride, padding, dilation, groups)
 
 

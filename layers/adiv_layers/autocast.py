@@ -1,0 +1,22 @@
+"""What autocast does to linear maps, for those that are put together by hand."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast would cast x and its weights to, None if it would not."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return None  # autocast leaves float64 alone, and the meta device, say, knows none
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which autocast lets sums over x keep their precision."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)

@@ -1,0 +1,116 @@
+"""Which layers the benchmark lets compete, on which inputs."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from adiv_layers import (
+    AffineLikeLinear,
+    GradientOnlyConv2d,
+    GradientOnlyLinear,
+    NormLikeLinear,
+    PatchNormConv2d,
+)
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Layers that do the same job on the same input.
+
+    The first of `layers` is the floor, the next two are the peers; all run in every mode.
+    """
+
+    title: str
+    shape: tuple[int, ...]
+    layers: dict[str, Callable[[], nn.Module]]
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    modes: tuple[str, ...] = ("eager", "compiled")
+    rounds: int = 15
+
+
+def linear_contest(rows: int, n_in: int, n_out: int, device: str, dtype: torch.dtype) -> Contest:
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "Linear": lambda: nn.Linear(n_in, n_out),
+        "LayerNorm + Linear": lambda: nn.Sequential(nn.LayerNorm(n_in), nn.Linear(n_in, n_out)),
+        "RMSNorm + Linear": lambda: nn.Sequential(nn.RMSNorm(n_in), nn.Linear(n_in, n_out)),
+        "AffineLikeLinear": lambda: AffineLikeLinear(n_in, n_out),
+        "NormLikeLinear": lambda: NormLikeLinear(n_in, n_out),
+        "GradientOnlyLinear": lambda: GradientOnlyLinear(n_in, n_out),
+        "GradientOnlyLinear(batch)": lambda: GradientOnlyLinear(n_in, n_out, form="batch"),
+    }
+    if device == "cuda":
+        layers |= third_party(n_in, n_out)
+    return Contest(f"{rows}, {n_in} → {n_out}", (rows, n_in), layers, device, dtype)
+
+
+def third_party(n_in: int, n_out: int) -> dict[str, Callable[[], nn.Module]]:
+    """RMSNorm of other kernel libraries, those that are installed."""
+    known = {
+        "Liger RMSNorm + Linear": ("liger_kernel.transformers", "LigerRMSNorm"),
+        "quack RMSNorm + Linear": ("quack.rmsnorm", "QuackRMSNorm"),
+    }
+    found: dict[str, Callable[[], nn.Module]] = {}
+    for name, (module, norm) in known.items():
+        try:
+            make = getattr(importlib.import_module(module), norm)
+        except (ImportError, AttributeError):
+            continue
+        found[name] = lambda make=make: nn.Sequential(make(n_in), nn.Linear(n_in, n_out))
+    return found
+
+
+def conv_contest(images: int, device: str, dtype: torch.dtype) -> Contest:
+    def conv(kind: type[nn.Conv2d] = nn.Conv2d, **settings: str) -> nn.Module:
+        return kind(64, 64, 3, padding=1, **settings)
+
+    return Contest(
+        f"{images}×64×32×32, k=3 → 64",
+        (images, 64, 32, 32),
+        {
+            "Conv2d": conv,
+            "Conv2d + BatchNorm2d": lambda: nn.Sequential(conv(), nn.BatchNorm2d(64)),
+            "GroupNorm(1) + Conv2d": lambda: nn.Sequential(nn.GroupNorm(1, 64), conv()),
+            "PatchNormConv2d": lambda: conv(PatchNormConv2d),
+            "PatchNormConv2d(norm-like)": lambda: conv(PatchNormConv2d, form="norm-like"),
+            "GradientOnlyConv2d": lambda: conv(GradientOnlyConv2d),
+        },
+        device,
+        dtype,
+    )
+
+
+def mlp_contest(device: str) -> Contest:
+    """The small network in which only the number of kernels counts, as a CUDA graph."""
+
+    def mlp(linear: type[nn.Linear], norm: Callable[[int], nn.Module] | None = None) -> nn.Module:
+        layers: list[nn.Module] = []
+        for n_in, n_out in ((3072, 32), (32, 32), (32, 10)):
+            layers += [norm(n_in)] if norm else []
+            layers += [linear(n_in, n_out), nn.Tanh()]
+        return nn.Sequential(*layers[:-1])
+
+    layers: dict[str, Callable[[], nn.Module]] = {
+        "Linear": lambda: mlp(nn.Linear),
+        "LayerNorm + Linear": lambda: mlp(nn.Linear, nn.LayerNorm),
+        "RMSNorm + Linear": lambda: mlp(nn.Linear, nn.RMSNorm),
+        "AffineLikeLinear": lambda: mlp(AffineLikeLinear),
+        "NormLikeLinear": lambda: mlp(NormLikeLinear),
+    }
+    return Contest("MLP 3072-32-32-10, batch 32", (32, 3072), layers, device, modes=("graph",))
+
+
+CUDA = [
+    linear_contest(8192, 4096, 4096, "cuda", torch.bfloat16),
+    linear_contest(8192, 1024, 4096, "cuda", torch.bfloat16),
+    linear_contest(65536, 768, 3072, "cuda", torch.bfloat16),
+    conv_contest(128, "cuda", torch.bfloat16),
+    mlp_contest("cuda"),
+]
+CPU = [
+    linear_contest(512, 3072, 512, "cpu", torch.float32),
+    linear_contest(2048, 768, 3072, "cpu", torch.float32),
+    conv_contest(16, "cpu", torch.float32),
+]

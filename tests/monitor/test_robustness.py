@@ -1,0 +1,358 @@
+"""Whatever goes wrong, training goes on as without the monitor, and the report says what happened."""
+
+import copy
+import gc
+import io
+import math
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from cases import CASES, loss_of
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+from adiv_monitor import AdivError, Monitor, StepReport
+from adiv_monitor.features import DenseFeatures, Rows, register_features
+from adiv_monitor.sinks import MemorySink
+
+
+def no_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
+    on_modules = [
+        hooks
+        for m in model.modules()
+        for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)
+    ]
+    on_parameters = [
+        hooks
+        for p in model.parameters()
+        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
+    ]
+    on_optimizer = [] if optimizer is None else [
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+    ]
+    return not any(on_modules + on_parameters + on_optimizer)
+
+
+def train(
+    model: nn.Module,
+    steps: list[tuple[Tensor, Tensor]],
+    monitored: bool = True,
+    loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] = loss_of,
+    **options: object,
+) -> list[StepReport]:
+    """Train on the given steps; afterwards there is no hook left."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer, every_n_steps=1, **options)
+    if monitored:
+        monitor.attach()
+    for batch in steps:
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+    monitor.close()
+    assert no_hooks(model, optimizer)
+    return list(monitor.reports)
+
+
+def both(
+    model: nn.Module, steps: list[tuple[Tensor, Tensor]], **options: object
+) -> list[StepReport]:
+    """Train with and without the monitor: the weights must be equal, bit by bit, NaN included."""
+    plain = copy.deepcopy(model)
+    train(plain, steps, monitored=False, loss=options.get("loss", loss_of))
+    reports = train(model, steps, **options)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.nan_to_num(1234.0), b.nan_to_num(1234.0))
+    return reports
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    return CASES["mlp"].batches(count)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite(factor: float) -> None:
+    steps = batches(3)
+    reports = both(
+        CASES["mlp"].model(), steps, loss=lambda m, b: loss_of(m, b) * factor, on_error="raise"
+    )
+    assert len(reports) == 3
+    assert "gradient is not finite in 0, 2, 4" in reports[0].notes[0]
+    assert math.isnan(reports[0].layers["0"].update_cosine)
+
+
+def test_empty_batches_and_zero_gradients() -> None:
+    empty = torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+    reports = both(
+        CASES["mlp"].model(),
+        [empty, *batches(1)],
+        loss=lambda m, b: functional.cross_entropy(m(b[0]), b[1], reduction="sum"),
+        on_error="raise",
+    )
+    assert reports[0].layers["0"].rows_total == 0
+    assert math.isnan(reports[0].layers["0"].update_cosine)
+    assert reports[1].layers["0"].rows_total == 3
+
+    reports = both(
+        CASES["mlp"].model(), batches(2), loss=lambda m, b: loss_of(m, b) * 0, on_error="raise"
+    )
+    reading = reports[1].layers["2"]
+    assert reading.rows_without_gradient == reading.rows_seen == 3
+    for name in ("update_cosine", "row_cosine_p50", "harmed_fraction", "projection_cosine"):
+        assert math.isnan(getattr(reading, name)), name
+
+
+def test_zero_inputs_leave_the_bias_alone_to_act() -> None:
+    x, y = batches(1)[0]
+    reading = both(CASES["mlp"].model(), [(x * 0, y)], on_error="raise")[0].layers["0"]
+    assert reading.scale_mean == 1
+    assert reading.bias_share == 1
+
+
+class Raises(nn.Module):
+    """Its forward fails on demand, after a measured layer has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3).double()
+        self.fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.inner(x)
+        if self.fail:
+            raise ValueError("the user's own error")
+        return z
+
+
+def test_the_users_own_exception_passes_and_leaves_no_hook() -> None:
+    model = Raises()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="the user's own error"):
+        with Monitor(model, optimizer, on_error="raise"):
+            model.fail = True
+            model(batches(1)[0][0])
+    assert no_hooks(model, optimizer)
+
+    model.fail = True
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        with pytest.raises(ValueError, match="the user's own error"):
+            model(batches(1)[0][0])
+        model.fail = False
+        loss_of(model, batches(1)[0]).backward()  # training goes on: a forward pass that counts
+        optimizer.step()
+    assert monitor.latest is not None
+    assert monitor.latest.layers["inner"].rows_total == 3
+
+
+class DiskFull(MemorySink):
+    """A sink that fails now and then."""
+
+    def write(self, report: StepReport) -> None:
+        if report.step % 2 == 0:
+            raise OSError(28, "No space left on device")
+        super().write(report)
+
+
+def test_a_sink_that_fails() -> None:
+    failing, sound = DiskFull(), MemorySink()
+    with pytest.warns(UserWarning, match="DiskFull failed: OSError") as warned:
+        reports = both(CASES["mlp"].model(), batches(4), sinks=[failing, sound])
+    assert len(warned) == 1
+    assert [r.step for r in sound.reports] == [0, 1, 2, 3]
+    assert [r.step for r in failing.reports] == [1, 3]
+    assert "No space left on device" in reports[2].notes[0]
+    assert not reports[3].notes
+
+
+class Stubborn(nn.Linear):
+    """A layer whose rule fails."""
+
+
+@register_features(Stubborn)
+def stubborn(module: Stubborn, rows: Rows, input: Tensor) -> DenseFeatures:
+    raise RuntimeError("the rule's own error")
+
+
+class Misdescribed(nn.Linear):
+    """A layer whose rule says something else than it computes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+@register_features(Misdescribed)
+def misdescribed(module: Misdescribed, rows: Rows, input: Tensor) -> DenseFeatures:
+    return DenseFeatures(rows.take(input)[:, None], rows.take(input).new_ones(rows.total))
+
+
+class Overriding(nn.Linear):
+    """A subclass with a forward of its own and no rule."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class Kept(nn.Linear):
+    """A subclass that keeps its base's forward."""
+
+
+def test_layers_that_cannot_be_measured_are_listed_once_and_left_alone() -> None:
+    model = nn.Sequential(
+        Kept(5, 4),
+        Stubborn(4, 4),
+        Misdescribed(4, 4),
+        Overriding(4, 4),
+        parametrizations.weight_norm(nn.Linear(4, 4)),
+        nn.PReLU(),
+        nn.Bilinear(4, 4, 3),
+    ).double()
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.net[:6](x)
+            return self.net[6](hidden, hidden)
+
+    with pytest.warns(UserWarning) as warned:
+        reports = both(Twice(), batches(3))
+    assert sorted(str(w.message)[:28] for w in warned) == ["adiv_monitor: layer 'net.1':", "adiv_monitor: layer 'net.2' "]
+    for report in reports:
+        assert report.layers.keys() == {"net.0"}
+        reasons = report.unsupported
+        assert "the rule's own error" in reasons["net.1"]
+        assert "relative error" in reasons["net.2"]
+        assert "overrides the forward of Linear" in reasons["net.3"]
+        assert "parametrization" in reasons["net.4"]
+        assert "no rule for PReLU" in reasons["net.5"]
+        assert "no rule for Bilinear" in reasons["net.6"]
+
+
+def test_an_error_is_raised_where_that_was_asked_for() -> None:
+    with pytest.raises(RuntimeError, match="the rule's own error"):
+        train(nn.Sequential(Stubborn(5, 3).double()), batches(1), on_error="raise")
+
+
+def bad_arguments() -> Iterator[tuple[str, Callable[[], object], type[Exception], str]]:
+    model = CASES["mlp"].model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    yield "interval", lambda: Monitor(model, sgd, every_n_steps=0), ValueError, "every_n_steps=….*got 0.*at least 1"
+    yield "rows", lambda: Monitor(model, sgd, max_rows=0), ValueError, "max_rows=….*got 0"
+    yield "keep", lambda: Monitor(model, sgd, keep=-1), ValueError, "keep=….*got -1"
+    yield "on_error", lambda: Monitor(model, sgd, on_error="pass"), ValueError, "'pass'.*'warn' or 'raise'"
+    yield "pattern", lambda: Monitor(model, sgd, layers=["encoder.*"]), ValueError, "encoder.*matches no module.*'0', '2', '4'"
+    yield "string", lambda: Monitor(model, sgd, layers="0"), TypeError, r"expected a list: \['0'\]"
+    yield "no-parameters", lambda: Monitor(nn.ReLU(), sgd), ValueError, "ReLU without trainable parameters"
+    yield "no-module", lambda: Monitor(len, sgd), TypeError, "expected a torch.nn.Module"
+    yield "foreign", lambda: Monitor(model, other), ValueError, "SGD that holds none"
+    yield "no-optimizer", lambda: Monitor(model, model), TypeError, "expected a torch.optim.Optimizer or None"
+    yield "sink", lambda: Monitor(model, sgd, sinks=[print]), TypeError, r"write\(report\) and close\(\)"
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in bad_arguments()])
+def test_bad_arguments_say_what_is_expected(name: str) -> None:
+    call, error, message = {n: rest for n, *rest in bad_arguments()}[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_monitor_is_used_once() -> None:
+    model = CASES["mlp"].model()
+    monitor = Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(AdivError, match="expected an attached one with optimizer=None"):
+        monitor.end_step()
+    monitor.attach()
+    with pytest.raises(AdivError, match="attached, expected a new one"):
+        monitor.attach()
+    monitor.close()
+    monitor.close()
+    with pytest.raises(AdivError, match="closed, expected a new one; make another Monitor"):
+        monitor.attach()
+
+
+def test_patterns_and_predicates_choose_layers() -> None:
+    for choice in (["[24]"], lambda path, module: path in ("2", "4")):
+        report = train(CASES["mlp"].model(), batches(1), layers=choice)[0]
+        assert report.layers.keys() == {"2", "4"}
+
+
+def test_only_every_nth_step_is_measured_and_nothing_is_attached_in_between() -> None:
+    model = CASES["mlp"].model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=3, keep=2) as monitor:
+        for step in range(8):
+            hooked = any(m._forward_hooks for m in model.modules())
+            assert hooked == (step % 3 == 0)
+            loss_of(model, batches(1)[0]).backward()
+            optimizer.step()
+        saved = monitor.state_dict()
+    assert [r.step for r in monitor.reports] == [3, 6]
+    resumed = Monitor(model, optimizer, every_n_steps=3)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(saved)))
+    with resumed:
+        loss_of(model, batches(1)[0]).backward()
+        optimizer.step()
+    assert [r.step for r in resumed.reports] == [8]
+
+
+def test_copies_of_an_armed_model_are_free_of_hooks() -> None:
+    """Averaged models are deep copies, checkpoints may be pickles: neither must take the monitor."""
+    model = CASES["mlp"].model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        copied = copy.deepcopy(model)
+        stream = io.BytesIO()
+        torch.save(model, stream)
+        stream.seek(0)
+        loaded = torch.load(stream, weights_only=False)
+        for twin in (copied, loaded):
+            loss_of(twin, batches(1)[0]).backward()
+        loss_of(model, batches(1)[0]).backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert monitor.latest.layers["0"].rows_total == 3
+
+
+def test_memory_does_not_grow_and_nothing_stays_alive() -> None:
+    model = CASES["mlp"].model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    activations: list[weakref.ref[Tensor]] = []
+    model[0].register_forward_hook(lambda m, a, out: activations.append(weakref.ref(out)))
+    steps = batches(1)
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+    with Monitor(model, optimizer, every_n_steps=1, keep=2, on_error="raise") as monitor:
+        counts = []
+        for step in range(500):
+            optimizer.zero_grad()
+            loss_of(model, steps[0]).backward()
+            optimizer.step()
+            if step in (10, 250, 499):
+                counts.append(tensors())
+        assert counts[0] == counts[1] == counts[2]
+    gc.collect()
+    assert len(activations) == 500
+    assert not any(ref() is not None for ref in activations)
+    assert len(monitor.reports) == 2
+
+
+def test_hooks_in_a_graph_that_outlives_the_monitor_are_silent() -> None:
+    model = CASES["mlp"].model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        loss = loss_of(model, batches(1)[0])
+    loss.backward()
+    optimizer.step()
+    assert monitor.latest is None
+    assert no_hooks(model, optimizer)
