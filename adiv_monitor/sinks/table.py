@@ -23,6 +23,8 @@ TABLE_MEASURES: tuple[str, ...] = (
     "harmed_fraction",
 )
 
+_ENDLESS = 10_000  # characters
+
 
 class TableSink:
     """Prints every report as a table: a row per layer, a column per measure.
@@ -71,17 +73,18 @@ def _console(file: IO[str] | None) -> "Console":
         ) from error
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
-        console.width = 10_000  # a file is as wide as its lines
+        console.width = _ENDLESS  # a file is as wide as its lines
     return console
 
 
 def _tables(report: StepReport, measures: tuple[str, ...], console: "Console") -> Iterator["Table"]:
     """One table where it fits the console, else the measures in as few as do."""
     worst = _worst(report)
+    unbounded = console.options.update(width=_ENDLESS)
     while measures:
         count = len(measures)
         table = _table(report, measures, worst)
-        while count > 1 and console.measure(table).maximum > console.width:
+        while count > 1 and console.measure(table, options=unbounded).maximum > console.width:
             count -= 1
             table = _table(report, measures[:count], worst)
         yield table
