@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from adiv_monitor.ceiling import Ceiling
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, exact, stratified
+from adiv_monitor.measures import norm, row_dots
 from adiv_monitor.selection import Layer
 from adiv_monitor.updates import flat_in_memory
 
@@ -34,6 +35,7 @@ class Hook:
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what it was made of."""
         return self.function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
@@ -194,8 +196,10 @@ class Capture:
         for parameter, users in sharing.items():
             before = Hook(partial(self._guarded, users[0], self._on_accumulate, parameter, users))
             after = Hook(partial(self._guarded, users[0], self._on_accumulated))
-            self._handles.append(parameter.register_hook(before))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(after))
+            handle = parameter.register_hook(before)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+            handle = parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -234,7 +238,9 @@ class Capture:
         self, layer: Layer, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
         if module is not layer.module:
-            raise TypeError("the module was replicated (nn.DataParallel): use one process per device")
+            raise TypeError(
+                "the module was replicated (nn.DataParallel): use one process per device"
+            )
         if not isinstance(output, Tensor):
             raise TypeError(f"its forward gave a {type(output).__name__}, expected a tensor")
         if not output.requires_grad:
@@ -249,13 +255,16 @@ class Capture:
             z_rows = rows.take(z)
             if layer.path in self._unchecked and len(z_rows):
                 rows_of_layer.linear = reproduces(layer, features, z_rows)
-            z_squared = torch.linalg.vecdot(z_rows, z_rows)
+            z_squared = row_dots(z_rows, z_rows)
             call = Call(rows, _trained(layer, features), z_squared, counted)
             if self._attainable:
                 every = Rows(rows.shape)
-                call.every_row = _trained(layer, layer.rule.function(module, every, *args, **kwargs))
+                call.every_row = _trained(
+                    layer, layer.rule.function(module, every, *args, **kwargs)
+                )
         rows_of_layer.calls.append(call)
-        output.register_hook(partial(self._guarded, layer, partial(self._on_gradient, layer, call)))
+        arrive = partial(self._guarded, layer, partial(self._on_gradient, layer, call))
+        output.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, layer: Layer, call: Call, gradient: Tensor) -> None:
         gradient = layer.rule.layout(layer.module, gradient)
@@ -283,12 +292,14 @@ class Capture:
 
 def reproduces(layer: Layer, features: Features, z: Tensor) -> Tensor:
     """‖Θφ − z‖ / ‖z‖ on the rows: 0 up to rounding if the rule describes this layer."""
-    weight = getattr(layer.module, layer.rule.weight)
+    weight = getattr(layer.module, layer.rule.weight, None)
     bias = getattr(layer.module, layer.rule.bias, None)
-    predicted = 0 if weight is None else features.by_weight(weight)
-    if bias is not None and (shift := features.by_bias(bias)) is not None:
-        predicted = predicted + shift
-    return torch.linalg.vector_norm(predicted - z) / torch.linalg.vector_norm(z)
+    rest = z
+    if weight is not None and (part := features.by_weight(weight)) is not None:
+        rest = rest - part
+    if bias is not None and (part := features.by_bias(bias)) is not None:
+        rest = rest - part
+    return norm(rest) / norm(z)
 
 
 def _trained(layer: Layer, features: Features) -> Features:
@@ -298,4 +309,4 @@ def _trained(layer: Layer, features: Features) -> Features:
 def _sampled_norm(tensor: Tensor) -> Tensor:
     flat = flat_in_memory(tensor)
     stride = max(1, flat.numel() // _NORM_ENTRIES)
-    return torch.linalg.vector_norm(exact(flat[::stride]))
+    return norm(exact(flat[::stride]))

@@ -1,4 +1,4 @@
-"""Sums over all rows of a step that the ceiling needs: ΦᵀΦ and ΦᵀG, or the rows while they are few."""
+"""What the ceiling needs of all rows of a step: ΦᵀΦ and ΦᵀG, or the rows while they are few."""
 
 import torch
 from torch import Tensor

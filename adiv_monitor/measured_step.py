@@ -6,6 +6,7 @@ Everything stays on the device as 0-dimensional tensors until `readings`, which 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,8 +133,8 @@ class MeasuredStep:
         notes = []
         if self._capture.dropped():
             notes.append(
-                "Gradients were zeroed before a step was taken (a step that an AMP scaler skipped?): "
-                "their rows are not in this report."
+                "Gradients were zeroed before a step was taken (a step that an AMP scaler "
+                "skipped?): their rows are not in this report."
             )
         infinite = [p for p, v in fetched.items() if not math.isfinite(v["gradient_norm"][0])]
         if infinite:
@@ -178,12 +179,13 @@ class MeasuredStep:
         features = reached[0].features.joined([call.features for call in reached[1:]])
         scale = features.scale()
         G = _joined([call.gradient for call in reached if call.gradient is not None])
-        G = G.reshape(*scale.shape, G.shape[1] // scale.shape[1])
+        G = G.reshape(len(G), features.groups, G.shape[1] // features.groups)
         values: dict[str, Tensor] = {}
         factor = self._capture.gradient_factor(layer)
-        if factor is not None or isinstance(gradient_scale, Tensor):
+        if isinstance(gradient_scale, Tensor):
             factor = (1.0 if factor is None else factor) / gradient_scale
-            values["gradient_factor"] = torch.as_tensor(factor)
+        if factor is not None:
+            values["gradient_factor"] = factor
             G *= factor
         if rows.linear is not None:
             values["rule_error"] = rows.linear
@@ -204,15 +206,18 @@ class MeasuredStep:
             e = e / gradient_scale
         values |= {
             "gradient_cosine": measures.gradient_cosine(e, G),
-            "diagonal_cosine": measures.diagonal_cosine(scale, G),
-            "interference_ratio": measures.interference_ratio(e, scale, G),
-            "scale_mean": measures.scale_mean(scale),
-            "scale_cv": measures.scale_cv(scale),
-            "scale_max": measures.scale_max(scale),
-            "scale_levels": measures.quantiles(scale, _LEVELS),
             "rows_without_gradient": measures.rows_without_gradient(G),
-            "gradient_norm": torch.linalg.vector_norm(G),
+            "gradient_norm": measures.norm(G),
         }
+        if scale is not None:
+            values |= {
+                "diagonal_cosine": measures.diagonal_cosine(scale, G),
+                "interference_ratio": measures.interference_ratio(e, scale, G),
+                "scale_mean": measures.scale_mean(scale),
+                "scale_cv": measures.scale_cv(scale),
+                "scale_max": measures.scale_max(scale),
+                "scale_levels": measures.quantiles(scale, _LEVELS),
+            }
         if rows.ceiling is not None:
             values["attainable_cosine"] = rows.ceiling.cosine()
         rows.calls.clear()
@@ -318,14 +323,14 @@ def fetch(values: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, list[floa
 
 
 def _reading(measured: _Measured, fetched: dict[str, list[float]]) -> LayerReading:
-    scale_levels = fetched.pop("scale_levels")
-    cosine_levels = fetched.pop("row_cosine_levels", None)
-    values = {name: value[0] for name, value in fetched.items()}
     n = len(QUANTILE_LEVELS)
-    named = dict(zip(("scale_p05", "scale_p50", "scale_p95"), scale_levels[n:], strict=True))
-    if cosine_levels is not None:
-        names = ("row_cosine_p05", "row_cosine_p50", "row_cosine_p95")
-        named |= dict(zip(names, cosine_levels[n:], strict=True))
+    distributions: dict[str, Any] = {}
+    named: dict[str, Any] = {}
+    for name in ("scale", "row_cosine"):
+        levels = fetched.pop(f"{name}_levels", [])
+        distributions[f"{name}_quantiles"] = tuple(levels[:n])
+        named |= dict(zip((f"{name}_p05", f"{name}_p50", f"{name}_p95"), levels[n:], strict=False))
+    values = {name: value[0] for name, value in fetched.items()}
     if values.get("weights_changed") == 0.0 and "projection_cosine" not in values:  # a = u
         named["projection_cosine"] = 1.0 if values["update_norm"] > 0 else math.nan
         if "parameter_cosine" in values:
@@ -336,7 +341,6 @@ def _reading(measured: _Measured, fetched: dict[str, list[float]]) -> LayerReadi
         rows_total=measured.rows_total,
         rows_without_gradient=int(values["rows_without_gradient"]),
         gradient_factor=values.get("gradient_factor", 1.0),
-        scale_quantiles=tuple(scale_levels[:n]),
-        row_cosine_quantiles=tuple((cosine_levels or [])[:n]),
-        **{k: v for k, v in {**values, **named}.items() if k in MEASURES},
+        **distributions,
+        **{name: value for name, value in (values | named).items() if name in MEASURES},
     )

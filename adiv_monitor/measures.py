@@ -5,9 +5,9 @@ a token, a patch), the output z_r = Θ φ_r with features φ_r. Gradient descent
 z_r by −η g_r, g_r = ∂L/∂z_r (*ideal*), but really moves it by −η Σ_k M_rk g_k, M = ΦΦᵀ (paper,
 eqns 46 and 54). The functions below compare the two. They know nothing of modules or hooks.
 
-Everything is laid out as (rows, groups, n_out): a grouped layer is a set of independent layers, each
-with its own Φ, so that D, the diagonal of M, is one number per row and group. A plain layer is one
-group; an elementwise gain has one group per feature, each with one output.
+Everything is laid out as (rows, groups, n_out): a grouped layer is a set of independent layers,
+each with its own Φ, so that D, the diagonal of M, is one number per row and group. A plain layer is
+one group; an elementwise gain has one group per feature, each with one output.
 
     G      ∂L/∂z on the rows, in the units of the gradient that the optimizer saw
     e      = M G = Φ (∂L/∂Θ)ᵀ: what a plain gradient step would do, per unit of learning rate
@@ -19,6 +19,7 @@ A vector of length zero has no direction: its cosine is NaN. Tensors are float32
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -50,6 +51,17 @@ def dot_of_parts(a: Sequence[Vector], b: Sequence[Vector]) -> Scalar:
     return dots[0] if len(dots) == 1 else torch.stack(dots).sum()
 
 
+def norm(a: Float[Tensor, "..."]) -> Scalar:
+    """‖vec a‖."""
+    return norm_of_parts([a.reshape(-1)])
+
+
+def row_dots(a: Float[Tensor, "*rows n"], b: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
+    """a_r·b_r of every row."""
+    dots: Tensor = torch.linalg.vecdot(a, b)
+    return dots
+
+
 def norm_of_parts(a: Sequence[Vector]) -> Scalar:
     """‖a‖ of a vector in parts."""
     return dot_of_parts(a, a).sqrt()
@@ -64,7 +76,7 @@ def update_cosine(d: Blocks, G: Blocks) -> Scalar:
 
 
 def gradient_cosine(e: Blocks, G: Blocks) -> Scalar:
-    """cos(e, G), in [0, 1]: `update_cosine` of a plain gradient step; the rest is the optimizer's."""
+    """cos(e, G), in [−1, 1]: `update_cosine` of a plain gradient step."""
     return cosine(e, G)
 
 
@@ -76,8 +88,7 @@ def diagonal_cosine(scale: Scale, G: Blocks) -> Scalar:
 def row_cosine(d: Blocks, G: Blocks) -> Rows:
     """cos(d_r, g_r) of every row, in [−1, 1]; NaN where g_r or d_r is zero."""
     d, G = d.flatten(1), G.flatten(1)
-    norms = torch.linalg.vector_norm(d, dim=1), torch.linalg.vector_norm(G, dim=1)
-    return torch.linalg.vecdot(d, G) / norms[0] / norms[1]
+    return row_dots(d, G) / row_dots(d, d).sqrt() / row_dots(G, G).sqrt()
 
 
 def rows_without_gradient(G: Blocks) -> Scalar:
@@ -115,9 +126,9 @@ def scale_max(scale: Scale) -> Scalar:
 
 
 def interference_ratio(e: Blocks, scale: Scale, G: Blocks) -> Scalar:
-    """‖e − D G‖ / ‖D G‖, ≥ 0: what the other rows of the batch do, against the row itself (eqn 49)."""
+    """‖e − D G‖ / ‖D G‖, ≥ 0: what the other rows do to a row, against what it does (eqn 49)."""
     own = scale[..., None] * G
-    return torch.linalg.vector_norm(e - own) / torch.linalg.vector_norm(own)
+    return norm(e - own) / norm(own)
 
 
 def bias_share(by_weight: Blocks, by_bias: Blocks) -> Scalar:
@@ -127,8 +138,8 @@ def bias_share(by_weight: Blocks, by_bias: Blocks) -> Scalar:
         by_weight: A = Φ_W ΔΘ_Wᵀ.
         by_bias: B = φ_b ⊗ ΔΘ_b.
     """
-    b = torch.linalg.vector_norm(by_bias)
-    return b / (torch.linalg.vector_norm(by_weight) + b)
+    b = norm(by_bias)
+    return b / (norm(by_weight) + b)
 
 
 def effective_lr(d: Blocks, G: Blocks) -> Scalar:
@@ -148,7 +159,7 @@ def update_ratio(d: Blocks, z_squared: Rows) -> Scalar:
         d: −Δz.
         z_squared: ‖z_r‖² of every row, before the step.
     """
-    return torch.linalg.vector_norm(d) / z_squared.sum().sqrt()
+    return norm(d) / z_squared.sum().sqrt()
 
 
 def descent(d: Blocks, G: Blocks) -> Scalar:
@@ -167,29 +178,34 @@ def attainable_cosine(
 ) -> Scalar:
     """‖P_Φ G‖ / ‖G‖, in [0, 1]: the best cosine with G that any ΔΘ can reach.
 
-    P_Φ projects on the columns of Φ. From the normal equations, ‖P_Φ G‖² = tr(Cᵀ S⁺ C) with
-    S = ΦᵀΦ and C = ΦᵀG; from the rows, with S = ΦΦᵀ = VΛVᵀ, P_Φ = VVᵀ, which is the same
-    expression with C = S^½ G (`row_normal_equations`). Directions whose eigenvalue lies below
-    n·ε·λ_max are the null space.
+    P_Φ projects on the columns of Φ: ‖P_Φ G‖² = tr(Cᵀ S⁻¹ C), S = ΦᵀΦ and C = ΦᵀG, on the space
+    where S is not zero up to rounding.
+
+    Args:
+        gram: S, over all rows.
+        cross: C, over all rows.
+        G_norm: ‖G‖ over all rows.
     """
-    values, vectors = torch.linalg.eigh(gram)
-    floor = gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:]
-    kept = values > floor
-    coordinates = vectors.mT @ cross
-    squares = coordinates.square() / torch.where(kept, values, 1)[..., None]
-    return (squares * kept[..., None]).sum().sqrt() / G_norm
+    values, vectors, kept = _spectrum(gram)
+    squares = (vectors.mT @ cross).square() / torch.where(kept, values, 1)[..., None]
+    attained: Tensor = (squares * kept[..., None]).sum().sqrt()
+    return attained / G_norm
 
 
-def attainable_cosine_of_rows(
-    phi: Float[Tensor, "rows groups n_feat"], G: Blocks
-) -> Scalar:
-    """`attainable_cosine` from Φ and G themselves, through ΦΦᵀ: cheaper when rows < n_feat."""
+def attainable_cosine_of_rows(phi: Float[Tensor, "rows groups n_feat"], G: Blocks) -> Scalar:
+    """`attainable_cosine` from Φ and G themselves, cheaper when rows < n_feat.
+
+    Eigenvectors of ΦΦᵀ (rows × rows) with an eigenvalue span the columns of Φ.
+    """
     phi, blocks = phi.transpose(0, 1), G.transpose(0, 1)
-    gram = phi @ phi.mT
+    _, vectors, kept = _spectrum(phi @ phi.mT)
+    return norm((vectors.mT @ blocks) * kept[..., None]) / norm(G)
+
+
+def _spectrum(gram: Float[Tensor, "groups n n"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues, eigenvectors, and which eigenvalues are not zero: above n·ε·λ_max."""
     values, vectors = torch.linalg.eigh(gram)
-    kept = values > gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:]
-    coordinates = (vectors.mT @ blocks) * kept[..., None]
-    return torch.linalg.vector_norm(coordinates) / torch.linalg.vector_norm(G)
+    return values, vectors, values > gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:]
 
 
 # --- the parameter step: vectors in parts, one part per parameter of the layer -----------------
@@ -228,7 +244,13 @@ def quantiles(values: Float[Tensor, "..."], levels: Sequence[float]) -> Float[Te
         return flat.new_full((len(levels),), torch.nan)
     flat = flat[:: -(-flat.numel() // _MAX_SORTED)].sort().values  # NaN sorts last
     last = (~flat.isnan()).sum() - 1
-    at = torch.tensor(levels, dtype=torch.float64, device=flat.device) * last.clamp(min=0)
+    at = _on_device(tuple(levels), flat.device) * last.clamp(min=0)
     low = at.floor().long()
     high = torch.minimum(low + 1, last.clamp(min=0))
     return torch.lerp(flat[low], flat[high], (at - low).to(flat.dtype))
+
+
+@lru_cache
+def _on_device(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    """Made once: a copy from the host would wait for the device each time."""
+    return torch.tensor(levels, dtype=torch.float64, device=device)

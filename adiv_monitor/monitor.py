@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from adiv_monitor.arguments import check_arguments, check_choice, held_parameters
 from adiv_monitor.capture import Capture, Hook
+from adiv_monitor.eager import forced_eager
 from adiv_monitor.errors import AdivError
 from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.report import StepReport
@@ -25,11 +27,13 @@ from adiv_monitor.updates import Watch
 class Monitor:
     """Measures, every so many steps, what the step did to each layer's activations.
 
-    Between measured steps there is nothing on the model, and one comparison before and after each optimizer step.
-    The monitored run is bit-identical to the unmonitored one. The first step is always measured;
-    steps are optimizer steps, counted from 0. The report of a step is complete, and goes to the
-    sinks, when the next forward pass begins (until then code may still change the weights) or when
-    the monitor is closed; for compiled models, when the next step begins.
+    Between measured steps there is nothing on the model, and a comparison before and after each
+    optimizer step. The monitored run is bit-identical to the unmonitored one. The first step is
+    always measured; steps are optimizer steps, counted from 0.
+
+    The report of a step is complete, and goes to the sinks, when the next forward pass begins
+    (until then code may still change the weights), for compiled models when the next optimizer step
+    begins, and at the latest when the monitor is closed.
 
     Args:
         model: the model that is trained.
@@ -74,7 +78,7 @@ class Monitor:
         on_error: Literal["warn", "raise"] = "warn",
         seed: int = 0,
     ) -> None:
-        _check_arguments(model, optimizer, every_n_steps, layers, max_rows, sinks, keep, on_error)
+        check_arguments(model, optimizer, every_n_steps, layers, max_rows, sinks, keep, on_error)
         self._model = model
         self._optimizer = optimizer
         self._every_n_steps = every_n_steps
@@ -84,7 +88,7 @@ class Monitor:
         self._sinks = tuple(sinks)
         self._on_error = on_error
         self._generator = torch.Generator().manual_seed(seed)
-        self._held = _held_parameters(model, optimizer)
+        self._held = held_parameters(model, optimizer)
         self._watch = Watch()
         self._checked: set[str] = set()  # layers whose rule was seen to hold
         self._switched_off: dict[str, str] = {}
@@ -96,7 +100,7 @@ class Monitor:
         self._pending: _Pending | None = None
         self.step = 0
         self.reports: deque[StepReport] = deque(maxlen=keep)
-        _check_choice(self._select(), model, layers)
+        check_choice(self._select(), model, layers)
 
     @property
     def latest(self) -> StepReport | None:
@@ -151,7 +155,7 @@ class Monitor:
         """Without an optimizer: the gradients are complete; call it once per step.
 
         Raises:
-            AdivError: there is an optimizer, whose steps are counted, or the monitor isn't attached.
+            AdivError: there is an optimizer, whose steps count, or the monitor isn't attached.
         """
         if self._optimizer is not None or self._state != "attached":
             raise AdivError(
@@ -190,8 +194,7 @@ class Monitor:
         )
         step = MeasuredStep(capture, selection.layers, self._watch, self._switch_off)
         self._armed = _Armed(capture, step, selection)
-        # Hooks of inner modules fire only outside compiled code; nothing is recompiled afterwards.
-        self._armed.cleanup.enter_context(torch.compiler.set_stance("force_eager"))
+        self._armed.cleanup.enter_context(forced_eager())
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -390,67 +393,4 @@ def _compiled(model: nn.Module) -> bool:
     return any(
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         for module in model.modules()
-    )
-
-
-def _held_parameters(model: nn.Module, optimizer: Optimizer | None) -> set[int] | None:
-    if optimizer is None:
-        return None
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(p) in held for p in trainable(model)):
-        raise ValueError(
-            f"Monitor: got a {type(optimizer).__name__} that holds none of the trainable "
-            f"parameters of {type(model).__name__}, expected the optimizer that trains this model"
-        )
-    return held
-
-
-def _check_arguments(
-    model: object,
-    optimizer: object,
-    every_n_steps: int,
-    layers: object,
-    max_rows: int | None,
-    sinks: Sequence[object],
-    keep: int,
-    on_error: str,
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Monitor(model=…): got {type(model).__name__}, expected a torch.nn.Module")
-    if not trainable(model):
-        raise ValueError(
-            f"Monitor(model=…): got a {type(model).__name__} without trainable parameters, expected "
-            "at least one; there is nothing to measure"
-        )
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"Monitor(optimizer=…): got {type(optimizer).__name__}, expected a "
-            "torch.optim.Optimizer or None (then call end_step() after each backward pass)"
-        )
-    for name, value in (("every_n_steps", every_n_steps), ("max_rows", max_rows), ("keep", keep)):
-        if value is None and name == "max_rows":
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"Monitor({name}=…): got {value!r}, expected an integer of at least 1")
-    if isinstance(layers, str):
-        raise TypeError(f"Monitor(layers=…): got the string {layers!r}, expected a list: [{layers!r}]")
-    if on_error not in ("warn", "raise"):
-        raise ValueError(f"Monitor(on_error=…): got {on_error!r}, expected 'warn' or 'raise'")
-    for sink in sinks:
-        if not isinstance(sink, Sink):
-            raise TypeError(
-                f"Monitor(sinks=…): got a {type(sink).__name__}, expected objects with the methods "
-                "write(report) and close()"
-            )
-
-
-def _check_choice(selection: Selection, model: nn.Module, choice: LayerChoice) -> None:
-    if selection.layers or selection.unsupported:
-        return
-    everything = select(model, None, None)
-    paths = [*(layer.path for layer in everything.layers), *everything.unsupported]
-    shown = ", ".join(map(repr, paths[:8])) + (", …" if len(paths) > 8 else "")
-    raise ValueError(
-        f"Monitor(layers=…): got {choice!r}, which matches no module that has trainable "
-        f"parameters, expected patterns or a predicate that match some of: {shown}"
     )

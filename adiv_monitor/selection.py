@@ -113,7 +113,7 @@ def _layer(
     return Layer(path, module, rule, trained.get(rule.weight), trained.get(rule.bias))
 
 
-def _unusable(parameter: nn.Parameter) -> str | None:
+def _unusable(parameter: Tensor) -> str | None:
     if is_lazy(parameter):
         return "has no shape yet: the layer is lazy and has not run"
     if type(parameter.data) is not Tensor:

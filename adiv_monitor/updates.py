@@ -1,4 +1,4 @@
-"""The three vectors of a layer's parameter step: gradient γ, the optimizer's update u, the applied a.
+"""The three vectors of a layer's parameter step: gradient γ, optimizer's update u, applied a.
 
 Keeping all of them until the next forward pass takes three copies of the parameters. That is only
 needed where something changes the weights after the step; elsewhere a = u, which a checksum of the
@@ -134,8 +134,7 @@ def aligned(parts: list[Tensor]) -> list[Tensor]:
 
 
 def checksum(parameter: Tensor) -> Tensor:
-    """Sum of the parameter's bits, read as integers (with wrap-around): tells any change apart
-    but those whose bits cancel."""
+    """Sum of the parameter's bits read as integers: tells any change but those that cancel."""
     flat = flat_in_memory(parameter.detach())
     size = flat.element_size()
     if size < 8 and flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:

@@ -192,7 +192,7 @@ def _cos(a: Tensor, b: Tensor) -> float:
 
 
 def attainable_cosine(truth: LayerTruth) -> float:
-    """The ceiling over all rows: project G on the columns of the Jacobian ∂z/∂Θ, by least squares."""
+    """The ceiling over all rows: G projected on the columns of the Jacobian ∂z/∂Θ."""
     module = copy.deepcopy(truth.module)
     parameters = {name: p.detach() for name, p in module._parameters.items() if p is not None}
 

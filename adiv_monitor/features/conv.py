@@ -14,22 +14,20 @@ from adiv_monitor.features.rows import Rows, exact
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
-def _spatial_last(module: Conv, tensor: Tensor) -> Tensor:
+def spatial_last(module: Conv, tensor: Tensor) -> Tensor:
     """The layout of (batch, channels, *spatial) and of (channels, *spatial)."""
     return tensor.movedim(-1 - len(module.kernel_size), -1)
 
 
-@register_features(nn.Conv1d, nn.Conv2d, nn.Conv3d, kind="convolution", layout=_spatial_last)
+@register_features(nn.Conv1d, nn.Conv2d, nn.Conv3d, kind="convolution", layout=spatial_last)
 def convolution(module: Conv, rows: Rows, input: Tensor) -> DenseFeatures:
-    """z = W patch + b at every output position; weights are shared by all positions."""
-    phi = patches(module, rows, input).reshape(
-        -1, module.groups, module.in_channels // module.groups * _volume(module)
-    )
-    return DenseFeatures(phi, None if module.bias is None else phi.new_ones(phi.shape[0]))
+    """Z = W patch + b at every output position; weights are shared by all positions."""
+    phi = patches(module, rows, input)
+    return DenseFeatures(phi, None if module.bias is None else phi.new_ones(len(phi), 1))
 
 
 def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
-    """The receptive fields of the chosen rows, (rows, in_channels, *kernel_size)."""
+    """The receptive fields of the chosen rows, (rows, groups, channels of a group × kernel)."""
     dims = len(module.kernel_size)
     if input.dim() == dims + 1:  # no batch dimension
         input = input[None]
@@ -52,7 +50,7 @@ def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
     gathered = exact(_memory(input).index_select(0, offset.view(-1))).view(offset.shape)
     if inside is not None:
         gathered *= inside.flatten(1)[:, None].to(gathered.dtype)
-    return gathered.unflatten(2, module.kernel_size)
+    return gathered.reshape(len(sample), module.groups, weights_per_output(module))
 
 
 def _memory(tensor: Tensor) -> Tensor:
@@ -74,8 +72,9 @@ def _left_padding(module: Conv, d: int) -> int:
     return int(module._reversed_padding_repeated_twice[2 * (len(module.kernel_size) - 1 - d)])
 
 
-def _volume(module: Conv) -> int:
-    return torch.Size(module.kernel_size).numel()
+def weights_per_output(module: Conv) -> int:
+    """How many weights act on a patch: channels of a group × kernel volume."""
+    return module.in_channels // module.groups * torch.Size(module.kernel_size).numel()
 
 
 def _read_from(position: Tensor, size: int, padding_mode: str) -> tuple[Tensor, Tensor | None]:

@@ -15,7 +15,7 @@ from adiv_monitor.features.rows import Rows, exact
 
 
 def _gain(normalised: Tensor, bias: Tensor | None) -> DenseFeatures:
-    ones = None if bias is None else normalised.new_ones(normalised.shape[0])
+    ones = None if bias is None else normalised.new_ones(len(normalised), 1)
     return DenseFeatures(normalised[..., None], ones)
 
 

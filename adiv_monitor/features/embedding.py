@@ -18,7 +18,7 @@ def _refuse(module: nn.Embedding) -> str | None:
 
 @register_features(nn.Embedding, kind="embedding", refuse=_refuse)
 def embedding(module: nn.Embedding, rows: Rows, input: Tensor) -> OneHotFeatures:
-    """z = W[token]: one row per token; the padding token is not trained."""
+    """Z = W[token]: one row per token; the padding token is not trained."""
     token = input.reshape(-1)
     if rows.index is not None:
         token = token[rows.index]

@@ -1,19 +1,26 @@
 """The features φ of a layer's rows: what makes its output linear in its parameters."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from adiv_monitor.measures import row_dots
+
 
 class Features(Protocol):
     """φ of some rows; Θ = [W | b], z = Θφ."""
 
-    def scale(self) -> Float[Tensor, "rows groups"]:
-        """‖φ_r‖² of every row and group: the diagonal of M = ΦΦᵀ."""
+    @property
+    def groups(self) -> int:
+        """How many independent layers this is."""
+        ...
+
+    def scale(self) -> Float[Tensor, "rows groups"] | None:
+        """‖φ_r‖² of every row and group: the diagonal of M = ΦΦᵀ; None where there is none."""
         ...
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"] | None:
@@ -45,20 +52,41 @@ class DenseFeatures:
         phi: (rows, groups, n_feat), the features that the weight multiplies. The weight is read as
             (groups, n_out, n_feat), which is how torch lays out linear, grouped convolution and
             gain weights.
-        bias: (rows,), the feature φ_b that the bias multiplies (1, or 1/s); None without a bias.
+        bias: (rows, groups) or (rows, 1) for all groups, the feature φ_b that the bias multiplies
+            (1, or 1/s); None without a bias.
         transposed: the weight is stored (n_feat, n_out) instead.
+        weight_gain: (rows, groups), what the layer's backward pass multiplies a row's part of the
+            weight's gradient by (gradient-only layers); None: nothing.
+        bias_gain: (rows, groups), the same for the bias.
+        mixes_rows: the layer's backward pass mixes the rows (gradient-only, batch), so that M has
+            no diagonal of single rows.
     """
 
     phi: Float[Tensor, "rows groups n_feat"] | None
-    bias: Float[Tensor, " rows"] | None = None
+    bias: Float[Tensor, "rows groups_or_1"] | None = None
     transposed: bool = False
+    weight_gain: Float[Tensor, "rows groups"] | None = None
+    bias_gain: Float[Tensor, "rows groups"] | None = None
+    mixes_rows: bool = False
 
-    def scale(self) -> Float[Tensor, "rows groups"]:
-        """‖φ_r‖², the bias's feature included."""
-        squares = [] if self.phi is None else [torch.linalg.vecdot(self.phi, self.phi)]
+    @property
+    def groups(self) -> int:
+        """How many independent layers this is."""
+        widest = self.bias if self.phi is None else self.phi
+        return 1 if widest is None else widest.shape[1]
+
+    def scale(self) -> Float[Tensor, "rows groups"] | None:
+        """‖φ_r‖², the bias's feature included; of gradient-only layers, with their gains."""
+        if self.mixes_rows:
+            return None
+        parts = []
+        if self.phi is not None:
+            squares = row_dots(self.phi, self.phi)
+            parts.append(squares if self.weight_gain is None else squares * self.weight_gain)
         if self.bias is not None:
-            squares.append(self.bias.square()[:, None])
-        return squares[0] + squares[1] if len(squares) == 2 else squares[0]
+            square = self.bias.square()
+            parts.append(square if self.bias_gain is None else square * self.bias_gain)
+        return parts[0] + parts[1] if len(parts) == 2 else parts[0]
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"] | None:
         """Φ_W Wᵀ, group by group."""
@@ -78,7 +106,8 @@ class DenseFeatures:
         """φ_b ⊗ b."""
         if self.bias is None:
             return None
-        return self.bias[:, None] * bias.reshape(1, -1).to(self.bias.dtype)
+        blocks = bias.reshape(self.bias.shape[1], -1).to(self.bias.dtype)
+        return (self.bias[..., None] * blocks).flatten(1)
 
     def restrict(self, *, weight: bool, bias: bool) -> "DenseFeatures":
         """The features of the trained parameters alone."""
@@ -86,29 +115,32 @@ class DenseFeatures:
 
     def pick(self, rows: Tensor) -> "DenseFeatures":
         """The features of some of the rows."""
-        return replace(
-            self,
-            phi=None if self.phi is None else self.phi[rows],
-            bias=None if self.bias is None else self.bias[rows],
-        )
+        return self._with({name: tensor[rows] for name, tensor in self._tensors().items()})
 
     def joined(self, others: Sequence[Features]) -> "DenseFeatures":
         """These rows and those of other calls of the same layer."""
         if not others:
             return self
         every = [self, *(other for other in others if isinstance(other, DenseFeatures))]
-        phi = [f.phi for f in every if f.phi is not None]
-        bias = [f.bias for f in every if f.bias is not None]
-        return replace(self, phi=torch.cat(phi) if phi else None, bias=torch.cat(bias) if bias else None)
+        parts = [features._tensors() for features in every]
+        return self._with({name: torch.cat([p[name] for p in parts]) for name in parts[0]})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: value for name, value in named if isinstance(value, Tensor)}
+
+    def _with(self, tensors: dict[str, Any]) -> "DenseFeatures":
+        return replace(self, **tensors)
 
     def columns(self) -> Float[Tensor, "rows groups n_columns"]:
         """Φ itself, with the bias's feature as its last column."""
-        if self.phi is None or self.bias is None:
-            lone = self.bias[:, None, None] if self.phi is None else self.phi
-            assert lone is not None
-            return lone
-        column = self.bias[:, None, None].expand(-1, self.phi.shape[1], 1)
-        return torch.cat([self.phi, column], dim=2)
+        if self.bias is None:
+            assert self.phi is not None
+            return self.phi
+        column = self.bias[..., None]
+        if self.phi is None:
+            return column
+        return torch.cat([self.phi, column.expand(-1, self.phi.shape[1], 1)], dim=2)
 
 
 @dataclass(frozen=True)
@@ -125,6 +157,11 @@ class OneHotFeatures:
     token: Int[Tensor, " rows"]
     trained: Float[Tensor, " rows"]
     vocabulary: int
+
+    @property
+    def groups(self) -> int:
+        """One table."""
+        return 1
 
     def scale(self) -> Float[Tensor, "rows 1"]:
         """1 for every token that is trained."""

@@ -9,6 +9,6 @@ from adiv_monitor.features.rows import Rows
 
 @register_features(nn.Linear, kind="linear")
 def linear(module: nn.Linear, rows: Rows, input: Tensor) -> DenseFeatures:
-    """z = W x + b: one row per sample or token."""
+    """Z = W x + b: one row per sample or token."""
     x = rows.take(input)
-    return DenseFeatures(x[:, None], None if module.bias is None else x.new_ones(x.shape[0]))
+    return DenseFeatures(x[:, None], None if module.bias is None else x.new_ones(len(x), 1))

@@ -16,6 +16,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def resnet() -> tuple[nn.Module, Tensor]:
 
 def mlp() -> tuple[nn.Module, Tensor]:
     widths = (3072, 512, 512, 512, 10)
-    layers = [m for a, b in zip(widths, widths[1:]) for m in (nn.Linear(a, b), nn.ReLU())]
+    layers = [m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers[:-1]), torch.randn(128, 3072)
 
 

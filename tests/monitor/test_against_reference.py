@@ -1,6 +1,7 @@
 """Every measure against a slow reference that really takes the step; float64, to 1e-9."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.report import MEASURES
 
 STEPS = 3
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture
@@ -53,14 +55,14 @@ def test_every_measure(
     batches = CASES[case].batches(STEPS * micro_batches)
     steps = [batches[i * micro_batches : (i + 1) * micro_batches] for i in range(STEPS)]
 
-    def backward(model: torch.nn.Module) -> None:
+    def backward(model: torch.nn.Module, step: list[Batch]) -> None:
         for batch in step:
             (loss_of(model, batch) / micro_batches).backward()
 
     twin_optimizer = OPTIMIZERS[optimizer](twin.parameters())
     truths = []
     for step in steps:
-        truths.append(reference.take_step(twin, twin_optimizer, backward))
+        truths.append(reference.take_step(twin, twin_optimizer, partial(backward, step=step)))
 
     own = OPTIMIZERS[optimizer](model.parameters())
     with Monitor(
@@ -68,7 +70,7 @@ def test_every_measure(
     ) as monitor:
         for step in steps:
             own.zero_grad()
-            backward(model)
+            backward(model, step)
             own.step()
 
     assert len(monitor.reports) == STEPS

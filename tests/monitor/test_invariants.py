@@ -12,7 +12,9 @@ from adiv_monitor import Monitor, StepReport
 EXACT = {"rel": 1e-10, "abs": 1e-12}
 
 
-def measured(model: nn.Module, batches: list, optimizer: torch.optim.Optimizer, **options) -> StepReport:
+def measured(
+    model: nn.Module, batches: list, optimizer: torch.optim.Optimizer, **options
+) -> StepReport:
     with Monitor(model, optimizer, on_error="raise", **options) as monitor:
         for batch in batches:
             loss_of(model, batch).backward()
@@ -24,7 +26,9 @@ def measured(model: nn.Module, batches: list, optimizer: torch.optim.Optimizer, 
 @pytest.mark.parametrize("max_rows", [None, 3])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_plain_sgd_does_what_the_gradient_says(case: str, micro_batches: int, max_rows: int | None) -> None:
+def test_plain_sgd_does_what_the_gradient_says(
+    case: str, micro_batches: int, max_rows: int | None
+) -> None:
     """Under SGD, d/η = M G: the two cosines agree, and the effective rate is η⟨e, G⟩/‖G‖²."""
     model = CASES[case].model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)

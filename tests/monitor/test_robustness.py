@@ -1,4 +1,4 @@
-"""Whatever goes wrong, training goes on as without the monitor, and the report says what happened."""
+"""Whatever goes wrong, training goes on as without the monitor; the report says what happened."""
 
 import copy
 import gc
@@ -31,10 +31,14 @@ def no_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
         for p in model.parameters()
         for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
     ]
-    on_optimizer = [] if optimizer is None else [
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-    ]
+    on_optimizer = (
+        []
+        if optimizer is None
+        else [
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+        ]
+    )
     return not any(on_modules + on_parameters + on_optimizer)
 
 
@@ -50,11 +54,13 @@ def train(
     monitor = Monitor(model, optimizer, every_n_steps=1, **options)
     if monitored:
         monitor.attach()
-    for batch in steps:
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        optimizer.step()
-    monitor.close()
+    try:
+        for batch in steps:
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+    finally:
+        monitor.close()
     assert no_hooks(model, optimizer)
     return list(monitor.reports)
 
@@ -132,13 +138,14 @@ class Raises(nn.Module):
 def test_the_users_own_exception_passes_and_leaves_no_hook() -> None:
     model = Raises()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="the user's own error"):
-        with Monitor(model, optimizer, on_error="raise"):
-            model.fail = True
-            model(batches(1)[0][0])
+    model.fail = True
+    with (
+        pytest.raises(ValueError, match="the user's own error"),
+        Monitor(model, optimizer, on_error="raise"),
+    ):
+        model(batches(1)[0][0])
     assert no_hooks(model, optimizer)
 
-    model.fail = True
     with Monitor(model, optimizer, on_error="raise") as monitor:
         with pytest.raises(ValueError, match="the user's own error"):
             model(batches(1)[0][0])
@@ -187,7 +194,7 @@ class Misdescribed(nn.Linear):
 
 @register_features(Misdescribed)
 def misdescribed(module: Misdescribed, rows: Rows, input: Tensor) -> DenseFeatures:
-    return DenseFeatures(rows.take(input)[:, None], rows.take(input).new_ones(rows.total))
+    return DenseFeatures(rows.take(input)[:, None], rows.take(input).new_ones(rows.total, 1))
 
 
 class Overriding(nn.Linear):
@@ -223,7 +230,10 @@ def test_layers_that_cannot_be_measured_are_listed_once_and_left_alone() -> None
 
     with pytest.warns(UserWarning) as warned:
         reports = both(Twice(), batches(3))
-    assert sorted(str(w.message)[:28] for w in warned) == ["adiv_monitor: layer 'net.1':", "adiv_monitor: layer 'net.2' "]
+    assert sorted(str(w.message)[:28] for w in warned) == [
+        "adiv_monitor: layer 'net.1':",
+        "adiv_monitor: layer 'net.2' ",
+    ]
     for report in reports:
         assert report.layers.keys() == {"net.0"}
         reasons = report.unsupported
@@ -244,17 +254,47 @@ def bad_arguments() -> Iterator[tuple[str, Callable[[], object], type[Exception]
     model = CASES["mlp"].model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    yield "interval", lambda: Monitor(model, sgd, every_n_steps=0), ValueError, "every_n_steps=….*got 0.*at least 1"
+    yield (
+        "interval",
+        lambda: Monitor(model, sgd, every_n_steps=0),
+        ValueError,
+        "every_n_steps=….*got 0.*at least 1",
+    )
     yield "rows", lambda: Monitor(model, sgd, max_rows=0), ValueError, "max_rows=….*got 0"
     yield "keep", lambda: Monitor(model, sgd, keep=-1), ValueError, "keep=….*got -1"
-    yield "on_error", lambda: Monitor(model, sgd, on_error="pass"), ValueError, "'pass'.*'warn' or 'raise'"
-    yield "pattern", lambda: Monitor(model, sgd, layers=["encoder.*"]), ValueError, "encoder.*matches no module.*'0', '2', '4'"
+    yield (
+        "on_error",
+        lambda: Monitor(model, sgd, on_error="pass"),
+        ValueError,
+        "'pass'.*'warn' or 'raise'",
+    )
+    yield (
+        "pattern",
+        lambda: Monitor(model, sgd, layers=["encoder.*"]),
+        ValueError,
+        "encoder.*matches no module.*'0', '2', '4'",
+    )
     yield "string", lambda: Monitor(model, sgd, layers="0"), TypeError, r"expected a list: \['0'\]"
-    yield "no-parameters", lambda: Monitor(nn.ReLU(), sgd), ValueError, "ReLU without trainable parameters"
+    yield (
+        "no-parameters",
+        lambda: Monitor(nn.ReLU(), sgd),
+        ValueError,
+        "ReLU without trainable parameters",
+    )
     yield "no-module", lambda: Monitor(len, sgd), TypeError, "expected a torch.nn.Module"
     yield "foreign", lambda: Monitor(model, other), ValueError, "SGD that holds none"
-    yield "no-optimizer", lambda: Monitor(model, model), TypeError, "expected a torch.optim.Optimizer or None"
-    yield "sink", lambda: Monitor(model, sgd, sinks=[print]), TypeError, r"write\(report\) and close\(\)"
+    yield (
+        "no-optimizer",
+        lambda: Monitor(model, model),
+        TypeError,
+        "expected a torch.optim.Optimizer or None",
+    )
+    yield (
+        "sink",
+        lambda: Monitor(model, sgd, sinks=[print]),
+        TypeError,
+        r"write\(report\) and close\(\)",
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in bad_arguments()])
@@ -304,7 +344,7 @@ def test_only_every_nth_step_is_measured_and_nothing_is_attached_in_between() ->
 
 
 def test_copies_of_an_armed_model_are_free_of_hooks() -> None:
-    """Averaged models are deep copies, checkpoints may be pickles: neither must take the monitor."""
+    """Averaged models are deep copies, checkpoints may be pickles: neither takes the monitor."""
     model = CASES["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Monitor(model, optimizer, on_error="raise") as monitor:

@@ -5,6 +5,7 @@ Every test compares with a plain run of the same step, or with the truth compute
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -172,7 +173,11 @@ def test_reused_and_tied_layers() -> None:
     outputs: dict[str, list[Tensor]] = {"again": [], "tied": []}
     hooks = [
         m.register_forward_hook(
-            lambda _, args, out, name=name: (inputs[name].append(args[0].detach()), out.retain_grad(), outputs[name].append(out))[0]
+            lambda _, args, out, name=name: (
+                inputs[name].append(args[0].detach()),
+                out.retain_grad(),
+                outputs[name].append(out),
+            )[0]
         )
         for name, m in model.named_children()
     ]
@@ -252,6 +257,28 @@ def test_compiled_models_are_measured_and_not_recompiled(in_place: bool) -> None
     expected = one_step(plain, lambda m: loss_of(m, batch).backward())
     same(monitor.reports[0], expected)
     assert all(report.layers.keys() == expected.layers.keys() for report in monitor.reports)
+
+
+def test_two_monitors_that_overlap_leave_compilation_as_it_was() -> None:
+    """Armed in one order and released in the same: neither may restore what the other had set."""
+    torch._dynamo.reset()
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    with ExitStack() as stack:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            stack.enter_context(Monitor(model, optimizer, on_error="raise"))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        torch.compile(models[0], backend=backend)(torch.ones(1, 3))
+    assert graphs == 1
 
 
 def test_frozen_unreached_and_foreign_parameters() -> None:

@@ -1,0 +1,81 @@
+"""What `Monitor` is given: checked at the boundary, with errors that say what is expected."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from adiv_monitor.selection import LayerChoice, Selection, select, trainable
+from adiv_monitor.sinks.sink import Sink
+
+
+def held_parameters(model: nn.Module, optimizer: Optimizer | None) -> set[int] | None:
+    """Ids of the parameters that the optimizer steps; None without an optimizer.
+
+    Raises:
+        ValueError: none of them is a trainable parameter of the model.
+    """
+    if optimizer is None:
+        return None
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in held for p in trainable(model)):
+        raise ValueError(
+            f"Monitor: got a {type(optimizer).__name__} that holds none of the trainable "
+            f"parameters of {type(model).__name__}, expected the optimizer that trains this model"
+        )
+    return held
+
+
+def check_arguments(
+    model: object,
+    optimizer: object,
+    every_n_steps: int,
+    layers: object,
+    max_rows: int | None,
+    sinks: Sequence[object],
+    keep: int,
+    on_error: str,
+) -> None:
+    """Raise TypeError or ValueError for what can't be worked with."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Monitor(model=…): got {type(model).__name__}, expected a torch.nn.Module")
+    if not trainable(model):
+        raise ValueError(
+            f"Monitor(model=…): got a {type(model).__name__} without trainable parameters, "
+            "expected at least one; there is nothing to measure"
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"Monitor(optimizer=…): got {type(optimizer).__name__}, expected a "
+            "torch.optim.Optimizer or None (then call end_step() after each backward pass)"
+        )
+    for name, value in (("every_n_steps", every_n_steps), ("max_rows", max_rows), ("keep", keep)):
+        if value is None and name == "max_rows":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"Monitor({name}=…): got {value!r}, expected an integer of at least 1")
+    if isinstance(layers, str):
+        raise TypeError(
+            f"Monitor(layers=…): got the string {layers!r}, expected a list: [{layers!r}]"
+        )
+    if on_error not in ("warn", "raise"):
+        raise ValueError(f"Monitor(on_error=…): got {on_error!r}, expected 'warn' or 'raise'")
+    for sink in sinks:
+        if not isinstance(sink, Sink):
+            raise TypeError(
+                f"Monitor(sinks=…): got a {type(sink).__name__}, expected objects with the methods "
+                "write(report) and close()"
+            )
+
+
+def check_choice(selection: Selection, model: nn.Module, choice: LayerChoice) -> None:
+    """Raise ValueError if no module was chosen."""
+    if selection.layers or selection.unsupported:
+        return
+    everything = select(model, None, None)
+    paths = [*(layer.path for layer in everything.layers), *everything.unsupported]
+    shown = ", ".join(map(repr, paths[:8])) + (", …" if len(paths) > 8 else "")
+    raise ValueError(
+        f"Monitor(layers=…): got {choice!r}, which matches no module that has trainable "
+        f"parameters, expected patterns or a predicate that match some of: {shown}"
+    )

@@ -1,0 +1,168 @@
+"""The theory on live runs: what the monitor says of the corrected layers; float64."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from adiv_layers import (
+    AffineLikeLinear,
+    CorrectedMultiheadAttention,
+    GradientOnlyConv2d,
+    GradientOnlyLinear,
+    NormLikeLinear,
+    PatchNormConv1d,
+    PatchNormConv2d,
+    PatchNormConv3d,
+)
+from torch import Tensor, nn
+
+from adiv_monitor import Monitor, StepReport
+
+EXACT = {"rel": 1e-12, "abs": 1e-12}
+HALF = 0.5**0.5
+GEOMETRY = {"stride": 2, "padding": 1, "dilation": 2, "groups": 2}
+CIRCULAR = {**GEOMETRY, "padding_mode": "circular"}
+
+LINEAR: dict[str, tuple[Callable[[], nn.Module], float]] = {
+    "affine-like": (lambda: AffineLikeLinear(6, 4), 1),
+    "affine-like-no-bias": (lambda: AffineLikeLinear(6, 4, bias=False), 0),
+    "affine-like-alpha-beta": (lambda: AffineLikeLinear(6, 4, alpha=-0.3, beta=2.0), 1),
+    "norm-like": (lambda: NormLikeLinear(6, 4), 2),
+    "norm-like-no-bias": (lambda: NormLikeLinear(6, 4, bias=False), 1),
+    "norm-like-alpha-beta": (lambda: NormLikeLinear(6, 4, alpha=3.0, beta=HALF), 1),
+    "proportional": (lambda: GradientOnlyLinear(6, 4), 1),
+    "proportional-no-bias": (lambda: GradientOnlyLinear(6, 4, bias=False), 1),
+    "disproportional": (lambda: GradientOnlyLinear(6, 4, form="disproportional"), 1),
+}
+IMAGES: dict[str, tuple[Callable[[], nn.Module], int, float]] = {
+    "affine-like-1d": (lambda: PatchNormConv1d(4, 6, 3, **GEOMETRY), 1, 1),
+    "affine-like-2d": (lambda: PatchNormConv2d(4, 6, 3, **CIRCULAR), 2, 1),
+    "affine-like-3d": (lambda: PatchNormConv3d(4, 6, 2, padding="same"), 3, 1),
+    "norm-like-2d": (lambda: PatchNormConv2d(4, 6, 3, form="norm-like", **GEOMETRY), 2, 2),
+    "proportional-2d": (lambda: GradientOnlyConv2d(4, 6, 3, **GEOMETRY), 2, 1),
+    "disproportional-2d": (
+        lambda: GradientOnlyConv2d(4, 6, 3, form="disproportional", **CIRCULAR),
+        2,
+        1,
+    ),
+}
+
+
+def measured(model: nn.Module, x: Tensor, **options: object) -> StepReport:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise", **options) as monitor:
+        target = torch.randn_like(model(x).detach())
+        (model(x) * target).sum().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    return monitor.latest
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_layers_have_one_scale(name: str) -> None:
+    """Rows of very different length: the scale is the same on every one of them."""
+    build, scale = LINEAR[name]
+    x = (
+        torch.randn(50, 6, dtype=torch.float64)
+        * torch.logspace(-2, 2, 50, dtype=torch.float64)[:, None]
+    )
+    reading = measured(build().double(), x).layers[""]
+    if scale:
+        assert reading.scale_mean == pytest.approx(scale, **EXACT)
+        assert reading.scale_cv == pytest.approx(0, abs=1e-12)
+        assert reading.diagonal_cosine == pytest.approx(1, **EXACT)
+    else:  # without a bias the affine-like form keeps ‖x‖²/(‖x‖² + 1)
+        assert reading.scale_max < 1
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_convolutions_have_one_scale(name: str) -> None:
+    build, dims, scale = IMAGES[name]
+    x = torch.randn(3, 4, *[7] * dims, dtype=torch.float64) * torch.tensor([0.1, 1, 10.0]).reshape(
+        3, *[1] * (dims + 1)
+    )
+    reading = measured(build().double(), x, max_rows=20).layers[""]
+    assert reading.scale_mean == pytest.approx(scale, **EXACT)
+    assert reading.scale_cv == pytest.approx(0, abs=1e-12)
+    assert reading.diagonal_cosine == pytest.approx(1, **EXACT)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_single_row_really_moves_by_its_scale(name: str) -> None:
+    """Not the rule's own formula: the step that was taken moved z by −η·scale·g."""
+    build, scale = LINEAR[name]
+    model, x = build().double(), 3 * torch.randn(1, 6, dtype=torch.float64)
+    reading = measured(model, x).layers[""]
+    assert reading.gradient_cosine == pytest.approx(1, **EXACT)
+    assert reading.effective_lr == pytest.approx(0.1 * reading.scale_mean, **EXACT)
+    if scale:
+        assert reading.effective_lr == pytest.approx(0.1 * scale, **EXACT)
+
+
+def test_standard_layers_do_not_have_one_scale() -> None:
+    x = (
+        torch.randn(50, 6, dtype=torch.float64)
+        * torch.logspace(-2, 2, 50, dtype=torch.float64)[:, None]
+    )
+    reading = measured(nn.Linear(6, 4).double(), x).layers[""]
+    assert reading.scale_cv > 1
+    assert reading.diagonal_cosine < 0.9
+
+
+@pytest.mark.parametrize("rows", [5, 40], ids=["fewer-rows", "more-rows"])
+def test_the_batch_form_reaches_the_ceiling(rows: int) -> None:
+    """As λ → 0, what a gradient step does is the best that any ΔΘ can do."""
+    torch.manual_seed(3)
+    model = GradientOnlyLinear(6, 4, form="batch", damping=1e-9).double()
+    x = torch.randn(rows, 6, dtype=torch.float64)
+    reading = measured(model, x, attainable=True).layers[""]
+    plain = nn.Linear(6, 4).double()
+    plain.load_state_dict(model.state_dict())
+    torch.manual_seed(3)
+    standard = measured(plain, x, attainable=True).layers[""]
+    assert reading.gradient_cosine == pytest.approx(reading.attainable_cosine, rel=1e-6)
+    assert standard.gradient_cosine < 0.99 * standard.attainable_cosine
+    assert (reading.attainable_cosine == pytest.approx(1, rel=1e-9)) == (rows == 5)
+    assert reading.scale_mean is None  # rows are mixed: M has no diagonal of single rows
+
+
+def test_attention_projections_are_measured() -> None:
+    model = CorrectedMultiheadAttention(
+        8, 2, k_proj="norm-like", v_proj="standard", batch_first=True
+    )
+    model = model.double()
+
+    class SelfAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x)[0]
+
+    report = measured(SelfAttention(), torch.randn(3, 5, 8, dtype=torch.float64))
+    assert not report.unsupported
+    assert report.coverage == 1
+    scales = {path.rsplit(".")[-1]: r.scale_mean for path, r in report.layers.items()}
+    assert scales["q_proj"] == pytest.approx(1, **EXACT)
+    assert scales["k_proj"] == pytest.approx(2, **EXACT)
+    assert scales["v_proj"] > 2
+
+
+def test_accumulated_micro_batches_keep_the_gains_apart() -> None:
+    """A gradient-only layer's rows of several calls are joined with their own gains."""
+    layer = GradientOnlyLinear(6, 4).double()
+    x = 5 * torch.randn(8, 6, dtype=torch.float64)
+    twin = copy.deepcopy(layer)
+    target = torch.randn(8, 4, dtype=torch.float64)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (layer, twin)]
+    with Monitor(layer, optimizers[0]) as parts, Monitor(twin, optimizers[1]) as whole:
+        for half in (slice(0, 3), slice(3, 8)):
+            (layer(x[half]) * target[half]).sum().backward()
+        (twin(x) * target).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert parts.latest is not None and whole.latest is not None
+    found, expected = parts.latest.layers[""].measures(), whole.latest.layers[""].measures()
+    assert found == pytest.approx(expected, rel=1e-10, abs=1e-12)
