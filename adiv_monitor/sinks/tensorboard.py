@@ -145,8 +145,8 @@ def _histogram(tag: str, quantiles: tuple[float, ...], rows: int) -> Any:
     from torch.utils.tensorboard.summary import histogram_raw
 
     if math.isclose(quantiles[0], quantiles[-1], rel_tol=_ROUNDING):
-        # Stretched over the whole chart, rounding would look like a distribution.
-        quantiles = (quantiles[len(quantiles) // 2],) * len(quantiles)
+        # Stretched over the whole chart, rounding would look like a distribution, or a movement.
+        quantiles = (float(f"{quantiles[0]:.6g}"),) * len(quantiles)
     middles = [(low + high) / 2 for low, high in pairwise(quantiles)]
     share = rows / len(middles)
     return histogram_raw(  # type: ignore[no-untyped-call]

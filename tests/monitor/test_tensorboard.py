@@ -108,7 +108,7 @@ def test_equal_rows_make_one_peak(tmp_path: Path, value: float) -> None:
 
 
 def test_rounding_is_not_shown_as_a_distribution(tmp_path: Path) -> None:
-    quantiles = tuple(1 + 2e-7 * (level - 0.5) for level in QUANTILE_LEVELS)
+    quantiles = tuple(0.9999999 + 2e-7 * level for level in QUANTILE_LEVELS)
     found = write(tmp_path, report(layers={"a": reading(scale_quantiles=quantiles)}))
     (event,) = found.Histograms("adiv.row_scale/a")
     assert set(event.histogram_value.bucket_limit) == {1.0}
