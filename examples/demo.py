@@ -2,8 +2,8 @@
 
 Trains a small MLP and a small CNN, each with standard and with corrected layers, and prints what
 the last measured step did to the activations of every layer. Expected: in the corrected layers a
-scale of exactly 1 with no spread between rows, so a diagonal cosine of exactly 1; accuracies that
-one seed can't tell apart. Under a minute on two cores.
+scale of exactly 1 with no spread between rows, so a diagonal cosine of exactly 1. The accuracies
+come from one seed and prove nothing. Under a minute on two cores.
 
     python examples/demo.py                                   handwritten digits, nothing to load
     python examples/demo.py --dataset cifar10 --root data     downloads CIFAR-10 if need be

@@ -1,6 +1,6 @@
 """Reports in a Lightning logger, of whatever product."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.scalars import layer_scalars, summary_scalars
@@ -13,8 +13,12 @@ if TYPE_CHECKING:
 
 def logger_sink(logger: "Logger", measures: tuple[str, ...], name: str) -> Sink:
     """A TensorBoard sink where the logger has a TensorBoard writer, else scalars."""
-    writer: Any = getattr(logger, "experiment", None)
-    if hasattr(writer, "add_histogram_raw") and hasattr(writer, "add_custom_scalars"):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return LoggerSink(logger, measures, name)
+    writer = getattr(logger, "experiment", None)
+    if isinstance(writer, SummaryWriter):
         return TensorBoardSink(writer, measures, name=name)
     return LoggerSink(logger, measures, name)
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# As many as fit a terminal of 120 columns.
+# As many as fit a terminal of 120 columns beside a short name.
 TABLE_MEASURES: tuple[str, ...] = (
     "update_cosine",
     "gradient_cosine",
@@ -22,6 +22,8 @@ TABLE_MEASURES: tuple[str, ...] = (
     "interference_ratio",
     "harmed_fraction",
 )
+
+_ENDLESS = 10_000  # characters
 
 
 class TableSink:
@@ -71,23 +73,25 @@ def _console(file: IO[str] | None) -> "Console":
         ) from error
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
-        console.width = 10_000  # a file is as wide as its lines
+        console.width = _ENDLESS  # a file is as wide as its lines
     return console
 
 
 def _tables(report: StepReport, measures: tuple[str, ...], console: "Console") -> Iterator["Table"]:
     """One table where it fits the console, else the measures in as few as do."""
-    fitting: tuple[str, ...] = ()
-    for measure in measures:
-        widened = (*fitting, measure)
-        if fitting and console.measure(_table(report, widened)).maximum >= console.width:
-            yield _table(report, fitting)
-            widened = (measure,)
-        fitting = widened
-    yield _table(report, fitting)
+    worst = _worst(report)
+    unbounded = console.options.update(width=_ENDLESS)
+    while measures:
+        count = len(measures)
+        table = _table(report, measures, worst)
+        while count > 1 and console.measure(table, options=unbounded).maximum > console.width:
+            count -= 1
+            table = _table(report, measures[:count], worst)
+        yield table
+        measures = measures[count:]
 
 
-def _table(report: StepReport, measures: tuple[str, ...]) -> "Table":
+def _table(report: StepReport, measures: tuple[str, ...], worst: dict[str, float]) -> "Table":
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -99,22 +103,21 @@ def _table(report: StepReport, measures: tuple[str, ...]) -> "Table":
         # The blank below each header's last letter is where "*" stands in the rows.
         words = "\n".join(f"{word} " for word in measure.rsplit("_", 1))
         table.add_column(words, justify="right", no_wrap=True)
-    worst = {measure: _worst(report, measure) for measure in measures}
     for path, reading in report.layers.items():
         values = {measure: getattr(reading, measure) for measure in measures}
-        cells = [_cell(value, worst[measure]) for measure, value in values.items()]
+        cells = [_cell(value, worst.get(measure)) for measure, value in values.items()]
         table.add_row(Text(path), _rows(reading), *cells)
     return table
 
 
-def _worst(report: StepReport, measure: str) -> float | None:
-    """The worst value of a measure that has a bad end, unless all layers are equally good."""
-    summary = report.summary().get(measure)
-    if summary is None or measure not in WORST:
-        return None
-    if math.isclose(summary.min, summary.max, rel_tol=1e-6):  # they differ by rounding at most
-        return None
-    return summary.min if WORST[measure] == "min" else summary.max
+def _worst(report: StepReport) -> dict[str, float]:
+    """The worst value of every measure that has a bad end, unless all layers are equally good."""
+    return {
+        measure: summary.min if WORST[measure] == "min" else summary.max
+        for measure, summary in report.summary().items()
+        # equal but for rounding
+        if measure in WORST and not math.isclose(summary.min, summary.max, rel_tol=1e-6)
+    }
 
 
 def _cell(value: float | None, worst: float | None) -> str:

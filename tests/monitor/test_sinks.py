@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -190,6 +191,25 @@ def test_table_says_what_is_missing() -> None:
 def test_table_never_cuts_a_path_in_a_file() -> None:
     path = "a.very.long.path." * 12 + "end"
     assert path in printed(report(layers={path: reading()}), measures=MEASURES)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_narrow_terminal_gets_several_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    TableSink(file=terminal).write(report())
+    assert "\x1b[" in terminal.getvalue(), "a terminal has colours"
+    lines = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if line.startswith("head ")]
+    values = [cell.rstrip("*") for cells in rows for cell in cells[4:]]
+    assert values == [cell.rstrip("*") for cell in row(printed(report()), "head")[4:]]
+    assert len(rows) > 1
 
 
 # Choosing measures

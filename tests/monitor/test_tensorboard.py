@@ -108,7 +108,7 @@ def test_equal_rows_make_one_peak(tmp_path: Path, value: float) -> None:
 
 
 def test_rounding_is_not_shown_as_a_distribution(tmp_path: Path) -> None:
-    quantiles = tuple(1 + 2e-7 * (level - 0.5) for level in QUANTILE_LEVELS)
+    quantiles = tuple(0.9999999 + 2e-7 * level for level in QUANTILE_LEVELS)
     found = write(tmp_path, report(layers={"a": reading(scale_quantiles=quantiles)}))
     (event,) = found.Histograms("adiv.row_scale/a")
     assert set(event.histogram_value.bucket_limit) == {1.0}
@@ -177,6 +177,11 @@ def test_a_writer_of_the_users_stays_open(tmp_path: Path) -> None:
     assert "loss" in tags
     assert {"adiv.summary.generator/scale_cv_max", "adiv.summary.critic/scale_cv_max"} <= set(tags)
     assert len(list(tmp_path.iterdir())) == 1, "no second event file"
+
+
+def test_a_target_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"got a builtins\.int, expected a folder or a torch"):
+        TensorBoardSink(3)  # type: ignore[arg-type]
 
 
 # A real server, and a real browser in front of it
