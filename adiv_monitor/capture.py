@@ -25,7 +25,7 @@ from adiv_monitor.measures import norm, row_dots
 from adiv_monitor.selection import Layer
 from adiv_monitor.updates import flat_in_memory
 
-_NORM_ENTRIES = 65_536
+_STRETCHES, _STRETCH = 256, 256
 
 
 class Hook:
@@ -215,7 +215,7 @@ class Capture:
     def gradient_factor(self, layer: Layer) -> Tensor | None:
         """‖gradient now‖ / ‖gradient that backward left‖; None if no backward pass left any.
 
-        From about 65,536 evenly spaced entries of the layer's first trained parameter.
+        From 65,536 entries, spread evenly, of the layer's first trained parameter.
         """
         parameter = layer.parameters[0]
         if parameter not in self._accumulated or parameter.grad is None:
@@ -307,6 +307,8 @@ def _trained(layer: Layer, features: Features) -> Features:
 
 
 def _sampled_norm(tensor: Tensor) -> Tensor:
-    flat = flat_in_memory(tensor)
-    stride = max(1, flat.numel() // _NORM_ENTRIES)
-    return norm(exact(flat[::stride]))
+    """‖·‖ of the whole, or of many evenly spaced stretches: strides would read every cache line."""
+    flat = flat_in_memory(tensor.detach())
+    if flat.numel() > _STRETCHES * _STRETCH:
+        flat = flat[: flat.numel() // _STRETCHES * _STRETCHES].view(_STRETCHES, -1)[:, :_STRETCH]
+    return norm(exact(flat))

@@ -6,7 +6,6 @@ installed: the two packages hold equal but different classes.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import WORST, StepReport
-from adiv_monitor.selection import LayerChoice, readable
+from adiv_monitor.selection import LayerChoice, is_chosen, readable
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.logger import logger_sink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, known_measures, summary_scalars
@@ -235,7 +234,7 @@ def _shares(
         def answers_for(path: str, module: nn.Module) -> bool:
             own = {id(p) for p in module.parameters(recurse=False) if p.requires_grad}
             mine = own & held[index] or (index == 0 and own - anyones)
-            return bool(mine) and _is_chosen(path, module, layers)
+            return bool(mine) and is_chosen(path, module, layers)
 
         return answers_for
 
@@ -245,14 +244,6 @@ def _shares(
     if not filled:
         return {"": layers}  # Monitor will refuse it, and say what there is to choose from
     return {name: shares[name] for name in filled}
-
-
-def _is_chosen(path: str, module: nn.Module, layers: LayerChoice) -> bool:
-    if layers is None:
-        return True
-    if callable(layers):
-        return layers(path, module)
-    return any(fnmatchcase(path, pattern) for pattern in layers)
 
 
 class _UserSink:

@@ -137,6 +137,11 @@ class MeasuredStep:
                 "Gradients were zeroed before a step was taken (a step that an AMP scaler "
                 "skipped?): their rows are not in this report."
             )
+        if _processes() > 1:
+            notes.append(
+                f"One of {_processes()} processes: the rows are its own, the gradient is taken to "
+                "be the average over all of them, and clipping or AMP scaling since are not seen."
+            )
         infinite = [p for p, v in fetched.items() if not math.isfinite(v["gradient_square"][0])]
         if infinite:
             notes.append(f"The gradient is not finite in {_listed(infinite)}.")
@@ -183,6 +188,8 @@ class MeasuredStep:
         G = G.reshape(len(G), features.groups, G.shape[1] // features.groups)
         values: dict[str, Tensor] = {}
         factor = self._capture.gradient_factor(layer)
+        if _processes() > 1:  # the gradient is averaged; what else was done to it can't be told
+            factor = G.new_tensor(1 / _processes())
         if isinstance(gradient_scale, Tensor):
             factor = (1.0 if factor is None else factor) / gradient_scale
         if factor is not None:
@@ -298,6 +305,11 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _processes() -> int:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if distributed else 1
+
+
 def _why_unreached(layer: Layer) -> str:
     if any(parameter.grad is not None for parameter in layer.parameters):
         return (
@@ -337,7 +349,7 @@ def _reading(measured: _Measured, fetched: dict[str, list[float]]) -> LayerReadi
         distributions[f"{name}_quantiles"] = tuple(levels[:n])
         named |= dict(zip((f"{name}_p05", f"{name}_p50", f"{name}_p95"), levels[n:], strict=False))
     values = {name: value[0] for name, value in fetched.items()}
-    if values.get("weights_changed") == 0.0 and "projection_cosine" not in values:  # a = u
+    if values.get("weights_changed") == 0.0:  # a = u
         named["projection_cosine"] = 1.0 if values["update_norm"] > 0 else math.nan
         if "parameter_cosine" in values:
             named["applied_cosine"] = values["parameter_cosine"]

@@ -15,9 +15,9 @@ group; an elementwise gain has one group per feature, each with one output.
     scale  = ‖φ_r‖², the diagonal of M; ‖x‖² + 1 for an affine layer (eqn 11)
 
 Nearly all measures follow from dot products of rows, taken once by `row_dots`; an argument `d_G` is
-d_r·g_r of every row, `G_G` is ‖g_r‖². Every result is a 0-dimensional tensor (or one value per row),
-so that nothing waits for the device. A vector of length zero has no direction: its cosine is NaN.
-Tensors are float32 or float64.
+d_r·g_r of every row, `G_G` is ‖g_r‖². Every result is a 0-dimensional tensor (or one value per
+row), so that nothing waits for the device. A vector of length zero has no direction: its cosine is
+NaN. Tensors are float32 or float64.
 """
 
 from collections.abc import Sequence

@@ -88,7 +88,6 @@ class Monitor:
         self._sinks = tuple(sinks)
         self._on_error = on_error
         self._generator = torch.Generator().manual_seed(seed)
-        self._held = held_parameters(model, optimizer)
         self._watch = Watch()
         self._checked: set[str] = set()  # layers whose rule was seen to hold
         self._switched_off: dict[str, str] = {}
@@ -309,7 +308,8 @@ class Monitor:
     # --- which layers ----------------------------------------------------------------------------
 
     def _select(self) -> Selection:
-        selection = select(self._model, self._held, self._choice)
+        held = held_parameters(self._model, self._optimizer)  # groups may be added while training
+        selection = select(self._model, held, self._choice)
         for layer in selection.layers:
             if layer.path in self._switched_off:
                 selection.unsupported[layer.path] = self._switched_off[layer.path]

@@ -73,7 +73,7 @@ def select(model: nn.Module, held: Collection[int] | None, choice: LayerChoice) 
     for path, module in model.named_modules():
         path = readable(path)
         own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
-        if not own or not _chosen(path, module, choice):
+        if not own or not is_chosen(path, module, choice):
             continue
         found = _layer(path, module, own, held)
         if isinstance(found, str):
@@ -86,7 +86,8 @@ def select(model: nn.Module, held: Collection[int] | None, choice: LayerChoice) 
     return Selection(layers, unsupported)
 
 
-def _chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
+def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
+    """Whether the patterns or the predicate take the module at this path."""
     if choice is None:
         return True
     if callable(choice):

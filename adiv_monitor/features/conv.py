@@ -41,9 +41,9 @@ def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
     for d, output in enumerate(outputs):
         reach = torch.arange(module.kernel_size[d], dtype=dtype, device=input.device)
         reach = reach * module.dilation[d]
-        position = output[:, None] * module.stride[d] - _left_padding(module, d) + reach
-        valid = None
-        if module.padding != "valid" and module._reversed_padding_repeated_twice[2 * (dims - d) - 1]:
+        left, right = _padding(module, d)
+        position, valid = output[:, None] * module.stride[d] - left + reach, None
+        if left or right:
             position, valid = _read_from(position, input.shape[2 + d], module.padding_mode)
         offset = offset + _along(position * strides[2 + d], d, dims)
         if valid is not None:
@@ -72,9 +72,11 @@ def _along(index: Tensor, d: int, dims: int) -> Tensor:
     return index.reshape(index.shape[0], *kernel)
 
 
-def _left_padding(module: Conv, d: int) -> int:
-    # torch keeps the padding of "same" too as (left, right) pairs, last dimension first.
-    return int(module._reversed_padding_repeated_twice[2 * (len(module.kernel_size) - 1 - d)])
+def _padding(module: Conv, d: int) -> tuple[int, int]:
+    """Left and right padding; torch keeps these pairs for "same" too, last dimension first."""
+    at = 2 * (len(module.kernel_size) - 1 - d)
+    left, right = module._reversed_padding_repeated_twice[at : at + 2]
+    return int(left), int(right)
 
 
 def weights_per_output(module: Conv) -> int:
