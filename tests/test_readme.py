@@ -1,0 +1,46 @@
+"""The README's code blocks run as they stand, one after the other."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def names() -> dict[str, Any]:
+    """What a reader has already: a model, an optimizer, data, a loss, a training function."""
+    model = nn.Sequential()
+    model.add_module("encoder", nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    loader = [(torch.randn(5, 4), torch.randint(2, (5,))) for _ in range(3)]
+    loss_function = nn.CrossEntropyLoss()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss_function(model(x), y).backward()
+            optimizer.step()
+
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": loader,
+        "loss_function": loss_function,
+        "train": train,
+    }
+
+
+def test_every_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pytorch_lightning")
+    assert len(BLOCKS) == 4
+    namespace = names()
+    for block in BLOCKS:
+        exec(compile(block, "README.md", "exec"), namespace)
+    printed = capsys.readouterr().out
+    assert "encoder.0" in printed
+    assert "cosine" in printed
+    assert namespace["report"].layers["encoder.0"].update_cosine is not None
