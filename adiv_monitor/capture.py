@@ -9,6 +9,7 @@ activations, modules that are called several times and checkpointing all work:
 - gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -59,26 +60,48 @@ class Call:
         self.counted = counted
         self.gradient: Tensor | None = None
         self._arrived: Tensor | None = None  # since the parameters last accumulated
+        self._backward = -1  # in which backward pass
+        self.hook: weakref.ref[Any] | None = None  # dies with the graph
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
 
     def arrive(self, gradient: Tensor) -> None:
-        """Keep the rows of ∂L/∂z. A later pass that reaches no parameter in between replaces it."""
+        """Keep the rows of ∂L/∂z until the parameters accumulate.
+
+        A backward pass that reaches no parameter (of an attack on the input, say, or with this
+        layer frozen) is replaced by the next one.
+        """
         self._arrived = gradient
+        self._backward = torch._C._current_graph_task_id()
 
     def fold(self, reset: bool) -> None:
-        """The parameters accumulate: what arrived adds to what was there, unless it was zeroed."""
+        """The parameters accumulate: this pass's gradient adds to what was there, if not zeroed."""
         if reset:
             self.gradient = None
+        if self._arrived is not None and self._backward == torch._C._current_graph_task_id():
+            self._add_arrived()
+
+    def take_leftover(self) -> None:
+        """No parameter accumulated: the gradients were set by hand, from this pass."""
         if self._arrived is not None:
-            seen = self.gradient
-            self.gradient = self._arrived if seen is None else seen + self._arrived
-            self._arrived = None
+            self._add_arrived()
+
+    def _add_arrived(self) -> None:
+        assert self._arrived is not None
+        seen = self.gradient
+        self.gradient = self._arrived if seen is None else seen + self._arrived
+        self._arrived = None
 
     @property
-    def reached(self) -> bool:
-        """Whether a gradient came."""
-        return self.gradient is not None or self._arrived is not None
+    def arrived(self) -> bool:
+        """Whether a gradient came since the parameters last accumulated."""
+        return self._arrived is not None
+
+    @property
+    def dead(self) -> bool:
+        """Whether no gradient came and none can come, because the graph is gone."""
+        waiting = self.gradient is None and self._arrived is None
+        return waiting and self.hook is not None and self.hook() is None
 
     def thin(self, start: int) -> None:
         """Keep every second row."""
@@ -98,6 +121,7 @@ class LayerRows:
         self.calls: list[Call] = []
         self.dropped = False  # rows whose gradient was zeroed before a step was taken
         self.ceiling: Ceiling | None = None
+        self.ceiling_is_whole = True
         self.linear: Tensor | None = None  # did the rule reproduce the output?
         self._max_rows = max_rows
         self._generator = generator
@@ -106,6 +130,7 @@ class LayerRows:
 
     def choose(self, shape: tuple[int, ...], device: torch.device, counted: bool) -> Rows:
         """Choose rows of a further call; halve all earlier choices when there is no room."""
+        self._bury()
         total = Rows(shape).total
         if self._max_rows is not None and self._seen == 0 and total > self._max_rows:
             self._rate = min(self._rate, self._max_rows / total)
@@ -130,28 +155,41 @@ class LayerRows:
         """The layer's parameters accumulate a gradient; `reset`: what they held is gone."""
         if reset and any(call.gradient is not None for call in self.calls):
             self.dropped = True
-            stale = [c for c in self.calls if c.gradient is not None and c._arrived is None]
-            self._seen -= sum(len(c.z_squared) for c in stale)
-            self.calls = [c for c in self.calls if c not in stale]
+            self._remove([c for c in self.calls if c.gradient is not None and not c.arrived])
             self.ceiling = None if self.ceiling is None else Ceiling()
         for call in self.calls:
             call.fold(reset)
-            if call.every_row is not None and call.every_gradient is not None:
+            folded = call.gradient is not None and not call.arrived
+            if folded and call.every_row is not None and call.every_gradient is not None:
                 self.ceiling = self.ceiling or Ceiling()
                 self.ceiling.add(call.every_row, call.every_gradient)
                 call.every_row = call.every_gradient = None
 
+    def finish(self) -> None:
+        """The gradients are final. What reached no parameter is not part of them."""
+        if not any(call.gradient is not None for call in self.calls):
+            for call in self.calls:
+                call.take_leftover()
+
+    def _bury(self) -> None:
+        """Forget calls whose graph is gone: evaluations, recomputations."""
+        self._remove([call for call in self.calls if call.dead])
+
+    def _remove(self, calls: list[Call]) -> None:
+        self._seen -= sum(len(call.z_squared) for call in calls if call.counted)
+        self.calls = [call for call in self.calls if call not in calls]
+
     def _share(self, total: int) -> int:
         if self._rate == 1.0:
             return total
-        chance = torch.rand((), generator=self._generator).item()
+        chance = torch.rand((), generator=self._generator, device="cpu").item()
         return min(total, int(self._rate * total + chance))
 
     def _halve(self) -> None:
         self._rate /= 2
         for call in self.calls:
             if call.counted:
-                start = int(torch.randint(2, (), generator=self._generator))
+                start = int(torch.randint(2, (), generator=self._generator, device="cpu"))
                 before = len(call.z_squared)
                 call.thin(start)
                 self._seen -= before - len(call.z_squared)
@@ -185,7 +223,9 @@ class Capture:
         self._unchecked = unchecked
         self._fail = fail
         self._active = True  # hooks in graphs that are already built outlive their removal
-        self._accumulated: dict[nn.Parameter, tuple[int, Tensor]] = {}
+        self._accumulated: dict[nn.Parameter, _Accumulated] = {}
+        # Of an embedding's gradient nearly all is zero: spaced entries would miss the rest.
+        self._sparse = {x.weight for x in layers if isinstance(x.module, nn.Embedding)}
         self._handles: list[RemovableHandle] = []
         sharing: dict[nn.Parameter, list[Layer]] = defaultdict(list)
         for layer in layers:
@@ -215,20 +255,21 @@ class Capture:
     def gradient_factor(self, layer: Layer) -> Tensor | None:
         """‖gradient now‖ / ‖gradient that backward left‖; None if no backward pass left any.
 
-        From 65,536 entries, spread evenly, of the layer's first trained parameter.
+        From 65,536 entries, spread evenly, of the layer's first trained parameter (of an embedding,
+        from all).
         """
         parameter = layer.parameters[0]
         if parameter not in self._accumulated or parameter.grad is None:
             return None
         # Read, not told from the version counter: AMP's unscaling leaves that as it was.
-        _, norm = self._accumulated[parameter]
-        return torch.where(norm > 0, _sampled_norm(parameter.grad) / norm, 1.0)
+        before = self._accumulated[parameter].norm
+        return torch.where(before > 0, self._norm(parameter) / before, 1.0)
 
     def _guarded(self, layer: Layer, function: Callable[..., None], *args: Any) -> None:
         if not self._active or layer.path not in self.rows:
             return
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(layer.parameters[0].device.type, enabled=False):
                 function(*args)
         except Exception as error:
             self.rows.pop(layer.path, None)
@@ -250,20 +291,18 @@ class Capture:
         # What runs inside a backward pass is a recomputation: it counts if a gradient comes.
         counted = torch._C._current_graph_task_id() == -1
         rows = rows_of_layer.choose(tuple(z.shape[:-1]), output.device, counted)
-        with torch.autocast(output.device.type, enabled=False):
-            features = layer.rule.function(module, rows, *args, **kwargs)
-            z_rows = rows.take(z)
-            if layer.path in self._unchecked and len(z_rows):
-                rows_of_layer.linear = reproduces(layer, features, z_rows)
-            z_squared = row_dots(z_rows, z_rows)
-            call = Call(rows, _trained(layer, features), z_squared, counted)
-            if self._attainable:
-                every = Rows(rows.shape)
-                call.every_row = _trained(
-                    layer, layer.rule.function(module, every, *args, **kwargs)
-                )
+        features = layer.rule.function(module, rows, *args, **kwargs)
+        z_rows = rows.take(z)
+        if layer.path in self._unchecked and len(z_rows):
+            rows_of_layer.linear = reproduces(layer, features, z_rows)
+        z_squared = row_dots(z_rows, z_rows)
+        call = Call(rows, _trained(layer, features), z_squared, counted)
+        if self._attainable:
+            every = Rows(rows.shape)
+            call.every_row = _trained(layer, layer.rule.function(module, every, *args, **kwargs))
         rows_of_layer.calls.append(call)
         arrive = partial(self._guarded, layer, partial(self._on_gradient, layer, call))
+        call.hook = weakref.ref(arrive)
         output.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, layer: Layer, call: Call, gradient: Tensor) -> None:
@@ -272,6 +311,8 @@ class Capture:
         call.arrive(call.rows.take(gradient))
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
+        elif self._attainable:  # a second pass through one graph: its rows are summed up already
+            self.rows[layer.path].ceiling_is_whole = False
 
     def _on_accumulate(self, parameter: nn.Parameter, users: list[Layer], _: Tensor) -> None:
         """Just before a gradient is added to `.grad`: is there still what was there before?"""
@@ -279,15 +320,24 @@ class Capture:
         held = parameter.grad
         reset = held is None
         if held is not None and any(c.gradient is not None for r in rows for c in r.calls):
-            version, _ = self._accumulated.get(parameter, (held._version, held))
-            # Zeroed in place? Only then, and when something did change it, is it worth a look.
-            reset = held._version != version and not bool(held.any())
+            same = self._accumulated[parameter].holds(held)
+            # Zeroed in place? Only when something did change or replace it, is it worth a look.
+            reset = not same and not bool(held.any())
         for layer_rows in rows:
             layer_rows.fold(reset)
 
     def _on_accumulated(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:  # None: an optimizer that steps inside the backward pass
+            self._accumulated[parameter] = _Accumulated(parameter.grad, self._norm(parameter))
+
+    def _norm(self, parameter: nn.Parameter) -> Tensor:
         assert parameter.grad is not None
-        self._accumulated[parameter] = parameter.grad._version, _sampled_norm(parameter.grad)
+        flat = flat_in_memory(parameter.grad.detach())
+        if parameter not in self._sparse and flat.numel() > _STRETCHES * _STRETCH:
+            # Evenly spaced stretches: single entries would touch every cache line.
+            flat = flat[: flat.numel() // _STRETCHES * _STRETCHES].view(_STRETCHES, -1)
+            flat = flat[:, :_STRETCH]
+        return norm(exact(flat))
 
 
 def reproduces(layer: Layer, features: Features, z: Tensor) -> Tensor:
@@ -306,9 +356,14 @@ def _trained(layer: Layer, features: Features) -> Features:
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
 
 
-def _sampled_norm(tensor: Tensor) -> Tensor:
-    """‖·‖ of the whole, or of many evenly spaced stretches: strides would read every cache line."""
-    flat = flat_in_memory(tensor.detach())
-    if flat.numel() > _STRETCHES * _STRETCH:
-        flat = flat[: flat.numel() // _STRETCHES * _STRETCHES].view(_STRETCHES, -1)[:, :_STRETCH]
-    return norm(exact(flat))
+class _Accumulated:
+    """A parameter's `.grad` as the last backward pass left it."""
+
+    def __init__(self, gradient: Tensor, norm: Tensor) -> None:
+        self.norm = norm
+        self._gradient = weakref.ref(gradient)
+        self._version = gradient._version
+
+    def holds(self, gradient: Tensor) -> bool:
+        """Whether this is that tensor, and nothing has written to it since."""
+        return self._gradient() is gradient and gradient._version == self._version

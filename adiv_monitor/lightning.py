@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import WORST, StepReport
-from adiv_monitor.selection import LayerChoice, is_chosen, readable
+from adiv_monitor.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.logger import logger_sink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, known_measures, summary_scalars
@@ -239,7 +239,7 @@ def _shares(
         return answers_for
 
     shares = {f"{_NAME}{index}": share(index) for index in range(len(optimizers))}
-    modules = [(readable(path), module) for path, module in model.named_modules()]
+    modules = list(named_modules(model))
     filled = [name for name, choice in shares.items() if any(choice(*m) for m in modules)]
     if not filled:
         return {"": layers}  # Monitor will refuse it, and say what there is to choose from

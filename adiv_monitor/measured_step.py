@@ -1,6 +1,6 @@
 """One measured step: from the rows and the parameter step to readings.
 
-Everything stays on the device as 0-dimensional tensors until `readings`, which makes one transfer.
+Everything stays on the device as 0-dimensional tensors until `outcome`, which makes one transfer.
 """
 
 import math
@@ -16,11 +16,22 @@ from adiv_monitor.capture import Capture
 from adiv_monitor.features.features import Features
 from adiv_monitor.report import MEASURES, QUANTILE_LEVELS, LayerReading
 from adiv_monitor.selection import Layer
-from adiv_monitor.updates import ParameterStep, Watch, aligned, gradients
+from adiv_monitor.updates import ParameterStep, Watch, aligned, checksum, gradients
 
 _LEVELS = (*QUANTILE_LEVELS, 0.05, 0.5, 0.95)
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
 _RULE_TOLERANCE = 0.05
+
+
+# A key beside the layers' paths, which have no spaces.
+_STEP = "the step"
+_REFUSED = {
+    "skipped": "The optimizer skipped the step, because a gradient is not finite: not measured.",
+    "moved": (
+        "The optimizer moved the weights before it asked for the gradient (as SAM does), so its "
+        "update does not start where the gradient was taken: not measured."
+    ),
+}
 
 
 @dataclass
@@ -81,6 +92,8 @@ class MeasuredStep:
     ) -> None:
         self._capture = capture
         self._unreached: dict[str, str] = {}
+        self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
+        self._moved: Tensor | None = None  # did the weights move before the gradient was there?
         self._layers = layers
         self._watch = watch
         self._fail = fail
@@ -94,6 +107,8 @@ class MeasuredStep:
             gradient_scale: what a fused optimizer will divide them by during its step (AMP).
             steps: whether an optimizer step follows.
         """
+        self._measured.clear()  # what an earlier attempt at this step, which raised, has left
+        self._unreached.clear()
         for layer in self._layers:
             if layer.path in self._capture.rows:
                 self._try(layer, self._begin, layer, gradient_scale, steps)
@@ -111,13 +126,31 @@ class MeasuredStep:
         for measured in list(self._measured.values()):
             self._try(measured.layer, self._measure_applied, measured)
 
+    def weights(self) -> list[Tensor]:
+        """Checksums of all weights, to be compared by `weights_moved`."""
+        return [checksum(p) for layer in self._layers for p in layer.parameters]
+
+    def weights_moved(self, before: list[Tensor]) -> None:
+        """The closure has run: an optimizer that moved the weights first has no one gradient."""
+        if before:
+            self._moved = (torch.stack(self.weights()) != torch.stack(before)).any()
+
     def discard(self) -> None:
         """The step turned out not to be measurable."""
         self._measured.clear()
 
     def outcome(self) -> Outcome:
         """Bring everything to the host at once, and say what it means."""
-        fetched = fetch({path: m.values for path, m in self._measured.items()})
+        refusals = {"skipped": self.skipped, "moved": self._moved}
+        fetched = fetch(
+            {
+                **{path: m.values for path, m in self._measured.items()},
+                _STEP: {name: t for name, t in refusals.items() if t is not None},
+            }
+        )
+        refused = {name for name, value in fetched.pop(_STEP).items() if value[0]}
+        if refused:
+            return Outcome({}, {}, {}, [_REFUSED[name] for name in sorted(refused)])
         misdescribed = {
             path: f"its output is not what its rule says (relative error {error:.2g}): a hook or a "
             "subclass changes it"
@@ -170,17 +203,18 @@ class MeasuredStep:
 
     def _try(self, layer: Layer, function: Callable[..., None], *args: object) -> None:
         try:
-            function(*args)
+            with torch.autocast(layer.parameters[0].device.type, enabled=False):
+                function(*args)
         except Exception as error:
             self._measured.pop(layer.path, None)
             self._fail(layer, error)
 
     def _begin(self, layer: Layer, gradient_scale: Tensor | float, steps: bool) -> None:
         rows = self._capture.rows[layer.path]
-        rows.fold(reset=False)
+        rows.finish()
         reached = [call for call in rows.calls if call.gradient is not None]
         if not reached:
-            self._unreached[layer.path] = _why_unreached(layer)
+            self._unreached[layer.path] = _why_unreached(layer, called=bool(rows.calls))
             return
         features = reached[0].features.joined([call.features for call in reached[1:]])
         scale = features.scale()
@@ -206,7 +240,7 @@ class MeasuredStep:
             z_squared=_joined([call.z_squared for call in reached]),
             rows_seen=len(G),
             rows_total=sum(call.rows.total for call in reached),
-            step=ParameterStep(layer.parameters, self._watch) if steps else None,
+            step=self._parameter_step(layer, gradient_scale) if steps else None,
             gradient_scale=gradient_scale,
             values=values,
         )
@@ -230,10 +264,15 @@ class MeasuredStep:
                 "scale_max": measures.scale_max(scale),
                 "scale_levels": measures.quantiles(scale, _LEVELS),
             }
-        if rows.ceiling is not None:
+        if rows.ceiling is not None and rows.ceiling_is_whole:
             values["attainable_cosine"] = rows.ceiling.cosine()
         rows.calls.clear()
         self._measured[layer.path] = measured
+
+    def _parameter_step(self, layer: Layer, gradient_scale: Tensor | float) -> ParameterStep:
+        # An optimizer that unscales AMP gradients itself writes them back.
+        unscales = isinstance(gradient_scale, Tensor)
+        return ParameterStep(layer.parameters, self._watch, copy_gradient=unscales)
 
     def _measure_update(self, measured: _Measured) -> None:
         step, G, G_G = measured.step, measured.G.flatten(1), measured.G_G
@@ -253,20 +292,21 @@ class MeasuredStep:
                 *(_or_zero(part, measured.G) for part in (by_weight, by_bias))
             ),
             "update_ratio": measures.update_ratio(d_d, measured.z_squared),
-            "gradient_changed": torch.as_tensor(step.gradient_changed, dtype=torch.float32),
-            "gradient_lost": torch.tensor(float(step.gamma is None)),
         }
         u = aligned(step.update)
         values = measured.values
         values["update_norm"] = measures.dot(u, u).sqrt()
-        if step.gamma is not None:
-            gamma = aligned(step.gamma)
-            # `measures.parameter_cosine`, in fewer passes; and −⟨γ, u⟩ is `descent` over all rows,
-            # whatever rows were looked at.
-            along = -measures.dot(u, gamma)
-            norm = measures.dot(gamma, gamma).sqrt()
-            values["parameter_cosine"] = along / values["update_norm"] / norm
-            values["descent"] = along / measured.gradient_scale
+        gamma = aligned(step.gamma)
+        # `measures.parameter_cosine`, in fewer passes; and −⟨γ, u⟩ is `descent` over all rows,
+        # whatever rows were looked at.
+        along = -measures.dot(u, gamma)
+        norm = measures.dot(gamma, gamma).sqrt()
+        values["parameter_cosine"] = along / values["update_norm"] / norm
+        values["descent"] = along / measured.gradient_scale
+        assert step.gradient_changed is not None
+        values["gradient_changed"] = step.gradient_changed
+        if not step.has_copies:
+            values["gradient_lost"] = step.gradient_changed
         if measured.layer.shared:  # γ is then not this layer's alone: from its rows
             share = measured.rows_total / max(measured.rows_seen, 1)
             measured.values["descent"] = measures.descent(d_G) * share
@@ -310,8 +350,13 @@ def _processes() -> int:
     return torch.distributed.get_world_size() if distributed else 1
 
 
-def _why_unreached(layer: Layer) -> str:
+def _why_unreached(layer: Layer, *, called: bool) -> str:
     if any(parameter.grad is not None for parameter in layer.parameters):
+        if called:
+            return (
+                "its parameters have a gradient, but none came through the output of its forward: "
+                "that was changed in place as a view, or the gradient is of an earlier step"
+            )
         return (
             "its parameters have a gradient, but its forward was not called: another module, or "
             "compiled code, uses them directly"
@@ -349,6 +394,9 @@ def _reading(measured: _Measured, fetched: dict[str, list[float]]) -> LayerReadi
         distributions[f"{name}_quantiles"] = tuple(levels[:n])
         named |= dict(zip((f"{name}_p05", f"{name}_p50", f"{name}_p95"), levels[n:], strict=False))
     values = {name: value[0] for name, value in fetched.items()}
+    if values.get("gradient_lost"):  # what was read for γ is not what the optimizer saw
+        for name in ("parameter_cosine", "applied_cosine", "descent"):
+            values.pop(name, None)
     if values.get("weights_changed") == 0.0:  # a = u
         named["projection_cosine"] = 1.0 if values["update_norm"] > 0 else math.nan
         if "parameter_cosine" in values:

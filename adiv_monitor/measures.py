@@ -33,7 +33,7 @@ Scalar = Float[Tensor, ""]
 Blocks = Float[Tensor, "rows groups n_out"]
 PerGroup = Float[Tensor, "rows groups"]
 PerRow = Float[Tensor, " rows"]
-Vector = Float[Tensor, " n"]
+Vector = Float[Tensor, " _"]  # parts differ in length
 
 
 def row_dots(a: Float[Tensor, "*rows n"], b: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
@@ -140,7 +140,8 @@ def update_ratio(d_d: PerRow, z_z: PerRow) -> Scalar:
 def descent(d_G: PerRow) -> Scalar:
     """Σ_r d_r·g_r: first-order decrease of the loss by this layer's step.
 
-    Equal to −⟨∂L/∂Θ, ΔΘ⟩ when all rows are looked at.
+    Equal to −⟨∂L/∂Θ, ΔΘ⟩ when all rows are looked at. With the gradient that the optimizer saw: of
+    a clipped one it is smaller than the loss's own decrease by the clipping factor.
     """
     return d_G.sum()
 
@@ -225,16 +226,16 @@ def norm(a: Float[Tensor, "..."]) -> Scalar:
 # --- distributions over rows -----------------------------------------------------------------
 
 
-def quantiles(values: Float[Tensor, "..."], levels: tuple[float, ...]) -> Float[Tensor, " levels"]:
+def quantiles(
+    values: Float[Tensor, "rows ..."], levels: tuple[float, ...]
+) -> Float[Tensor, " levels"]:
     """Quantiles with linear interpolation; NaN entries are left out; all NaN if none is left.
 
-    Where there are more than 4,096 entries (elementwise gains: rows × features), they are read
-    from evenly spaced ones.
+    Where there are more than 4,096 entries, every so many rows are read (all features of them).
     """
-    flat = values.reshape(-1)
-    if flat.numel() == 0:
-        return flat.new_full((len(levels),), torch.nan)
-    flat = flat[:: -(-flat.numel() // _MAX_SORTED)].sort().values  # NaN sorts last
+    if values.numel() == 0:
+        return values.new_full((len(levels),), torch.nan)
+    flat = values[:: -(-values.numel() // _MAX_SORTED)].reshape(-1).sort().values  # NaN sorts last
     last = (flat == flat).sum().sub_(1).clamp_(min=0)
     at = _on_device(levels, flat.dtype, flat.device) * last
     low = at.long()

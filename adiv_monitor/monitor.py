@@ -1,5 +1,6 @@
 """The monitor: when to measure, which layers, and where the reports go."""
 
+import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from adiv_monitor.report import StepReport
 from adiv_monitor.selection import Layer, LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.updates import Watch
+
+_logger = logging.getLogger("adiv_monitor")
 
 
 class Monitor:
@@ -95,6 +98,7 @@ class Monitor:
         self._notes: list[str] = []
         self._state: Literal["new", "attached", "closed"] = "new"
         self._handles: list[RemovableHandle] = []  # on the optimizer
+        self._depth = 0  # of steps that call their base class's step
         self._armed: _Armed | None = None
         self._pending: _Pending | None = None
         self.step = 0
@@ -131,9 +135,10 @@ class Monitor:
             )
         self._state = "attached"
         if self._optimizer is not None:
-            before, after = Hook(self._before_step), Hook(self._after_step)
-            self._handles.append(self._optimizer.register_step_pre_hook(before))
-            self._handles.append(self._optimizer.register_step_post_hook(after))
+            # A compiled optimizer step must not trace them.
+            before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
+            self._handles.append(self._optimizer.register_step_pre_hook(Hook(before)))
+            self._handles.append(self._optimizer.register_step_post_hook(Hook(after)))
         self._safely(self._arm)
 
     def close(self) -> None:
@@ -164,10 +169,13 @@ class Monitor:
                 "themselves"
             )
         if self._armed is not None:
-            self._armed.step.gradient_is_final(1.0, steps=False)
-            self._stepped(self._armed)
-            self._finish()
+            self._safely(self._measure_gradient, self._armed)
         self._count()
+
+    def _measure_gradient(self, armed: "_Armed") -> None:
+        armed.step.gradient_is_final(1.0, steps=False)
+        self._stepped(armed)
+        self._finish()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs so that step numbers go on."""
@@ -176,7 +184,7 @@ class Monitor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting where the saved monitor was; before `attach`."""
         self.step = int(state["step"])
-        self._generator.set_state(state["generator"])
+        self._generator.set_state(state["generator"].cpu())  # map_location may have moved it
 
     # --- the course of a measured step -----------------------------------------------------------
 
@@ -199,6 +207,10 @@ class Monitor:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Every optimizer step begins here; only measured ones have something armed or pending."""
+        if _steps_within_steps(optimizer):
+            self._depth += 1
+            if self._depth > 1:
+                return None
         if self._pending is not None:
             self._safely(self._finish)
         if self._armed is None:
@@ -214,9 +226,13 @@ class Monitor:
             armed.gradients_final(optimizer)
             return None
 
-        def closure_then_read() -> Any:
-            result = closure()
+        armed.has_closure = True
+        weights = armed.step.weights()
+
+        def closure_then_read(*args: Any, **kwargs: Any) -> Any:
+            result = closure(*args, **kwargs)
             armed.closure_calls += 1
+            armed.step.weights_moved(weights)
             if armed.closure_calls == 1:
                 armed.gradients_final(optimizer)
             return result
@@ -227,6 +243,10 @@ class Monitor:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Every optimizer step ends here."""
+        if _steps_within_steps(optimizer):
+            self._depth -= 1
+            if self._depth > 0:
+                return
         if self._armed is not None:
             self._safely(self._stepped, self._armed)
         self._count()
@@ -239,22 +259,27 @@ class Monitor:
     def _stepped(self, armed: "_Armed") -> None:
         """The parameters have moved: measure that, then wait for the next forward pass."""
         self._disarm()
-        if armed.closure_calls > 1:
+        if armed.has_closure and armed.closure_calls != 1:
             self._notes.append(
                 f"Step {self.step} was not measured: the optimizer evaluated its closure "
                 f"{armed.closure_calls} times, so no single gradient belongs to its update."
             )
-            self._warn("closure", self._notes[-1])
+            self._warn("closure", f"adiv_monitor: {self._notes[-1]}")
             armed.step.discard()
         elif self._optimizer is not None:
             armed.step.updated()
         self._pending = _Pending(armed.step, armed.selection, self.step)
         if _compiled(self._model):  # a hook would become part of the compiled code
             return
-        finish = Hook(lambda *_: self._safely(self._finish))
+        finish = Hook(self._finish_eagerly)
         for layer in armed.selection.layers:
             handle = layer.module.register_forward_pre_hook(finish)
             self._pending.cleanup.callback(handle.remove)
+
+    def _finish_eagerly(self, *_: object) -> None:
+        """A forward pass begins; one that is being compiled must not trace what follows."""
+        if not torch.compiler.is_compiling():
+            self._safely(self._finish)
 
     def _disarm(self) -> None:
         if self._armed is not None:
@@ -330,10 +355,9 @@ class Monitor:
         except Exception as error:
             if self._on_error == "raise":
                 raise
-            self._disarm()
-            failure = f"Step {self.step} was not measured: {type(error).__name__}: {error}"
+            failure = f"The monitor failed: {type(error).__name__}: {error}"
             self._notes.append(failure)
-            self._warn("step", f"adiv_monitor: {failure}")
+            self._warn("step", f"adiv_monitor: {failure}; training goes on")
             return None
 
     def _switch_off(self, layer: Layer, error: Exception) -> None:
@@ -358,9 +382,15 @@ class Monitor:
         return None
 
     def _warn(self, subject: str, message: str) -> None:
-        if subject not in self._warned:
-            self._warned.add(subject)
+        if subject in self._warned:
+            return
+        self._warned.add(subject)
+        try:
             warnings.warn(message, stacklevel=2)
+        except Warning:  # where warnings are errors: not in the middle of somebody's training step
+            if self._on_error == "raise":
+                raise
+            _logger.warning(message)
 
 
 class _Armed:
@@ -370,12 +400,15 @@ class _Armed:
         self.capture = capture
         self.step = step
         self.selection = selection
+        self.has_closure = False
         self.closure_calls = 0
         self.cleanup = ExitStack()
 
     def gradients_final(self, optimizer: Optimizer) -> None:
         # A fused optimizer unscales AMP gradients itself; the scaler leaves the scale here.
         scale = getattr(optimizer, "grad_scale", None)
+        found_inf = getattr(optimizer, "found_inf", None)
+        self.step.skipped = found_inf if isinstance(found_inf, Tensor) else None
         self.step.gradient_is_final(scale if isinstance(scale, Tensor) else 1.0, steps=True)
 
 
@@ -387,6 +420,12 @@ class _Pending:
         self.selection = selection
         self.number = number
         self.cleanup = ExitStack()
+
+
+def _steps_within_steps(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's step may call a base class's, for which torch runs hooks again."""
+    classes = type(optimizer).__mro__
+    return sum(hasattr(c.__dict__.get("step"), "hooked") for c in classes) > 1
 
 
 def _compiled(model: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Which layers of a model are measured, which parameters of theirs, and why the others are not."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -12,7 +12,8 @@ from adiv_monitor.features.registry import Rule, find_rule
 
 LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,16 @@ class Selection:
     unsupported: dict[str, str]
 
 
-def readable(path: str) -> str:
-    """A module path without the names that wrappers add (DDP, torch.compile, FSDP, checkpoint)."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules; paths without the names that DDP, compile, FSDP and checkpoint wrappers add."""
+    for path, module in model.named_modules():
+        parts, parent = [], model
+        for part in path.split(".") if path else ():
+            added = part in _WRAPPERS or (part == "module" and isinstance(parent, _PARALLEL))
+            if not added:
+                parts.append(part)
+            parent = parent.get_submodule(part)
+        yield ".".join(parts), module
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -70,8 +78,7 @@ def select(model: nn.Module, held: Collection[int] | None, choice: LayerChoice) 
     layers: list[Layer] = []
     unsupported: dict[str, str] = {}
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    for path, module in model.named_modules():
-        path = readable(path)
+    for path, module in named_modules(model):
         own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
         if not own or not is_chosen(path, module, choice):
             continue

@@ -42,24 +42,29 @@ class Watch:
 class ParameterStep:
     """γ, u and a of one layer's trained parameters, in parts, around one optimizer step."""
 
-    def __init__(self, parameters: list[nn.Parameter], watch: Watch) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], watch: Watch, *, copy_gradient: bool = False
+    ) -> None:
         self._parameters = parameters
         self._keep_update = watch.weights_change
         # Until the next forward pass `.grad` may be zeroed, so then too γ has to be a copy.
-        keep_gradient = watch.gradient_changes or watch.weights_change
+        keep_gradient = copy_gradient or watch.gradient_changes or watch.weights_change
         self._before = [p.detach().clone() for p in parameters]
-        self._gradients = [p.grad for p in parameters]
-        self._versions = [None if g is None else g._version for g in self._gradients]
-        self._copies = [
-            g.detach().clone() if g is not None and keep_gradient else None for g in self._gradients
-        ]
+        self._gradients = gradients(parameters)
+        self._copies = [g.clone() for g in self._gradients] if keep_gradient else []
+        self._sums = [] if keep_gradient else [checksum(g) for g in self._gradients]
         self._checksums: list[Tensor] = []
         self.update: list[Tensor] = []
-        self.gamma: list[Tensor] | None = None
-        self.gradient_changed: Tensor | bool = False
+        self.gamma: list[Tensor] = []
+        self.gradient_changed: Tensor | None = None
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether γ is safe even if the optimizer changes `.grad`."""
+        return bool(self._copies)
 
     def stepped(self) -> None:
-        """The optimizer has stepped: u = θ − θ before; γ is None if it was lost."""
+        """The optimizer has stepped: u = θ − θ before; γ, if need be from copies."""
         if self._keep_update:
             self.update = [
                 exact(p.detach()) - exact(b)
@@ -72,18 +77,19 @@ class ParameterStep:
             ]
             self._before = []
             self._checksums = [checksum(p) for p in self._parameters]
-        self.gradient_changed = self._gradient_changed()
-        if self.gradient_changed is not True:  # a tensor: there are copies
-            self.gamma = [
-                g if copy is None else copy
-                for g, copy in zip(gradients(self._parameters), self._copies, strict=True)
-            ]
+        if self._copies:
+            self.gradient_changed = _any_differs(self._gradients, self._copies)
+        else:  # by value: version counters miss what is done through .data or by fused kernels
+            now = [checksum(g) for g in self._gradients]
+            self.gradient_changed = (torch.stack(now) != torch.stack(self._sums)).any()
+        self.gamma = self._copies or self._gradients
         self._gradients = []
 
     def release(self) -> None:
         """Let go of what the next forward pass does not need."""
         if not self._keep_update:
-            self.update, self.gamma = [], None
+            self.update, self.gamma = [], []
+            self._copies = []
 
     def applied(self) -> dict[str, Tensor]:
         """The next forward begins: have the weights changed, and if all was kept, measures of a."""
@@ -96,20 +102,11 @@ class ParameterStep:
         ]
         changed = _any_differs(a, self.update)
         a, u = aligned(a), aligned(self.update)
-        assert self.gamma is not None
         return {
             "projection_cosine": measures.projection_cosine(a, u),
             "applied_cosine": measures.applied_cosine(a, aligned(self.gamma)),
             "weights_changed": changed,
         }
-
-    def _gradient_changed(self) -> Tensor | bool:
-        """Whether `.grad` is not what the optimizer saw; with copies, told by comparing."""
-        copies = [c for c in self._copies if c is not None]
-        if copies:
-            return _any_differs([g for g in self._gradients if g is not None], copies)
-        versions = [None if g is None else g._version for g in self._gradients]
-        return versions != self._versions
 
 
 def _any_differs(a: list[Tensor], b: list[Tensor]) -> Tensor:

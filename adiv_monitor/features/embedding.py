@@ -20,8 +20,7 @@ def _refuse(module: nn.Embedding) -> str | None:
 def embedding(module: nn.Embedding, rows: Rows, input: Tensor) -> OneHotFeatures:
     """Z = W[token]: one row per token; the padding token is not trained."""
     token = input.reshape(-1)
-    if rows.index is not None:
-        token = token[rows.index]
+    token = token.clone() if rows.index is None else token[rows.index]
     dtype = torch.promote_types(module.weight.dtype, torch.float32)
     padding = module.padding_idx
     trained = torch.ones_like(token) if padding is None else token != padding

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +11,7 @@ from torch import Tensor
 from adiv_monitor.measures import row_dots
 
 
+@runtime_checkable
 class Features(Protocol):
     """φ of some rows; Θ = [W | b], z = Θφ."""
 

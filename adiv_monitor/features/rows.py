@@ -60,9 +60,11 @@ def sample(total: int, count: int, generator: torch.Generator) -> Tensor | None:
     if count >= total:
         return None
     if total > _PERMUTED:  # a permutation would cost more than a few double draws lose
-        drawn: Tensor = torch.unique(torch.randint(total, (count,), generator=generator))
+        drawn: Tensor = torch.unique(
+            torch.randint(total, (count,), generator=generator, device="cpu")
+        )
         return drawn
-    return torch.randperm(total, generator=generator)[:count].sort().values
+    return torch.randperm(total, generator=generator, device="cpu")[:count].sort().values
 
 
 def exact(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Every test compares with a plain run of the same step, or with the truth compute
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 import pytest
@@ -430,3 +430,288 @@ def test_a_projection_that_begins_later_is_noticed() -> None:
 
 def cosine(a: Tensor, b: Tensor) -> float:
     return ((a * b).sum() / a.norm() / b.norm()).item()
+
+
+def test_gradients_that_reach_no_parameter_are_no_part_of_the_step() -> None:
+    """An attack on the input first, as in adversarial training: only the training pass counts."""
+    model, (x, y) = mlp()
+
+    def attacked(model: nn.Module) -> None:
+        probe = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(functional.cross_entropy(model(probe), y), probe)
+        functional.cross_entropy(model(x + 0 * slope), y).backward()
+
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, (x, y)).backward())
+    same(one_step(copy.deepcopy(model), attacked), expected)
+    attained = one_step(copy.deepcopy(model), attacked, attainable=True)
+    alone = one_step(model, lambda m: loss_of(m, (x, y)).backward(), attainable=True)
+    same(attained, alone)
+
+
+def test_a_layer_frozen_during_another_networks_step() -> None:
+    """A discriminator is frozen while its generator steps: those passes are not its own."""
+    critic, generator = nn.Linear(4, 1).double(), nn.Linear(3, 4).double()
+    optimizers = {
+        "critic": torch.optim.SGD(critic.parameters(), lr=0.1),
+        "generator": torch.optim.SGD(generator.parameters(), lr=0.1),
+    }
+    noise = torch.randn(6, 3, dtype=torch.float64)
+    with Monitor(critic, optimizers["critic"], on_error="raise") as monitor:
+        critic.requires_grad_(False)
+        critic(generator(noise)).sum().backward()
+        optimizers["generator"].step()
+        critic.requires_grad_(True)
+        fake = generator(noise).detach()
+        critic(fake).square().sum().backward()
+        optimizers["critic"].step()
+    assert monitor.latest is not None
+    assert monitor.latest.layers[""].rows_total == 6
+    assert monitor.latest.layers[""].gradient_cosine > 0.5
+
+
+def test_evaluation_with_gradients_on_does_not_use_up_the_rows() -> None:
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward(), max_rows=6)
+
+    def after_rollouts(model: nn.Module) -> None:
+        for _ in range(20):
+            model(batch[0])
+        loss_of(model, batch).backward()
+
+    same(one_step(model, after_rollouts, max_rows=6), expected)
+
+
+class Inner(torch.optim.Optimizer):
+    """A base class that torch hooks, with a subclass whose step calls it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1)
+
+
+class Outer(Inner):
+    """Steps through its base class."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+def test_a_step_within_a_step_counts_once() -> None:
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+    Inner(model.parameters())  # torch puts hooks on a class's step when it is first used
+    optimizer = Outer(model.parameters())
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    assert [report.step for report in monitor.reports] == [0, 1, 2]
+    same(monitor.reports[0], expected)
+
+
+class Replacing(torch.optim.SGD):
+    """Throws `.grad` away when it has stepped."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = super().step(closure)
+        self.zero_grad()
+        return loss
+
+
+class Scaling(torch.optim.SGD):
+    """From its 3rd step on changes `.grad` without a trace in its version counter."""
+
+    count = 0
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        self.count += 1
+        loss = super().step(closure)
+        if self.count > 2:
+            for p in self.param_groups[0]["params"]:
+                p.grad.data.mul_(-2)
+        return loss
+
+
+@pytest.mark.parametrize("optimizer", [Replacing, Scaling])
+def test_what_the_optimizer_does_to_grad(optimizer: type[torch.optim.SGD]) -> None:
+    model, batch = mlp()
+    own = optimizer(model.parameters(), lr=0.1)
+    with Monitor(model, own, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(5):
+            own.zero_grad()
+            loss_of(model, batch).backward()
+            own.step()
+    cosines = [report.layers["0"].parameter_cosine for report in monitor.reports]
+    lost = [2] if optimizer is Scaling else []
+    for step, value in enumerate(cosines):
+        assert value is None if step in lost else value == pytest.approx(1, **EXACT)
+    if lost:
+        assert "changed .grad during its step" in monitor.reports[2].notes[0]
+
+
+class MovesFirst(torch.optim.Optimizer):
+    """Asks for the gradient somewhere else than where the step begins, as SAM does."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(0.1)
+        with torch.enable_grad():
+            closure()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(0.1).sub_(p.grad, alpha=0.1)
+
+
+def test_an_optimizer_that_moves_the_weights_first_is_refused() -> None:
+    model, batch = mlp()
+    optimizer = MovesFirst(model.parameters())
+
+    def closure(scale: float = 1.0) -> Tensor:
+        loss = loss_of(model, batch) * scale
+        loss.backward()
+        return loss
+
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        optimizer.step(closure)
+    assert monitor.latest is not None
+    assert not monitor.latest.layers
+    assert "as SAM does" in monitor.latest.notes[0]
+
+
+def test_closures_get_their_arguments_and_unused_ones_are_told() -> None:
+    model, batch = mlp()
+
+    class Asks(MovesFirst):
+        def step(self, closure: Callable[[bool], Tensor]) -> None:  # type: ignore[override]
+            assert closure(True).item() == 1
+
+    def closure(flag: bool) -> Tensor:
+        assert flag
+        return torch.ones(())
+
+    optimizer = Asks(model.parameters())
+    with Monitor(model, optimizer, on_error="raise"):
+        optimizer.step(closure)
+
+    class Ignores(MovesFirst):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            return None
+
+    ignoring = Ignores(model.parameters())
+    with (
+        pytest.warns(UserWarning, match="evaluated its closure 0 times"),
+        Monitor(model, ignoring) as monitor,
+    ):
+        loss_of(model, batch).backward()
+        ignoring.step(closure)
+    assert monitor.latest is not None
+    assert "0 times" in monitor.latest.notes[0]
+
+
+def test_a_fused_step_that_is_skipped_is_not_reported_as_a_step() -> None:
+    model, batch = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for factor in (torch.inf, 1.0, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert not monitor.reports[0].layers
+    assert "skipped the step" in monitor.reports[0].notes[0]
+    for report in list(monitor.reports)[1:]:
+        assert all(0 < r.parameter_cosine < 1 for r in report.layers.values())
+
+
+def test_a_step_inside_autocast_is_measured_in_full_precision() -> None:
+    model = nn.Sequential(nn.Linear(5, 6, bias=False), nn.Tanh(), nn.Linear(6, 3))
+    x, y = torch.randn(8, 5), torch.randint(3, (8,))
+    found = []
+    for inside in (False, True):
+        twin = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        with Monitor(twin, optimizer, on_error="raise") as monitor:
+            functional.cross_entropy(twin(x), y).backward()
+            with torch.autocast("cpu", enabled=inside):
+                optimizer.step()
+        assert monitor.latest is not None
+        found.append(monitor.latest)
+    same(*found)
+
+
+def test_only_rows_of_an_embedding_that_were_used_tell_the_loss_scale() -> None:
+    """Of a large table nearly every gradient entry is zero; the factor is right all the same."""
+    model = nn.Embedding(50_000, 8)
+    tokens = torch.tensor([3, 17, 49_000])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        scaler.scale(model(tokens).square().sum()).backward()
+        scaler.step(optimizer)
+    assert monitor.latest is not None
+    reading = monitor.latest.layers[""]
+    assert reading.gradient_factor == pytest.approx(1 / 4096)
+    assert reading.effective_lr == pytest.approx(0.1, rel=1e-4)
+
+
+def test_names_of_wrappers_are_dropped_but_not_the_users_own() -> None:
+    class Residual(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x + self.module(x))
+
+    inner = nn.Sequential()
+    inner.add_module("norm", nn.LayerNorm(4))
+    model = nn.Sequential(Residual(inner))
+    report = one_step(nn.DataParallel(model), lambda m: m(torch.randn(3, 4)).sum().backward())
+    assert report.layers.keys() == {"0.norm", "0.module.norm"}
+
+
+def test_inputs_far_from_zero_do_not_upset_the_normalisers() -> None:
+    """A mean thousands of deviations away: x̂ is still right in float32."""
+    x = 2000 + 0.3 * torch.randn(16, 4, 5, 5)
+    for norm in (nn.BatchNorm2d(4), nn.GroupNorm(2, 4)):
+        report = one_step(norm, lambda m: (m(x) * torch.randn(16, 4, 5, 5)).sum().backward())
+        assert report.layers[""].scale_mean == pytest.approx(2, rel=1e-2)
+
+
+def test_a_raw_model_trained_through_a_compiled_one() -> None:
+    """The monitor holds the raw model: its hooks must not break the compiled graph."""
+    torch._dynamo.reset()
+    model, batch = mlp()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=3, on_error="raise") as monitor:
+        for _ in range(7):
+            optimizer.zero_grad()
+            loss_of(compiled, batch).backward()
+            optimizer.step()
+    assert [report.step for report in monitor.reports] == [0, 3, 6]
+    assert all(len(report.layers) == 3 for report in monitor.reports)
+
+
+def test_a_compiled_optimizer_step() -> None:
+    torch._dynamo.reset()
+    model, batch = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            step()
+    assert [report.step for report in monitor.reports] == [0, 2, 4]
+    assert all(len(report.layers) == 3 for report in monitor.reports)
