@@ -6,6 +6,7 @@ in its output; under a plain gradient step the row moves by −η·scale times i
 corrections make the scale the same for every row.
 """
 
+from jaxtyping import Float
 from torch import Tensor
 
 from adiv_layers.forms import affine_like_constants, norm_like_gain, representable, times
@@ -26,13 +27,13 @@ __all__ = [
 
 
 def affine_like_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    input: Float[Tensor, "*rows n_in"],
+    weight: Float[Tensor, "n_out n_in"],
+    bias: Float[Tensor, " n_out"] | None = None,
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
-) -> Tensor:
+) -> Float[Tensor, "*rows n_out"]:
     """Affine map divided by the length of its own features.
 
     z = (αWx + βb) / s, s = √(α²‖x‖² + β²) (eqns 15, 19, 37). With a bias the scale is exactly 1;
@@ -46,7 +47,7 @@ def affine_like_linear(
         beta: weight of b; not 0.
 
     Returns:
-        (..., n_out). Zero rows give b.
+        (..., n_out). Zero rows give b (−b for β < 0).
 
     Raises:
         ValueError: alpha or beta is 0 or not finite.
@@ -57,14 +58,14 @@ def affine_like_linear(
 
 
 def norm_like_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    input: Float[Tensor, "*rows n_in"],
+    weight: Float[Tensor, "n_out n_in"],
+    bias: Float[Tensor, " n_out"] | None = None,
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
     eps: float = 1e-12,
-) -> Tensor:
+) -> Float[Tensor, "*rows n_out"]:
     """Affine map of the row's direction, its length thrown away.
 
     z = αWx/s + βb. For |β| < 1, s = √(α²‖x‖²/(1−β²)) (eqns 14, 35): scale 1 (1−β² without a bias).
@@ -88,7 +89,9 @@ def norm_like_linear(
     return scaled_linear(input, weight, bias, 0.0, representable(eps, input.dtype))
 
 
-def l2_norm(input: Tensor, dim: int = -1, eps: float = 1e-12) -> Tensor:
+def l2_norm(
+    input: Float[Tensor, "*shape"], dim: int = -1, eps: float = 1e-12
+) -> Float[Tensor, "*shape"]:
     """Rows of length one: x / max(‖x‖, eps), a normaliser without parameters.
 
     Args:

@@ -136,11 +136,11 @@ def patch_squares(
 
 def scale_channels(output: Tensor, inverse: Tensor, groups: int, space: int) -> Tensor:
     """Multiply channels (…, n_out, *space) by their group's map (…, groups, *space)."""
-    inverse = inverse.to(output.dtype)
     if groups == 1:
-        return output * inverse
+        return (output * inverse).to(output.dtype)
     grouped = torch.unflatten(output, -space - 1, (groups, -1))
-    return (grouped * inverse.unsqueeze(-space - 1)).flatten(-space - 2, -space - 1)
+    product = (grouped * inverse.unsqueeze(-space - 1)).to(output.dtype)
+    return product.flatten(-space - 2, -space - 1)
 
 
 def in_numbers(

@@ -28,7 +28,7 @@ class Contest:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     modes: tuple[str, ...] = ("eager", "compiled")
-    rounds: int = 15
+    rounds: int = 25
 
 
 def linear_contest(rows: int, n_in: int, n_out: int, device: str, dtype: torch.dtype) -> Contest:

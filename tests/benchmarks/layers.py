@@ -191,7 +191,8 @@ def main() -> None:
     report = (
         "# Cost of the corrected layers\n\n"
         "Forward + backward, median ratio [quartiles]. Floor: the first layer of a case, in its\n"
-        "first mode. Peers: the second and third, in the same mode.\n\n"
+        "first mode. Peers: the second and third, in the same mode. Where the floor's layer has a\n"
+        "compiled row, that is the same computation again: how far it is from 1 is the noise.\n\n"
         f"{EXPECTED}\nCommand: `python {shlex.join(sys.argv)}`; {versions}; {hardware()}.\n\n"
         f"{table(rows)}\n"
     )
