@@ -55,6 +55,7 @@ def in_mode(mode: str, module: nn.Module, x: Tensor) -> Callable[[], None]:
             step()
         return step
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
