@@ -148,7 +148,7 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
             The output, shaped like query, and the weights (batch, [heads,] queries, keys) or None.
 
         Raises:
-            ValueError: the inputs are not all batched or all unbatched.
+            ValueError: the inputs are not all batched or all unbatched, or a mask does not fit.
         """
         if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3):
             raise ValueError(
@@ -170,7 +170,7 @@ class CorrectedMultiheadAttention(nn.MultiheadAttention):
             if is_causal and attn_mask is None:
                 ones = torch.ones(q.shape[2], keys, dtype=torch.bool, device=q.device)
                 attn_mask = ones.triu(1)
-            mask = _merged_mask(attn_mask, key_padding_mask, q, k)
+            mask = _merged_mask(attn_mask, key_padding_mask, q, k, keys)
             heads, weights = self._attend(q, k, v, mask, False, need_weights)
         order = (0, 2, 1, 3) if batch_first else (2, 0, 1, 3)
         output = self.out_proj(heads.permute(order).flatten(2))
@@ -234,19 +234,30 @@ def _projection(kind: str, weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _merged_mask(
-    attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor, keys: int
 ) -> Tensor | None:
-    """Both masks as one that is added to the scores; nothing hides the extra keys."""
+    """Both masks of so many keys as one that is added to the scores; it hides no extra key."""
     batch, heads, queries, _ = q.shape
     merged = None
     if attn_mask is not None:
+        flat = (batch * heads, queries, keys)
+        _check_shape("attn_mask", attn_mask, (queries, keys), flat)
         attn_mask = _additive(attn_mask, q.dtype, k.shape[2])
         shape = (1, 1) if attn_mask.dim() == 2 else (batch, heads)
         merged = attn_mask.view(*shape, queries, k.shape[2])
     if key_padding_mask is not None:
+        _check_shape("key_padding_mask", key_padding_mask, (batch, keys))
         padding = _additive(key_padding_mask, q.dtype, k.shape[2]).view(batch, 1, 1, k.shape[2])
         merged = padding if merged is None else merged + padding
     return merged
+
+
+def _check_shape(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
+    if tuple(mask.shape) not in shapes:
+        raise ValueError(
+            f"CorrectedMultiheadAttention: {name} has shape {tuple(mask.shape)}; "
+            f"must be {' or '.join(map(str, shapes))}."
+        )
 
 
 def _additive(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, get_args
 
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,6 +11,10 @@ from adiv_layers.functional import gradient_only_conv, patch_norm_conv
 from adiv_layers.gradient_only import check_gradient_form
 from adiv_layers.gradient_only_conv import ConvForm
 from adiv_layers.modules import changed
+
+# torch.fx does not look into torch's own layers; nor need it look into these.
+torch.fx.wrap("gradient_only_conv")
+torch.fx.wrap("patch_norm_conv")
 
 Form = Literal["affine-like", "norm-like"]
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]

@@ -6,15 +6,15 @@ in its output; under a plain gradient step the row moves by −η·scale times i
 corrections make the scale the same for every row.
 """
 
-import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
 from adiv_layers.forms import affine_like_constants, norm_like_gain, representable, times
 from adiv_layers.gradient_only import gradient_only_linear
 from adiv_layers.gradient_only_conv import gradient_only_conv
-from adiv_layers.ops import linear_plus_factor, unit_rows
-from adiv_layers.output_scaling import output_scaled_linear, prefers_output_scaling
+from adiv_layers.ops import unit_rows
 from adiv_layers.patch_norm import patch_norm_conv
+from adiv_layers.scaled_linear import scaled_linear
 
 __all__ = [
     "affine_like_linear",
@@ -27,13 +27,13 @@ __all__ = [
 
 
 def affine_like_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    input: Float[Tensor, "*rows n_in"],
+    weight: Float[Tensor, "n_out n_in"],
+    bias: Float[Tensor, " n_out"] | None = None,
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
-) -> Tensor:
+) -> Float[Tensor, "*rows n_out"]:
     """Affine map divided by the length of its own features.
 
     z = (αWx + βb) / s, s = √(α²‖x‖² + β²) (eqns 15, 19, 37). With a bias the scale is exactly 1;
@@ -47,30 +47,25 @@ def affine_like_linear(
         beta: weight of b; not 0.
 
     Returns:
-        (..., n_out). Zero rows give b.
+        (..., n_out). Zero rows give b (−b for β < 0).
 
     Raises:
         ValueError: alpha or beta is 0 or not finite.
     """
     offset, sign = affine_like_constants(alpha, beta)
-    weight, bias = times(weight, sign), times(bias, offset)
-    if prefers_output_scaling(input, weight):
-        return output_scaled_linear(input, weight, bias, offset * offset, eps=1.0)
-    unit, inverse = unit_rows(input, offset * offset)
-    if bias is None:
-        return F.linear(unit, weight)
-    return linear_plus_factor(unit, inverse, weight, bias)
+    constant = offset * offset
+    return scaled_linear(input, times(weight, sign), times(bias, offset), constant, eps=1.0)
 
 
 def norm_like_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    input: Float[Tensor, "*rows n_in"],
+    weight: Float[Tensor, "n_out n_in"],
+    bias: Float[Tensor, " n_out"] | None = None,
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
     eps: float = 1e-12,
-) -> Tensor:
+) -> Float[Tensor, "*rows n_out"]:
     """Affine map of the row's direction, its length thrown away.
 
     z = αWx/s + βb. For |β| < 1, s = √(α²‖x‖²/(1−β²)) (eqns 14, 35): scale 1 (1−β² without a bias).
@@ -91,14 +86,12 @@ def norm_like_linear(
         ValueError: alpha is 0 or not finite, beta is outside [−1, 1], or eps is not positive.
     """
     weight, bias = times(weight, norm_like_gain(alpha, beta)), times(bias, beta)
-    eps = representable(eps, input.dtype)
-    if prefers_output_scaling(input, weight):
-        return output_scaled_linear(input, weight, bias, 0.0, eps)
-    unit, _ = unit_rows(input, 0.0, eps)
-    return F.linear(unit, weight, bias)
+    return scaled_linear(input, weight, bias, 0.0, representable(eps, input.dtype))
 
 
-def l2_norm(input: Tensor, dim: int = -1, eps: float = 1e-12) -> Tensor:
+def l2_norm(
+    input: Float[Tensor, "*shape"], dim: int = -1, eps: float = 1e-12
+) -> Float[Tensor, "*shape"]:
     """Rows of length one: x / max(‖x‖, eps), a normaliser without parameters.
 
     Args:

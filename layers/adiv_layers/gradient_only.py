@@ -122,8 +122,9 @@ def row_factor(squares: Tensor, form: str, has_bias: bool, eps: float) -> Tensor
     """What multiplies g xᵀ of a row: 1/(‖x‖² + 1), 1/(2‖x‖²), or 1/‖x‖² without a bias."""
     if form == "proportional" and has_bias:
         return (squares + 1.0).reciprocal()
-    share = 0.5 if has_bias else 1.0
-    return share / squares.clamp_min(least_square(eps, squares))
+    share, least = 0.5 if has_bias else 1.0, least_square(eps, squares)
+    # Rows of no length have no weight gradient; in fp16 an infinite factor would make it NaN.
+    return (share / squares.clamp_min(least)).masked_fill(squares < least, 0.0)
 
 
 def _per_row_gradients(

@@ -96,9 +96,8 @@ class _GradientOnlyConv(torch.autograd.Function):
         if any(ctx.needs_input_grad[1:3]):
             space, groups = weight.dim() - 2, ctx.geometry[-1]
             squares = patch_squares(input, weight, *ctx.geometry)
-            factor = row_factor(
-                squares, ctx.form, ctx.has_bias, representable(ctx.eps, input.dtype)
-            )
+            eps = representable(ctx.eps, input.dtype)
+            factor = row_factor(squares, ctx.form, ctx.has_bias, eps)
             scaled = scale_channels(grad, factor, groups, space)
             grad_weight = _conv_backward(ctx.geometry, scaled, input, weight, (False, True, False))
             positions = [0, *range(2, space + 2)]

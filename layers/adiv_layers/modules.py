@@ -6,6 +6,7 @@ initialisation and state dicts are the twin's too, so checkpoints load both ways
 
 from typing import Any, get_args
 
+import torch.fx
 from torch import Tensor, nn
 
 from adiv_layers.forms import affine_like_constants, norm_like_gain, representable
@@ -16,6 +17,12 @@ from adiv_layers.functional import (
     norm_like_linear,
 )
 from adiv_layers.gradient_only import LinearForm, check_gradient_form
+
+# torch.fx does not look into torch's own layers; nor need it look into these.
+torch.fx.wrap("affine_like_linear")
+torch.fx.wrap("gradient_only_linear")
+torch.fx.wrap("l2_norm")
+torch.fx.wrap("norm_like_linear")
 
 
 class AffineLikeLinear(nn.Linear):

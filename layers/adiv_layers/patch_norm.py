@@ -91,10 +91,10 @@ def _plain(
 ) -> Tensor:
     """(W·patch + b)·r, or W·patch·r + b where constant is 0."""
     space = weight.dim() - 2
-    squares = patch_squares(input, weight, *geometry)
-    squares = squares + constant if constant > 0 else squares.clamp_min(least_square(eps, squares))
     inner, outer = (bias, None) if constant > 0 else (None, bias)
     numerator = CONVOLUTIONS[space](input, weight, inner, *geometry)
+    squares = patch_squares(input, weight, *geometry)
+    squares = squares + constant if constant > 0 else squares.clamp_min(least_square(eps, squares))
     output = scale_channels(numerator, squares.rsqrt(), geometry[-1], space)
     return output if outer is None else output + outer.to(output.dtype).view(-1, *[1] * space)
 
@@ -136,11 +136,11 @@ def patch_squares(
 
 def scale_channels(output: Tensor, inverse: Tensor, groups: int, space: int) -> Tensor:
     """Multiply channels (…, n_out, *space) by their group's map (…, groups, *space)."""
-    inverse = inverse.to(output.dtype)
     if groups == 1:
-        return output * inverse
+        return (output * inverse).to(output.dtype)
     grouped = torch.unflatten(output, -space - 1, (groups, -1))
-    return (grouped * inverse.unsqueeze(-space - 1)).flatten(-space - 2, -space - 1)
+    product = (grouped * inverse.unsqueeze(-space - 1)).to(output.dtype)
+    return product.flatten(-space - 2, -space - 1)
 
 
 def in_numbers(

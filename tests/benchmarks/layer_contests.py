@@ -3,16 +3,18 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from adiv_layers import (
     AffineLikeLinear,
+    CorrectedMultiheadAttention,
     GradientOnlyConv2d,
     GradientOnlyLinear,
     NormLikeLinear,
     PatchNormConv2d,
 )
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Contest:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     modes: tuple[str, ...] = ("eager", "compiled")
-    rounds: int = 15
+    rounds: int = 25
 
 
 def linear_contest(rows: int, n_in: int, n_out: int, device: str, dtype: torch.dtype) -> Contest:
@@ -82,8 +84,48 @@ def conv_contest(images: int, device: str, dtype: torch.dtype) -> Contest:
     )
 
 
-def mlp_contest(device: str) -> Contest:
-    """The small network in which only the number of kernels counts, as a CUDA graph."""
+class SelfAttention(nn.Module):
+    """Attention of one input to itself, by the fused route."""
+
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return output
+
+
+def attention_contest(
+    batch: int, length: int, width: int, device: str, dtype: torch.dtype
+) -> Contest:
+    def attention(kind: type[nn.MultiheadAttention], **settings: Any) -> nn.Module:
+        return SelfAttention(kind(width, 8, batch_first=True, **settings))
+
+    twin, corrected = nn.MultiheadAttention, CorrectedMultiheadAttention
+    standard = dict.fromkeys(("q_proj", "k_proj", "v_proj", "out_proj"), "standard")
+    return Contest(
+        f"self-attention {batch}×{length}×{width}, 8 heads",
+        (batch, length, width),
+        {
+            "MultiheadAttention": lambda: attention(twin),
+            "LayerNorm + MultiheadAttention": lambda: nn.Sequential(
+                nn.LayerNorm(width), attention(twin)
+            ),
+            "RMSNorm + MultiheadAttention": lambda: nn.Sequential(
+                nn.RMSNorm(width), attention(twin)
+            ),
+            "CorrectedMultiheadAttention(standard)": lambda: attention(corrected, **standard),
+            "CorrectedMultiheadAttention": lambda: attention(corrected),
+            "CorrectedMultiheadAttention(qk_norm)": lambda: attention(corrected, qk_norm=True),
+        },
+        device,
+        dtype,
+    )
+
+
+def mlp_contest(device: str, modes: tuple[str, ...]) -> Contest:
+    """A small network, in which the number of operations counts more than the arithmetic."""
 
     def mlp(linear: type[nn.Linear], norm: Callable[[int], nn.Module] | None = None) -> nn.Module:
         layers: list[nn.Module] = []
@@ -99,7 +141,7 @@ def mlp_contest(device: str) -> Contest:
         "AffineLikeLinear": lambda: mlp(AffineLikeLinear),
         "NormLikeLinear": lambda: mlp(NormLikeLinear),
     }
-    return Contest("MLP 3072-32-32-10, batch 32", (32, 3072), layers, device, modes=("graph",))
+    return Contest("MLP 3072-32-32-10, batch 32", (32, 3072), layers, device, modes=modes)
 
 
 CUDA = [
@@ -107,10 +149,13 @@ CUDA = [
     linear_contest(8192, 1024, 4096, "cuda", torch.bfloat16),
     linear_contest(65536, 768, 3072, "cuda", torch.bfloat16),
     conv_contest(128, "cuda", torch.bfloat16),
-    mlp_contest("cuda"),
+    attention_contest(16, 1024, 1024, "cuda", torch.bfloat16),
+    mlp_contest("cuda", ("graph",)),
 ]
 CPU = [
     linear_contest(512, 3072, 512, "cpu", torch.float32),
     linear_contest(2048, 768, 3072, "cpu", torch.float32),
     conv_contest(16, "cpu", torch.float32),
+    attention_contest(8, 128, 256, "cpu", torch.float32),
+    mlp_contest("cpu", ("eager", "compiled")),
 ]

@@ -25,7 +25,8 @@ Expected before measuring, by counting memory passes (x, y: bytes of input and o
 layer's matrix products set the floor). CPU, one thread, eager: 1.10-1.20 x nn.Linear for
 (512, 3072, 512), where four passes over a wide x weigh most, 1.05-1.15 for (2048, 768, 3072);
 compiled 1.05-1.15 for both. Gradient-only 1.03-1.10; its batch form more, it adds a solve.
-PatchNorm 1.3-2.0 x nn.Conv2d on the CPU, about conv + BatchNorm. CUDA, bf16: 1.07, 1.07 and 1.10 x
+PatchNorm 1.3-2.0 x nn.Conv2d on the CPU, about conv + BatchNorm. Corrected attention 1.1-1.3, the
+MLP 1.3-2 (a dozen small operations more). CUDA, bf16: 1.07, 1.07 and 1.10 x
 nn.Linear for the three shapes, RMSNorm + Linear the same or more; PatchNorm 1.2-1.4 x nn.Conv2d;
 gradient-only 1.03-1.04; row kernels at 80-85 % of the bandwidth of a copy.
 Goals: CPU eager <= 1.20 and compiled <= 1.10 x nn.Linear, not slower than LayerNorm + Linear or
@@ -55,6 +56,7 @@ def in_mode(mode: str, module: nn.Module, x: Tensor) -> Callable[[], None]:
             step()
         return step
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
@@ -191,7 +193,8 @@ def main() -> None:
     report = (
         "# Cost of the corrected layers\n\n"
         "Forward + backward, median ratio [quartiles]. Floor: the first layer of a case, in its\n"
-        "first mode. Peers: the second and third, in the same mode.\n\n"
+        "first mode. Peers: the second and third, in the same mode. Where the floor's layer has a\n"
+        "compiled row, that is the same computation again: how far it is from 1 is the noise.\n\n"
         f"{EXPECTED}\nCommand: `python {shlex.join(sys.argv)}`; {versions}; {hardware()}.\n\n"
         f"{table(rows)}\n"
     )

@@ -240,3 +240,8 @@ def test_errors_say_what_to_do():
     layer = CorrectedMultiheadAttention(8, 2)
     with pytest.raises(ValueError, match="all three"):
         layer(torch.randn(4, 8), torch.randn(4, 1, 8), torch.randn(4, 1, 8))
+    x = torch.randn(4, 3, 8)
+    with pytest.raises(ValueError, match=r"attn_mask has shape \(4, 5\); must be \(4, 4\) or"):
+        layer(x, x, x, attn_mask=torch.zeros(4, 5))
+    with pytest.raises(ValueError, match=r"key_padding_mask has shape \(4, 3\); must be \(3, 4\)"):
+        layer(x, x, x, key_padding_mask=torch.zeros(4, 3))

@@ -139,6 +139,19 @@ def test_half_precision_sums_squares_in_float32(function, dtype):
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (37, 2)], ids=["wide", "tall"])
+def test_rows_shorter_than_eps_are_divided_by_eps(shape):
+    inputs = [tensor.requires_grad_() for tensor in tensors(*shape, lead=(3,))]
+    x, weight, bias = inputs
+
+    def call(x, weight, bias):
+        return functional.norm_like_linear(x, weight, bias, eps=100.0)
+
+    torch.testing.assert_close(call(*inputs), x @ weight.T / 100 + bias, **TIGHT)
+    assert gradcheck(call, inputs)
+    assert gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (37, 2)], ids=["wide", "tall"])
 @pytest.mark.parametrize("function", [functional.affine_like_linear, functional.norm_like_linear])
 def test_the_output_may_be_overwritten(function, shape):
     inputs = [tensor.requires_grad_() for tensor in tensors(*shape)]

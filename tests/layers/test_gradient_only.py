@@ -85,11 +85,29 @@ def test_batch_form_in_float32():
     torch.testing.assert_close(layer.bias.grad.double(), bias, rtol=1e-3, atol=1e-4)
 
 
+def test_damping_reaches_the_solve():
+    layer = GradientOnlyLinear(6, 3, form="batch", damping=0.5, dtype=torch.float64)
+    x, grad = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    layer(x).backward(grad)
+    weight, _ = by_rows("batch", x, grad, True, damping=0.5)
+    torch.testing.assert_close(layer.weight.grad, weight, **TIGHT)
+
+
+def test_damping_is_raised_to_what_rounding_allows():
+    layer = GradientOnlyLinear(6, 3, form="batch", damping=1e-30)
+    x, grad = torch.full((500, 6), 3.0), torch.randn(500, 3)
+    layer(x).backward(grad)
+    step = x @ layer.weight.grad.T + layer.bias.grad
+    torch.testing.assert_close(step, grad.mean(0).expand(500, 3), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [3, 40])
-def test_degenerate_rows_stay_finite(form, rows):
-    layer = GradientOnlyLinear(6, 4, form=form)
+def test_degenerate_rows_stay_finite(form, rows, dtype):
+    layer = GradientOnlyLinear(6, 4, form=form, dtype=dtype)
     for x in (torch.zeros(rows, 6), torch.ones(rows, 6), torch.zeros(0, 6)):
+        x = x.to(dtype)
         layer.zero_grad()
         layer(x.requires_grad_()).sum().backward()
         assert torch.isfinite(layer.weight.grad).all()
@@ -180,6 +198,26 @@ def test_convolution_backward_can_be_differentiated(form, space):
         return gradient_only_conv(x, weight, bias, padding=1, groups=2, form=form)
 
     assert gradgradcheck(call, inputs, fast_mode=space == 3)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("form", ["proportional", "disproportional"])
+def test_empty_patches(form, bias):
+    layer = GradientOnlyConv2d(2, 3, 2, bias=bias, form=form, dtype=torch.float64)
+    x = torch.randn(2, 2, 5, 6, dtype=torch.float64)
+    whole, grad = x[..., :3], torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    x[..., 3:] = 0
+    layer(x).backward(grad)
+    # patches 0 to 2 hold something; the others may move the bias only
+    weight = layer.weight.grad.clone()
+    layer.zero_grad()
+    padded = torch.nn.functional.pad(whole, (0, 1))
+    layer(padded).backward(grad[..., :3])
+    torch.testing.assert_close(weight, layer.weight.grad, **TIGHT)
+    half = GradientOnlyConv2d(2, 3, 2, bias=bias, form=form, dtype=torch.float16)
+    half(x.half()).backward(grad.half())
+    assert all(p.grad.isfinite().all() for p in half.parameters())
+    torch.testing.assert_close(half.weight.grad.double(), weight, rtol=0.02, atol=0.02)
 
 
 def test_convolution_of_one_image_and_of_none():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.fx
 from adiv_layers import (
     AffineLikeLinear,
     CorrectedMultiheadAttention,
@@ -124,6 +125,12 @@ def test_export(make):
     exported = torch.export.export(module, (x,), dynamic_shapes=({0: rows},)).module()
     more = torch.cat([x, x])
     close([exported(x), exported(more)], [module(x), module(more)])
+
+
+@each_layer
+def test_symbolic_trace(make):
+    module, x = make(), sample(make)
+    close(gradients(torch.fx.symbolic_trace(module), x), gradients(module, x))
 
 
 COMPILED = {

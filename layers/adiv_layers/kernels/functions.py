@@ -158,10 +158,11 @@ class Scaled(Function):
         inner, outer = (bias, None) if constant > 0 else (None, bias)
         factor = linear_map.factor(x, constant, floor)
         y = linear_map.forward(x, weight, inner)
-        output = library.scale(linear_map.view(y), factor, outer)
+        output = y.new_empty_strided(y.shape, y.stride())
+        library.scale_(linear_map.view(output), linear_map.view(y), factor, outer)
         ctx.save_for_backward(x, weight, bias, factor, y)
         ctx.settings = linear_map, plain, constant, _limit(floor, constant)
-        return linear_map.restore(output, y)
+        return output
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

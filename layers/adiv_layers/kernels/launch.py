@@ -10,6 +10,7 @@ from torch import Tensor
 # second time from cache. In float64 every element takes two registers.
 _ROW = {torch.float32: 16384, torch.float64: 8192}
 _TILE = 4096  # elements of a tile: 16 per thread with 8 warps
+_ACROSS, _ALONG = 1024, 128  # and the most of them in the direction that memory runs
 
 
 class Rows(NamedTuple):
@@ -39,10 +40,10 @@ def rows_tile(width: int, dtype: torch.dtype) -> Rows:
 def strided_tile(channels: int, positions: int, channels_fast: bool) -> Tile:
     """The tile for channels × positions, long in the direction that memory runs."""
     if channels_fast:
-        across = min(power_of_two(channels), 1024)
+        across = min(power_of_two(channels), _ACROSS)
         along = min(power_of_two(positions), _TILE // across)
     else:
-        along = min(power_of_two(positions), 128)
+        along = min(power_of_two(positions), _ALONG)
         across = min(power_of_two(channels), _TILE // along)
     return Tile(along, across, _warps(along * across, 8))
 

@@ -158,22 +158,16 @@ def gate(
     return scaled, dots if found[0] is None else found[0], sums if found[1] is None else found[1]
 
 
-def _new_scale(y: Tensor, factor: Tensor, shift: Tensor | None) -> Tensor:
-    return y.new_empty_strided(y.shape, y.stride())
+def _nothing(*_: Any) -> None:
+    return None
 
 
-@operator("(Tensor y, Tensor factor, Tensor? shift) -> Tensor", _new_scale)
-def scale(y: Tensor, factor: Tensor, shift: Tensor | None) -> Tensor:
-    """r·y + shift, the shift one number per channel."""
+@operator("(Tensor(a!) result, Tensor y, Tensor factor, Tensor? shift) -> ()", _nothing)
+def scale_(result: Tensor, y: Tensor, factor: Tensor, shift: Tensor | None) -> None:
+    """Fill the result, which has the strides of y, with r·y + shift (one number per channel)."""
     from adiv_layers.kernels import channels
 
-    result = _new_scale(y, factor, shift)
     channels.blend(y, result, factor, shift=shift)
-    return result
-
-
-def _nothing(a: Tensor, factor: Tensor, other: Tensor, sign: float) -> None:
-    return None
 
 
 @operator("(Tensor(a!) a, Tensor factor, Tensor other, float sign) -> ()", _nothing)

@@ -27,7 +27,10 @@ def unit_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write factor = r (r² if SQUARED) and, unless `unit` is None, unit = factor·x."""
+    """Write factor = r and, unless `unit` is None, unit = factor·x.
+
+    If SQUARED the factor is r², and 0 for rows shorter than the floor, which have no direction.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     column = tl.arange(0, BLOCK)
@@ -46,9 +49,12 @@ def unit_rows_kernel(
     square = tl.sum(squares, 1)
     if CONSTANT > 0:
         square += CONSTANT
+    short = square < FLOOR
+    square = tl.maximum(square, FLOOR)
+    if SQUARED:
+        r = tl.where(short, 0.0, 1.0 / square)
     else:
-        square = tl.maximum(square, FLOOR)
-    r = 1.0 / square if SQUARED else tl.rsqrt(square)
+        r = tl.rsqrt(square)
     tl.store(factor + row, r, mask=inside)
     if unit is not None:
         target = unit + row[:, None] * width + column[None, :]

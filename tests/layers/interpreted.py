@@ -1,0 +1,99 @@
+"""What the interpreted tests share: kernels on CPU tensors, and how to judge them.
+
+Import it before anything of `adiv_layers.kernels`, with TRITON_INTERPRET=1 in the environment.
+"""
+
+import contextlib
+import os
+
+import torch
+import triton.language as tl
+from adiv_layers.kernels import functions, library
+from triton.runtime import interpreter
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "these tests are run by test_kernels.py"
+
+for name, implementation in library.IMPLEMENTATIONS.items():
+    torch.library.impl(f"adiv_layers::{name}", "CPU", implementation)
+functions.DEVICES.add("cpu")
+
+_convert = interpreter._convert_float
+
+
+def _convert_float(data, source, target, *rest):
+    """The interpreter cuts float32 off to bfloat16, where a GPU rounds to the nearest."""
+    if (source, target) != (tl.float32, tl.bfloat16):
+        return _convert(data, source, target, *rest)
+    return torch.tensor(data).bfloat16().view(torch.int16).numpy().view("uint16")
+
+
+interpreter._convert_float = _convert_float
+
+FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+DTYPES = [FLOAT64, FLOAT32, BFLOAT16, FLOAT16]
+
+
+@contextlib.contextmanager
+def plain():
+    """Inside, every operation is its plain expression."""
+    functions.DEVICES.discard("cpu")
+    try:
+        yield
+    finally:
+        functions.DEVICES.add("cpu")
+
+
+@contextlib.contextmanager
+def poisoned(monkeypatch):
+    """Inside, memory that a kernel is given to fill is full of NaN."""
+
+    def full(name):
+        made = getattr(torch.Tensor, name)
+
+        def new(self, *size, **options):
+            return made(self, *size, **options).fill_(float("nan"))
+
+        return new
+
+    with monkeypatch.context() as patch:
+        for name in ("new_empty", "new_empty_strided"):
+            patch.setattr(torch.Tensor, name, full(name))
+        yield
+
+
+def relative_error(actual, expected):
+    """Relative 2-norm of the difference, 0/0 being 0; NaN if there is one."""
+    expected = expected.double()
+    difference = (actual.double() - expected).norm()
+    return (difference / expected.norm()).item() if difference != 0 else 0.0
+
+
+def outputs_and_gradients(function, inputs, upstream, dtype=None):
+    """All outputs, then the gradients of all inputs for the gradients `upstream`; in a dtype."""
+    inputs = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    pairs = [(z, g.to(z.dtype)) for z, g in zip(outputs, upstream, strict=True) if g is not None]
+    zs, gs = zip(*pairs, strict=True)
+    return [*outputs, *torch.autograd.grad(zs, inputs, gs)]
+
+
+def check(function, reference, inputs, upstream, dtype):
+    """Hold a function to its reference in float64, forward and every gradient.
+
+    float64 to 1e-12, float32 to 1e-6, both relative 2-norm; half precision to twice the error
+    that the plain expression makes in that dtype.
+    """
+    inputs = [t.to(dtype) for t in inputs]
+    upstream = [None if g is None else g.to(dtype) for g in upstream]
+    truth = outputs_and_gradients(reference, inputs, upstream, FLOAT64)
+    found = outputs_and_gradients(function, inputs, upstream)
+    with plain():
+        simple = outputs_and_gradients(function, inputs, upstream)
+    for i, (actual, expression, expected) in enumerate(zip(found, simple, truth, strict=True)):
+        assert actual.shape == expected.shape, i
+        assert actual.dtype == expression.dtype, i
+        error, usual = relative_error(actual, expected), relative_error(expression, expected)
+        usual = max(usual, torch.finfo(dtype).eps / 4)  # a few numbers may be exact by chance
+        allowed = {FLOAT64: 1e-12, FLOAT32: 1e-6}.get(dtype, 2 * usual)
+        assert error <= allowed, f"result {i}: error {error:.2e}, allowed {allowed:.2e}"

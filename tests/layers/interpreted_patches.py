@@ -1,0 +1,151 @@
+"""Kernels over patches against unfolded patches in float64."""
+
+import itertools
+
+import pytest
+import torch
+from adiv_layers.functional import patch_norm_conv
+from adiv_layers.kernels import functions, launch
+from interpreted import DTYPES, FLOAT64, check, poisoned
+from torch.autograd import gradcheck, gradgradcheck
+
+FORMS = [1.0, 0.0]  # affine-like, norm-like
+
+
+def unfolded(x, kernel, stride, padding, dilation):
+    """(batch, channels, *kernel, *space_out) by indexing, one kernel position after the other."""
+    space = len(kernel)
+    for d in range(space):
+        zeros = x.new_zeros(*x.shape[: 2 + d], padding[d], *x.shape[3 + d :])
+        x = torch.cat([zeros, x, zeros], dim=2 + d)
+    sizes = [
+        (x.shape[2 + d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(space)
+    ]
+    taps = []
+    for tap in itertools.product(*map(range, kernel)):
+        part = x
+        for d in range(space):
+            index = torch.arange(sizes[d]) * stride[d] + tap[d] * dilation[d]
+            part = part.index_select(2 + d, index)
+        taps.append(part)
+    return torch.stack(taps, dim=2)  # (batch, channels, taps, *space_out)
+
+
+def reference(stride, padding, dilation, groups, form):
+    def call(x, weight, bias):
+        patches = unfolded(x, weight.shape[2:], stride, padding, dilation)
+        space = patches.shape[3:]
+        patches = patches.reshape(len(x), groups, -1, *space)  # a patch per group
+        w = weight.reshape(groups, weight.shape[0] // groups, -1)
+        b = bias.view(1, groups, -1, *[1] * len(space))
+        y = torch.einsum("gof,bgf...->bgo...", w, patches)
+        square = patches.square().sum(2, keepdim=True)
+        if form > 0:
+            z = (y + b) / (square + 1).sqrt()
+        else:
+            z = y / square.clamp_min(1e-24).sqrt() + b
+        return z.flatten(1, 2)
+
+    return call
+
+
+def patch_norm(stride, padding, dilation, groups, form):
+    name = "affine-like" if form > 0 else "norm-like"
+
+    def call(x, weight, bias):
+        return patch_norm_conv(x, weight, bias, stride, padding, dilation, groups, form=name)
+
+    return call
+
+
+CASES = {  # input, weight, stride, padding, dilation, groups
+    "1d": ((2, 5, 17), (3, 5, 3), (1,), (1,), (1,), 1),
+    "1d strided": ((3, 3, 19), (7, 3, 4), (3,), (2,), (1,), 1),
+    "2d": ((2, 6, 9, 8), (5, 6, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "2d mixed": ((2, 4, 9, 11), (4, 4, 2, 3), (2, 3), (0, 4), (2, 1), 1),
+    "2d gap": ((2, 3, 8, 8), (4, 3, 1, 1), (3, 3), (0, 0), (1, 1), 1),
+    "2d groups": ((2, 16, 7, 7), (24, 8, 3, 3), (2, 2), (1, 1), (1, 1), 2),
+    "2d one": ((1, 2, 1, 1), (2, 2, 1, 1), (1, 1), (0, 0), (1, 1), 1),
+    "3d": ((2, 3, 5, 4, 6), (4, 3, 2, 3, 2), (1, 2, 1), (1, 0, 1), (1, 1, 2), 1),
+}
+
+
+def tensors(case):
+    x, weight, stride, padding, dilation, groups = CASES[case]
+    tensors = [torch.randn(x) + 0.1, torch.randn(weight) / 3, torch.randn(weight[0])]
+    return tensors, (stride, padding, dilation, groups)
+
+
+def channels_last(x):
+    return x.to(memory_format={4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_patch_norm(case, form, dtype, monkeypatch):
+    inputs, settings = tensors(case)
+    truth = reference(*settings, form)
+    upstream = [torch.randn_like(truth(*inputs))]
+    with poisoned(monkeypatch):
+        check(patch_norm(*settings, form), truth, inputs, upstream, dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", ["2d", "2d mixed", "2d groups", "3d"])
+@pytest.mark.parametrize("layout", ["channels last", "mixed", "sliced", "expanded"])
+def test_layouts(case, form, layout):
+    inputs, settings = tensors(case)
+    truth = reference(*settings, form)
+    x, g = inputs[0].double(), torch.randn_like(truth(*inputs)).double()
+    if layout in ("channels last", "mixed"):
+        x = channels_last(x)
+        g = channels_last(g) if layout == "channels last" else g
+    elif layout == "sliced":
+        x, g = x.repeat_interleave(2, -1)[..., ::2], g.repeat_interleave(3, 1)[:, 1::3]
+    else:
+        g = torch.ones((), dtype=FLOAT64).expand_as(g)
+    inputs = [x, *(t.double() for t in inputs[1:])]
+    check(patch_norm(*settings, form), truth, inputs, [g], FLOAT64)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_kernels_are_used_and_the_layout_kept(form):
+    inputs, settings = tensors("2d")
+    x = channels_last(inputs[0]).requires_grad_()
+    z = patch_norm(*settings, form)(x, *inputs[1:])
+    assert isinstance(z.grad_fn, functions.Scaled._backward_cls)
+    z.relu_().sum().backward()  # the output is nobody's view, and not needed any more
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("last", [False, True])
+def test_many_tiles_and_many_programs(form, last, monkeypatch):
+    monkeypatch.setattr(launch, "_TILE", 32)
+    monkeypatch.setattr(launch, "_ACROSS", 8)
+    monkeypatch.setattr(launch, "_ALONG", 8)
+    inputs, settings = tensors("2d groups")
+    inputs[0] = channels_last(inputs[0]) if last else inputs[0]
+    truth = reference(*settings, form)
+    upstream = [torch.randn_like(truth(*inputs))]
+    check(patch_norm(*settings, form), truth, inputs, upstream, FLOAT64)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_derivatives_by_finite_differences(form):
+    inputs = [torch.randn(s, dtype=FLOAT64) for s in ((1, 2, 3, 3), (2, 2, 2, 2), (2,))]
+    inputs = [t.requires_grad_() for t in inputs]
+    function = patch_norm((2, 1), (1, 0), (1, 1), 1, form)
+    assert gradcheck(function, inputs)
+    assert gradgradcheck(function, inputs)
+
+
+def test_zero_patches():
+    x = torch.zeros(1, 2, 6, dtype=FLOAT64)
+    x[..., 0] = 1.0
+    x.requires_grad_()
+    weight, bias = torch.randn(3, 2, 2, dtype=FLOAT64), torch.randn(3, dtype=FLOAT64)
+    z = patch_norm((2,), (0,), (1,), 1, 0.0)(x, weight, bias)
+    assert torch.equal(z[0, :, 1], bias)  # W·0·r + b
+    (dx,) = torch.autograd.grad(z.sum(), x)
+    assert dx.isfinite().all()

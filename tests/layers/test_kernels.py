@@ -1,0 +1,33 @@
+"""The Triton kernels, run by Triton's interpreter, in a process of their own.
+
+Whether a kernel is compiled or interpreted is settled when it is first imported, so the variable
+that asks for the interpreter has to be set before, and must not be seen by the other tests.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="without Triton there are no kernels")
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("part", ["rows", "patches", "operators"])
+def test_in_the_interpreter(part):
+    finished = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", HERE / f"interpreted_{part}.py"],
+        cwd=HERE.parents[1],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stdout[-10_000:] + finished.stderr[-2_000:]
+    assert " skipped" not in finished.stdout, finished.stdout

@@ -1,0 +1,22 @@
+"""Every Python block of the README runs as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[2] / "layers" / "README.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("source", BLOCKS, ids=lambda source: source.splitlines()[-1][:40])
+def test_block(source):
+    exec(compile(source, str(README), "exec"), {})
+
+
+def test_every_public_name_is_explained():
+    import adiv_layers
+
+    text = README.read_text()
+    assert [name for name in adiv_layers.__all__ if f"`{name}" not in text] == []
+    assert len(BLOCKS) == 7
