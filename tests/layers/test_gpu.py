@@ -23,9 +23,10 @@ CONV = {  # input, weight, stride, padding, dilation, groups
 
 
 @pytest.fixture(autouse=True)
-def _exact_single_precision(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+def _exact_single_precision():
+    """Matrix products are exact by default, convolutions are not."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
 
 
 def results(function, inputs, g):
