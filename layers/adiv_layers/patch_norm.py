@@ -127,11 +127,13 @@ def patch_squares(
     squares = torch.unflatten(wide.square(), channel_dim, (groups, weight.shape[1])).sum(
         channel_dim
     )
-    box = torch.ones((groups, 1, *weight.shape[2:]), dtype=squares.dtype, device=squares.device)
+    # By default cuDNN may round float32 to TF32, a thousandth of the length; float64 it leaves.
+    exact = squares.double() if squares.is_cuda else squares
+    box = torch.ones((groups, 1, *weight.shape[2:]), dtype=exact.dtype, device=exact.device)
     conv = CONVOLUTIONS[weight.dim() - 2]
     # Autocast would round the squares to half precision, where large ones overflow.
     with without_autocast(input):
-        return conv(squares, box, None, stride, padding, dilation, groups)
+        return conv(exact, box, None, stride, padding, dilation, groups).to(squares.dtype)
 
 
 def scale_channels(output: Tensor, inverse: Tensor, groups: int, space: int) -> Tensor:

@@ -99,7 +99,8 @@ def build(kernel, arguments, options, target):
         if pointer or value % 16 == 0:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target, {"num_warps": options.get("num_warps", 4)})
+    settings = {"num_warps": options.get("num_warps", 4), "enable_fp_fusion": True}
+    return triton.compile(source, target, settings)
 
 
 def nvidia_usage(compiled):

@@ -71,7 +71,8 @@ def run(
     if 0 in grid:
         return
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
-        kernel[grid](*arguments, **options)
+        # Said outright, because Triton means to change what it does when it is not.
+        kernel[grid](*arguments, enable_fp_fusion=True, **options)
 
 
 def power_of_two(n: int) -> int:
