@@ -1,6 +1,8 @@
 """What `Monitor` is given: checked at the boundary, with errors that say what is expected."""
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TypeGuard
 
 from torch import nn
 from torch.optim import Optimizer
@@ -60,20 +62,36 @@ def check_arguments(
         )
     if on_error not in ("warn", "raise"):
         raise ValueError(f"Monitor(on_error=…): got {on_error!r}, expected 'warn' or 'raise'")
-    for sink in sinks:
-        if not isinstance(sink, Sink):
+    if layers is not None and not callable(layers):
+        wrong = [x for x in layers if not isinstance(x, str)] if _several(layers) else [layers]
+        if wrong:
             raise TypeError(
-                f"Monitor(sinks=…): got a {type(sink).__name__}, expected objects with the methods "
+                f"Monitor(layers=…): got {type(wrong[0]).__name__}, expected glob patterns over "
+                "module paths, or a predicate (path, module) → bool"
+            )
+    for sink in sinks if _several(sinks) else [sinks]:
+        if isinstance(sink, type) or not isinstance(sink, Sink) or not _several(sinks):
+            raise TypeError(
+                f"Monitor(sinks=…): got {sink!r}, expected a list of objects with the methods "
                 "write(report) and close()"
             )
 
 
+def _several(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence)
+
+
 def check_choice(selection: Selection, model: nn.Module, choice: LayerChoice) -> None:
-    """Raise ValueError if no module was chosen."""
-    if selection.layers or selection.unsupported:
-        return
+    """Raise ValueError if no module was chosen, or none by one of the patterns."""
     everything = select(model, None, None)
     paths = [*(layer.path for layer in everything.layers), *everything.unsupported]
+    if isinstance(choice, Sequence):
+        idle = [p for p in choice if not any(fnmatchcase(path, p) for path in paths)]
+        choice = idle or choice
+        if not idle and choice:
+            return
+    elif selection.layers or selection.unsupported:
+        return
     shown = ", ".join(map(repr, paths[:8])) + (", …" if len(paths) > 8 else "")
     raise ValueError(
         f"Monitor(layers=…): got {choice!r}, which matches no module that has trainable "

@@ -280,7 +280,7 @@ class Capture:
     ) -> None:
         if module is not layer.module:
             raise TypeError(
-                "the module was replicated (nn.DataParallel): use one process per device"
+                "another module runs in its place: it was replaced, or replicated (nn.DataParallel)"
             )
         if not isinstance(output, Tensor):
             raise TypeError(f"its forward gave a {type(output).__name__}, expected a tensor")

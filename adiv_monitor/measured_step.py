@@ -152,8 +152,8 @@ class MeasuredStep:
         if refused:
             return Outcome({}, {}, {}, [_REFUSED[name] for name in sorted(refused)])
         misdescribed = {
-            path: f"its output is not what its rule says (relative error {error:.2g}): a hook or a "
-            "subclass changes it"
+            path: f"its output is not what its rule says (relative error {error:.2g}): a hook "
+            "or a subclass changes it, or the registered rule is wrong"
             for path, values in fetched.items()
             if (error := values.get("rule_error", [0.0])[0]) > _RULE_TOLERANCE
         }

@@ -118,6 +118,12 @@ def _layer(
         reason = _unusable(parameter)
         if reason:
             return f"its {name} {reason}"
+    if not trained.keys() & {rule.weight, rule.bias}:
+        names = ", ".join(trained)
+        return (
+            f"its rule knows the parameters {rule.weight} and {rule.bias}, but it has {names}: "
+            f'name them in register_features({type(module).__name__}, weight="…", bias="…")'
+        )
     return Layer(path, module, rule, trained.get(rule.weight), trained.get(rule.bias))
 
 

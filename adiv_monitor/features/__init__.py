@@ -1,6 +1,6 @@
 """How each supported layer is linear in its parameters; one file per family of layers."""
 
-from adiv_monitor.features import conv, corrected, elementwise, embedding, linear
+from adiv_monitor.features import attention, conv, corrected, elementwise, embedding, linear
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.registry import channels_second, find_rule, register_features
 from adiv_monitor.features.rows import Rows
@@ -15,4 +15,11 @@ __all__ = [
     "register_features",
 ]
 
-del conv, corrected, elementwise, embedding, linear  # imported for the rules they register
+del (
+    attention,
+    conv,
+    corrected,
+    elementwise,
+    embedding,
+    linear,
+)  # imported for the rules they register

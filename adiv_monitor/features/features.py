@@ -70,6 +70,15 @@ class DenseFeatures:
     bias_gain: Float[Tensor, "rows groups"] | None = None
     mixes_rows: bool = False
 
+    def __post_init__(self) -> None:
+        for name, dims in (("phi", 3), ("bias", 2), ("weight_gain", 2), ("bias_gain", 2)):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.dim() != dims:
+                raise ValueError(
+                    f"DenseFeatures({name}=…): got shape {tuple(tensor.shape)}, expected {dims} "
+                    "dimensions (rows, groups, …); a plain layer is one group: use x[:, None]"
+                )
+
     @property
     def groups(self) -> int:
         """How many independent layers this is."""

@@ -73,6 +73,9 @@ def register_features(
         bias: name of the bias parameter.
         refuse: (module) → the reason why a certain module of this type can't be measured, or None.
 
+    Raises:
+        TypeError: something else than a class of modules is given.
+
     Example:
         >>> from torch import nn
         >>> from adiv_monitor.features import DenseFeatures, Rows, register_features
@@ -83,6 +86,11 @@ def register_features(
         ... def squared(module, rows, x):
         ...     return DenseFeatures(rows.take(x)[:, None] ** 2)
     """
+    for module_type in module_types:
+        if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
+            raise TypeError(
+                f"register_features: got {module_type!r}, expected subclasses of torch.nn.Module"
+            )
 
     def decorate(function: F) -> F:
         name = kind or module_types[0].__name__.lower()

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from adiv_monitor.report import MEASURES, StepReport
 
-# What is shown per layer unless the user chooses: twelve scalars, one per question.
+# What is shown per layer unless the user chooses: twelve scalars, one per question, and the ceiling
+# where the monitor was asked for it.
 DEFAULT_MEASURES: tuple[str, ...] = (
     "update_cosine",
     "gradient_cosine",
@@ -18,6 +19,7 @@ DEFAULT_MEASURES: tuple[str, ...] = (
     "update_ratio",
     "parameter_cosine",
     "projection_cosine",
+    "attainable_cosine",
 )
 
 
@@ -34,6 +36,12 @@ def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
             f"Choose from {', '.join(MEASURES)}."
         )
     return names
+
+
+def taken(report: StepReport, measures: Iterable[str]) -> tuple[str, ...]:
+    """Those of the measures that some layer of the report has, be it as NaN."""
+    found = {name for reading in report.layers.values() for name in reading.measures()}
+    return tuple(measure for measure in measures if measure in found)
 
 
 def layer_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, float]:

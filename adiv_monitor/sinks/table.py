@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING
 
 from adiv_monitor.report import WORST, LayerReading, StepReport
-from adiv_monitor.sinks.scalars import known_measures
+from adiv_monitor.sinks.scalars import known_measures, taken
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# As many as fit a terminal of 120 columns beside a short name.
+# As many as fit a terminal of 120 columns beside a short name; the last where it was asked for.
 TABLE_MEASURES: tuple[str, ...] = (
     "update_cosine",
     "gradient_cosine",
@@ -21,6 +21,7 @@ TABLE_MEASURES: tuple[str, ...] = (
     "scale_cv",
     "interference_ratio",
     "harmed_fraction",
+    "attainable_cosine",
 )
 
 _ENDLESS = 10_000  # characters
@@ -53,7 +54,7 @@ class TableSink:
         """Print the report."""
         print_line = self._console.out
         print_line(f"step {report.step} · {report.coverage:.0%} of the parameters measured")
-        for table in _tables(report, self._measures, self._console):
+        for table in _tables(report, taken(report, self._measures), self._console):
             self._console.print(table)
         for path, reason in report.unsupported.items():
             print_line(f"not measured: {path}: {reason}")

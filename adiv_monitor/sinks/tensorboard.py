@@ -13,6 +13,7 @@ from adiv_monitor.sinks.scalars import (
     known_measures,
     layer_scalars,
     summary_scalars,
+    taken,
 )
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class TensorBoardSink:
         )
 
         if not self._has_layout:
-            self._writer.add_custom_scalars(_layout(self._measures))
+            shown = taken(report, self._measures) or self._measures
+            self._writer.add_custom_scalars(_layout(shown))
             self._has_layout = True
         scalars = layer_scalars(report, self._measures)
         scalars.update(summary_scalars(report, self._measures, self._name))

@@ -1,6 +1,6 @@
 """PatchNorm convolutions: `torch.nn.Conv1d/2d/3d` that correct every patch by its own length."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch.fx
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from adiv_layers.forms import check_form
 from adiv_layers.functional import gradient_only_conv, patch_norm_conv
 from adiv_layers.gradient_only import check_gradient_form
-from adiv_layers.gradient_only_conv import ConvForm
+from adiv_layers.gradient_only_conv import CONV_FORMS, ConvForm
 from adiv_layers.modules import changed
 
 # torch.fx does not look into torch's own layers; nor need it look into these.
@@ -58,7 +58,7 @@ class GradientOnlyConv2d(nn.Conv2d):
         form: ConvForm = "proportional",
         eps: float = 1e-12,
     ) -> None:
-        check_gradient_form(form, get_args(ConvForm), eps)
+        check_gradient_form(form, CONV_FORMS, eps)
         twin = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups)
         super().__init__(*twin, bias, padding_mode, device, dtype)
         self.form = form

@@ -24,6 +24,7 @@ from adiv_layers.forms import least_square, representable
 from adiv_layers.ops import row_gradients, usable
 
 LinearForm = Literal["proportional", "disproportional", "batch"]
+LINEAR_FORMS = get_args(LinearForm)
 
 
 def gradient_only_linear(
@@ -51,7 +52,7 @@ def gradient_only_linear(
     Raises:
         ValueError: unknown form, or eps or damping not positive.
     """
-    check_gradient_form(form, get_args(LinearForm), eps, damping)
+    check_gradient_form(form, LINEAR_FORMS, eps, damping)
     input, weight, bias = as_autocast(input, weight, bias)
     function = _GradientOnlyLinear if torch.compiler.is_compiling() else _WithForwardMode
     output: Tensor = function.apply(input, weight, bias, form, eps, damping)

@@ -17,6 +17,7 @@ from adiv_layers.patch_norm import (
 )
 
 ConvForm = Literal["proportional", "disproportional"]
+CONV_FORMS = get_args(ConvForm)
 
 
 def gradient_only_conv(
@@ -52,7 +53,7 @@ def gradient_only_conv(
     Raises:
         ValueError: unknown form, or eps not positive.
     """
-    check_gradient_form(form, get_args(ConvForm), eps)
+    check_gradient_form(form, CONV_FORMS, eps)
     space = weight.dim() - 2
     if input.dim() == space + 1:
         settings = (weight, bias, stride, padding, dilation, groups)

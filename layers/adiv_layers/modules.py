@@ -4,7 +4,7 @@ Constructor arguments are the twin's, then the correction's by keyword; paramete
 initialisation and state dicts are the twin's too, so checkpoints load both ways.
 """
 
-from typing import Any, get_args
+from typing import Any
 
 import torch.fx
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from adiv_layers.functional import (
     l2_norm,
     norm_like_linear,
 )
-from adiv_layers.gradient_only import LinearForm, check_gradient_form
+from adiv_layers.gradient_only import LINEAR_FORMS, LinearForm, check_gradient_form
 
 # torch.fx does not look into torch's own layers; nor need it look into these.
 torch.fx.wrap("affine_like_linear")
@@ -143,7 +143,7 @@ class GradientOnlyLinear(nn.Linear):
         eps: float = 1e-12,
         damping: float = 1e-3,
     ) -> None:
-        check_gradient_form(form, get_args(LinearForm), eps, damping)
+        check_gradient_form(form, LINEAR_FORMS, eps, damping)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.form = form
         self.eps = eps

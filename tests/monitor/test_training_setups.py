@@ -321,7 +321,7 @@ def test_frozen_unreached_and_foreign_parameters() -> None:
     assert report.unsupported["idle"] == "no gradient reached it in this step"
     assert "holds none" in report.unsupported["foreign"]
     assert "forward was not called" in report.unsupported["attention.out_proj"]
-    assert "register_features(MultiheadAttention)" in report.unsupported["attention"]
+    assert "attention=True" in report.unsupported["attention"]
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert report.coverage == pytest.approx((4 + 15) / trainable)
 
