@@ -24,9 +24,7 @@ from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, exact, sample
 from adiv_monitor.measures import norm, row_dots
 from adiv_monitor.selection import Layer
-from adiv_monitor.updates import flat_in_memory
-
-_STRETCHES, _STRETCH = 256, 256
+from adiv_monitor.updates import some
 
 
 class Hook:
@@ -255,7 +253,7 @@ class Capture:
     def gradient_factor(self, layer: Layer) -> Tensor | None:
         """‖gradient now‖ / ‖gradient that backward left‖; None if no backward pass left any.
 
-        From 65,536 entries, spread evenly, of the layer's first trained parameter (of an embedding,
+        From 16,384 entries, spread evenly, of the layer's first trained parameter (of an embedding,
         from all).
         """
         parameter = layer.parameters[0]
@@ -332,12 +330,8 @@ class Capture:
 
     def _norm(self, parameter: nn.Parameter) -> Tensor:
         assert parameter.grad is not None
-        flat = flat_in_memory(parameter.grad.detach())
-        if parameter not in self._sparse and flat.numel() > _STRETCHES * _STRETCH:
-            # Evenly spaced stretches: single entries would touch every cache line.
-            flat = flat[: flat.numel() // _STRETCHES * _STRETCHES].view(_STRETCHES, -1)
-            flat = flat[:, :_STRETCH]
-        return norm(exact(flat))
+        whole = parameter in self._sparse
+        return norm(exact(parameter.grad.detach() if whole else some(parameter.grad)))
 
 
 def reproduces(layer: Layer, features: Features, z: Tensor) -> Tensor:

@@ -286,7 +286,7 @@ class MeasuredStep:
             "update_cosine": measures.update_cosine(d_G, d_d, G_G),
             "effective_lr": measures.effective_lr(d_G, G_G),
             "row_cosine_mean": row_cosines.nanmean(),
-            "row_cosine_levels": measures.quantiles(row_cosines, _LEVELS),
+            "row_cosine_levels": measures.quantiles_of_numbers(row_cosines, _LEVELS),
             "harmed_fraction": measures.harmed_fraction(d_G, G_G),
             "bias_share": measures.bias_share(
                 *(_or_zero(part, measured.G) for part in (by_weight, by_bias))
@@ -338,7 +338,7 @@ def _sum(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
 
 
 def _or_zero(part: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_zeros(()).expand(like.shape) if part is None else part
+    return like.new_zeros(()) if part is None else part
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-_MAX_SORTED = 4_096
+_MAX_SORTED = 2_048
 
 Scalar = Float[Tensor, ""]
 Blocks = Float[Tensor, "rows groups n_out"]
@@ -112,12 +112,12 @@ def interference_ratio(e: Blocks, scale: PerGroup, G: Blocks) -> Scalar:
     return norm(e - own) / norm(own)
 
 
-def bias_share(by_weight: Blocks, by_bias: Blocks) -> Scalar:
+def bias_share(by_weight: Float[Tensor, "..."], by_bias: Float[Tensor, "..."]) -> Scalar:
     """‖B‖ / (‖A‖ + ‖B‖), in [0, 1]: the bias's share of the update (the paper's responsibility).
 
     Args:
-        by_weight: A = Φ_W ΔΘ_Wᵀ.
-        by_bias: B = φ_b ⊗ ΔΘ_b.
+        by_weight: A = Φ_W ΔΘ_Wᵀ; a single 0 where no weight is trained.
+        by_bias: B = φ_b ⊗ ΔΘ_b; a single 0 where there is no bias.
     """
     b = norm(by_bias)
     return b / (norm(by_weight) + b)
@@ -229,18 +229,41 @@ def norm(a: Float[Tensor, "..."]) -> Scalar:
 def quantiles(
     values: Float[Tensor, "rows ..."], levels: tuple[float, ...]
 ) -> Float[Tensor, " levels"]:
-    """Quantiles with linear interpolation; NaN entries are left out; all NaN if none is left.
+    """Quantiles with linear interpolation; NaN counts as larger than every number.
 
-    Where there are more than 4,096 entries, every so many rows are read (all features of them).
+    Where there are more than 2,048 entries, every so many rows are read (all features of them).
     """
     if values.numel() == 0:
         return values.new_full((len(levels),), torch.nan)
-    flat = values[:: -(-values.numel() // _MAX_SORTED)].reshape(-1).sort().values  # NaN sorts last
+    flat = _thinned(values).sort().values
+    low, high, weight = _positions(levels, flat.numel(), flat.dtype, flat.device)
+    return torch.lerp(flat[low], flat[high], weight)
+
+
+def quantiles_of_numbers(values: PerRow, levels: tuple[float, ...]) -> Float[Tensor, " levels"]:
+    """`quantiles` of the entries that are not NaN; all NaN if none is left."""
+    if values.numel() == 0:
+        return values.new_full((len(levels),), torch.nan)
+    flat = _thinned(values).sort().values  # NaN last
     last = (flat == flat).sum().sub_(1).clamp_(min=0)
     at = _on_device(levels, flat.dtype, flat.device) * last
     low = at.long()
     high = torch.minimum(low + 1, last)
     return torch.lerp(flat[low], flat[high], at - low)
+
+
+def _thinned(values: Tensor) -> Tensor:
+    return values[:: -(-values.numel() // _MAX_SORTED)].reshape(-1)
+
+
+@lru_cache
+def _positions(
+    levels: tuple[float, ...], count: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Between which two sorted entries each level lies, and where."""
+    at = _on_device(levels, torch.float64, device) * (count - 1)
+    low = at.long()
+    return low, (low + 1).clamp(max=count - 1), (at - low).to(dtype)
 
 
 @lru_cache

@@ -18,6 +18,7 @@ import warnings
 from collections import OrderedDict
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
@@ -258,7 +259,7 @@ def main() -> None:
     }
     print()
     TableSink(SHOWN).write(side_by_side(runs))
-    print(f"\n{accuracies(runs)}\n\n{meaning(runs)}")
+    print(f"\n{accuracies(runs)}\n\n{fill(meaning(runs), 100)}")
     print(f"\nCurves and histograms: tensorboard --logdir {log_dir}")
 
 
