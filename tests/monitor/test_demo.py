@@ -49,7 +49,9 @@ def test_digits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         else:
             assert diagonal < 1 < scale
             assert cv > 0.1
-    assert re.search(r"mean scale is between \S+ and \S+ in the standard layers and 1 in", text)
+    unwrapped = " ".join(text.split())
+    sentence = r"mean scale is between \S+ and \S+ in the standard layers and 1 in"
+    assert re.search(sentence, unwrapped)
     assert len(re.findall(r"(?:standard|corrected) \d+\.\d%", text)) == 4
     (log_dir,) = re.findall(r"tensorboard --logdir (\S+)", text)
     assert sorted(path.name for path in Path(log_dir).iterdir()) == [
