@@ -3,10 +3,8 @@
 Everything stays on the device as 0-dimensional tensors until `outcome`, which makes one transfer.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,24 +12,9 @@ from torch import Tensor
 from adiv_monitor import measures
 from adiv_monitor.capture import Capture
 from adiv_monitor.features.features import Features
-from adiv_monitor.report import MEASURES, QUANTILE_LEVELS, LayerReading
+from adiv_monitor.outcome import LEVELS, STEP, Looked, Outcome, fetch, refusal, understand
 from adiv_monitor.selection import Layer
 from adiv_monitor.updates import ParameterStep, Watch, aligned, checksum, gradients
-
-_LEVELS = (*QUANTILE_LEVELS, 0.05, 0.5, 0.95)
-# A rule that does not describe its layer is wrong by much more than half precision's rounding.
-_RULE_TOLERANCE = 0.05
-
-
-# A key beside the layers' paths, which have no spaces.
-_STEP = "the step"
-_REFUSED = {
-    "skipped": "The optimizer skipped the step, because a gradient is not finite: not measured.",
-    "moved": (
-        "The optimizer moved the weights before it asked for the gradient (as SAM does), so its "
-        "update does not start where the gradient was taken: not measured."
-    ),
-}
 
 
 @dataclass
@@ -54,23 +37,6 @@ class _Measured:
         del self.features, self.G, self.G_G, self.z_squared
         if self.step is not None:
             self.step.release()
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a measured step has to say.
-
-    Attributes:
-        layers: the readings.
-        unsupported: path → why there is no reading of a layer that was watched.
-        misdescribed: path → why a layer must not be watched again: its rule does not hold.
-        notes: what else a reader must know.
-    """
-
-    layers: dict[str, LayerReading]
-    unsupported: dict[str, str]
-    misdescribed: dict[str, str]
-    notes: list[str]
 
 
 class MeasuredStep:
@@ -145,25 +111,20 @@ class MeasuredStep:
         fetched = fetch(
             {
                 **{path: m.values for path, m in self._measured.items()},
-                _STEP: {name: t for name, t in refusals.items() if t is not None},
+                STEP: {name: t for name, t in refusals.items() if t is not None},
             }
         )
-        refused = {name for name, value in fetched.pop(_STEP).items() if value[0]}
+        refused = [name for name, value in fetched.pop(STEP).items() if value[0]]
         if refused:
-            return Outcome({}, {}, {}, [_REFUSED[name] for name in sorted(refused)])
-        misdescribed = {
-            path: f"its output is not what its rule says (relative error {error:.2g}): a hook "
-            "or a subclass changes it, or the registered rule is wrong"
-            for path, values in fetched.items()
-            if (error := values.get("rule_error", [0.0])[0]) > _RULE_TOLERANCE
+            return refusal(refused)
+        looked = {
+            path: Looked(m.layer.rule.kind, m.rows_seen, m.rows_total)
+            for path, m in self._measured.items()
         }
-        kept = {path: values for path, values in fetched.items() if path not in misdescribed}
-        notes = self._notes(kept)
-        layers = {path: _reading(self._measured[path], values) for path, values in kept.items()}
-        return Outcome(layers, {**self._unreached, **misdescribed}, misdescribed, notes)
+        found = understand(looked, fetched, self._unreached, self._watch)
+        return replace(found, notes=[*self._capture_notes(), *found.notes])
 
-    def _notes(self, fetched: dict[str, dict[str, list[float]]]) -> list[str]:
-        """Sentences for the report; tells `watch` what happened to gradients and weights."""
+    def _capture_notes(self) -> list[str]:
         notes = []
         if self._capture.dropped():
             notes.append(
@@ -174,30 +135,6 @@ class MeasuredStep:
             notes.append(
                 f"One of {_processes()} processes: the rows are its own, the gradient is taken to "
                 "be the average over all of them, and clipping or AMP scaling since are not seen."
-            )
-        infinite = [p for p, v in fetched.items() if not math.isfinite(v["gradient_square"][0])]
-        if infinite:
-            notes.append(f"The gradient is not finite in {_listed(infinite)}.")
-        unknown = [p for p, v in fetched.items() if v.get("gradient_lost", [0.0])[0]]
-        if unknown:
-            notes.append(
-                "The optimizer changed .grad during its step, unlike before: parameter_cosine, "
-                f"applied_cosine and descent are missing for {_listed(unknown)}, from the next "
-                "report on they are there."
-            )
-        projected = [p for p, v in fetched.items() if v.get("weights_changed", [0.0])[0]]
-        missing = [p for p in projected if "projection_cosine" not in fetched[p]]
-        if missing:
-            notes.append(
-                "The weights changed after the optimizer's step, unlike before: projection_cosine "
-                f"and applied_cosine are missing for {_listed(missing)}, from the next report on "
-                "they are there."
-            )
-        stepped = [v for v in fetched.values() if "gradient_changed" in v]
-        if stepped:
-            self._watch.learn(
-                gradient_changed=any(v["gradient_changed"][0] for v in stepped),
-                weights_changed=bool(projected),
             )
         return notes
 
@@ -262,7 +199,7 @@ class MeasuredStep:
                 "scale_mean": measures.scale_mean(scale),
                 "scale_cv": measures.scale_cv(scale),
                 "scale_max": measures.scale_max(scale),
-                "scale_levels": measures.quantiles(scale, _LEVELS),
+                "scale_levels": measures.quantiles(scale, LEVELS),
             }
         if rows.ceiling is not None and rows.ceiling_is_whole:
             values["attainable_cosine"] = rows.ceiling.cosine()
@@ -286,7 +223,7 @@ class MeasuredStep:
             "update_cosine": measures.update_cosine(d_G, d_d, G_G),
             "effective_lr": measures.effective_lr(d_G, G_G),
             "row_cosine_mean": row_cosines.nanmean(),
-            "row_cosine_levels": measures.quantiles_of_numbers(row_cosines, _LEVELS),
+            "row_cosine_levels": measures.quantiles_of_numbers(row_cosines, LEVELS),
             "harmed_fraction": measures.harmed_fraction(d_G, G_G),
             "bias_share": measures.bias_share(
                 *(_or_zero(part, measured.G) for part in (by_weight, by_bias))
@@ -362,51 +299,3 @@ def _why_unreached(layer: Layer, *, called: bool) -> str:
             "compiled code, uses them directly"
         )
     return "no gradient reached it in this step"
-
-
-def _listed(paths: list[str]) -> str:
-    shown = ", ".join(paths[:3])
-    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
-
-
-def fetch(values: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, list[float]]]:
-    """Copy many small tensors to the host, one transfer per device."""
-    by_kind: dict[torch.device, dict[torch.dtype, list[tuple[str, str, Tensor]]]] = {}
-    for path, named in values.items():
-        for name, tensor in named.items():
-            by_dtype = by_kind.setdefault(tensor.device, {})
-            by_dtype.setdefault(tensor.dtype, []).append((path, name, tensor))
-    fetched: dict[str, dict[str, list[float]]] = {path: {} for path in values}
-    for by_dtype in by_kind.values():
-        packed = [torch.cat([t.reshape(-1) for *_, t in part]) for part in by_dtype.values()]
-        numbers = iter(torch.cat([part.double() for part in packed]).tolist())
-        for path, name, tensor in (entry for part in by_dtype.values() for entry in part):
-            fetched[path][name] = [next(numbers) for _ in range(tensor.numel())]
-    return fetched
-
-
-def _reading(measured: _Measured, fetched: dict[str, list[float]]) -> LayerReading:
-    n = len(QUANTILE_LEVELS)
-    distributions: dict[str, Any] = {}
-    named: dict[str, Any] = {}
-    for name in ("scale", "row_cosine"):
-        levels = fetched.pop(f"{name}_levels", [])
-        distributions[f"{name}_quantiles"] = tuple(levels[:n])
-        named |= dict(zip((f"{name}_p05", f"{name}_p50", f"{name}_p95"), levels[n:], strict=False))
-    values = {name: value[0] for name, value in fetched.items()}
-    if values.get("gradient_lost"):  # what was read for γ is not what the optimizer saw
-        for name in ("parameter_cosine", "applied_cosine", "descent"):
-            values.pop(name, None)
-    if values.get("weights_changed") == 0.0:  # a = u
-        named["projection_cosine"] = 1.0 if values["update_norm"] > 0 else math.nan
-        if "parameter_cosine" in values:
-            named["applied_cosine"] = values["parameter_cosine"]
-    return LayerReading(
-        kind=measured.layer.rule.kind,
-        rows_seen=measured.rows_seen,
-        rows_total=measured.rows_total,
-        rows_without_gradient=int(values["rows_without_gradient"]),
-        gradient_factor=values.get("gradient_factor", 1.0),
-        **distributions,
-        **{name: value for name, value in (values | named).items() if name in MEASURES},
-    )

@@ -87,7 +87,7 @@ def harmed_fraction(d_G: PerRow, G_G: PerRow) -> Scalar:
 
     Rows whose g_r is zero are left out; NaN if no row has a gradient.
     """
-    return (d_G < 0).sum() / (G_G != 0).sum()
+    return (d_G < 0).sum().to(d_G.dtype) / (G_G != 0).sum()
 
 
 def scale_mean(scale: PerGroup) -> Scalar:

@@ -17,8 +17,10 @@ MAY_IMPORT = {
     "ceiling": {"features", "measures"},
     "selection": {"features"},
     "updates": {"features", "measures"},
-    "capture": {"ceiling", "features", "measures", "selection", "updates"},
-    "measured_step": {"capture", "features", "measures", "report", "selection", "updates"},
+    "layer_rows": {"ceiling", "features"},
+    "capture": {"features", "layer_rows", "measures", "selection", "updates"},
+    "outcome": {"report", "updates"},
+    "measured_step": {"capture", "features", "measures", "outcome", "selection", "updates"},
     "sinks": {"report"},
     "arguments": {"selection", "sinks"},
     "monitor": {

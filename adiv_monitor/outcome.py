@@ -1,0 +1,164 @@
+"""From numbers on the device to readings on the host, and what a reader must know about them."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.report import MEASURES, QUANTILE_LEVELS, LayerReading
+from adiv_monitor.updates import Watch
+
+Numbers = dict[str, dict[str, list[float]]]
+
+# The quantiles that are taken: for histograms, and for p05, p50, p95.
+LEVELS = (*QUANTILE_LEVELS, 0.05, 0.5, 0.95)
+# A rule that does not describe its layer is wrong by much more than half precision's rounding.
+_RULE_TOLERANCE = 0.05
+
+
+# A key beside the layers' paths, which have no spaces.
+STEP = "the step"
+_REFUSED = {
+    "skipped": "The optimizer skipped the step, because a gradient is not finite: not measured.",
+    "moved": (
+        "The optimizer moved the weights before it asked for the gradient (as SAM does), so its "
+        "update does not start where the gradient was taken: not measured."
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a measured step has to say.
+
+    Attributes:
+        layers: the readings.
+        unsupported: path → why there is no reading of a layer that was watched.
+        misdescribed: path → why a layer must not be watched again: its rule does not hold.
+        notes: what else a reader must know.
+    """
+
+    layers: dict[str, LayerReading]
+    unsupported: dict[str, str]
+    misdescribed: dict[str, str]
+    notes: list[str]
+
+
+class Looked(NamedTuple):
+    """What was looked at in a layer."""
+
+    kind: str
+    rows_seen: int
+    rows_total: int
+
+
+def refusal(reasons: list[str]) -> Outcome:
+    """The step as a whole is not measured."""
+    return Outcome({}, {}, {}, [_REFUSED[name] for name in reasons])
+
+
+def understand(
+    looked: dict[str, Looked],
+    fetched: Numbers,
+    unreached: dict[str, str],
+    watch: Watch,
+) -> Outcome:
+    """Readings, and what goes with them.
+
+    Args:
+        looked: path → what was looked at there.
+        fetched: path → name → numbers.
+        unreached: path → why there are no numbers.
+        watch: is told what happened to gradients and weights.
+    """
+    misdescribed = {
+        path: f"its output is not what its rule says (relative error {error:.2g}): a hook "
+        "or a subclass changes it, or the registered rule is wrong"
+        for path, values in fetched.items()
+        if (error := values.get("rule_error", [0.0])[0]) > _RULE_TOLERANCE
+    }
+    kept = {path: values for path, values in fetched.items() if path not in misdescribed}
+    _learn(kept, watch)
+    notes = _notes(kept)
+    readings = {path: _reading(looked[path], values) for path, values in kept.items()}
+    return Outcome(readings, {**unreached, **misdescribed}, misdescribed, notes)
+
+
+def _learn(fetched: Numbers, watch: Watch) -> None:
+    stepped = [values for values in fetched.values() if "gradient_changed" in values]
+    if stepped:
+        watch.learn(
+            gradient_changed=any(values["gradient_changed"][0] for values in stepped),
+            weights_changed=any(values["weights_changed"][0] for values in stepped),
+        )
+
+
+def _notes(fetched: Numbers) -> list[str]:
+    notes = []
+    infinite = [p for p, v in fetched.items() if not math.isfinite(v["gradient_square"][0])]
+    if infinite:
+        notes.append(f"The gradient is not finite in {_listed(infinite)}.")
+    lost = [p for p, v in fetched.items() if v.get("gradient_lost", [0.0])[0]]
+    if lost:
+        notes.append(
+            "The optimizer changed .grad during its step, unlike before: parameter_cosine, "
+            f"applied_cosine and descent are missing for {_listed(lost)}, from the next report on "
+            "they are there."
+        )
+    changed = [p for p, v in fetched.items() if v.get("weights_changed", [0.0])[0]]
+    missing = [p for p in changed if "projection_cosine" not in fetched[p]]
+    if missing:
+        notes.append(
+            "The weights changed after the optimizer's step, unlike before: projection_cosine and "
+            f"applied_cosine are missing for {_listed(missing)}, from the next report on they are "
+            "there."
+        )
+    return notes
+
+
+def _listed(paths: list[str]) -> str:
+    shown = ", ".join(paths[:3])
+    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
+
+
+def fetch(values: dict[str, dict[str, Tensor]]) -> Numbers:
+    """Copy many small tensors to the host, one transfer per device."""
+    by_kind: dict[torch.device, dict[torch.dtype, list[tuple[str, str, Tensor]]]] = {}
+    for path, named in values.items():
+        for name, tensor in named.items():
+            by_dtype = by_kind.setdefault(tensor.device, {})
+            by_dtype.setdefault(tensor.dtype, []).append((path, name, tensor))
+    fetched: Numbers = {path: {} for path in values}
+    for by_dtype in by_kind.values():
+        packed = [torch.cat([t.reshape(-1) for *_, t in part]) for part in by_dtype.values()]
+        numbers = iter(torch.cat([part.double() for part in packed]).tolist())
+        for path, name, tensor in (entry for part in by_dtype.values() for entry in part):
+            fetched[path][name] = [next(numbers) for _ in range(tensor.numel())]
+    return fetched
+
+
+def _reading(looked: Looked, fetched: dict[str, list[float]]) -> LayerReading:
+    n = len(QUANTILE_LEVELS)
+    distributions: dict[str, Any] = {}
+    named: dict[str, Any] = {}
+    for name in ("scale", "row_cosine"):
+        levels = fetched.pop(f"{name}_levels", [])
+        distributions[f"{name}_quantiles"] = tuple(levels[:n])
+        named |= dict(zip((f"{name}_p05", f"{name}_p50", f"{name}_p95"), levels[n:], strict=False))
+    values = {name: value[0] for name, value in fetched.items()}
+    if values.get("gradient_lost"):  # what was read for γ is not what the optimizer saw
+        for name in ("parameter_cosine", "applied_cosine", "descent"):
+            values.pop(name, None)
+    if values.get("weights_changed") == 0.0:  # a = u
+        named["projection_cosine"] = 1.0 if values["update_norm"] > 0 else math.nan
+        if "parameter_cosine" in values:
+            named["applied_cosine"] = values["parameter_cosine"]
+    return LayerReading(
+        **looked._asdict(),
+        rows_without_gradient=int(values["rows_without_gradient"]),
+        gradient_factor=values.get("gradient_factor", 1.0),
+        **distributions,
+        **{name: value for name, value in (values | named).items() if name in MEASURES},
+    )
