@@ -3,6 +3,8 @@
 Each round times one step of every variant in shuffled order between two plain steps and divides by
 their mean. Each variant owns an equal model. "not measured": a monitor is attached, the step lies
 between two measured ones. "measured": every measure (but the optional ceiling), default max_rows.
+"products": the time inside the same measured steps that goes into Φ·(∂L/∂Θ)ᵀ and Φ·ΔΘᵀ alone, the
+two matrix products that e and d are; "64 rows": measured with max_rows=64.
 Memory is counted exactly: the peak of the bytes in live tensor storages during a step, over plain.
 
     python tests/benchmarks/monitor.py [--rounds 60] [--threads 2] [--write FILE]
@@ -29,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 import adiv_monitor
 from adiv_monitor import Monitor
+from adiv_monitor.features import DenseFeatures
 
 EXPECTED = {
     ("ResNet-18, 16×3×64×64", "not measured"): 1.005,
@@ -57,14 +60,21 @@ MODELS = {
 class Trainer:
     """A model with its optimizer, its data and perhaps a monitor."""
 
-    def __init__(self, build: Callable[[], tuple[nn.Module, Tensor]], every: int | None) -> None:
+    def __init__(
+        self,
+        build: Callable[[], tuple[nn.Module, Tensor]],
+        every: int | None,
+        max_rows: int = 1024,
+    ) -> None:
         torch.manual_seed(0)
         self.model, self.x = build()
         self.y = torch.randint(10, (len(self.x),))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.monitor = None
         if every is not None:
-            self.monitor = Monitor(self.model, self.optimizer, every_n_steps=every)
+            self.monitor = Monitor(
+                self.model, self.optimizer, every_n_steps=every, max_rows=max_rows
+            )
             self.monitor.attach()
 
     def step(self) -> None:
@@ -76,6 +86,23 @@ class Trainer:
         start = time.perf_counter()
         self.step()
         return time.perf_counter() - start
+
+
+class Products:
+    """Seconds spent in the products of features and parameters since `seconds` was last set."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        original = DenseFeatures.by_weight
+
+        def timed(features: DenseFeatures, weight: Tensor) -> Tensor | None:
+            start = time.perf_counter()
+            try:
+                return original(features, weight)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        DenseFeatures.by_weight = timed  # type: ignore[method-assign]
 
 
 class PeakMemory(TorchDispatchMode):
@@ -114,17 +141,24 @@ def ratios(build: Callable[[], tuple[nn.Module, Tensor]], rounds: int) -> dict[s
         "plain again": Trainer(build, None),
         "not measured": Trainer(build, 10**9),
         "measured": Trainer(build, 1),
+        "measured, 64 rows": Trainer(build, 1, max_rows=64),
     }
+    products = Products()
     for trainer in (plain, *variants.values()):
         for _ in range(4):
             trainer.step()
-    found: dict[str, list[float]] = {name: [] for name in variants}
+    found: dict[str, list[float]] = {name: [] for name in (*variants, "of that, products")}
     shuffle = random.Random(0)
     for _ in range(rounds):
         for name in shuffle.sample(list(variants), len(variants)):
             before = plain.timed()
+            products.seconds = 0.0
             taken = variants[name].timed()
-            found[name].append(2 * taken / (before + plain.timed()))
+            in_products = products.seconds
+            floor = (before + plain.timed()) / 2
+            found[name].append(taken / floor)
+            if name == "measured":
+                found["of that, products"].append(in_products / floor)
     for trainer in variants.values():
         if trainer.monitor is not None:
             trainer.monitor.close()

@@ -5,8 +5,11 @@ import gc
 import io
 import math
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -361,30 +364,38 @@ def test_copies_of_an_armed_model_are_free_of_hooks() -> None:
     assert monitor.latest.layers["0"].rows_total == 3
 
 
-def test_memory_does_not_grow_and_nothing_stays_alive() -> None:
+def train_for_long() -> None:
+    """Run in an interpreter of its own: no other test's tensors come and go there."""
     model = CASES["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     activations: list[weakref.ref[Tensor]] = []
     model[0].register_forward_hook(lambda m, a, out: activations.append(weakref.ref(out)))
     steps = batches(1)
-
-    def tensors() -> int:
-        gc.collect()
-        return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
-
+    counts = []
     with Monitor(model, optimizer, every_n_steps=1, keep=2, on_error="raise") as monitor:
-        counts = []
         for step in range(500):
             optimizer.zero_grad()
             loss_of(model, steps[0]).backward()
             optimizer.step()
-            if step in (250, 499):
-                counts.append(tensors())
-        assert counts[0] == counts[1]
+            if step in (100, 300, 499):
+                gc.collect()
+                counts.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
     gc.collect()
+    assert counts[0] == counts[1] == counts[2], counts
     assert len(activations) == 500
     assert not any(ref() is not None for ref in activations)
     assert len(monitor.reports) == 2
+
+
+def test_memory_does_not_grow_and_nothing_stays_alive() -> None:
+    """Over 500 measured steps."""
+    here = Path(__file__)
+    program = (
+        f"import sys; sys.path[:0] = {[str(here.parent), str(here.parent.parent)]!r}; "
+        f"import {here.stem}; {here.stem}.train_for_long()"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_hooks_in_a_graph_that_outlives_the_monitor_are_silent() -> None:
