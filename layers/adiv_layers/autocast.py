@@ -21,6 +21,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """A context in which autocast lets sums over x keep their precision."""
     kind = x.device.type
-    if kind not in _DEVICES:
+    if kind not in _DEVICES or not torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, enabled=False)
