@@ -173,7 +173,8 @@ class Capture:
         held = parameter.grad
         reset = held is None
         if held is not None and any(c.gradient is not None for r in rows for c in r.calls):
-            same = self._accumulated[parameter].holds(held)
+            left = self._accumulated.get(parameter)  # none yet after a mere autograd.grad
+            same = left is not None and left.holds(held)
             # Zeroed in place? Only when something did change or replace it, is it worth a look.
             reset = not same and not bool(held.any())
         for layer_rows in rows:

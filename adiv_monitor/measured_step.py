@@ -99,7 +99,8 @@ class MeasuredStep:
     def weights_moved(self, before: list[Tensor]) -> None:
         """The closure has run: an optimizer that moved the weights first has no one gradient."""
         if before:
-            self._moved = (torch.stack(self.weights()) != torch.stack(before)).any()
+            moved = [x != y for x, y in zip(self.weights(), before, strict=True)]
+            self._moved = torch.stack([flag.to(moved[0].device) for flag in moved]).any()
 
     def discard(self) -> None:
         """The step turned out not to be measurable."""

@@ -5,6 +5,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -227,12 +228,12 @@ class Monitor:
             return None
 
         armed.has_closure = True
-        weights = armed.step.weights()
+        weights = self._safely(armed.step.weights) or []
 
         def closure_then_read(*args: Any, **kwargs: Any) -> Any:
             result = closure(*args, **kwargs)
             armed.closure_calls += 1
-            armed.step.weights_moved(weights)
+            self._safely(armed.step.weights_moved, weights)
             if armed.closure_calls == 1:
                 armed.gradients_final(optimizer)
             return result
@@ -295,7 +296,7 @@ class Monitor:
         pending.cleanup.close()
         pending.step.applied()
         outcome = pending.step.outcome()
-        self._checked |= outcome.layers.keys()
+        self._checked |= outcome.checked
         self._switched_off |= outcome.misdescribed
         layers = {layer.path: layer for layer in pending.selection.layers}
         report = StepReport(
@@ -321,13 +322,7 @@ class Monitor:
             if (failure := self._guard_sink(sink, partial(sink.write, report))) is not None
         ]
         if failures:
-            report = StepReport(
-                report.step,
-                report.layers,
-                report.unsupported,
-                report.coverage,
-                (*report.notes, *failures),
-            )
+            report = replace(report, notes=(*report.notes, *failures))
         self.reports.append(report)
 
     # --- which layers ----------------------------------------------------------------------------

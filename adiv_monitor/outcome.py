@@ -37,12 +37,14 @@ class Outcome:
         layers: the readings.
         unsupported: path → why there is no reading of a layer that was watched.
         misdescribed: path → why a layer must not be watched again: its rule does not hold.
+        checked: layers whose rule was seen to hold (an output of zeros shows nothing).
         notes: what else a reader must know.
     """
 
     layers: dict[str, LayerReading]
     unsupported: dict[str, str]
     misdescribed: dict[str, str]
+    checked: set[str]
     notes: list[str]
 
 
@@ -56,7 +58,7 @@ class Looked(NamedTuple):
 
 def refusal(reasons: list[str]) -> Outcome:
     """The step as a whole is not measured."""
-    return Outcome({}, {}, {}, [_REFUSED[name] for name in reasons])
+    return Outcome({}, {}, {}, set(), [_REFUSED[name] for name in reasons])
 
 
 def understand(
@@ -83,7 +85,8 @@ def understand(
     _learn(kept, watch)
     notes = _notes(kept)
     readings = {path: _reading(looked[path], values) for path, values in kept.items()}
-    return Outcome(readings, {**unreached, **misdescribed}, misdescribed, notes)
+    checked = {p for p, v in kept.items() if v.get("rule_error", [math.nan])[0] <= _RULE_TOLERANCE}
+    return Outcome(readings, {**unreached, **misdescribed}, misdescribed, checked, notes)
 
 
 def _learn(fetched: Numbers, watch: Watch) -> None:

@@ -248,6 +248,18 @@ def test_layers_that_cannot_be_measured_are_listed_once_and_left_alone() -> None
         assert "no rule for Bilinear" in reasons["net.6"]
 
 
+def test_an_output_of_zeros_does_not_pass_for_a_checked_rule() -> None:
+    """The rule is wrong, which only the second step's output can show."""
+    layer = Misdescribed(5, 3).double()
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    with pytest.warns(UserWarning, match="relative error"):
+        reports = train(nn.Sequential(layer), batches(3))
+    assert "0" in reports[0].layers
+    assert "relative error" in reports[1].unsupported["0"]
+    assert not reports[2].layers
+
+
 def test_an_error_is_raised_where_that_was_asked_for() -> None:
     with pytest.raises(RuntimeError, match="the rule's own error"):
         train(nn.Sequential(Stubborn(5, 3).double()), batches(1), on_error="raise")

@@ -457,6 +457,21 @@ def test_gradients_that_reach_no_parameter_are_no_part_of_the_step() -> None:
     same(attained, alone)
 
 
+def test_gradients_taken_without_accumulating_are_no_part_of_the_step() -> None:
+    """`autograd.grad` for the weights, with `.grad` zeroed in place: nothing is lost."""
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+
+    def probe_then_train(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(2):
+            torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
+        loss_of(model, batch).backward()
+
+    same(one_step(model, probe_then_train), expected)
+
+
 def test_a_layer_frozen_during_another_networks_step() -> None:
     """A discriminator is frozen while its generator steps: those passes are not its own."""
     critic, generator = nn.Linear(4, 1).double(), nn.Linear(3, 4).double()
