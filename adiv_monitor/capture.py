@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, exact
 from adiv_monitor.layer_rows import Call, LayerRows
-from adiv_monitor.measures import norm, row_dots
+from adiv_monitor.measures import row_dots
 from adiv_monitor.selection import Layer
 from adiv_monitor.updates import some
 
@@ -187,7 +187,9 @@ class Capture:
     def _norm(self, parameter: nn.Parameter) -> Tensor:
         assert parameter.grad is not None
         whole = parameter in self._sparse
-        return norm(exact(parameter.grad.detach() if whole else some(parameter.grad)))
+        looked_at = exact(parameter.grad.detach() if whole else some(parameter.grad))
+        norm: Tensor = torch.linalg.vector_norm(looked_at)
+        return norm
 
 
 def reproduces(layer: Layer, features: Features, z: Tensor) -> Tensor:
@@ -199,7 +201,8 @@ def reproduces(layer: Layer, features: Features, z: Tensor) -> Tensor:
         rest = rest - part
     if bias is not None and (part := features.by_bias(bias)) is not None:
         rest = rest - part
-    return norm(rest) / norm(z)
+    error: Tensor = torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(z)
+    return error
 
 
 def _trained(layer: Layer, features: Features) -> Features:

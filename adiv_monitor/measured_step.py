@@ -4,17 +4,18 @@ Everything stays on the device as 0-dimensional tensors until `outcome`, which m
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from adiv_monitor import measures
+from adiv_monitor import dots, measures
 from adiv_monitor.capture import Capture
+from adiv_monitor.dots import Dots
 from adiv_monitor.features.features import Features
-from adiv_monitor.outcome import LEVELS, STEP, Looked, Outcome, fetch, refusal, understand
+from adiv_monitor.outcome import STEP, Looked, Outcome, fetch, refusal, understand
 from adiv_monitor.selection import Layer
-from adiv_monitor.updates import ParameterStep, Watch, aligned, checksum, gradients
+from adiv_monitor.updates import ParameterStep, Watch, checksum, gradients
 
 
 @dataclass
@@ -23,18 +24,17 @@ class _Measured:
 
     layer: Layer
     features: Features
-    G: Tensor  # (rows, groups, n_out)
-    G_G: Tensor  # (rows,), ‖g_r‖²
-    z_squared: Tensor
+    G: Tensor  # (rows, n_total)
     rows_seen: int
     rows_total: int
     step: ParameterStep | None  # None without an optimizer
     gradient_scale: Tensor | float  # the gradient tensors are this times the gradient
-    values: dict[str, Tensor] = field(default_factory=dict)
+    dots: Dots
+    values: dict[str, Tensor]  # of which nothing more is to be computed
 
     def release(self) -> None:
         """Let go of the rows."""
-        del self.features, self.G, self.G_G, self.z_squared
+        del self.features, self.G
         if self.step is not None:
             self.step.release()
 
@@ -109,13 +109,14 @@ class MeasuredStep:
     def outcome(self) -> Outcome:
         """Bring everything to the host at once, and say what it means."""
         refusals = {"skipped": self.skipped, "moved": self._moved}
-        fetched = fetch(
-            {
-                **{path: m.values for path, m in self._measured.items()},
-                STEP: {name: t for name, t in refusals.items() if t is not None},
-            }
-        )
-        refused = [name for name, value in fetched.pop(STEP).items() if value[0]]
+        batches = [
+            (paths, dots.measure(stacked))
+            for paths, stacked in dots.alike({p: m.dots for p, m in self._measured.items()})
+        ]
+        batches += dots.alike({path: m.values for path, m in self._measured.items()})
+        batches += dots.alike({STEP: {name: t for name, t in refusals.items() if t is not None}})
+        fetched = fetch(batches)
+        refused = [name for name, value in fetched.pop(STEP, {}).items() if value[0]]
         if refused:
             return refusal(refused)
         looked = {
@@ -155,9 +156,7 @@ class MeasuredStep:
             self._unreached[layer.path] = _why_unreached(layer, called=bool(rows.calls))
             return
         features = reached[0].features.joined([call.features for call in reached[1:]])
-        scale = features.scale()
         G = _joined([call.gradient for call in reached if call.gradient is not None])
-        G = G.reshape(len(G), features.groups, G.shape[1] // features.groups)
         values: dict[str, Tensor] = {}
         factor = self._capture.gradient_factor(layer)
         if _processes() > 1:  # the gradient is averaged; what else was done to it can't be told
@@ -169,43 +168,27 @@ class MeasuredStep:
             G *= factor
         if rows.linear is not None:
             values["rule_error"] = rows.linear
-        by_group = measures.row_dots(G, G)  # ‖g_r‖² in each group
-        measured = _Measured(
+        step = self._parameter_step(layer, gradient_scale) if steps else None
+        e = _sum(*_act(layer, features, gradients(layer.parameters)))
+        if isinstance(gradient_scale, Tensor):
+            e = e / gradient_scale
+        blocks = G.view(len(G), features.groups, -1)
+        found = dots.of_gradient(features.scale(), blocks, e)
+        found["z_z"] = _joined([call.z_squared for call in reached])
+        if rows.ceiling is not None and rows.ceiling_is_whole:
+            values["attainable_cosine"] = rows.ceiling.cosine()
+        self._measured[layer.path] = _Measured(
             layer,
             features,
             G,
-            G_G=by_group.sum(dim=1),
-            z_squared=_joined([call.z_squared for call in reached]),
             rows_seen=len(G),
             rows_total=sum(call.rows.total for call in reached),
-            step=self._parameter_step(layer, gradient_scale) if steps else None,
+            step=step,
             gradient_scale=gradient_scale,
+            dots=found,
             values=values,
         )
-        by_weight, by_bias = _act(measured, gradients(layer.parameters))
-        e = _sum(by_weight, by_bias)
-        if isinstance(gradient_scale, Tensor):
-            e = e / gradient_scale
-        G_G, flat = measured.G_G, e.flatten(1)
-        e_G, e_e = measures.row_dots(flat, G.flatten(1)), measures.row_dots(flat, flat)
-        values |= {
-            "gradient_cosine": measures.gradient_cosine(e_G, e_e, G_G),
-            "rows_without_gradient": measures.rows_without_gradient(G_G),
-            "gradient_square": G_G.sum(),
-        }
-        if scale is not None:
-            values |= {
-                "diagonal_cosine": measures.diagonal_cosine(scale, by_group),
-                "interference_ratio": measures.interference_ratio(e, scale, G),
-                "scale_mean": measures.scale_mean(scale),
-                "scale_cv": measures.scale_cv(scale),
-                "scale_max": measures.scale_max(scale),
-                "scale_levels": measures.quantiles(scale, LEVELS),
-            }
-        if rows.ceiling is not None and rows.ceiling_is_whole:
-            values["attainable_cosine"] = rows.ceiling.cosine()
         rows.calls.clear()
-        self._measured[layer.path] = measured
 
     def _parameter_step(self, layer: Layer, gradient_scale: Tensor | float) -> ParameterStep:
         # An optimizer that unscales AMP gradients itself writes them back.
@@ -213,58 +196,36 @@ class MeasuredStep:
         return ParameterStep(layer.parameters, self._watch, copy_gradient=unscales)
 
     def _measure_update(self, measured: _Measured) -> None:
-        step, G, G_G = measured.step, measured.G.flatten(1), measured.G_G
+        step, layer = measured.step, measured.layer
         assert step is not None
         step.stepped()
-        by_weight, by_bias = _act(measured, step.update)
-        d = -_sum(by_weight, by_bias).flatten(1)
-        d_G, d_d = measures.row_dots(d, G), measures.row_dots(d, d)
-        row_cosines = measures.row_cosine(d_G, d_d, G_G)
-        measured.values |= {
-            "update_cosine": measures.update_cosine(d_G, d_d, G_G),
-            "effective_lr": measures.effective_lr(d_G, G_G),
-            "row_cosine_mean": row_cosines.nanmean(),
-            "row_cosine_levels": measures.quantiles_of_numbers(row_cosines, LEVELS),
-            "harmed_fraction": measures.harmed_fraction(d_G, G_G),
-            "bias_share": measures.bias_share(
-                *(_or_zero(part, measured.G) for part in (by_weight, by_bias))
-            ),
-            "update_ratio": measures.update_ratio(d_d, measured.z_squared),
-        }
-        u = aligned(step.update)
-        values = measured.values
-        values["update_norm"] = measures.dot(u, u).sqrt()
-        gamma = aligned(step.gamma)
-        # `measures.parameter_cosine`, in fewer passes; and −⟨γ, u⟩ is `descent` over all rows,
-        # whatever rows were looked at.
-        along = -measures.dot(u, gamma)
-        norm = measures.dot(gamma, gamma).sqrt()
-        values["parameter_cosine"] = along / values["update_norm"] / norm
-        values["descent"] = along / measured.gradient_scale
-        assert step.gradient_changed is not None
-        values["gradient_changed"] = step.gradient_changed
-        if not step.has_copies:
-            values["gradient_lost"] = step.gradient_changed
-        if measured.layer.shared:  # γ is then not this layer's alone: from its rows
+        found = dots.of_update(*_act(layer, measured.features, step.update), measured.G)
+        measured.dots |= found | step.products()
+        if layer.shared:  # γ is then not this layer's alone: from its rows
             share = measured.rows_total / max(measured.rows_seen, 1)
-            measured.values["descent"] = measures.descent(d_G) * share
+            measured.values["descent"] = measures.descent(found["d_G"]) * share
+        else:  # over all rows, whatever rows were looked at
+            measured.values["descent"] = -measured.dots["u_gamma"] / measured.gradient_scale
+        assert step.gradient_changed is not None
+        measured.values["gradient_changed"] = step.gradient_changed
+        if not step.has_copies:
+            measured.values["gradient_lost"] = step.gradient_changed
         measured.release()
 
     def _measure_applied(self, measured: _Measured) -> None:
         if measured.step is not None:
-            measured.values |= measured.step.applied()
+            measured.values["weights_changed"], found = measured.step.applied()
+            measured.dots |= found
 
 
-def _act(measured: _Measured, parts: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Φ_W Wᵀ and φ_b ⊗ b, shaped like G, for one tensor per trained parameter."""
-    layer, tensors = measured.layer, iter(parts)
-    weight = None if layer.weight is None else measured.features.by_weight(next(tensors))
-    bias = None if layer.bias is None else measured.features.by_bias(next(tensors))
-    shape = measured.G.shape
-    return (
-        None if weight is None else weight.reshape(shape),
-        None if bias is None else bias.reshape(shape),
-    )
+def _act(
+    layer: Layer, features: Features, parts: list[Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Φ_W Wᵀ and φ_b ⊗ b, (rows, n_total), for one tensor per trained parameter."""
+    tensors = iter(parts)
+    weight = None if layer.weight is None else features.by_weight(next(tensors))
+    bias = None if layer.bias is None else features.by_bias(next(tensors))
+    return weight, bias
 
 
 def _sum(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
@@ -273,10 +234,6 @@ def _sum(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
         assert lone is not None
         return lone
     return by_weight + by_bias
-
-
-def _or_zero(part: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_zeros(()) if part is None else part
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

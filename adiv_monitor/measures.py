@@ -14,13 +14,12 @@ group; an elementwise gain has one group per feature, each with one output.
     d      = −Φ ΔΘᵀ: what the optimizer's step did, as a descent direction
     scale  = ‖φ_r‖², the diagonal of M; ‖x‖² + 1 for an affine layer (eqn 11)
 
-Nearly all measures follow from dot products of rows, taken once by `row_dots`; an argument `d_G` is
-d_r·g_r of every row, `G_G` is ‖g_r‖². Every result is a 0-dimensional tensor (or one value per
-row), so that nothing waits for the device. A vector of length zero has no direction: its cosine is
-NaN. Tensors are float32 or float64.
+Nearly all measures follow from dot products, taken once; the argument `d_G` is d_r·g_r of every
+row, `G_G` is ‖g_r‖², and so on. Every result is one value per layer (or per row), for any number of
+layers at once: stacked in the first dimensions, or a single one without them. Nothing waits for the
+device. A vector of length zero has no direction: its cosine is NaN. Tensors are float32 or float64.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -29,11 +28,9 @@ from torch import Tensor
 
 _MAX_SORTED = 2_048
 
-Scalar = Float[Tensor, ""]
-Blocks = Float[Tensor, "rows groups n_out"]
-PerGroup = Float[Tensor, "rows groups"]
-PerRow = Float[Tensor, " rows"]
-Vector = Float[Tensor, " _"]  # parts differ in length
+PerLayer = Float[Tensor, "*layers"]
+PerRow = Float[Tensor, "*layers rows"]
+PerGroup = Float[Tensor, "*layers rows groups"]
 
 
 def row_dots(a: Float[Tensor, "*rows n"], b: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
@@ -42,26 +39,26 @@ def row_dots(a: Float[Tensor, "*rows n"], b: Float[Tensor, "*rows n"]) -> Float[
     return dots
 
 
-def cosine_of_rows(a_b: PerRow, a_a: PerRow, b_b: PerRow) -> Scalar:
-    """cos(vec a, vec b) of two matrices, in [−1, 1], from the dot products of their rows."""
+def cosine(a_b: PerLayer, a_a: PerLayer, b_b: PerLayer) -> PerLayer:
+    """cos(a, b) = ⟨a, b⟩ / (‖a‖ ‖b‖), in [−1, 1], from the three dot products."""
     # Two divisions: the product of two small norms may underflow where neither norm does.
-    return a_b.sum() / a_a.sum().sqrt() / b_b.sum().sqrt()
+    return a_b / a_a.sqrt() / b_b.sqrt()
 
 
 # --- one layer, one step ---------------------------------------------------------------------
 
 
-def update_cosine(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> Scalar:
+def update_cosine(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerLayer:
     """cos(d, G), in [−1, 1]; 1: the step moved the activations exactly downhill."""
-    return cosine_of_rows(d_G, d_d, G_G)
+    return cosine(d_G.sum(-1), d_d.sum(-1), G_G.sum(-1))
 
 
-def gradient_cosine(e_G: PerRow, e_e: PerRow, G_G: PerRow) -> Scalar:
+def gradient_cosine(e_G: PerLayer, e_e: PerLayer, G_G: PerRow) -> PerLayer:
     """cos(e, G), in [−1, 1]: `update_cosine` of a plain gradient step."""
-    return cosine_of_rows(e_G, e_e, G_G)
+    return cosine(e_G, e_e, G_G.sum(-1))
 
 
-def diagonal_cosine(scale: PerGroup, G_G: PerGroup) -> Scalar:
+def diagonal_cosine(scale: PerGroup, G_G: PerGroup) -> PerLayer:
     """cos(D G, G), in [0, 1]: what the row scales alone cost; exactly 1 if they are all equal.
 
     Args:
@@ -69,89 +66,99 @@ def diagonal_cosine(scale: PerGroup, G_G: PerGroup) -> Scalar:
         G_G: ‖g_r‖², both for every row and group.
     """
     own = scale * G_G
-    return cosine_of_rows(own.flatten(), (scale * own).flatten(), G_G.flatten())
+    own_G, own_own, G_G = (t.sum((-2, -1)) for t in (own, scale * own, G_G))
+    return cosine(own_G, own_own, G_G)
+
+
+def interference_ratio(rest_rest: PerLayer, scale: PerGroup, G_G: PerGroup) -> PerLayer:
+    """‖e − D G‖ / ‖D G‖, ≥ 0: what the other rows do to a row, against what it does (eqn 49).
+
+    Args:
+        rest_rest: ‖e − D G‖².
+        scale: ‖φ_r‖².
+        G_G: ‖g_r‖², both for every row and group.
+    """
+    return rest_rest.sqrt() / (scale.square() * G_G).sum((-2, -1)).sqrt()
 
 
 def row_cosine(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerRow:
     """cos(d_r, g_r) of every row, in [−1, 1]; NaN where g_r or d_r is zero."""
-    return d_G / d_d.sqrt() / G_G.sqrt()
+    return cosine(d_G, d_d, G_G)
 
 
-def rows_without_gradient(G_G: PerRow) -> Scalar:
+def rows_without_gradient(G_G: PerRow) -> PerLayer:
     """How many rows have g_r = 0: padding, masked tokens, dead units."""
-    return (G_G == 0).sum().to(G_G.dtype)
+    return (G_G == 0).sum(-1).to(G_G.dtype)
 
 
-def harmed_fraction(d_G: PerRow, G_G: PerRow) -> Scalar:
+def harmed_fraction(d_G: PerRow, G_G: PerRow) -> PerLayer:
     """Share of the rows with d_r·g_r < 0, in [0, 1]: this step of this layer raises their loss.
 
     Rows whose g_r is zero are left out; NaN if no row has a gradient.
     """
-    return (d_G < 0).sum().to(d_G.dtype) / (G_G != 0).sum()
+    return (d_G < 0).sum(-1).to(d_G.dtype) / (G_G != 0).sum(-1)
 
 
-def scale_mean(scale: PerGroup) -> Scalar:
+def scale_mean(scale: PerGroup) -> PerLayer:
     """Mean of ‖φ_r‖², ≥ 0: the common part of the divergence, which one learning rate can mend."""
-    return scale.mean()
+    return scale.mean((-2, -1))
 
 
-def scale_cv(scale: PerGroup) -> Scalar:
+def scale_cv(scale: PerGroup) -> PerLayer:
     """std(‖φ_r‖²) / mean(‖φ_r‖²), ≥ 0: the part that differs between rows; 0 if corrected."""
-    mean = scale.mean()
-    return (scale - mean).square().mean().sqrt() / mean
+    mean = scale.mean((-2, -1), keepdim=True)
+    return (scale - mean).square().mean((-2, -1)).sqrt() / mean[..., 0, 0]
 
 
-def scale_max(scale: PerGroup) -> Scalar:
+def scale_max(scale: PerGroup) -> PerLayer:
     """Largest ‖φ_r‖²; NaN without rows."""
-    return scale.max() if scale.numel() else scale.new_full((), torch.nan)
+    if scale.shape[-2] == 0:
+        return scale.new_full(scale.shape[:-2], torch.nan)
+    return scale.amax((-2, -1))
 
 
-def interference_ratio(e: Blocks, scale: PerGroup, G: Blocks) -> Scalar:
-    """‖e − D G‖ / ‖D G‖, ≥ 0: what the other rows do to a row, against what it does (eqn 49)."""
-    own = scale[..., None] * G
-    return norm(e - own) / norm(own)
-
-
-def bias_share(by_weight: Float[Tensor, "..."], by_bias: Float[Tensor, "..."]) -> Scalar:
+def bias_share(A_A: PerLayer, B_B: PerLayer) -> PerLayer:
     """‖B‖ / (‖A‖ + ‖B‖), in [0, 1]: the bias's share of the update (the paper's responsibility).
 
     Args:
-        by_weight: A = Φ_W ΔΘ_Wᵀ; a single 0 where no weight is trained.
-        by_bias: B = φ_b ⊗ ΔΘ_b; a single 0 where there is no bias.
+        A_A: ‖A‖², A = Φ_W ΔΘ_Wᵀ; 0 where no weight is trained.
+        B_B: ‖B‖², B = φ_b ⊗ ΔΘ_b; 0 where there is no bias.
     """
-    b = norm(by_bias)
-    return b / (norm(by_weight) + b)
+    b = B_B.sqrt()
+    return b / (A_A.sqrt() + b)
 
 
-def effective_lr(d_G: PerRow, G_G: PerRow) -> Scalar:
+def effective_lr(d_G: PerRow, G_G: PerRow) -> PerLayer:
     """⟨d, G⟩ / ‖G‖²: the learning rate at which the activations really move downhill.
 
     η (‖x‖² + 1) for one row under plain gradient descent; defined for any optimizer. Its spread
     between layers is what a per-layer learning rate could mend.
     """
-    return d_G.sum() / G_G.sum()
+    return d_G.sum(-1) / G_G.sum(-1)
 
 
-def update_ratio(d_d: PerRow, z_z: PerRow) -> Scalar:
+def update_ratio(d_d: PerRow, z_z: PerRow) -> PerLayer:
     """‖Δz‖ / ‖z‖ over the same rows, z before the step, ≥ 0: how far one step moves activations."""
-    return (d_d.sum() / z_z.sum()).sqrt()
+    return (d_d.sum(-1) / z_z.sum(-1)).sqrt()
 
 
-def descent(d_G: PerRow) -> Scalar:
+def descent(d_G: PerRow) -> PerLayer:
     """Σ_r d_r·g_r: first-order decrease of the loss by this layer's step.
 
     Equal to −⟨∂L/∂Θ, ΔΘ⟩ when all rows are looked at. With the gradient that the optimizer saw: of
     a clipped one it is smaller than the loss's own decrease by the clipping factor.
     """
-    return d_G.sum()
+    return d_G.sum(-1)
 
 
 # --- the ceiling -----------------------------------------------------------------------------
 
 
 def attainable_cosine(
-    gram: Float[Tensor, "groups n n"], cross: Float[Tensor, "groups n n_out"], G_norm: Scalar
-) -> Scalar:
+    gram: Float[Tensor, "groups n n"],
+    cross: Float[Tensor, "groups n n_out"],
+    G_norm: Float[Tensor, ""],
+) -> Float[Tensor, ""]:
     """‖P_Φ G‖ / ‖G‖, in [0, 1]: the best cosine with G that any ΔΘ can reach.
 
     P_Φ projects on the columns of Φ: ‖P_Φ G‖² = tr(Cᵀ S⁻¹ C), S = ΦᵀΦ and C = ΦᵀG, on the space
@@ -168,14 +175,18 @@ def attainable_cosine(
     return attained / G_norm
 
 
-def attainable_cosine_of_rows(phi: Float[Tensor, "rows groups n_feat"], G: Blocks) -> Scalar:
+def attainable_cosine_of_rows(
+    phi: Float[Tensor, "rows groups n_feat"], G: Float[Tensor, "rows groups n_out"]
+) -> Float[Tensor, ""]:
     """`attainable_cosine` from Φ and G themselves, cheaper when rows < n_feat.
 
     Eigenvectors of ΦΦᵀ (rows × rows) with an eigenvalue span the columns of Φ.
     """
     phi, blocks = phi.transpose(0, 1), G.transpose(0, 1)
     _, vectors, kept = _spectrum(phi @ phi.mT)
-    return norm((vectors.mT @ blocks) * kept[..., None]) / norm(G)
+    attained, whole = (vectors.mT @ blocks) * kept[..., None], blocks
+    cosine: Tensor = torch.linalg.vector_norm(attained) / torch.linalg.vector_norm(whole)
+    return cosine
 
 
 def _spectrum(gram: Float[Tensor, "groups n n"]) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,76 +195,62 @@ def _spectrum(gram: Float[Tensor, "groups n n"]) -> tuple[Tensor, Tensor, Tensor
     return values, vectors, values > gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:]
 
 
-# --- the parameter step: vectors in parts, one part per parameter of the layer -----------------
+# --- the parameter step: dot products of vectors that hold all parameters of the layer ---------
 
 
-def parameter_cosine(u: Sequence[Vector], gamma: Sequence[Vector]) -> Scalar:
+def parameter_cosine(u_gamma: PerLayer, u_u: PerLayer, gamma_gamma: PerLayer) -> PerLayer:
     """cos(u, −γ), in [−1, 1]: the optimizer's update u against the raw gradient γ it saw."""
-    return -cosine(u, gamma)
+    return -cosine(u_gamma, u_u, gamma_gamma)
 
 
-def projection_cosine(a: Sequence[Vector], u: Sequence[Vector]) -> Scalar:
+def projection_cosine(a_u: PerLayer, a_a: PerLayer, u_u: PerLayer) -> PerLayer:
     """cos(a, u), in [−1, 1]: the applied update a against the optimizer's u.
 
     They differ when code rescales, clips, projects or averages the weights after the step. Near 0
     the projection made the update orthogonal; below 0 it fights it.
     """
-    return cosine(a, u)
+    return cosine(a_u, a_a, u_u)
 
 
-def applied_cosine(a: Sequence[Vector], gamma: Sequence[Vector]) -> Scalar:
+def applied_cosine(a_gamma: PerLayer, a_a: PerLayer, gamma_gamma: PerLayer) -> PerLayer:
     """cos(a, −γ), in [−1, 1]: what was applied, after every projection, against the gradient."""
-    return -cosine(a, gamma)
-
-
-def cosine(a: Sequence[Vector], b: Sequence[Vector]) -> Scalar:
-    """Cosine of two vectors in parts."""
-    return dot(a, b) / dot(a, a).sqrt() / dot(b, b).sqrt()
-
-
-def dot(a: Sequence[Vector], b: Sequence[Vector]) -> Scalar:
-    """⟨a, b⟩ of two vectors in parts."""
-    dots = [torch.dot(p, q) for p, q in zip(a, b, strict=True)]
-    return dots[0] if len(dots) == 1 else torch.stack(dots).sum()
-
-
-def norm(a: Float[Tensor, "..."]) -> Scalar:
-    """‖vec a‖."""
-    flat = a.reshape(-1)
-    return torch.dot(flat, flat).sqrt()
+    return -cosine(a_gamma, a_a, gamma_gamma)
 
 
 # --- distributions over rows -----------------------------------------------------------------
 
 
 def quantiles(
-    values: Float[Tensor, "rows ..."], levels: tuple[float, ...]
-) -> Float[Tensor, " levels"]:
+    values: Float[Tensor, "*layers rows groups"], levels: tuple[float, ...]
+) -> Float[Tensor, "*layers levels"]:
     """Quantiles with linear interpolation; NaN counts as larger than every number.
 
-    Where there are more than 2,048 entries, every so many rows are read (all features of them).
+    Where there are more than 2,048 entries, every so many rows are read (all groups of them).
     """
-    if values.numel() == 0:
-        return values.new_full((len(levels),), torch.nan)
-    flat = _thinned(values).sort().values
-    low, high, weight = _positions(levels, flat.numel(), flat.dtype, flat.device)
-    return torch.lerp(flat[low], flat[high], weight)
+    if 0 in values.shape[-2:]:
+        return values.new_full((*values.shape[:-2], len(levels)), torch.nan)
+    ordered = _thinned(values).sort(dim=-1).values
+    low, high, weight = _positions(levels, ordered.shape[-1], ordered.dtype, ordered.device)
+    return torch.lerp(ordered[..., low], ordered[..., high], weight)
 
 
-def quantiles_of_numbers(values: PerRow, levels: tuple[float, ...]) -> Float[Tensor, " levels"]:
+def quantiles_of_numbers(
+    values: PerRow, levels: tuple[float, ...]
+) -> Float[Tensor, "*layers levels"]:
     """`quantiles` of the entries that are not NaN; all NaN if none is left."""
-    if values.numel() == 0:
-        return values.new_full((len(levels),), torch.nan)
-    flat = _thinned(values).sort().values  # NaN last
-    last = (flat == flat).sum().sub_(1).clamp_(min=0)
-    at = _on_device(levels, flat.dtype, flat.device) * last
+    if values.shape[-1] == 0:
+        return values.new_full((*values.shape[:-1], len(levels)), torch.nan)
+    ordered = _thinned(values[..., None]).sort(dim=-1).values  # NaN last
+    last = (ordered == ordered).sum(-1, keepdim=True).sub_(1).clamp_(min=0)
+    at = _on_device(levels, ordered.dtype, ordered.device) * last
     low = at.long()
     high = torch.minimum(low + 1, last)
-    return torch.lerp(flat[low], flat[high], at - low)
+    return torch.lerp(ordered.gather(-1, low), ordered.gather(-1, high), at - low)
 
 
 def _thinned(values: Tensor) -> Tensor:
-    return values[:: -(-values.numel() // _MAX_SORTED)].reshape(-1)
+    step = -(-values.shape[-2] * values.shape[-1] // _MAX_SORTED)
+    return values[..., ::step, :].flatten(-2)
 
 
 @lru_cache

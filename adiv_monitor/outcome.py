@@ -1,7 +1,10 @@
 """From numbers on the device to readings on the host, and what a reader must know about them."""
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +15,6 @@ from adiv_monitor.updates import Watch
 
 Numbers = dict[str, dict[str, list[float]]]
 
-# The quantiles that are taken: for histograms, and for p05, p50, p95.
-LEVELS = (*QUANTILE_LEVELS, 0.05, 0.5, 0.95)
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
 _RULE_TOLERANCE = 0.05
 
@@ -126,19 +127,23 @@ def _listed(paths: list[str]) -> str:
     return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 
 
-def fetch(values: dict[str, dict[str, Tensor]]) -> Numbers:
-    """Copy many small tensors to the host, one transfer per device."""
-    by_kind: dict[torch.device, dict[torch.dtype, list[tuple[str, str, Tensor]]]] = {}
-    for path, named in values.items():
+def fetch(batches: Iterable[tuple[list[str], dict[str, Tensor]]]) -> Numbers:
+    """Copy many small tensors to the host, one transfer per device.
+
+    Args:
+        batches: paths, and by name a tensor that holds one entry for each of them.
+    """
+    by_device: dict[torch.device, list[tuple[list[str], str, Tensor]]] = defaultdict(list)
+    for paths, named in batches:
         for name, tensor in named.items():
-            by_dtype = by_kind.setdefault(tensor.device, {})
-            by_dtype.setdefault(tensor.dtype, []).append((path, name, tensor))
-    fetched: Numbers = {path: {} for path in values}
-    for by_dtype in by_kind.values():
-        packed = [torch.cat([t.reshape(-1) for *_, t in part]) for part in by_dtype.values()]
-        numbers = iter(torch.cat([part.double() for part in packed]).tolist())
-        for path, name, tensor in (entry for part in by_dtype.values() for entry in part):
-            fetched[path][name] = [next(numbers) for _ in range(tensor.numel())]
+            by_device[tensor.device].append((paths, name, tensor))
+    fetched: Numbers = defaultdict(dict)
+    for parts in by_device.values():
+        numbers = iter(torch.cat([t.reshape(-1).double() for *_, t in parts]).tolist())
+        for paths, name, tensor in parts:
+            each = tensor.numel() // len(paths)
+            for path in paths:
+                fetched[path][name] = list(islice(numbers, each))
     return fetched
 
 
@@ -155,7 +160,7 @@ def _reading(looked: Looked, fetched: dict[str, list[float]]) -> LayerReading:
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)
     if values.get("weights_changed") == 0.0:  # a = u
-        named["projection_cosine"] = 1.0 if values["update_norm"] > 0 else math.nan
+        named["projection_cosine"] = 1.0 if values["update_square"] > 0 else math.nan
         if "parameter_cosine" in values:
             named["applied_cosine"] = values["parameter_cosine"]
     return LayerReading(

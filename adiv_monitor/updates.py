@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor import measures
+from adiv_monitor import dots
+from adiv_monitor.dots import Dots
 from adiv_monitor.features.rows import exact
 
 _STRETCHES, _STRETCH = 64, 256
@@ -54,7 +55,7 @@ class ParameterStep:
         self._gradients = gradients(parameters)
         self._copies = [g.clone() for g in self._gradients] if keep_gradient else []
         # The first step compared every entry; from then on a part of them tells.
-        self._sums = [] if keep_gradient else [checksum(some(g)) for g in self._gradients]
+        self._sums = [] if keep_gradient else [_bit_sum(some(g)) for g in self._gradients]
         self._checksums: list[Tensor] = []
         self.update: list[Tensor] = []
         self.gamma: list[Tensor] = []
@@ -82,8 +83,8 @@ class ParameterStep:
         if self._copies:
             self.gradient_changed = _any_differs(self._gradients, self._copies)
         else:  # by value: version counters miss what is done through .data or by fused kernels
-            now = [checksum(some(g)) for g in self._gradients]
-            self.gradient_changed = (torch.stack(now) != torch.stack(self._sums)).any()
+            now = [_bit_sum(some(g)) for g in self._gradients]
+            self.gradient_changed = _differ(now, self._sums)
         self.gamma = self._copies or self._gradients
         self._gradients = []
 
@@ -93,22 +94,35 @@ class ParameterStep:
             self.update, self.gamma = [], []
             self._copies = []
 
-    def applied(self) -> dict[str, Tensor]:
-        """The next forward begins: have the weights changed, and if all was kept, measures of a."""
+    def products(self) -> Dots:
+        """⟨u, u⟩, ⟨u, γ⟩ and ⟨γ, γ⟩."""
+        u, gamma = exactly(self.update), exactly(self.gamma)
+        return {
+            "u_u": dots.of_parts(u, u),
+            "u_gamma": dots.of_parts(u, gamma),
+            "gamma_gamma": dots.of_parts(gamma, gamma),
+        }
+
+    def applied(self) -> tuple[Tensor, Dots]:
+        """The next forward begins: have the weights changed, and if all was kept, a's products."""
         if not self._keep_update:
             now = [checksum(p) for p in self._parameters]
-            return {"weights_changed": (torch.stack(now) != torch.stack(self._checksums)).any()}
+            return _differ(now, self._checksums), {}
         a = [
             exact(p.detach()) - exact(b)
             for p, b in zip(self._parameters, self._before, strict=True)
         ]
-        changed = _any_differs(a, self.update)
-        a, u = aligned(a), aligned(self.update)
-        return {
-            "projection_cosine": measures.projection_cosine(a, u),
-            "applied_cosine": measures.applied_cosine(a, aligned(self.gamma)),
-            "weights_changed": changed,
+        gamma = exactly(self.gamma)
+        products = {
+            "a_a": dots.of_parts(a, a),
+            "a_u": dots.of_parts(a, self.update),
+            "a_gamma": dots.of_parts(a, gamma),
         }
+        return _any_differs(a, self.update), products
+
+
+def _differ(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    return a[0] != b[0] if len(a) == 1 else (torch.stack(a) != torch.stack(b)).any()
 
 
 def _any_differs(a: list[Tensor], b: list[Tensor]) -> Tensor:
@@ -121,29 +135,35 @@ def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in parameters]
 
 
-def flat_in_memory(tensor: Tensor) -> Tensor:
-    """All entries in the order in which they lie in memory: a view, where there is one."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).reshape(-1)
-
-
 def some(tensor: Tensor) -> Tensor:
     """All entries, or 16,384 in evenly spaced stretches: lone ones would touch every cache line."""
-    flat = flat_in_memory(tensor.detach())
+    flat = _flat_in_memory(tensor.detach())
     if flat.numel() <= _STRETCHES * _STRETCH:
         return flat
     return flat[: flat.numel() // _STRETCHES * _STRETCHES].view(_STRETCHES, -1)[:, :_STRETCH]
 
 
-def aligned(parts: list[Tensor]) -> list[Tensor]:
-    """Parts flattened for dot products, in the precision of the measures."""
-    return [exact(part).reshape(-1) for part in parts]
+def checksum(tensor: Tensor) -> Tensor:
+    """Sum of all bits read as integers: tells any change but those that cancel."""
+    return _bit_sum(_flat_in_memory(tensor.detach()))
 
 
-def checksum(parameter: Tensor) -> Tensor:
-    """Sum of the parameter's bits read as integers: tells any change but those that cancel."""
-    flat = flat_in_memory(parameter.detach())
-    size = flat.element_size()
-    if size < 8 and flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
-        return flat.view(torch.int64).sum()
-    return flat.view(_INTEGERS[size]).sum(dtype=torch.int64)
+def _bit_sum(flat: Tensor) -> Tensor:
+    """The same of a view whose last dimension lies together in memory; as int64 where that fits."""
+    fit = 8 // flat.element_size()
+    where = (*flat.stride()[:-1], flat.shape[-1], flat.storage_offset())
+    fits = all(number % fit == 0 for number in where)
+    return flat.view(torch.int64 if fits else _INTEGERS[flat.element_size()]).sum()
+
+
+def _flat_in_memory(tensor: Tensor) -> Tensor:
+    """All entries in the order in which they lie in memory: a view, where there is one."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).reshape(-1)
+
+
+def exactly(parts: list[Tensor]) -> list[Tensor]:
+    """Every part in the precision of the measures."""
+    return [exact(part) for part in parts]

@@ -16,11 +16,14 @@ MAY_IMPORT = {
     "features": {"measures", "adiv_layers"},
     "ceiling": {"features", "measures"},
     "selection": {"features"},
-    "updates": {"features", "measures"},
+    "dots": {"measures", "report"},
+    "updates": {"dots", "features"},
     "layer_rows": {"ceiling", "features"},
     "capture": {"features", "layer_rows", "measures", "selection", "updates"},
     "outcome": {"report", "updates"},
-    "measured_step": {"capture", "features", "measures", "outcome", "selection", "updates"},
+    "measured_step": {
+        *("capture", "dots", "features", "measures", "outcome", "selection", "updates"),
+    },
     "sinks": {"report"},
     "arguments": {"selection", "sinks"},
     "monitor": {
