@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, exact
 from adiv_monitor.layer_rows import Call, LayerRows
-from adiv_monitor.measures import row_dots
 from adiv_monitor.selection import Layer
 from adiv_monitor.updates import some
 
@@ -145,10 +144,9 @@ class Capture:
         counted = torch._C._current_graph_task_id() == -1
         rows = rows_of_layer.choose(tuple(z.shape[:-1]), output.device, counted)
         features = layer.rule.function(module, rows, *args, **kwargs)
-        z_rows = rows.take(z)
-        if layer.path in self._unchecked and len(z_rows):
-            rows_of_layer.linear = reproduces(layer, features, z_rows)
-        z_squared = row_dots(z_rows, z_rows)
+        z_squared = rows.squares(z)
+        if layer.path in self._unchecked and len(z_squared):
+            rows_of_layer.linear = reproduces(layer, features, rows.take(z))
         call = Call(rows, _trained(layer, features), z_squared, counted)
         if self._attainable:
             every = Rows(rows.shape)

@@ -28,48 +28,48 @@ def convolution(module: Conv, rows: Rows, input: Tensor) -> DenseFeatures:
 
 def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
     """The receptive fields of the chosen rows, (rows, groups, channels of a group × kernel)."""
-    dims = len(module.kernel_size)
-    if input.dim() == dims + 1:  # no batch dimension
+    if input.dim() == len(module.kernel_size) + 1:  # no batch dimension
         input = input[None]
         rows = Rows((1, *rows.shape), rows.index)
-    memory, strides = _memory(input), input.stride()
-    # Offsets into memory, in the smallest type that will do: they outweigh what they gather.
-    dtype = torch.int32 if len(memory) < 2**31 else torch.int64
-    sample, *outputs = (position.to(dtype) for position in rows.positions(input.device))
-    offset = torch.zeros(1, dtype=dtype, device=input.device)  # (rows, *kernel)
-    inside: Tensor | None = None
+    sample, pixel, outside = _read_from(module, rows, input)
+    channels, pixels = input.shape[1], input.shape[2:].numel()
+    by_pixel = input.flatten(2).transpose(1, 2)  # (batch, pixels, channels)
+    if input.numel() <= pixel.numel() * channels:
+        # The patches overlap so much that the input is the smaller one: first lay it out pixel by
+        # pixel, so that whole rows of memory can be gathered.
+        index = (sample * pixels + pixel).view(-1)
+        gathered = by_pixel.reshape(-1, channels).index_select(0, index)
+        gathered = gathered.view(*pixel.shape, channels)
+    else:
+        gathered = by_pixel[sample, pixel]
+    if outside is not None:
+        gathered.masked_fill_(outside[..., None], 0)
+    by_channel = exact(gathered).transpose(1, 2)  # (rows, channels, kernel volume)
+    return by_channel.reshape(len(pixel), module.groups, weights_per_output(module))
+
+
+def _read_from(module: Conv, rows: Rows, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """From where each element of a patch is read: sample (rows, 1), pixel (rows, kernel volume).
+
+    And which of them, if any, lie outside the input and are zero.
+    """
+    sample, *outputs = rows.positions(input.device)
+    pixel = sample.new_zeros(len(sample), 1)
+    outside: Tensor | None = None
     for d, output in enumerate(outputs):
-        reach = torch.arange(module.kernel_size[d], dtype=dtype, device=input.device)
-        reach = reach * module.dilation[d]
-        left, right = _padding(module, d)
-        position, valid = output[:, None] * module.stride[d] - left + reach, None
+        size, (left, right) = input.shape[2 + d], _padding(module, d)
+        reach = torch.arange(module.kernel_size[d], device=input.device) * module.dilation[d] - left
+        position, beyond = output[:, None] * module.stride[d] + reach, None
         if left or right:
-            position, valid = _read_from(position, input.shape[2 + d], module.padding_mode)
-        offset = offset + _along(position * strides[2 + d], d, dims)
-        if valid is not None:
-            valid = _along(valid, d, dims)
-            inside = valid if inside is None else inside & valid
-    channel = torch.arange(input.shape[1], dtype=dtype, device=input.device) * strides[1]
-    plane = (sample * strides[0])[:, None] + channel  # (rows, in_channels)
-    offset = plane[..., None] + offset.flatten(1)[:, None]  # (rows, in_channels, kernel volume)
-    gathered = exact(memory.index_select(0, offset.view(-1))).view(offset.shape)
-    if inside is not None:
-        gathered *= inside.flatten(1)[:, None].to(gathered.dtype)
-    return gathered.reshape(len(sample), module.groups, weights_per_output(module))
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    """The stretch of memory in which a tensor lies, to be indexed by its strides."""
-    if tensor.numel() == 0:
-        return tensor.reshape(-1)
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((last + 1,), (1,))
-
-
-def _along(index: Tensor, d: int, dims: int) -> Tensor:
-    """An index (rows, kernel_size[d]) shaped to broadcast in (rows, *kernel_size)."""
-    kernel = (index.shape[1] if axis == d else 1 for axis in range(dims))
-    return index.reshape(index.shape[0], *kernel)
+            position, beyond = _pad(position, size, module.padding_mode)
+        # The kernel's dimensions are joined one by one, the last running fastest.
+        pixel = (pixel[..., None] * size + position[:, None]).flatten(1)
+        if beyond is not None:
+            outer = torch.zeros_like(beyond[:, :1]) if outside is None else outside
+            outside = (outer[..., None] | beyond[:, None]).flatten(1)
+        elif outside is not None:
+            outside = outside.repeat_interleave(module.kernel_size[d], dim=1)
+    return sample[:, None], pixel, outside
 
 
 def _padding(module: Conv, d: int) -> tuple[int, int]:
@@ -84,14 +84,13 @@ def weights_per_output(module: Conv) -> int:
     return module.in_channels // module.groups * torch.Size(module.kernel_size).numel()
 
 
-def _read_from(position: Tensor, size: int, padding_mode: str) -> tuple[Tensor, Tensor | None]:
-    """Where in 0..size−1 each padded position is read from, and which ones are not zero."""
-    if padding_mode == "zeros":
-        inside = (position >= 0) & (position < size)
-        return position.clamp(0, size - 1), inside
-    if padding_mode == "circular":
+def _pad(position: Tensor, size: int, mode: str) -> tuple[Tensor, Tensor | None]:
+    """Where in 0..size−1 each padded position is read from, and which ones are zero instead."""
+    if mode == "zeros":
+        return position.clamp(0, size - 1), (position < 0) | (position >= size)
+    if mode == "circular":
         return position % size, None
-    if padding_mode == "replicate":
+    if mode == "replicate":
         return position.clamp(0, size - 1), None
     position = position.abs()  # reflect: about the first element, then about the last
     return torch.where(position >= size, 2 * (size - 1) - position, position), None

@@ -46,10 +46,12 @@ def group_norm(module: nn.GroupNorm, rows: Rows, input: Tensor) -> DenseFeatures
     mean, square = _moments(input.reshape(batch, module.num_groups, -1))
     repeats = channels // module.num_groups
     sample = rows.positions(input.device)[0]
-    deviation = (square - mean.square() + module.eps).sqrt()
-    mean, deviation = (t.repeat_interleave(repeats, dim=1)[sample] for t in (mean, deviation))
+    reciprocal = (square - mean.square() + module.eps).rsqrt()
     x = rows.take(input.movedim(1, -1))
-    return _gain(x.sub_(mean).div_(deviation), module.bias)
+    mean, reciprocal = (
+        t.to(x.dtype).repeat_interleave(repeats, dim=1)[sample] for t in (mean, reciprocal)
+    )
+    return _gain(x.sub_(mean).mul_(reciprocal), module.bias)
 
 
 def _refuse_synchronised(module: nn.SyncBatchNorm) -> str:
@@ -69,7 +71,8 @@ def batch_norm(module: _BatchNorm, rows: Rows, input: Tensor) -> DenseFeatures:
     else:
         variance, mean = exact(module.running_var), exact(module.running_mean)
     x = rows.take(input.movedim(1, -1))
-    return _gain(x.sub_(mean).div_((variance + module.eps).sqrt()), module.bias)
+    reciprocal = (variance + module.eps).rsqrt()
+    return _gain(x.sub_(mean.to(x.dtype)).mul_(reciprocal.to(x.dtype)), module.bias)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

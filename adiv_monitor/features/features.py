@@ -121,6 +121,8 @@ class DenseFeatures:
 
     def restrict(self, *, weight: bool, bias: bool) -> "DenseFeatures":
         """The features of the trained parameters alone."""
+        if (weight or self.phi is None) and (bias or self.bias is None):
+            return self
         return replace(self, phi=self.phi if weight else None, bias=self.bias if bias else None)
 
     def pick(self, rows: Tensor) -> "DenseFeatures":

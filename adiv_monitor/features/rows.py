@@ -6,6 +6,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from adiv_monitor.measures import row_dots
+
 _PERMUTED = 2**17
 
 
@@ -35,12 +37,22 @@ class Rows:
         """
         rest = tensor.shape[len(self.shape) :]
         if self.index is None:
-            taken = tensor.reshape(self.total, *rest).clone()
+            taken = exact(tensor.reshape(self.total, *rest))
+            if taken.data_ptr() == tensor.data_ptr():
+                taken = taken.clone()
         elif tensor.is_contiguous():
             taken = tensor.view(self.total, *rest).index_select(0, self.index)
         else:
             taken = tensor[self.positions(tensor.device)]
         return exact(taken)
+
+    def squares(self, tensor: Tensor) -> Tensor:
+        """Squared norms (rows,) of the rows of a tensor shaped (*shape, channels)."""
+        if self.index is None:
+            tensor = exact(tensor)
+            return row_dots(tensor, tensor).reshape(-1)
+        taken = self.take(tensor)
+        return row_dots(taken, taken)
 
     def positions(self, device: torch.device) -> tuple[Tensor, ...]:
         """The index of every row in each dimension of `shape`."""
