@@ -13,14 +13,12 @@ from torch import Tensor
 
 from adiv_monitor import measures
 from adiv_monitor.measures import row_dots
-from adiv_monitor.report import QUANTILE_LEVELS
 
 # By name: one tensor, the same for every layer of a kind. `a_b` is a·b, of rows where the measures
 # need rows, else of the whole; other names say what they are.
 Dots = dict[str, Tensor]
 
-# The quantiles that are taken: for histograms, and for p05, p50, p95.
-LEVELS = (*QUANTILE_LEVELS, 0.05, 0.5, 0.95)
+_MAX_ENTRIES = 2_048
 
 
 def of_gradient(
@@ -85,7 +83,7 @@ def measure(dots: Dots) -> dict[str, Tensor]:
             "scale_mean": measures.scale_mean(scale),
             "scale_cv": measures.scale_cv(scale),
             "scale_max": measures.scale_max(scale),
-            "scale_levels": measures.quantiles(scale, LEVELS),
+            "scale_entries": thinned(scale),
         }
     if "d_G" in dots:
         d_G, d_d, u_u = dots["d_G"], dots["d_d"], dots["u_u"]
@@ -94,7 +92,7 @@ def measure(dots: Dots) -> dict[str, Tensor]:
             "update_cosine": measures.update_cosine(d_G, d_d, G_G),
             "effective_lr": measures.effective_lr(d_G, G_G),
             "row_cosine_mean": row_cosines.nanmean(-1),
-            "row_cosine_levels": measures.quantiles_of_numbers(row_cosines, LEVELS),
+            "row_cosine_entries": thinned(row_cosines[..., None]),
             "harmed_fraction": measures.harmed_fraction(d_G, G_G),
             "bias_share": measures.bias_share(dots["A_A"], dots["B_B"]),
             "update_ratio": measures.update_ratio(d_d, dots["z_z"]),
@@ -112,6 +110,15 @@ def measure(dots: Dots) -> dict[str, Tensor]:
                 ),
             }
     return found
+
+
+def thinned(values: Float[Tensor, "*layers rows groups"]) -> Float[Tensor, "*layers entries"]:
+    """At most 2,048 entries: of every so many rows, all groups (of a single row, if they are more).
+
+    Quantiles are taken of these, so this is what goes to the host.
+    """
+    step = -(-values.shape[-2] * values.shape[-1] // _MAX_ENTRIES)
+    return values[..., :: max(step, 1), :].flatten(-2)
 
 
 def alike(layers: Mapping[str, Dots]) -> list[tuple[list[str], Dots]]:

@@ -20,13 +20,12 @@ layers at once: stacked in the first dimensions, or a single one without them. N
 device. A vector of length zero has no direction: its cosine is NaN. Tensors are float32 or float64.
 """
 
-from functools import lru_cache
+from collections.abc import Sequence
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
-
-_MAX_SORTED = 2_048
 
 PerLayer = Float[Tensor, "*layers"]
 PerRow = Float[Tensor, "*layers rows"]
@@ -217,57 +216,41 @@ def applied_cosine(a_gamma: PerLayer, a_a: PerLayer, gamma_gamma: PerLayer) -> P
     return -cosine(a_gamma, a_a, gamma_gamma)
 
 
-# --- distributions over rows -----------------------------------------------------------------
+# --- distributions over rows: on the host ------------------------------------------------------
 
 
 def quantiles(
-    values: Float[Tensor, "*layers rows groups"], levels: tuple[float, ...]
-) -> Float[Tensor, "*layers levels"]:
+    values: Float[np.ndarray, "*layers entries"], levels: Sequence[float]
+) -> Float[np.ndarray, "*layers levels"]:
     """Quantiles with linear interpolation; NaN counts as larger than every number.
 
-    Where there are more than 2,048 entries, every so many rows are read (all groups of them).
+    All NaN without entries.
     """
-    if 0 in values.shape[-2:]:
-        return values.new_full((*values.shape[:-2], len(levels)), torch.nan)
-    ordered = _sorted(values)
-    low, high, weight = _positions(levels, ordered.shape[-1], ordered.dtype, ordered.device)
-    return torch.lerp(ordered[..., low], ordered[..., high], weight)
+    ordered = np.sort(values, axis=-1)
+    return _interpolated(ordered, np.full((*values.shape[:-1], 1), values.shape[-1]), levels)
 
 
 def quantiles_of_numbers(
-    values: PerRow, levels: tuple[float, ...]
-) -> Float[Tensor, "*layers levels"]:
-    """`quantiles` of the entries that are not NaN; all NaN if none is left."""
-    if values.shape[-1] == 0:
-        return values.new_full((*values.shape[:-1], len(levels)), torch.nan)
-    ordered = _sorted(values[..., None])  # NaN last
-    last = (ordered == ordered).sum(-1, keepdim=True).sub_(1).clamp_(min=0)
-    at = _on_device(levels, ordered.dtype, ordered.device) * last
-    low = at.long()
-    high = torch.minimum(low + 1, last)
-    return torch.lerp(ordered.gather(-1, low), ordered.gather(-1, high), at - low)
+    values: Float[np.ndarray, "*layers entries"], levels: Sequence[float]
+) -> Float[np.ndarray, "*layers levels"]:
+    """`quantiles` of the entries that are not NaN."""
+    ordered = np.sort(values, axis=-1)  # NaN last
+    return _interpolated(ordered, (ordered == ordered).sum(-1, keepdims=True), levels)
 
 
-def _sorted(values: Float[Tensor, "*layers rows groups"]) -> Float[Tensor, "*layers entries"]:
-    """At most 2,048 entries of each layer, or those of one row."""
-    step = -(-values.shape[-2] * values.shape[-1] // _MAX_SORTED)
-    entries = values[..., ::step, :].flatten(-2)
-    # One by one: sorting a vector is several times faster than sorting a row of a matrix.
-    ordered = [layer.sort().values for layer in entries.reshape(-1, entries.shape[-1])]
-    return torch.stack(ordered).view(entries.shape)
-
-
-@lru_cache
-def _positions(
-    levels: tuple[float, ...], count: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Between which two sorted entries each level lies, and where."""
-    at = _on_device(levels, torch.float64, device) * (count - 1)
-    low = at.long()
-    return low, (low + 1).clamp(max=count - 1), (at - low).to(dtype)
-
-
-@lru_cache
-def _on_device(levels: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Made once: a copy from the host would wait for the device each time."""
-    return torch.tensor(levels, dtype=dtype, device=device)
+def _interpolated(
+    ordered: Float[np.ndarray, "*layers entries"],
+    counts: Int[np.ndarray, "*layers 1"],
+    levels: Sequence[float],
+) -> Float[np.ndarray, "*layers levels"]:
+    """Quantiles of the first so many entries."""
+    if ordered.shape[-1] == 0:
+        return np.full((*ordered.shape[:-1], len(levels)), np.nan)
+    last = np.maximum(counts - 1, 0)
+    at = last * np.asarray(levels)
+    low = at.astype(np.int64)
+    lower = np.take_along_axis(ordered, low, -1)
+    upper = np.take_along_axis(ordered, np.minimum(low + 1, last), -1)
+    with np.errstate(invalid="ignore"):  # between infinities
+        found: np.ndarray = lower + (at - low) * (upper - lower)
+    return found

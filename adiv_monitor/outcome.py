@@ -2,19 +2,23 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from adiv_monitor.measures import quantiles, quantiles_of_numbers
 from adiv_monitor.report import MEASURES, QUANTILE_LEVELS, LayerReading
 from adiv_monitor.updates import Watch
 
 Numbers = dict[str, dict[str, list[float]]]
 
+# The quantiles that are taken: for histograms, and for p05, p50, p95.
+LEVELS = (*QUANTILE_LEVELS, 0.05, 0.5, 0.95)
+_DISTRIBUTIONS = {"scale_entries": quantiles, "row_cosine_entries": quantiles_of_numbers}
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
 _RULE_TOLERANCE = 0.05
 
@@ -127,24 +131,39 @@ def _listed(paths: list[str]) -> str:
     return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 
 
-def fetch(batches: Iterable[tuple[list[str], dict[str, Tensor]]]) -> Numbers:
-    """Copy many small tensors to the host, one transfer per device.
+def fetch(batches: Sequence[tuple[list[str], dict[str, Tensor]]]) -> Numbers:
+    """Bring the tensors to the host, take quantiles there, and sort everything by layer.
 
     Args:
-        batches: paths, and by name a tensor that holds one entry for each of them.
+        batches: paths, and by name a tensor that holds one entry for each of them; of the
+            distributions over rows that is all that quantiles are taken of.
     """
-    by_device: dict[torch.device, list[tuple[list[str], str, Tensor]]] = defaultdict(list)
-    for paths, named in batches:
-        for name, tensor in named.items():
-            by_device[tensor.device].append((paths, name, tensor))
+    tensors = [tensor for _, named in batches for tensor in named.values()]
+    arrays = iter(_to_host(tensors))
     fetched: Numbers = defaultdict(dict)
-    for parts in by_device.values():
-        numbers = iter(torch.cat([t.reshape(-1).double() for *_, t in parts]).tolist())
-        for paths, name, tensor in parts:
-            each = tensor.numel() // len(paths)
-            for path in paths:
-                fetched[path][name] = list(islice(numbers, each))
+    for paths, named in batches:
+        for name in named:
+            values = next(arrays).reshape(len(paths), -1)
+            if name in _DISTRIBUTIONS:
+                values = _DISTRIBUTIONS[name](values, LEVELS)
+            for path, numbers in zip(paths, values.tolist(), strict=True):
+                fetched[path][name] = numbers
     return fetched
+
+
+def _to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """Many small tensors as float64 vectors, by one transfer per device."""
+    places: dict[torch.device, list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        places[tensor.device].append(place)
+    arrays = [np.empty(0)] * len(tensors)
+    for of_device in places.values():
+        packed = torch.cat([tensors[place].reshape(-1) for place in of_device]).cpu().numpy()
+        ends = np.cumsum([tensors[place].numel() for place in of_device])
+        parts = np.split(packed.astype(np.float64), ends[:-1])
+        for place, part in zip(of_device, parts, strict=True):
+            arrays[place] = part
+    return arrays
 
 
 def _reading(looked: Looked, fetched: dict[str, list[float]]) -> LayerReading:
@@ -152,7 +171,7 @@ def _reading(looked: Looked, fetched: dict[str, list[float]]) -> LayerReading:
     distributions: dict[str, Any] = {}
     named: dict[str, Any] = {}
     for name in ("scale", "row_cosine"):
-        levels = fetched.pop(f"{name}_levels", [])
+        levels = fetched.pop(f"{name}_entries", [])
         distributions[f"{name}_quantiles"] = tuple(levels[:n])
         named |= dict(zip((f"{name}_p05", f"{name}_p50", f"{name}_p95"), levels[n:], strict=False))
     values = {name: value[0] for name, value in fetched.items()}

@@ -16,11 +16,11 @@ MAY_IMPORT = {
     "features": {"measures", "adiv_layers"},
     "ceiling": {"features", "measures"},
     "selection": {"features"},
-    "dots": {"measures", "report"},
+    "dots": {"measures"},
     "updates": {"dots", "features"},
     "layer_rows": {"ceiling", "features"},
     "capture": {"features", "layer_rows", "measures", "selection", "updates"},
-    "outcome": {"report", "updates"},
+    "outcome": {"measures", "report", "updates"},
     "measured_step": {
         *("capture", "dots", "features", "measures", "outcome", "selection", "updates"),
     },

@@ -1,7 +1,7 @@
 """Convolutions: φ(x) = [patch, 1] per group, scale ‖patch‖² + 1.
 
-Only the patches of the chosen rows are gathered; the input is neither unfolded nor padded as a
-whole. Padding is an index map: it says from where each element of a patch is read.
+Only the patches of the chosen rows are gathered; the input is neither unfolded nor padded. Padding
+is an index map: it says from where each element of a patch is read.
 """
 
 import torch
@@ -51,25 +51,26 @@ def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
 def _read_from(module: Conv, rows: Rows, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """From where each element of a patch is read: sample (rows, 1), pixel (rows, kernel volume).
 
-    And which of them, if any, lie outside the input and are zero.
+    And which of them lie outside the input and are zero; None if none can.
     """
     sample, *outputs = rows.positions(input.device)
-    pixel = sample.new_zeros(len(sample), 1)
-    outside: Tensor | None = None
+    pixel = torch.zeros_like(sample)[:, None]
+    outside = torch.zeros_like(pixel, dtype=torch.bool)
+    zeros = module.padding_mode == "zeros" and any(module._reversed_padding_repeated_twice)
+    # Dimension by dimension, the last one running fastest. What is computed for all outputs is
+    # small, since it is one-dimensional; rows then pick theirs.
     for d, output in enumerate(outputs):
         size, (left, right) = input.shape[2 + d], _padding(module, d)
-        reach = torch.arange(module.kernel_size[d], device=input.device) * module.dilation[d] - left
-        position, beyond = output[:, None] * module.stride[d] + reach, None
+        start = torch.arange(rows.shape[1 + d], device=input.device) * module.stride[d] - left
+        reach = torch.arange(module.kernel_size[d], device=input.device) * module.dilation[d]
+        position = start[:, None] + reach  # (outputs, kernel)
+        if zeros:
+            beyond = (position < 0) | (position >= size)
+            outside = (outside[..., None] | beyond[output][:, None]).flatten(1)
         if left or right:
-            position, beyond = _pad(position, size, module.padding_mode)
-        # The kernel's dimensions are joined one by one, the last running fastest.
-        pixel = (pixel[..., None] * size + position[:, None]).flatten(1)
-        if beyond is not None:
-            outer = torch.zeros_like(beyond[:, :1]) if outside is None else outside
-            outside = (outer[..., None] | beyond[:, None]).flatten(1)
-        elif outside is not None:
-            outside = outside.repeat_interleave(module.kernel_size[d], dim=1)
-    return sample[:, None], pixel, outside
+            position = _pad(position, size, module.padding_mode)
+        pixel = (pixel[..., None] * size + position[output][:, None]).flatten(1)
+    return sample[:, None], pixel, outside if zeros else None
 
 
 def _padding(module: Conv, d: int) -> tuple[int, int]:
@@ -84,13 +85,11 @@ def weights_per_output(module: Conv) -> int:
     return module.in_channels // module.groups * torch.Size(module.kernel_size).numel()
 
 
-def _pad(position: Tensor, size: int, mode: str) -> tuple[Tensor, Tensor | None]:
-    """Where in 0..size−1 each padded position is read from, and which ones are zero instead."""
-    if mode == "zeros":
-        return position.clamp(0, size - 1), (position < 0) | (position >= size)
+def _pad(position: Tensor, size: int, mode: str) -> Tensor:
+    """Where in 0..size−1 each padded position is read from; anywhere, if it is zero instead."""
     if mode == "circular":
-        return position % size, None
-    if mode == "replicate":
-        return position.clamp(0, size - 1), None
-    position = position.abs()  # reflect: about the first element, then about the last
-    return torch.where(position >= size, 2 * (size - 1) - position, position), None
+        return position % size
+    if mode == "reflect":  # about the first element, then about the last
+        position = position.abs()
+        return torch.where(position >= size, 2 * (size - 1) - position, position)
+    return position.clamp(0, size - 1)

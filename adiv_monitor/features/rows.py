@@ -1,6 +1,7 @@
 """Which rows of a layer are looked at, and how to gather them from a tensor."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -24,7 +25,7 @@ class Rows:
     shape: tuple[int, ...]
     index: Tensor | None = None
 
-    @property
+    @cached_property
     def total(self) -> int:
         """How many rows there are to choose from."""
         return prod(self.shape)
@@ -56,7 +57,16 @@ class Rows:
 
     def positions(self, device: torch.device) -> tuple[Tensor, ...]:
         """The index of every row in each dimension of `shape`."""
-        rest = torch.arange(self.total, device=device) if self.index is None else self.index
+        if self.index is not None:
+            return self._positions
+        return self._in_each_dimension(torch.arange(self.total, device=device))
+
+    @cached_property
+    def _positions(self) -> tuple[Tensor, ...]:
+        assert self.index is not None
+        return self._in_each_dimension(self.index)
+
+    def _in_each_dimension(self, rest: Tensor) -> tuple[Tensor, ...]:
         positions = []
         for size in reversed(self.shape[1:]):
             positions.append(rest % size)
