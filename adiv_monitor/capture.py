@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -121,7 +122,7 @@ class Capture:
         if not self._active or layer.path not in self.rows:
             return
         try:
-            with torch.no_grad(), torch.autocast(layer.parameters[0].device.type, enabled=False):
+            with torch.no_grad(), without_autocast(layer.parameters[0]):
                 function(*args)
         except Exception as error:
             self.rows.pop(layer.path, None)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor import measures
-from adiv_monitor.measures import row_dots
+from adiv_monitor.measures import row_dots, row_squares
 
 # By name: one tensor, the same for every layer of a kind. `a_b` is a·b, of rows where the measures
 # need rows, else of the whole; other names say what they are.
@@ -27,7 +27,7 @@ def of_gradient(
     e: Float[Tensor, "rows n_total"],
 ) -> Dots:
     """What a plain gradient step would do: e against G, and against its own part D G."""
-    G_G = row_dots(G, G)
+    G_G = row_squares(G)
     found = {"G_G": _over_groups(G_G), "e_G": dot(e, G), "e_e": dot(e, e)}
     if scale is not None:
         rest = torch.addcmul(e.view(G.shape), scale[..., None], G, value=-1)
@@ -46,7 +46,7 @@ def of_update(
     zero = G.new_zeros(())
     return {
         "d_G": -row_dots(moved, G),
-        "d_d": row_dots(moved, moved),
+        "d_d": row_squares(moved),
         "A_A": zero if by_weight is None else dot(by_weight, by_weight),
         "B_B": zero if by_bias is None else dot(by_bias, by_bias),
     }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from adiv_layers.autocast import without_autocast
 from torch import Tensor
 
 from adiv_monitor import dots, measures
@@ -142,7 +143,7 @@ class MeasuredStep:
 
     def _try(self, layer: Layer, function: Callable[..., None], *args: object) -> None:
         try:
-            with torch.autocast(layer.parameters[0].device.type, enabled=False):
+            with without_autocast(layer.parameters[0]):
                 function(*args)
         except Exception as error:
             self._measured.pop(layer.path, None)

@@ -38,6 +38,12 @@ def row_dots(a: Float[Tensor, "*rows n"], b: Float[Tensor, "*rows n"]) -> Float[
     return dots
 
 
+def row_squares(a: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
+    """‖a_r‖² of every row, without a matrix of products."""
+    norms: Tensor = torch.linalg.vector_norm(a, dim=-1)
+    return norms.square()
+
+
 def cosine(a_b: PerLayer, a_a: PerLayer, b_b: PerLayer) -> PerLayer:
     """cos(a, b) = ⟨a, b⟩ / (‖a‖ ‖b‖), in [−1, 1], from the three dot products."""
     # Two divisions: the product of two small norms may underflow where neither norm does.

@@ -137,15 +137,17 @@ def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
 
 def some(tensor: Tensor) -> Tensor:
     """All entries, or 16,384 in evenly spaced stretches: lone ones would touch every cache line."""
-    flat = _flat_in_memory(tensor.detach())
-    if flat.numel() <= _STRETCHES * _STRETCH:
-        return flat
-    return flat[: flat.numel() // _STRETCHES * _STRETCHES].view(_STRETCHES, -1)[:, :_STRETCH]
+    count = tensor.numel()
+    if count <= _STRETCHES * _STRETCH:
+        return _flat_in_memory(tensor)
+    if not tensor.is_contiguous():
+        tensor = _flat_in_memory(tensor)
+    return tensor.as_strided((_STRETCHES, _STRETCH), (count // _STRETCHES, 1))
 
 
 def checksum(tensor: Tensor) -> Tensor:
     """Sum of all bits read as integers: tells any change but those that cancel."""
-    return _bit_sum(_flat_in_memory(tensor.detach()))
+    return _bit_sum(_flat_in_memory(tensor))
 
 
 def _bit_sum(flat: Tensor) -> Tensor:

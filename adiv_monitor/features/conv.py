@@ -4,6 +4,8 @@ Only the patches of the chosen rows are gathered; the input is neither unfolded 
 is an index map: it says from where each element of a patch is read.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor, nn
 
@@ -31,46 +33,74 @@ def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
     if input.dim() == len(module.kernel_size) + 1:  # no batch dimension
         input = input[None]
         rows = Rows((1, *rows.shape), rows.index)
-    sample, pixel, outside = _read_from(module, rows, input)
+    sample, pixel, outside = _sources(module, rows, input)
     channels, pixels = input.shape[1], input.shape[2:].numel()
     by_pixel = input.flatten(2).transpose(1, 2)  # (batch, pixels, channels)
     if input.numel() <= pixel.numel() * channels:
         # The patches overlap so much that the input is the smaller one: first lay it out pixel by
-        # pixel, so that whole rows of memory can be gathered.
-        index = (sample * pixels + pixel).view(-1)
-        gathered = by_pixel.reshape(-1, channels).index_select(0, index)
-        gathered = gathered.view(*pixel.shape, channels)
+        # pixel, and one of zeros, so that whole rows of memory can be gathered.
+        memory = input.new_empty(len(input) * pixels + 1, channels)
+        memory[:-1].view(by_pixel.shape).copy_(by_pixel)
+        memory[-1] = 0
+        index = sample * pixels + pixel
+        if outside is not None:
+            index.masked_fill_(outside, len(memory) - 1)
+        gathered = memory.index_select(0, index.view(-1)).view(*pixel.shape, channels)
     else:
         gathered = by_pixel[sample, pixel]
-    if outside is not None:
-        gathered.masked_fill_(outside[..., None], 0)
+        if outside is not None:
+            gathered.masked_fill_(outside[..., None], 0)
     by_channel = exact(gathered).transpose(1, 2)  # (rows, channels, kernel volume)
     return by_channel.reshape(len(pixel), module.groups, weights_per_output(module))
 
 
-def _read_from(module: Conv, rows: Rows, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """From where each element of a patch is read: sample (rows, 1), pixel (rows, kernel volume).
+def _sources(module: Conv, rows: Rows, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Where the rows' patches are read from: sample (rows, 1), pixel (rows, kernel volume).
+
+    And which elements lie outside the input and are zero, (rows, kernel volume); None if none can.
+    """
+    shape, sizes = rows.shape[1:], input.shape[2:]
+    area = prod(shape)
+    index = torch.arange(rows.total, device=input.device) if rows.index is None else rows.index
+    sample, output = (index // area)[:, None], index % area
+    if area >= len(index):
+        return sample, *_pixels(module, output, shape, sizes)
+    # Less work: the patches of one sample, which are those of all samples.
+    every = torch.arange(area, device=input.device)
+    pixel, outside = _pixels(module, every, shape, sizes)
+    outside = None if outside is None else outside.index_select(0, output)
+    return sample, pixel.index_select(0, output), outside
+
+
+def _pixels(
+    module: Conv, outputs: Tensor, shape: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """Which pixel each element of a patch is read from, (outputs, kernel volume).
 
     And which of them lie outside the input and are zero; None if none can.
+
+    Args:
+        module: the convolution.
+        outputs: positions in the flattened output of one sample.
+        shape: the output's spatial shape.
+        sizes: the input's spatial shape.
     """
-    sample, *outputs = rows.positions(input.device)
-    pixel = torch.zeros_like(sample)[:, None]
+    pixel = torch.zeros_like(outputs)[:, None]
     outside = torch.zeros_like(pixel, dtype=torch.bool)
     zeros = module.padding_mode == "zeros" and any(module._reversed_padding_repeated_twice)
-    # Dimension by dimension, the last one running fastest. What is computed for all outputs is
-    # small, since it is one-dimensional; rows then pick theirs.
-    for d, output in enumerate(outputs):
-        size, (left, right) = input.shape[2 + d], _padding(module, d)
-        start = torch.arange(rows.shape[1 + d], device=input.device) * module.stride[d] - left
-        reach = torch.arange(module.kernel_size[d], device=input.device) * module.dilation[d]
+    # Dimension by dimension, the last one running fastest.
+    for d, size in enumerate(sizes):
+        left, right = _padding(module, d)
+        start = outputs // prod(shape[d + 1 :]) % shape[d] * module.stride[d] - left
+        reach = torch.arange(module.kernel_size[d], device=outputs.device) * module.dilation[d]
         position = start[:, None] + reach  # (outputs, kernel)
         if zeros:
             beyond = (position < 0) | (position >= size)
-            outside = (outside[..., None] | beyond[output][:, None]).flatten(1)
+            outside = (outside[..., None] | beyond[:, None]).flatten(1)
         if left or right:
             position = _pad(position, size, module.padding_mode)
-        pixel = (pixel[..., None] * size + position[output][:, None]).flatten(1)
-    return sample[:, None], pixel, outside if zeros else None
+        pixel = (pixel[..., None] * size + position[:, None]).flatten(1)
+    return pixel, outside if zeros else None
 
 
 def _padding(module: Conv, d: int) -> tuple[int, int]:

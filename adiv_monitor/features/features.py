@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adiv_monitor.measures import row_dots
+from adiv_monitor.measures import row_squares
 
 
 @runtime_checkable
@@ -91,7 +91,7 @@ class DenseFeatures:
             return None
         parts = []
         if self.phi is not None:
-            squares = row_dots(self.phi, self.phi)
+            squares = row_squares(self.phi)
             parts.append(squares if self.weight_gain is None else squares * self.weight_gain)
         if self.bias is not None:
             square = self.bias.square()

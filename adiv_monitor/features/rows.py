@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from adiv_monitor.measures import row_dots
+from adiv_monitor.measures import row_dots, row_squares
 
 _PERMUTED = 2**17
 
@@ -52,8 +52,7 @@ class Rows:
         if self.index is None:
             tensor = exact(tensor)
             return row_dots(tensor, tensor).reshape(-1)
-        taken = self.take(tensor)
-        return row_dots(taken, taken)
+        return row_squares(self.take(tensor))
 
     def positions(self, device: torch.device) -> tuple[Tensor, ...]:
         """The index of every row in each dimension of `shape`."""
