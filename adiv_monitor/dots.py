@@ -30,8 +30,10 @@ def of_gradient(
     G_G = row_squares(G)
     found = {"G_G": _over_groups(G_G), "e_G": dot(e, G), "e_e": dot(e, e)}
     if scale is not None:
-        rest = torch.addcmul(e.view(G.shape), scale[..., None], G, value=-1)
-        found |= {"scale": scale, "group_G_G": G_G, "rest_rest": dot(rest, rest)}
+        own = scale * G_G  # its sum is ⟨D G, G⟩
+        rest = torch.addcmul(e.reshape(G.shape), scale[..., None], G, value=-1)
+        found |= {"scale": scale, "own_G": own.sum(), "own_own": dot(scale, own)}
+        found["rest_rest"] = dot(rest, rest)
     return found
 
 
@@ -76,10 +78,10 @@ def measure(dots: Dots) -> dict[str, Tensor]:
         "gradient_square": G_G.sum(-1),
     }
     if "scale" in dots:
-        scale, group_G_G = dots["scale"], dots["group_G_G"]
+        scale, own_own = dots["scale"], dots["own_own"]
         found |= {
-            "diagonal_cosine": measures.diagonal_cosine(scale, group_G_G),
-            "interference_ratio": measures.interference_ratio(dots["rest_rest"], scale, group_G_G),
+            "diagonal_cosine": measures.diagonal_cosine(dots["own_G"], own_own, G_G),
+            "interference_ratio": measures.interference_ratio(dots["rest_rest"], own_own),
             "scale_mean": measures.scale_mean(scale),
             "scale_cv": measures.scale_cv(scale),
             "scale_max": measures.scale_max(scale),

@@ -173,7 +173,7 @@ class MeasuredStep:
         e = _sum(*_act(layer, features, gradients(layer.parameters)))
         if isinstance(gradient_scale, Tensor):
             e = e / gradient_scale
-        blocks = G.view(len(G), features.groups, -1)
+        blocks = G.view(len(G), features.groups, G.shape[1] // features.groups)
         found = dots.of_gradient(features.scale(), blocks, e)
         found["z_z"] = _joined([call.z_squared for call in reached])
         if rows.ceiling is not None and rows.ceiling_is_whole:

@@ -63,27 +63,25 @@ def gradient_cosine(e_G: PerLayer, e_e: PerLayer, G_G: PerRow) -> PerLayer:
     return cosine(e_G, e_e, G_G.sum(-1))
 
 
-def diagonal_cosine(scale: PerGroup, G_G: PerGroup) -> PerLayer:
+def diagonal_cosine(own_G: PerLayer, own_own: PerLayer, G_G: PerRow) -> PerLayer:
     """cos(D G, G), in [0, 1]: what the row scales alone cost; exactly 1 if they are all equal.
 
     Args:
-        scale: ‖φ_r‖².
-        G_G: ‖g_r‖², both for every row and group.
+        own_G: ⟨D G, G⟩.
+        own_own: ‖D G‖².
+        G_G: ‖g_r‖².
     """
-    own = scale * G_G
-    own_G, own_own, G_G = (t.sum((-2, -1)) for t in (own, scale * own, G_G))
-    return cosine(own_G, own_own, G_G)
+    return cosine(own_G, own_own, G_G.sum(-1))
 
 
-def interference_ratio(rest_rest: PerLayer, scale: PerGroup, G_G: PerGroup) -> PerLayer:
+def interference_ratio(rest_rest: PerLayer, own_own: PerLayer) -> PerLayer:
     """‖e − D G‖ / ‖D G‖, ≥ 0: what the other rows do to a row, against what it does (eqn 49).
 
     Args:
         rest_rest: ‖e − D G‖².
-        scale: ‖φ_r‖².
-        G_G: ‖g_r‖², both for every row and group.
+        own_own: ‖D G‖².
     """
-    return rest_rest.sqrt() / (scale.square() * G_G).sum((-2, -1)).sqrt()
+    return rest_rest.sqrt() / own_own.sqrt()
 
 
 def row_cosine(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerRow:
@@ -257,6 +255,7 @@ def _interpolated(
     low = at.astype(np.int64)
     lower = np.take_along_axis(ordered, low, -1)
     upper = np.take_along_axis(ordered, np.minimum(low + 1, last), -1)
-    with np.errstate(invalid="ignore"):  # between infinities
-        found: np.ndarray = lower + (at - low) * (upper - lower)
-    return found
+    weight = at - low
+    with np.errstate(invalid="ignore"):  # infinities
+        between = lower + weight * (upper - lower)
+    return np.where((weight == 0) | (lower == upper), lower, between)

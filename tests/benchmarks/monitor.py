@@ -3,8 +3,10 @@
 Each round times one step of every variant in shuffled order between two plain steps and divides by
 their mean. Each variant owns an equal model. "not measured": a monitor is attached, the step lies
 between two measured ones. "measured": every measure (but the optional ceiling), default max_rows.
-"products": the time inside the same measured steps that goes into Φ·(∂L/∂Θ)ᵀ and Φ·ΔΘᵀ alone, the
-two matrix products that e and d are; "64 rows": measured with max_rows=64.
+"64 rows": measured with max_rows=64.
+"least work" is no monitor: it shows what of that is inevitable (`least_work.py`), in three stages:
+the two matrix products that e and d are; with the copy and subtraction of the weights; with the
+dot products of the cosines.
 Memory is counted exactly: the peak of the bytes in live tensor storages during a step, over plain.
 
     python tests/benchmarks/monitor.py [--rounds 60] [--threads 2] [--write FILE]
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 import torchvision
+from least_work import LeastWork
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +34,6 @@ from torch.utils._pytree import tree_leaves
 
 import adiv_monitor
 from adiv_monitor import Monitor
-from adiv_monitor.features import DenseFeatures
 
 EXPECTED = {
     ("ResNet-18, 16×3×64×64", "not measured"): 1.005,
@@ -88,23 +90,6 @@ class Trainer:
         return time.perf_counter() - start
 
 
-class Products:
-    """Seconds spent in the products of features and parameters since `seconds` was last set."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        original = DenseFeatures.by_weight
-
-        def timed(features: DenseFeatures, weight: Tensor) -> Tensor | None:
-            start = time.perf_counter()
-            try:
-                return original(features, weight)
-            finally:
-                self.seconds += time.perf_counter() - start
-
-        DenseFeatures.by_weight = timed  # type: ignore[method-assign]
-
-
 class PeakMemory(TorchDispatchMode):
     """Peak of the bytes in the storages that were made since it was entered."""
 
@@ -143,22 +128,19 @@ def ratios(build: Callable[[], tuple[nn.Module, Tensor]], rounds: int) -> dict[s
         "measured": Trainer(build, 1),
         "measured, 64 rows": Trainer(build, 1, max_rows=64),
     }
-    products = Products()
+    for name, steps in (("products", 0), ("with weights", 1), ("with dot products", 2)):
+        trainer = variants[f"least work: {name}"] = Trainer(build, None)
+        LeastWork(trainer.model, trainer.optimizer, max_rows=1024, steps=steps)
     for trainer in (plain, *variants.values()):
         for _ in range(4):
             trainer.step()
-    found: dict[str, list[float]] = {name: [] for name in (*variants, "of that, products")}
+    found: dict[str, list[float]] = {name: [] for name in variants}
     shuffle = random.Random(0)
     for _ in range(rounds):
         for name in shuffle.sample(list(variants), len(variants)):
             before = plain.timed()
-            products.seconds = 0.0
             taken = variants[name].timed()
-            in_products = products.seconds
-            floor = (before + plain.timed()) / 2
-            found[name].append(taken / floor)
-            if name == "measured":
-                found["of that, products"].append(in_products / floor)
+            found[name].append(taken / ((before + plain.timed()) / 2))
     for trainer in variants.values():
         if trainer.monitor is not None:
             trainer.monitor.close()
