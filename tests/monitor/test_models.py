@@ -1,0 +1,219 @@
+"""Models that other monitors get wrong: re-used and tied layers, checkpointing, compilation, …
+
+Every test compares with a plain run of the same step, or with the truth computed by hand.
+"""
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import torch
+from cases import loss_of
+from setups import EXACT, mlp, one_step, same
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from adiv_monitor import Monitor, StepReport
+
+
+class TwiceUsed(nn.Module):
+    """One layer called three times, and a weight that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.again.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.again(x))
+        return self.tied(x)
+
+
+def test_reused_and_tied_layers() -> None:
+    """All calls' rows count, and e is what the one shared gradient does to each layer's rows."""
+    model = TwiceUsed().double()
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(4, (5,))
+    inputs: dict[str, list[Tensor]] = {"again": [], "tied": []}
+    outputs: dict[str, list[Tensor]] = {"again": [], "tied": []}
+    hooks = [
+        m.register_forward_hook(
+            lambda _, args, out, name=name: (
+                inputs[name].append(args[0].detach()),
+                out.retain_grad(),
+                outputs[name].append(out),
+            )[0]
+        )
+        for name, m in model.named_children()
+    ]
+    report = one_step(model, lambda m: functional.cross_entropy(m(x), y).backward())
+    for hook in hooks:
+        hook.remove()
+    assert report.layers["again"].rows_seen == 15
+    assert report.layers["tied"].rows_seen == 5
+    gradient = model.again.weight.grad
+    assert gradient is not None and model.again.bias.grad is not None
+    for name, bias in (("again", model.again.bias.grad), ("tied", 0)):
+        G = torch.cat([z.grad for z in outputs[name]])
+        e = torch.cat(inputs[name]) @ gradient.T + bias
+        cosine = functional.cosine_similarity(e.flatten(), G.flatten(), dim=0).item()
+        assert report.layers[name].gradient_cosine == pytest.approx(cosine, **EXACT)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_neither_loses_nor_doubles(reentrant: bool) -> None:
+    model, batch = mlp()
+    plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward(), max_rows=4)
+    x, y = batch
+
+    def checkpointed(model: nn.Module) -> None:
+        hidden = model[0](x)
+        hidden = checkpoint(model[1:4], hidden, use_reentrant=reentrant)
+        functional.cross_entropy(model[4:](hidden), y).backward()
+
+    report = one_step(model, checkpointed, max_rows=None)
+    assert {r.rows_total for r in report.layers.values()} == {6}
+    assert {r.rows_seen for r in report.layers.values()} == {6}
+    twin, _ = mlp()
+    same(report, one_step(twin, lambda m: loss_of(m, batch).backward()))
+    assert {r.rows_seen for r in plain.layers.values()} == {4}
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile(m)", "m.compile()"])
+def test_compiled_models_are_measured_and_not_recompiled(in_place: bool) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    def train(monitored: bool) -> list[StepReport]:
+        torch._dynamo.reset()
+        graphs.clear()
+        model, batch = mlp()
+        compiled: nn.Module = model
+        if in_place:
+            model.compile(backend=backend)
+        else:
+            compiled = torch.compile(model, backend=backend)  # type: ignore[assignment]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = Monitor(compiled, optimizer, every_n_steps=2, on_error="raise")
+        if monitored:
+            monitor.attach()
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss_of(compiled, batch).backward()
+            optimizer.step()
+        monitor.close()
+        return list(monitor.reports)
+
+    train(monitored=False)
+    unmonitored = len(graphs)  # 1, but for m.compile() under torch 2.6: 0
+    reports = train(monitored=True)
+    assert len(graphs) == unmonitored
+    assert [report.step for report in reports] == [0, 2, 4]
+    plain, batch = mlp()
+    expected = one_step(plain, lambda m: loss_of(m, batch).backward())
+    same(reports[0], expected)
+    assert all(report.layers.keys() == expected.layers.keys() for report in reports)
+
+
+def test_a_raw_model_trained_through_a_compiled_one() -> None:
+    """The monitor holds the raw model: its hooks must not break the compiled graph."""
+    torch._dynamo.reset()
+    model, batch = mlp()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=3, on_error="raise") as monitor:
+        for _ in range(7):
+            optimizer.zero_grad()
+            loss_of(compiled, batch).backward()
+            optimizer.step()
+    assert [report.step for report in monitor.reports] == [0, 3, 6]
+    assert all(len(report.layers) == 3 for report in monitor.reports)
+
+
+def test_two_monitors_that_overlap_leave_compilation_as_it_was() -> None:
+    """Armed in one order and released in the same: neither may restore what the other had set."""
+    torch._dynamo.reset()
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    with ExitStack() as stack:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            stack.enter_context(Monitor(model, optimizer, on_error="raise"))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        torch.compile(models[0], backend=backend)(torch.ones(1, 3))
+    assert graphs == 1
+
+
+def test_frozen_unreached_and_foreign_parameters() -> None:
+    model = nn.ModuleDict(
+        {
+            "frozen": nn.Linear(4, 4),
+            "partly": nn.Linear(4, 4),
+            "used": nn.Linear(4, 3),
+            "idle": nn.Linear(4, 4),
+            "foreign": nn.Linear(3, 3),
+            "attention": nn.MultiheadAttention(4, 1),
+        }
+    ).double()
+    model["frozen"].requires_grad_(False)
+    model["partly"].weight.requires_grad_(False)
+    mine = [p for n, p in model.named_parameters() if "foreign" not in n and p.requires_grad]
+    groups = [{"params": mine[:1], "lr": 0.5}, {"params": mine[1:]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        hidden = model["partly"](model["frozen"](x))
+        hidden = hidden + model["attention"](hidden, hidden, hidden)[0]
+        model["foreign"](model["used"](hidden)).square().sum().backward()
+        optimizer.step()
+    report = monitor.latest
+    assert report is not None
+    assert report.layers.keys() == {"partly", "used"}
+    assert report.layers["partly"].scale_mean == 1  # only the bias is trained
+    assert report.layers["partly"].bias_share == 1
+    assert report.unsupported.keys() == {"idle", "foreign", "attention", "attention.out_proj"}
+    assert report.unsupported["idle"] == "no gradient reached it in this step"
+    assert "holds none" in report.unsupported["foreign"]
+    assert "forward was not called" in report.unsupported["attention.out_proj"]
+    assert "attention=True" in report.unsupported["attention"]
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert report.coverage == pytest.approx((4 + 15) / trainable)
+
+
+def test_names_of_wrappers_are_dropped_but_not_the_users_own() -> None:
+    class Residual(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x + self.module(x))
+
+    inner = nn.Sequential()
+    inner.add_module("norm", nn.LayerNorm(4))
+    model = nn.Sequential(Residual(inner))
+    report = one_step(nn.DataParallel(model), lambda m: m(torch.randn(3, 4)).sum().backward())
+    assert report.layers.keys() == {"0.norm", "0.module.norm"}
+
+
+def test_inputs_far_from_zero_do_not_upset_the_normalisers() -> None:
+    """A mean thousands of deviations away: x̂ is still right in float32."""
+    x = 2000 + 0.3 * torch.randn(16, 4, 5, 5)
+    for norm in (nn.BatchNorm2d(4), nn.GroupNorm(2, 4)):
+        report = one_step(norm, lambda m: (m(x) * torch.randn(16, 4, 5, 5)).sum().backward())
+        assert report.layers[""].scale_mean == pytest.approx(2, rel=1e-2)

@@ -1,0 +1,276 @@
+"""Optimizers with closures, with steps of their own, and what is done to the weights after them.
+
+Every test compares with a plain run of the same step, or with the truth computed by hand.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from cases import loss_of
+from setups import EXACT, cosine, mlp, one_step, same
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adiv_monitor import LayerReading, Monitor
+
+
+def test_a_closure_is_measured_and_lbfgs_refused() -> None:
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        assert optimizer.step(closure) is not None
+        optimizer.step(closure=closure)
+    same(monitor.reports[0], expected)
+    assert [len(report.layers) for report in monitor.reports] == [3, 3]
+
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    with (
+        pytest.warns(UserWarning, match="evaluated its closure"),
+        Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor,
+    ):
+        optimizer.step(closure)
+    assert monitor.latest is not None
+    assert not monitor.latest.layers
+    assert "no single gradient belongs to its update" in monitor.latest.notes[0]
+
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1, max_eval=1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        optimizer.step(closure)
+    assert monitor.latest is not None
+    assert len(monitor.latest.layers) == 3
+
+
+def test_without_an_optimizer_only_the_gradient_is_measured() -> None:
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+    with Monitor(model, None, every_n_steps=2, on_error="raise") as monitor:
+        for _ in range(3):
+            model.zero_grad()
+            loss_of(model, batch).backward()
+            monitor.end_step()
+    assert [report.step for report in monitor.reports] == [0, 2]
+    for path, reading in monitor.reports[0].layers.items():
+        assert reading.update_cosine is None
+        assert reading.projection_cosine is None
+        for name in ("gradient_cosine", "diagonal_cosine", "scale_cv", "interference_ratio"):
+            value = getattr(expected.layers[path], name)
+            assert getattr(reading, name) == pytest.approx(value, **EXACT)
+
+
+Projection = Callable[[Tensor], Tensor]
+PROJECTIONS: dict[str, Projection] = {
+    "rows": lambda w: w / w.norm(dim=1, keepdim=True),
+    "columns": lambda w: w / w.norm(dim=0, keepdim=True),
+    "clipping": lambda w: w.clamp(-0.05, 0.05),
+    "none": lambda w: w,
+}
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_projections_after_the_step(projection: str, through_data: bool) -> None:
+    """cos(a, u) and cos(a, −γ), where code rescales or clips the weights after each step."""
+    model = nn.Linear(6, 4, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))
+    expected = []
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(4):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            before, gamma = model.weight.detach().clone(), model.weight.grad.clone()
+            optimizer.step()
+            u = model.weight.detach() - before
+            projected = PROJECTIONS[projection](model.weight.detach())
+            if projection != "none" and through_data:
+                model.weight.data = projected
+            elif projection != "none":
+                with torch.no_grad():
+                    model.weight.copy_(projected)
+            a = model.weight.detach() - before
+            expected.append([cosine(a, u), cosine(a, -gamma), cosine(u, -gamma)])
+    for report, values in zip(monitor.reports, expected, strict=True):
+        reading = report.layers[""]
+        found = [reading.projection_cosine, reading.applied_cosine, reading.parameter_cosine]
+        assert found == pytest.approx(values, **EXACT)
+        assert (values[0] < 0.999) == (projection != "none")
+
+
+def test_a_projection_that_begins_later_is_noticed() -> None:
+    """Its first report says what is missing; the next one has it."""
+    model = nn.Linear(6, 4).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for step in range(5):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if step >= 2:
+                model.weight.data *= 0.9
+    readings: list[LayerReading] = [report.layers[""] for report in monitor.reports]
+    assert readings[1].projection_cosine == 1
+    assert readings[2].projection_cosine is None
+    assert "weights changed after the optimizer's step" in monitor.reports[2].notes[0]
+    for reading in readings[3:]:
+        assert reading.projection_cosine is not None
+        assert reading.projection_cosine < 0.9
+
+
+class Inner(torch.optim.Optimizer):
+    """A base class that torch hooks, with a subclass whose step calls it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1)
+
+
+class Outer(Inner):
+    """Steps through its base class."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+def test_a_step_within_a_step_counts_once() -> None:
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+    Inner(model.parameters())  # torch puts hooks on a class's step when it is first used
+    optimizer = Outer(model.parameters())
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    assert [report.step for report in monitor.reports] == [0, 1, 2]
+    same(monitor.reports[0], expected)
+
+
+class Replacing(torch.optim.SGD):
+    """Throws `.grad` away when it has stepped."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = super().step(closure)
+        self.zero_grad()
+        return loss
+
+
+class Scaling(torch.optim.SGD):
+    """From its 3rd step on changes `.grad` without a trace in its version counter."""
+
+    count = 0
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        self.count += 1
+        loss = super().step(closure)
+        if self.count > 2:
+            for p in self.param_groups[0]["params"]:
+                p.grad.data.mul_(-2)
+        return loss
+
+
+@pytest.mark.parametrize("optimizer", [Replacing, Scaling])
+def test_what_the_optimizer_does_to_grad(optimizer: type[torch.optim.SGD]) -> None:
+    model, batch = mlp()
+    own = optimizer(model.parameters(), lr=0.1)
+    with Monitor(model, own, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(5):
+            own.zero_grad()
+            loss_of(model, batch).backward()
+            own.step()
+    cosines = [report.layers["0"].parameter_cosine for report in monitor.reports]
+    lost = [2] if optimizer is Scaling else []
+    for step, value in enumerate(cosines):
+        assert value is None if step in lost else value == pytest.approx(1, **EXACT)
+    if lost:
+        assert "changed .grad during its step" in monitor.reports[2].notes[0]
+
+
+class MovesFirst(torch.optim.Optimizer):
+    """Asks for the gradient somewhere else than where the step begins, as SAM does."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(0.1)
+        with torch.enable_grad():
+            closure()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(0.1).sub_(p.grad, alpha=0.1)
+
+
+def test_an_optimizer_that_moves_the_weights_first_is_refused() -> None:
+    model, batch = mlp()
+    optimizer = MovesFirst(model.parameters())
+
+    def closure(scale: float = 1.0) -> Tensor:
+        loss = loss_of(model, batch) * scale
+        loss.backward()
+        return loss
+
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        optimizer.step(closure)
+    assert monitor.latest is not None
+    assert not monitor.latest.layers
+    assert "as SAM does" in monitor.latest.notes[0]
+
+
+def test_closures_get_their_arguments_and_unused_ones_are_told() -> None:
+    model, batch = mlp()
+
+    class Asks(MovesFirst):
+        def step(self, closure: Callable[[bool], Tensor]) -> None:  # type: ignore[override]
+            assert closure(True).item() == 1
+
+    def closure(flag: bool) -> Tensor:
+        assert flag
+        return torch.ones(())
+
+    optimizer = Asks(model.parameters())
+    with Monitor(model, optimizer, on_error="raise"):
+        optimizer.step(closure)
+
+    class Ignores(MovesFirst):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            return None
+
+    ignoring = Ignores(model.parameters())
+    with (
+        pytest.warns(UserWarning, match="evaluated its closure 0 times"),
+        Monitor(model, ignoring) as monitor,
+    ):
+        loss_of(model, batch).backward()
+        ignoring.step(closure)
+    assert monitor.latest is not None
+    assert "0 times" in monitor.latest.notes[0]
+
+
+def test_a_compiled_optimizer_step() -> None:
+    torch._dynamo.reset()
+    model, batch = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            step()
+    assert [report.step for report in monitor.reports] == [0, 2, 4]
+    assert all(len(report.layers) == 3 for report in monitor.reports)

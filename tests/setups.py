@@ -1,0 +1,46 @@
+"""One measured step of a small model, and how readings are compared."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import CASES
+from torch import Tensor, nn
+
+from adiv_monitor import Monitor, StepReport
+
+EXACT = {"rel": 1e-9, "abs": 1e-12, "nan_ok": True}
+
+
+def same(a: StepReport, b: StepReport, *, but: tuple[str, ...] = ()) -> None:
+    assert a.layers.keys() == b.layers.keys()
+    for path, reading in a.layers.items():
+        expected = b.layers[path].measures()
+        assert reading.measures().keys() == expected.keys()
+        for name, value in reading.measures().items():
+            if name not in but:
+                assert value == pytest.approx(expected[name], **EXACT), f"{name} of '{path}'"
+
+
+def one_step(
+    model: nn.Module,
+    backward: Callable[[nn.Module], None],
+    between: Callable[[nn.Module], None] = lambda model: None,
+    **options: object,
+) -> StepReport:
+    """A measured SGD step with something between backward pass and step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise", **options) as monitor:
+        backward(model)
+        between(model)
+        optimizer.step()
+    assert monitor.latest is not None
+    return monitor.latest
+
+
+def mlp() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    return CASES["mlp"].model(), CASES["mlp"].batches(1, size=6)[0]
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return ((a * b).sum() / a.norm() / b.norm()).item()
