@@ -101,6 +101,10 @@ class Capture:
             handle.remove()
         self._handles.clear()
 
+    def saw_calls(self) -> bool:
+        """Whether any layer was called with gradients enabled."""
+        return any(rows.calls for rows in self.rows.values())
+
     def dropped(self) -> bool:
         """Whether rows were thrown away because their gradient never made a step."""
         return any(rows.dropped for rows in self.rows.values())

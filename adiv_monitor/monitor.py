@@ -121,7 +121,15 @@ class Monitor:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        unstepped = self._armed is not None and self._armed.capture.saw_calls()
         self.close()
+        if kind is None and unstepped and self.latest is None:
+            missing = "step of its optimizer" if self._optimizer else "call of end_step()"
+            self._warn(
+                "no step",
+                f"adiv_monitor: the model ran, but the monitor saw no {missing}, so there is no "
+                "report: give it the optimizer that trains the model",
+            )
 
     def attach(self) -> None:
         """Begin to follow the optimizer; the coming step is measured.

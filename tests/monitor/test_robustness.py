@@ -358,6 +358,19 @@ def test_only_every_nth_step_is_measured_and_nothing_is_attached_in_between() ->
     assert [r.step for r in resumed.reports] == [8]
 
 
+@pytest.mark.parametrize("given", ["another optimizer", "none"])
+def test_a_run_whose_steps_are_not_seen_is_told(given: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    unused = torch.optim.SGD(model.parameters(), lr=0.1) if given == "another optimizer" else None
+    told = "saw no (step of its optimizer|call of end_step)"
+    with pytest.warns(UserWarning, match=told), Monitor(model, unused):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    with Monitor(model, optimizer):  # nothing ran: nothing to tell
+        pass
+
+
 def test_copies_of_an_armed_model_are_free_of_hooks() -> None:
     """Averaged models are deep copies, checkpoints may be pickles: neither takes the monitor."""
     model = CASES["mlp"].model()
@@ -413,8 +426,10 @@ def test_memory_does_not_grow_and_nothing_stays_alive() -> None:
 def test_hooks_in_a_graph_that_outlives_the_monitor_are_silent() -> None:
     model = CASES["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Monitor(model, optimizer, on_error="raise") as monitor:
-        loss = loss_of(model, batches(1)[0])
+    monitor = Monitor(model, optimizer, on_error="raise")
+    monitor.attach()
+    loss = loss_of(model, batches(1)[0])
+    monitor.close()
     loss.backward()
     optimizer.step()
     assert monitor.latest is None
