@@ -1,6 +1,6 @@
 """One measured step: from the rows and the parameter step to readings.
 
-Everything stays on the device as 0-dimensional tensors until `outcome`, which makes one transfer.
+Everything stays on the device until `outcome`, which makes one transfer.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor
 
 from adiv_monitor import dots, measures
+from adiv_monitor.batch import alike, measure
 from adiv_monitor.capture import Capture
 from adiv_monitor.dots import Dots
 from adiv_monitor.features.features import Features
@@ -107,23 +108,25 @@ class MeasuredStep:
         """The step turned out not to be measurable."""
         self._measured.clear()
 
+    @torch.no_grad()
     def outcome(self) -> Outcome:
         """Bring everything to the host at once, and say what it means."""
         refusals = {"skipped": self.skipped, "moved": self._moved}
         batches = [
-            (paths, dots.measure(stacked))
-            for paths, stacked in dots.alike({p: m.dots for p, m in self._measured.items()})
+            (paths, measure(stacked))
+            for paths, stacked in alike({p: m.dots for p, m in self._measured.items()})
         ]
-        batches += dots.alike({path: m.values for path, m in self._measured.items()})
-        batches += dots.alike({STEP: {name: t for name, t in refusals.items() if t is not None}})
+        batches += alike({path: m.values for path, m in self._measured.items()})
+        batches += alike({STEP: {name: t for name, t in refusals.items() if t is not None}})
         fetched = fetch(batches)
-        refused = [name for name, value in fetched.pop(STEP, {}).items() if value[0]]
+        refused = [name for name, value in fetched.get(STEP, {}).items() if value[0]]
         if refused:
             return refusal(refused)
         looked = {
             path: Looked(m.layer.rule.kind, m.rows_seen, m.rows_total)
             for path, m in self._measured.items()
         }
+        fetched = {path: fetched[path] for path in looked}  # in the model's order
         found = understand(looked, fetched, self._unreached, self._watch)
         return replace(found, notes=[*self._capture_notes(), *found.notes])
 

@@ -14,10 +14,11 @@ group; an elementwise gain has one group per feature, each with one output.
     d      = −Φ ΔΘᵀ: what the optimizer's step did, as a descent direction
     scale  = ‖φ_r‖², the diagonal of M; ‖x‖² + 1 for an affine layer (eqn 11)
 
-Nearly all measures follow from dot products, taken once; the argument `d_G` is d_r·g_r of every
-row, `G_G` is ‖g_r‖², and so on. Every result is one value per layer (or per row), for any number of
-layers at once: stacked in the first dimensions, or a single one without them. Nothing waits for the
-device. A vector of length zero has no direction: its cosine is NaN. Tensors are float32 or float64.
+Nearly all measures follow from dot products, taken once (`dots.py`); the argument `d_G` is d_r·g_r
+of every row, `G_G` is ‖g_r‖², and so on. Every result is one value per layer (or per row), for any
+number of layers at once: stacked in the first dimensions, or a single one without them. Nothing
+waits for the device. A vector of length zero has no direction: its cosine is NaN. Tensors are
+float32 or float64.
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+_MAX_ENTRIES = 2_048
+_WIDE = 4_096  # the norm adds one by one, which costs precision where there are many
 
 PerLayer = Float[Tensor, "*layers"]
 PerRow = Float[Tensor, "*layers rows"]
@@ -39,8 +43,10 @@ def row_dots(a: Float[Tensor, "*rows n"], b: Float[Tensor, "*rows n"]) -> Float[
 
 
 def row_squares(a: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
-    """‖a_r‖² of every row, without a matrix of products."""
-    norms: Tensor = torch.linalg.vector_norm(a, dim=-1)
+    """‖a_r‖² of every row."""
+    if a.shape[-1] > _WIDE:
+        return row_dots(a, a)
+    norms: Tensor = torch.linalg.vector_norm(a, dim=-1)  # makes no matrix of products
     return norms.square()
 
 
@@ -58,30 +64,30 @@ def update_cosine(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerLayer:
     return cosine(d_G.sum(-1), d_d.sum(-1), G_G.sum(-1))
 
 
-def gradient_cosine(e_G: PerLayer, e_e: PerLayer, G_G: PerRow) -> PerLayer:
+def gradient_cosine(e_G: PerRow, e_e: PerRow, G_G: PerRow) -> PerLayer:
     """cos(e, G), in [−1, 1]: `update_cosine` of a plain gradient step."""
-    return cosine(e_G, e_e, G_G.sum(-1))
+    return cosine(e_G.sum(-1), e_e.sum(-1), G_G.sum(-1))
 
 
-def diagonal_cosine(own_G: PerLayer, own_own: PerLayer, G_G: PerRow) -> PerLayer:
+def diagonal_cosine(own_G: PerRow, own_own: PerRow, G_G: PerRow) -> PerLayer:
     """cos(D G, G), in [0, 1]: what the row scales alone cost; exactly 1 if they are all equal.
 
     Args:
-        own_G: ⟨D G, G⟩.
-        own_own: ‖D G‖².
+        own_G: (D G)_r·g_r of every row.
+        own_own: ‖(D G)_r‖².
         G_G: ‖g_r‖².
     """
-    return cosine(own_G, own_own, G_G.sum(-1))
+    return cosine(own_G.sum(-1), own_own.sum(-1), G_G.sum(-1))
 
 
-def interference_ratio(rest_rest: PerLayer, own_own: PerLayer) -> PerLayer:
+def interference_ratio(rest_rest: PerRow, own_own: PerRow) -> PerLayer:
     """‖e − D G‖ / ‖D G‖, ≥ 0: what the other rows do to a row, against what it does (eqn 49).
 
     Args:
-        rest_rest: ‖e − D G‖².
-        own_own: ‖D G‖².
+        rest_rest: ‖(e − D G)_r‖² of every row.
+        own_own: ‖(D G)_r‖².
     """
-    return rest_rest.sqrt() / own_own.sqrt()
+    return rest_rest.sum(-1).sqrt() / own_own.sum(-1).sqrt()
 
 
 def row_cosine(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerRow:
@@ -120,15 +126,25 @@ def scale_max(scale: PerGroup) -> PerLayer:
     return scale.amax((-2, -1))
 
 
-def bias_share(A_A: PerLayer, B_B: PerLayer) -> PerLayer:
+def of_scale(scale: PerGroup) -> dict[str, Tensor]:
+    """The measures of ‖φ_r‖², and the entries that its quantiles are taken of."""
+    return {
+        "scale_mean": scale_mean(scale),
+        "scale_cv": scale_cv(scale),
+        "scale_max": scale_max(scale),
+        "scale_entries": thinned(scale),
+    }
+
+
+def bias_share(A_A: PerRow, B_B: PerRow) -> PerLayer:
     """‖B‖ / (‖A‖ + ‖B‖), in [0, 1]: the bias's share of the update (the paper's responsibility).
 
     Args:
-        A_A: ‖A‖², A = Φ_W ΔΘ_Wᵀ; 0 where no weight is trained.
-        B_B: ‖B‖², B = φ_b ⊗ ΔΘ_b; 0 where there is no bias.
+        A_A: ‖A_r‖², A = Φ_W ΔΘ_Wᵀ; 0 where no weight is trained.
+        B_B: ‖B_r‖², B = φ_b ⊗ ΔΘ_b; 0 where there is no bias.
     """
-    b = B_B.sqrt()
-    return b / (A_A.sqrt() + b)
+    a, b = A_A.sum(-1).sqrt(), B_B.sum(-1).sqrt()
+    return b / (a + b)
 
 
 def effective_lr(d_G: PerRow, G_G: PerRow) -> PerLayer:
@@ -220,7 +236,13 @@ def applied_cosine(a_gamma: PerLayer, a_a: PerLayer, gamma_gamma: PerLayer) -> P
     return -cosine(a_gamma, a_a, gamma_gamma)
 
 
-# --- distributions over rows: on the host ------------------------------------------------------
+# --- distributions over rows: quantiles are taken on the host ------------------------------------
+
+
+def thinned(values: PerGroup) -> Float[Tensor, "*layers entries"]:
+    """At most 2,048 entries: of every so many rows all groups (of one row, if these are more)."""
+    step = -(-values.shape[-2] * values.shape[-1] // _MAX_ENTRIES)
+    return values[..., :: max(step, 1), :].flatten(-2)
 
 
 def quantiles(

@@ -132,11 +132,11 @@ def _listed(paths: list[str]) -> str:
 
 
 def fetch(batches: Sequence[tuple[list[str], dict[str, Tensor]]]) -> Numbers:
-    """Bring the tensors to the host, take quantiles there, and sort everything by layer.
+    """Bring the tensors to the host, and sort them by layer; the distributions as quantiles.
 
     Args:
-        batches: paths, and by name a tensor that holds one entry for each of them; of the
-            distributions over rows that is all that quantiles are taken of.
+        batches: paths, and by name a tensor that holds for each of them a number or, of a
+            distribution, numbers.
     """
     tensors = [tensor for _, named in batches for tensor in named.values()]
     arrays = iter(_to_host(tensors))

@@ -96,7 +96,7 @@ class ParameterStep:
 
     def products(self) -> Dots:
         """⟨u, u⟩, ⟨u, γ⟩ and ⟨γ, γ⟩."""
-        u, gamma = exactly(self.update), exactly(self.gamma)
+        u, gamma = aligned(self.update), aligned(self.gamma)
         return {
             "u_u": dots.of_parts(u, u),
             "u_gamma": dots.of_parts(u, gamma),
@@ -112,13 +112,13 @@ class ParameterStep:
             exact(p.detach()) - exact(b)
             for p, b in zip(self._parameters, self._before, strict=True)
         ]
-        gamma = exactly(self.gamma)
-        products = {
+        changed = _any_differs(a, self.update)
+        a, u, gamma = aligned(a), aligned(self.update), aligned(self.gamma)
+        return changed, {
             "a_a": dots.of_parts(a, a),
-            "a_u": dots.of_parts(a, self.update),
+            "a_u": dots.of_parts(a, u),
             "a_gamma": dots.of_parts(a, gamma),
         }
-        return _any_differs(a, self.update), products
 
 
 def _differ(a: list[Tensor], b: list[Tensor]) -> Tensor:
@@ -151,21 +151,22 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _bit_sum(flat: Tensor) -> Tensor:
-    """The same of a view whose last dimension lies together in memory; as int64 where that fits."""
+    """Sum of the bits of a tensor whose last dimension lies together in memory."""
     fit = 8 // flat.element_size()
     where = (*flat.stride()[:-1], flat.shape[-1], flat.storage_offset())
     fits = all(number % fit == 0 for number in where)
+    # As few and as wide integers as fit.
     return flat.view(torch.int64 if fits else _INTEGERS[flat.element_size()]).sum()
 
 
 def _flat_in_memory(tensor: Tensor) -> Tensor:
-    """All entries in the order in which they lie in memory: a view, where there is one."""
+    """All entries in the order in which they lie in memory: a view, if they lie together."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).reshape(-1)
+    return tensor.permute(order).reshape(-1).contiguous()
 
 
-def exactly(parts: list[Tensor]) -> list[Tensor]:
-    """Every part in the precision of the measures."""
-    return [exact(part) for part in parts]
+def aligned(parts: list[Tensor]) -> list[Tensor]:
+    """Parts as vectors for dot products, in the precision of the measures."""
+    return [exact(part).reshape(-1) for part in parts]

@@ -1,7 +1,8 @@
 """Convolutions: φ(x) = [patch, 1] per group, scale ‖patch‖² + 1.
 
-Only the patches of the chosen rows are gathered; the input is neither unfolded nor padded. Padding
-is an index map: it says from where each element of a patch is read.
+Only the patches of the chosen rows are gathered; the input is neither unfolded nor padded, and only
+copied where it is smaller than its patches. Padding is an index map: it says from where each
+element of a patch is read.
 """
 
 from math import prod
@@ -34,20 +35,20 @@ def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
         input = input[None]
         rows = Rows((1, *rows.shape), rows.index)
     sample, pixel, outside = _sources(module, rows, input)
-    channels, pixels = input.shape[1], input.shape[2:].numel()
-    by_pixel = input.flatten(2).transpose(1, 2)  # (batch, pixels, channels)
+    channels, sizes = input.shape[1], input.shape[2:]
+    by_pixel = input.movedim(1, -1)  # (batch, *spatial, channels)
     if input.numel() <= pixel.numel() * channels:
         # The patches overlap so much that the input is the smaller one: first lay it out pixel by
         # pixel, and one of zeros, so that whole rows of memory can be gathered.
-        memory = input.new_empty(len(input) * pixels + 1, channels)
+        memory = input.new_empty(len(input) * sizes.numel() + 1, channels)
         memory[:-1].view(by_pixel.shape).copy_(by_pixel)
         memory[-1] = 0
-        index = sample * pixels + pixel
+        index = sample * sizes.numel() + pixel
         if outside is not None:
             index.masked_fill_(outside, len(memory) - 1)
         gathered = memory.index_select(0, index.view(-1)).view(*pixel.shape, channels)
     else:
-        gathered = by_pixel[sample, pixel]
+        gathered = by_pixel[(sample, *torch.unravel_index(pixel, sizes))]
         if outside is not None:
             gathered.masked_fill_(outside[..., None], 0)
     by_channel = exact(gathered).transpose(1, 2)  # (rows, channels, kernel volume)

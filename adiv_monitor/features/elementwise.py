@@ -47,11 +47,8 @@ def group_norm(module: nn.GroupNorm, rows: Rows, input: Tensor) -> DenseFeatures
     repeats = channels // module.num_groups
     sample = rows.positions(input.device)[0]
     reciprocal = (square - mean.square() + module.eps).rsqrt()
-    x = rows.take(input.movedim(1, -1))
-    mean, reciprocal = (
-        t.to(x.dtype).repeat_interleave(repeats, dim=1)[sample] for t in (mean, reciprocal)
-    )
-    return _gain(x.sub_(mean).mul_(reciprocal), module.bias)
+    mean, reciprocal = (t.repeat_interleave(repeats, dim=1)[sample] for t in (mean, reciprocal))
+    return _gain(_normalise(rows.take(input.movedim(1, -1)), mean, reciprocal), module.bias)
 
 
 def _refuse_synchronised(module: nn.SyncBatchNorm) -> str:
@@ -70,9 +67,15 @@ def batch_norm(module: _BatchNorm, rows: Rows, input: Tensor) -> DenseFeatures:
         variance = squares.mean(dim=0) - mean.square()
     else:
         variance, mean = exact(module.running_var), exact(module.running_mean)
-    x = rows.take(input.movedim(1, -1))
     reciprocal = (variance + module.eps).rsqrt()
-    return _gain(x.sub_(mean.to(x.dtype)).mul_(reciprocal.to(x.dtype)), module.bias)
+    return _gain(_normalise(rows.take(input.movedim(1, -1)), mean, reciprocal), module.bias)
+
+
+def _normalise(x: Tensor, mean: Tensor, reciprocal: Tensor) -> Tensor:
+    """(x − mean) · reciprocal in place, as precise as if x were float64."""
+    rounded = mean.to(x.dtype)
+    rest = (mean - rounded).to(x.dtype)
+    return x.sub_(rounded).sub_(rest).mul_(reciprocal.to(x.dtype))
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ class DenseFeatures:
         """Φ_W Wᵀ, group by group."""
         if self.phi is None:
             return None
-        rows, groups, n_feat = self.phi.shape
+        _, groups, n_feat = self.phi.shape
         weight = weight.to(self.phi.dtype)
         if groups == 1:
             matrix = weight if self.transposed else weight.reshape(-1, n_feat).t()
@@ -110,7 +110,7 @@ class DenseFeatures:
         blocks = weight.reshape(groups, -1, n_feat)
         if n_feat == 1 and blocks.shape[1] == 1:
             return self.phi[..., 0] * blocks[:, 0, 0]
-        return torch.einsum("rgp,gnp->rgn", self.phi, blocks).reshape(rows, -1)
+        return torch.einsum("rgp,gnp->rgn", self.phi, blocks).flatten(1)
 
     def by_bias(self, bias: Tensor) -> Float[Tensor, "rows n_total"] | None:
         """φ_b ⊗ b."""

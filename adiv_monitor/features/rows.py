@@ -39,7 +39,7 @@ class Rows:
         rest = tensor.shape[len(self.shape) :]
         if self.index is None:
             taken = exact(tensor.reshape(self.total, *rest))
-            if taken.data_ptr() == tensor.data_ptr():
+            if taken.data_ptr() == tensor.data_ptr():  # a view: training may change it in place
                 taken = taken.clone()
         elif tensor.is_contiguous():
             taken = tensor.view(self.total, *rest).index_select(0, self.index)

@@ -91,6 +91,22 @@ def test_output_is_linear_in_the_parameters_with_these_features(name: str) -> No
             torch.testing.assert_close(predicted(module, rows, x), rows.take(z), rtol=0, atol=1e-12)
 
 
+def test_a_grouped_convolution_of_an_empty_batch() -> None:
+    module = nn.Conv2d(4, 6, 3, groups=2)
+    assert predicted(module, Rows((0, 3, 3)), torch.randn(0, 4, 5, 5)).shape == (0, 6)
+
+
+@pytest.mark.parametrize("module", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)])
+def test_normalisers_of_inputs_far_from_zero(module: nn.Module) -> None:
+    """x̂ in float32 is as precise as its input, however far that is from zero."""
+    x = 1000 + 0.1 * torch.randn(8, 4, 5, 5)
+    rows = Rows((8, 5, 5))
+    exact = predicted(module.double(), rows, x.double())
+    torch.testing.assert_close(
+        predicted(module.float(), rows, x).double(), exact, rtol=0, atol=1e-5
+    )
+
+
 def test_embedding_reads_its_rows() -> None:
     module = nn.Embedding(7, 4, padding_idx=2).double()
     tokens = torch.tensor([[0, 2, 6], [3, 2, 2]])

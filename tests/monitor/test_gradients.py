@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor
+from adiv_monitor.updates import checksum, some
 
 
 def test_micro_batches_are_one_batch() -> None:
@@ -240,3 +241,14 @@ def test_evaluation_with_gradients_on_does_not_use_up_the_rows() -> None:
         loss_of(model, batch).backward()
 
     same(one_step(model, after_rollouts, max_rows=6), expected)
+
+
+def test_what_lies_between_the_entries_of_a_gradient_does_not_count() -> None:
+    """Every second number of a buffer, or one number for all: as their contiguous copies."""
+    buffer = torch.randn(200, 200, 2)
+    transposed = torch.randn(300, 200).t()
+    for gradient in (buffer[..., 0], buffer[:150, 50:, 1], torch.ones(1).expand(200, 200)):
+        assert torch.equal(some(gradient), some(gradient.contiguous()))
+        assert torch.equal(checksum(gradient), checksum(gradient.contiguous()))
+    assert torch.equal(some(transposed), some(transposed.t()))  # in the order of memory
+    assert some(transposed).data_ptr() == transposed.data_ptr()

@@ -248,6 +248,47 @@ def test_layers_that_cannot_be_measured_are_listed_once_and_left_alone() -> None
         assert "no rule for Bilinear" in reasons["net.6"]
 
 
+class _OddScale:
+    """Features of one row's layer whose scale is not one number per row."""
+
+    groups = 1
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def scale(self) -> torch.Tensor:
+        return self.x.square().sum()
+
+    def by_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.x @ weight.t()
+
+    def by_bias(self, bias: torch.Tensor) -> None: ...
+
+    def restrict(self, **_: bool) -> "_OddScale":
+        return self
+
+    def joined(self, others: object) -> "_OddScale":
+        return self
+
+
+def test_features_that_are_wrong_switch_off_their_layer_alone() -> None:
+    class Odd(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.t()
+
+    register_features(Odd)(lambda module, rows, x: _OddScale(rows.take(x)))
+    model = nn.Sequential(nn.Linear(3, 3), Odd(3, 3, bias=False), nn.LayerNorm(3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = pytest.warns(UserWarning, match="expected real numbers of shape")
+    with told, Monitor(model, optimizer, every_n_steps=1) as monitor:
+        for _ in range(2):
+            model(torch.randn(1, 3)).sum().backward()
+            optimizer.step()
+    for report in monitor.reports:
+        assert list(report.layers) == ["0", "2", "3"]  # in the model's order
+        assert "scale() gave torch.float32 of shape ()" in report.unsupported["1"]
+
+
 def test_an_output_of_zeros_does_not_pass_for_a_checked_rule() -> None:
     """The rule is wrong, which only the second step's output can show."""
     layer = Misdescribed(5, 3).double()
