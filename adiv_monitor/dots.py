@@ -19,7 +19,7 @@ from adiv_monitor.measures import row_dots, row_squares
 # they are.
 Dots = dict[str, Tensor]
 
-_CHUNK = 2**18
+_WIDTH, _CHUNK = 2**10, 2**18
 
 
 def of_gradient(
@@ -76,8 +76,14 @@ def of_update(
 
 def of_parts(a: Sequence[Tensor], b: Sequence[Tensor]) -> Float[Tensor, ""]:
     """⟨a, b⟩ of two vectors in parts, one per parameter of the layer."""
-    dots = [_dot(p, q) for p, q in zip(a, b, strict=True)]
+    dots = [_square(p) if p is q else _dot(p, q) for p, q in zip(a, b, strict=True)]
     return dots[0] if len(dots) == 1 else torch.stack(dots).sum()
+
+
+def _square(a: Float[Tensor, " _"]) -> Float[Tensor, ""]:
+    height = len(a) // _WIDTH
+    rows, rest = a[: height * _WIDTH].view(height, _WIDTH), a[height * _WIDTH :]
+    return row_squares(rest) + row_squares(rows).sum() if height else row_squares(a)
 
 
 def _dot(a: Float[Tensor, " _"], b: Float[Tensor, " _"]) -> Float[Tensor, ""]:
