@@ -170,7 +170,7 @@ def main() -> None:
         f"`python tests/benchmarks/monitor.py --rounds {arguments.rounds} "
         f"--threads {arguments.threads}`",
         f"adiv-monitor {adiv_monitor.__version__}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {platform.machine()} CPU, {arguments.threads} threads",
+        f"{platform.python_version()}, {platform.machine()} CPU, {arguments.threads} thread(s)",
         "",
         "| model | step | ratio to plain: median [quartiles] | bound set beforehand |",
         "| --- | --- | --- | --- |",
