@@ -30,7 +30,7 @@ def measure(dots: Dots) -> dict[str, Tensor]:
         }
         if "scale" in dots:
             found |= measures.of_scale(dots["scale"][..., None])
-        else:
+        else:  # of gains they were taken with the dot products
             found |= {name: values for name, values in dots.items() if name.startswith("scale_")}
     if "d_G" in dots:
         d_G, d_d, u_u = dots["d_G"], dots["d_d"], dots["u_u"]

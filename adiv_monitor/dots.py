@@ -63,8 +63,7 @@ def of_update(
     G: Float[Tensor, "rows n_total"],
 ) -> Dots:
     """What the optimizer's step did: Δz = Φ_W ΔΘ_Wᵀ + φ_b ⊗ ΔΘ_b against G."""
-    parts = [part for part in (by_weight, by_bias) if part is not None]
-    moved = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    moved = added(by_weight, by_bias)
     d_d = row_squares(moved)
     # A part that is alone need not be squared again.
     A_A, B_B = (
@@ -74,6 +73,17 @@ def of_update(
     return {"d_G": -row_dots(moved, G), "d_d": d_d, "A_A": A_A, "B_B": B_B}
 
 
+def added(
+    by_weight: Float[Tensor, "rows n_total"] | None, by_bias: Float[Tensor, "rows n_total"] | None
+) -> Float[Tensor, "rows n_total"]:
+    """The two together; one of them is there, since a layer trains a weight or a bias."""
+    if by_weight is None or by_bias is None:
+        lone = by_bias if by_weight is None else by_weight
+        assert lone is not None
+        return lone
+    return by_weight + by_bias
+
+
 def of_parts(a: Sequence[Tensor], b: Sequence[Tensor]) -> Float[Tensor, ""]:
     """⟨a, b⟩ of two vectors in parts, one per parameter of the layer."""
     dots = [_square(p) if p is q else _dot(p, q) for p, q in zip(a, b, strict=True)]
@@ -81,6 +91,7 @@ def of_parts(a: Sequence[Tensor], b: Sequence[Tensor]) -> Float[Tensor, ""]:
 
 
 def _square(a: Float[Tensor, " _"]) -> Float[Tensor, ""]:
+    # As rows, which are short enough for their norms to be precise: faster than `_dot`.
     height = len(a) // _WIDTH
     rows, rest = a[: height * _WIDTH].view(height, _WIDTH), a[height * _WIDTH :]
     return row_squares(rest) + row_squares(rows).sum() if height else row_squares(a)

@@ -173,7 +173,7 @@ class MeasuredStep:
         if rows.linear is not None:
             values["rule_error"] = rows.linear
         step = self._parameter_step(layer, gradient_scale) if steps else None
-        e = _sum(*_act(layer, features, gradients(layer.parameters)))
+        e = dots.added(*_act(layer, features, gradients(layer.parameters)))
         if isinstance(gradient_scale, Tensor):
             e = e / gradient_scale
         blocks = G.view(len(G), features.groups, G.shape[1] // features.groups)
@@ -230,14 +230,6 @@ def _act(
     weight = None if layer.weight is None else features.by_weight(next(tensors))
     bias = None if layer.bias is None else features.by_bias(next(tensors))
     return weight, bias
-
-
-def _sum(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
-    if by_weight is None or by_bias is None:
-        lone = by_bias if by_weight is None else by_weight
-        assert lone is not None
-        return lone
-    return by_weight + by_bias
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

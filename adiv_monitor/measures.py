@@ -203,9 +203,9 @@ def attainable_cosine_of_rows(
     """
     phi, blocks = phi.transpose(0, 1), G.transpose(0, 1)
     _, vectors, kept = _spectrum(phi @ phi.mT)
-    attained, whole = (vectors.mT @ blocks) * kept[..., None], blocks
-    cosine: Tensor = torch.linalg.vector_norm(attained) / torch.linalg.vector_norm(whole)
-    return cosine
+    attained: Tensor = torch.linalg.vector_norm((vectors.mT @ blocks) * kept[..., None])
+    whole: Tensor = torch.linalg.vector_norm(blocks)
+    return attained / whole
 
 
 def _spectrum(gram: Float[Tensor, "groups n n"]) -> tuple[Tensor, Tensor, Tensor]:

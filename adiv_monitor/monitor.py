@@ -124,7 +124,7 @@ class Monitor:
         unstepped = self._armed is not None and self._armed.capture.saw_calls()
         self.close()
         if kind is None and unstepped and self.latest is None:
-            missing = "step of its optimizer" if self._optimizer else "call of end_step()"
+            missing = "call of end_step()" if self._optimizer is None else "step of its optimizer"
             self._warn(
                 "no step",
                 f"adiv_monitor: the model ran, but the monitor saw no {missing}, so there is no "

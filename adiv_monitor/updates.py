@@ -69,15 +69,9 @@ class ParameterStep:
     def stepped(self) -> None:
         """The optimizer has stepped: u = θ − θ before; γ, if need be from copies."""
         if self._keep_update:
-            self.update = [
-                exact(p.detach()) - exact(b)
-                for p, b in zip(self._parameters, self._before, strict=True)
-            ]
+            self.update = self._moved()
         else:
-            self.update = [
-                torch.sub(p.detach(), b, out=b) if exact(b) is b else exact(p.detach()) - exact(b)
-                for p, b in zip(self._parameters, self._before, strict=True)
-            ]
+            self.update = self._moved(in_place=True)
             self._before = []
             self._checksums = [checksum(p) for p in self._parameters]
         if self._copies:
@@ -87,6 +81,14 @@ class ParameterStep:
             self.gradient_changed = _differ(now, self._sums)
         self.gamma = self._copies or self._gradients
         self._gradients = []
+
+    def _moved(self, *, in_place: bool = False) -> list[Tensor]:
+        """θ now − θ before; in place, where the precision allows, of what was kept of before."""
+        pairs = [(p.detach(), b) for p, b in zip(self._parameters, self._before, strict=True)]
+        return [
+            torch.sub(p, b, out=b) if in_place and exact(b) is b else exact(p) - exact(b)
+            for p, b in pairs
+        ]
 
     def release(self) -> None:
         """Let go of what the next forward pass does not need."""
@@ -108,10 +110,7 @@ class ParameterStep:
         if not self._keep_update:
             now = [checksum(p) for p in self._parameters]
             return _differ(now, self._checksums), {}
-        a = [
-            exact(p.detach()) - exact(b)
-            for p, b in zip(self._parameters, self._before, strict=True)
-        ]
+        a = self._moved()
         changed = _any_differs(a, self.update)
         a, u, gamma = aligned(a), aligned(self.update), aligned(self.gamma)
         return changed, {
@@ -137,12 +136,10 @@ def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
 
 def some(tensor: Tensor) -> Tensor:
     """All entries, or 16,384 in evenly spaced stretches: lone ones would touch every cache line."""
-    count = tensor.numel()
-    if count <= _STRETCHES * _STRETCH:
-        return _flat_in_memory(tensor)
-    if not tensor.is_contiguous():
-        tensor = _flat_in_memory(tensor)
-    return tensor.as_strided((_STRETCHES, _STRETCH), (count // _STRETCHES, 1))
+    flat = _flat_in_memory(tensor)
+    if len(flat) <= _STRETCHES * _STRETCH:
+        return flat
+    return flat.as_strided((_STRETCHES, _STRETCH), (len(flat) // _STRETCHES, 1))
 
 
 def checksum(tensor: Tensor) -> Tensor:

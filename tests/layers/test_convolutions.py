@@ -14,7 +14,6 @@ from torch.autograd import gradcheck, gradgradcheck
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 LAYERS = {1: PatchNormConv1d, 2: PatchNormConv2d, 3: PatchNormConv3d}
-TWINS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 def by_hand(layer, x):

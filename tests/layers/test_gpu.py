@@ -86,17 +86,24 @@ def test_many_rows(monkeypatch):
     check(functional.affine_like_linear, [x, weight / 8, bias], g, monkeypatch)
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+# By number of dimensions; torch has one layout for sequences.
+LAYOUTS = {
+    3: [torch.contiguous_format],
+    4: [torch.contiguous_format, torch.channels_last],
+    5: [torch.contiguous_format, torch.channels_last_3d],
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", ["affine-like", "norm-like"])
-@pytest.mark.parametrize("case", CONV)
-def test_patch_norm(case, form, dtype, last, monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [(case, layout) for case in CONV for layout in LAYOUTS[len(CONV[case][0])]],
+)
+def test_patch_norm(case, layout, form, dtype, monkeypatch):
     shape, weight_shape, *settings = CONV[case]
-    if last and len(shape) == 3:
-        pytest.skip("channels last is for images and volumes")
     x, weight, bias = tensors(shape, weight_shape, weight_shape[:1], dtype=dtype)
-    if last:
-        x = x.to(memory_format={4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()])
+    x = x.to(memory_format=layout)
 
     def function(x, weight, bias):
         return functional.patch_norm_conv(x, weight, bias, *settings, form=form)
