@@ -23,11 +23,13 @@ class LayerReading:
         kind: how the layer is linear in its parameters, e.g. "linear", "convolution".
         rows_seen: rows that were looked at.
         rows_total: rows that received a gradient in this step, over all micro-batches and calls.
-        rows_without_gradient: rows seen whose gradient is exactly zero (padding, masked tokens);
-            they are left out of `row_cosine` and `harmed_fraction`.
+        rows_without_gradient: rows seen whose gradient is exactly zero (padding, masked tokens):
+            idle rows, which all measures but `idle_share` leave out.
         gradient_factor: what happened to the gradient between the backward pass and the step:
             ‖gradient the optimizer saw‖ / ‖gradient that backward left‖. 1 when nothing did;
-            below 1 after clipping, 1/65536 after unscaling an AMP loss.
+            below 1 after clipping, 1/65536 after unscaling an AMP loss; NaN where it can't be told.
+        standard_error: measure → standard error, for those measures that rest on sampled rows; the
+            others are exact.
         scale_quantiles: the row scale at `QUANTILE_LEVELS`.
         row_cosine_quantiles: the row cosine at `QUANTILE_LEVELS`.
 
@@ -50,18 +52,21 @@ class LayerReading:
     scale_p50: float | None = None
     scale_p95: float | None = None
     scale_max: float | None = None
+    common_share: float | None = None
     interference_ratio: float | None = None
     row_cosine_mean: float | None = None
     row_cosine_p05: float | None = None
     row_cosine_p50: float | None = None
     row_cosine_p95: float | None = None
     harmed_fraction: float | None = None
+    idle_share: float | None = None
     bias_share: float | None = None
     update_ratio: float | None = None
     descent: float | None = None
     parameter_cosine: float | None = None
     projection_cosine: float | None = None
     applied_cosine: float | None = None
+    standard_error: Mapping[str, float] = field(default_factory=dict)
     scale_quantiles: tuple[float, ...] = field(default=(), repr=False)
     row_cosine_quantiles: tuple[float, ...] = field(default=(), repr=False)
 
@@ -73,14 +78,14 @@ class LayerReading:
     def to_dict(self) -> dict[str, Any]:
         """Everything but the quantiles, without the measures that were not taken."""
         record = {name: getattr(self, name) for name in _RECORD}
-        return {**record, **self.measures()}
+        return {**record, **self.measures(), "standard_error": dict(self.standard_error)}
 
 
 _RECORD = ("kind", "rows_seen", "rows_total", "rows_without_gradient", "gradient_factor")
-_QUANTILES = ("scale_quantiles", "row_cosine_quantiles")
+_ABOUT_MEASURES = ("standard_error", "scale_quantiles", "row_cosine_quantiles")
 # Every measure, in the order of tables and dashboards.
 MEASURES: tuple[str, ...] = tuple(
-    f.name for f in fields(LayerReading) if f.name not in _RECORD + _QUANTILES
+    f.name for f in fields(LayerReading) if f.name not in _RECORD + _ABOUT_MEASURES
 )
 
 # Which end of a measure is the bad one. Measures that are missing here have no bad end: their
