@@ -13,6 +13,7 @@ rows do to one another. Without a bias a row's features are x alone, and both pe
 by ‖x‖².
 """
 
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from adiv_layers.autocast import autocast_dtype, without_autocast
 from adiv_layers.forms import least_square, representable
+from adiv_layers.kernels.launch import KernelError
 from adiv_layers.ops import row_gradients, usable
 
 LinearForm = Literal["proportional", "disproportional", "batch"]
@@ -135,7 +137,8 @@ def _per_row_gradients(
     by_features = form == "proportional" and has_bias
     if usable(rows, grad) and not torch.is_grad_enabled():
         gain = 0.5 if has_bias and not by_features else 1.0
-        return row_gradients(rows, grad, 1.0 if by_features else 0.0, eps, gain, has_bias)
+        with suppress(KernelError):
+            return row_gradients(rows, grad, 1.0 if by_features else 0.0, eps, gain, has_bias)
     squares = rows.to(_wide(rows.dtype)).square().sum(-1, keepdim=True)
     factor = row_factor(squares, form, has_bias, eps)
     # Multiply whichever is narrower; but near x = 0 only x/‖x‖² is sure to be finite.

@@ -8,6 +8,7 @@ Sums are taken in float32 at least, in float64 for float64.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from adiv_layers.kernels import library
 from adiv_layers.kernels.functions import AddFactor, Scaled, UnitRows, floor_of, usable
+from adiv_layers.kernels.launch import KernelError
 from adiv_layers.kernels.library import accumulation_dtype
 from adiv_layers.kernels.maps import Patches, Rows, columns
 
@@ -37,8 +39,9 @@ def unit_rows(x: Tensor, constant: float, eps: float = 1e-12) -> tuple[Tensor, T
         r, shape (..., 1), in float32 (float64 for float64), as is every sum within.
     """
     if usable(x):
-        unit, factor = UnitRows.apply(x, constant, eps, _output_dtype(x))
-        return unit, factor
+        with suppress(KernelError):
+            unit, factor = UnitRows.apply(x, constant, eps, _output_dtype(x))
+            return unit, factor
     wide = x.to(accumulation_dtype(x.dtype))
     square = (wide * wide).sum(-1, keepdim=True)
     # Clamping the square, not the norm: the derivatives of a norm are not finite at zero.
@@ -60,8 +63,9 @@ def linear_plus_factor(unit: Tensor, factor: Tensor, weight: Tensor, bias: Tenso
         (..., n_out).
     """
     if usable(unit, factor, weight, bias):
-        output: Tensor = AddFactor.apply(unit, factor, _as_autocast(weight), bias)
-        return output
+        with suppress(KernelError):
+            added: Tensor = AddFactor.apply(unit, factor, _as_autocast(weight), bias)
+            return added
     output = F.linear(unit, weight)
     flat = output.flatten(0, -2) if output.dim() > 1 else output.unsqueeze(0)
     column, row = factor.reshape(-1).to(output.dtype), bias.to(output.dtype)
@@ -93,12 +97,14 @@ def scaled(
     """
     if not (usable(x, weight, bias) and linear_map.suits(x, weight)):
         return plain(x, weight, bias)
-    if bias is not None and constant > 0:  # it is added by the map itself
-        bias = _as_autocast(bias)
-    output: Tensor = Scaled.apply(
-        linear_map, plain, _as_autocast(x), _as_autocast(weight), bias, constant, eps
-    )
-    return output
+    # A bias inside is added by the map itself.
+    inner = _as_autocast(bias) if bias is not None and constant > 0 else bias
+    with suppress(KernelError):
+        output: Tensor = Scaled.apply(
+            linear_map, plain, _as_autocast(x), _as_autocast(weight), inner, constant, eps
+        )
+        return output
+    return plain(x, weight, bias)
 
 
 def row_gradients(

@@ -17,7 +17,7 @@ from torch import Tensor
 from adiv_layers.autocast import autocast_dtype
 from adiv_layers.forms import least_square
 from adiv_layers.kernels.maps import Rows
-from adiv_layers.ops import linear_plus_factor, scaled, unit_rows
+from adiv_layers.ops import linear_plus_factor, scaled, unit_rows, usable
 
 
 def scaled_linear(
@@ -38,7 +38,7 @@ def scaled_linear(
     # In fp16 Wx could overflow before it is divided.
     dtype = autocast_dtype(input) or input.dtype
     narrow = weight.shape[1] > 4 * weight.shape[0] and dtype != torch.float16
-    if _by_hand(input):
+    if not usable(input, weight, bias) and _by_hand(input):
         function = _OutputScaled if narrow else _InputScaled
         output: Tensor = function.apply(input, weight, bias, constant, eps)
         return output

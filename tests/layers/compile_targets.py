@@ -43,7 +43,7 @@ def row_cases(dtype, wide, widths):
         x, r = empty(8192, width, dtype=dtype), empty(8192, 1, dtype=wide)
         rows.unit_rows(x, r, x, 1.0, 1e-24, False)
         yield f"unit_rows {width}", 1, 1
-        rows.unit_rows_backward(x, x, r, r, x, 0.0)
+        rows.unit_rows_backward(x, x, r, r, x, 0.0, True)
         yield f"unit_rows_backward {width}", 2, 1
 
 

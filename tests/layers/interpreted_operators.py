@@ -4,8 +4,8 @@ import sys
 
 import pytest
 import torch
-from adiv_layers import ops
-from adiv_layers.kernels import functions, library, rows
+from adiv_layers import functional, ops
+from adiv_layers.kernels import channels, functions, launch, library, patch, rows
 from adiv_layers.kernels.maps import columns
 from interpreted import BFLOAT16, FLOAT32, plain
 from torch.autograd import forward_ad
@@ -19,8 +19,8 @@ CALLS = [
     (library.unit_rows, (X[:, ::2], 0.0, 1e-24, FLOAT32, True)),
     (library.unit_rows, (X[:0], 1.0, 1e-24, FLOAT32, False)),
     (library.row_factor, (X, 1.0, 1e-24, False)),
-    (library.unit_rows_backward, (X, X, R, R, 0.0, FLOAT32)),
-    (library.unit_rows_backward, (X.t(), X.t(), X[:1].t(), None, 1e12, FLOAT32)),
+    (library.unit_rows_backward, (X, X, R, R, 0.0, True, FLOAT32)),
+    (library.unit_rows_backward, (X.t(), X.t(), X[:1].t(), None, 1e12, False, FLOAT32)),
     (library.gate, (columns(G), R.view(1, 1, -1), columns(G), True, True, True, 0.0, True)),
     (library.gate, (columns(G), R.view(1, 1, -1), None, True, False, False, 0.0, True)),
     (library.gate, (columns(G)[..., :0], R.view(1, 1, -1)[..., :0], None, False, True, False, 0.0,
@@ -106,24 +106,71 @@ def test_compiled_code_sees_plain_expressions():
     assert names and not any("adiv_layers" in name for name in names)
 
 
-@pytest.mark.parametrize("cause", ["no Triton", "a Triton that cannot compile"])
-def test_without_a_working_triton_all_is_plain(cause, monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("Failed to find C compiler")
+@pytest.fixture
+def forgetful(monkeypatch):
+    """Whatever fails inside is forgotten after it."""
+    monkeypatch.setattr(launch, "_broken", set())
+    monkeypatch.setattr(launch, "_told", set())
+    functions._importable.cache_clear()
+    yield
+    functions._importable.cache_clear()
 
+
+def test_without_triton_all_is_plain_and_said_once(monkeypatch, forgetful):
     with plain():
         expected = ops.unit_rows(X, 1.0)
-    if cause == "no Triton":
-        for name in [n for n in sys.modules if n.split(".")[0] == "triton"]:
-            monkeypatch.setitem(sys.modules, name, None)
-        monkeypatch.delitem(sys.modules, "adiv_layers.kernels.rows")
-        monkeypatch.delattr(sys.modules["adiv_layers.kernels"], "rows")
-    else:
-        monkeypatch.setattr(rows, "run", broken)
-    functions._works.cache_clear()
-    try:
+    for name in [n for n in sys.modules if n.split(".")[0] == "triton"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "adiv_layers.kernels.rows")
+    monkeypatch.delattr(sys.modules["adiv_layers.kernels"], "rows")
+    with pytest.warns(RuntimeWarning, match="no Triton kernels"):
         assert not uses_kernels(X.clone().requires_grad_())
-        for actual, plainly in zip(ops.unit_rows(X, 1.0), expected, strict=True):
-            assert torch.equal(actual, plainly)
-    finally:
-        functions._works.cache_clear()
+    for actual, plainly in zip(ops.unit_rows(X, 1.0), expected, strict=True):
+        assert torch.equal(actual, plainly)
+
+
+class Broken:
+    """A kernel that a broken Triton cannot compile."""
+
+    def __getitem__(self, grid):
+        raise RuntimeError("Failed to find C compiler")
+
+
+KERNELS = [
+    (rows, "unit_rows_kernel"),
+    (rows, "unit_rows_backward_kernel"),
+    (channels, "gate_kernel"),
+    (channels, "blend_kernel"),
+    (channels, "square_sum_kernel"),
+    (patch, "box_kernel"),
+    (patch, "box_transposed_kernel"),
+]
+
+
+@pytest.mark.parametrize(("module", "kernel"), KERNELS, ids=[name for _, name in KERNELS])
+def test_whatever_kernel_is_broken_the_results_are_the_plain_ones(
+    module, kernel, monkeypatch, forgetful
+):
+    """All maps once with kernels that fail in the forward or only in the backward pass."""
+    narrow, wide = torch.randn(2, 100), torch.randn(33, 100)
+    images, filters = torch.randn(2, 100).view(2, 4, 5, 5), torch.randn(8, 4, 3, 3)
+
+    def everything(x, images):
+        weights = [t.clone().requires_grad_() for t in (narrow, wide, filters, wide)]
+        biases = [torch.ones(len(w), requires_grad=True) for w in weights]
+        total = functional.l2_norm(x).relu().sum()
+        for form in (functional.affine_like_linear, functional.norm_like_linear):
+            for weight, bias in list(zip(weights, biases, strict=True))[:2]:
+                total = total + form(x, weight, bias).square().sum()
+        total = total + functional.patch_norm_conv(images, weights[2], biases[2]).square().sum()
+        total = total + functional.gradient_only_linear(x, weights[3], biases[3]).square().sum()
+        return torch.autograd.grad(total, [x, images, *weights, *biases])
+
+    inputs = [torch.randn(5, 100, requires_grad=True), images.requires_grad_()]
+    with plain():
+        expected = everything(*inputs)
+    monkeypatch.setattr(module, kernel, Broken())
+    with pytest.warns(RuntimeWarning, match="Failed to find C compiler"):
+        found = everything(*inputs)
+    for actual, plainly in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, plainly, rtol=1e-4, atol=1e-4)

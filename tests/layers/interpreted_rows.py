@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adiv_layers import ops
-from adiv_layers.kernels import launch
+from adiv_layers.kernels import channels, launch
 from interpreted import DTYPES, FLOAT32, FLOAT64, check, poisoned, relative_error
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -199,11 +199,24 @@ def test_derivatives_of_unit_rows_by_finite_differences(constant):
     assert gradgradcheck(lambda x: ops.unit_rows(x, constant), x)
 
 
-def test_only_what_is_asked_for_is_computed():
+def test_only_what_is_asked_for_is_computed(monkeypatch):
     x, w, b = torch.randn(3, 9), torch.randn(2, 9, requires_grad=True), torch.randn(2)
+    started = []
+    run = channels.run
+    monkeypatch.setattr(channels, "run", lambda k, *a, **o: started.append(k) or run(k, *a, **o))
     for form, constant in MAPS:
         form(constant)(x, w, b).sum().backward()
         assert x.grad is None and b.grad is None and w.grad is not None
+    # Behind Wx̂ + r·b the gradient of W alone needs no pass over g; behind a scaled output it does.
+    assert started.count(channels.gate_kernel) == 2
+
+
+def test_a_grid_of_programs_fills_the_device_and_no_more(monkeypatch):
+    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 132)
+    assert launch.workers(torch.zeros(1), 10_000, 4) == 132  # times 4 columns: 528 slots
+    assert launch.workers(torch.zeros(1), 10_000, 7) * 7 <= 528
+    assert launch.workers(torch.zeros(1), 5, 1) == 5
+    assert launch.workers(torch.zeros(1), 5, 1000) == 1
 
 
 @pytest.mark.parametrize(("form", "constant"), MAPS)

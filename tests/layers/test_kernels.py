@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="without Triton there are no kernels")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("part", ["rows", "patches", "operators"])
+@pytest.mark.parametrize("part", ["rows", "patches", "operators", "forms"])
 def test_in_the_interpreter(part):
     finished = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", HERE / f"interpreted_{part}.py"],

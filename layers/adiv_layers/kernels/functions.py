@@ -7,7 +7,9 @@ be followed by an operation that overwrites it.
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
 from adiv_layers.kernels import library
+from adiv_layers.kernels.launch import KernelError
 from adiv_layers.kernels.maps import Patches, Rows, columns
 
 DEVICES = {"cuda"}
@@ -39,7 +42,7 @@ def usable(*tensors: Tensor | None) -> bool:
         and not torch._C._get_tracing_state()  # torch.jit.trace
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
-        and _works(device)
+        and _importable()
     )
 
 
@@ -49,11 +52,16 @@ def _plain(x: Tensor) -> bool:
 
 
 @functools.cache
-def _works(device: torch.device) -> bool:
-    """Whether Triton compiles and starts a kernel on this device; tried once."""
+def _importable() -> bool:
+    """Whether there is a Triton to write kernels in; without one, said once, all is plain."""
     try:
-        library.row_factor(torch.ones(1, 1, device=device), 1.0, 0.0, False)
-    except Exception:  # whatever is broken: the plain expressions still work
+        from adiv_layers.kernels import channels, patch, rows  # noqa: F401
+    except Exception as cause:  # whatever is broken: the plain expressions still work
+        warnings.warn(
+            f"adiv_layers: no Triton kernels ({cause!r}); plain PyTorch is used instead.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return False
     return True
 
@@ -73,7 +81,7 @@ def _limit(floor: float, constant: float) -> float:
 
 
 class UnitRows(Function):
-    """x -> x̂, r; saves no more than these two."""
+    """x -> x̂, r; saves x and r, so that x̂ may be overwritten."""
 
     @staticmethod
     def forward(
@@ -82,29 +90,29 @@ class UnitRows(Function):
         """One read of x, one write of x̂."""
         floor = floor_of(eps, x.dtype)
         unit, factor = library.unit_rows(x, constant, floor, dtype, False)
-        ctx.save_for_backward(unit, factor)
-        ctx.settings = _limit(floor, constant), x.dtype
+        ctx.save_for_backward(x, factor)
+        ctx.limit = _limit(floor, constant)
         ctx.set_materialize_grads(False)
         return unit, factor
 
     @staticmethod
     def backward(ctx: Any, u: Tensor | None, gamma: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradient r(u − (u·x̂ + rγ)x̂) of x, from the gradients u of x̂ and γ of r."""
-        unit, factor = ctx.saved_tensors
-        limit, dtype = ctx.settings
+        x, factor = ctx.saved_tensors
         if u is None and gamma is None:
             return None, None, None, None
         if u is not None and _usable_backward(u):
-            dx = library.unit_rows_backward(u, unit, factor, gamma, limit, dtype)
-            return dx, None, None, None
-        wide = unit.to(factor.dtype)
-        u = torch.zeros_like(wide) if u is None else u.to(factor.dtype)
-        along = (u * wide).sum(-1, keepdim=True)
+            with suppress(KernelError):
+                dx = library.unit_rows_backward(u, x, factor, gamma, ctx.limit, False, x.dtype)
+                return dx, None, None, None
+        unit = factor * x.to(factor.dtype)
+        u = torch.zeros_like(unit) if u is None else u.to(factor.dtype)
+        along = (u * unit).sum(-1, keepdim=True)
         if gamma is not None:
             along = along + factor * gamma
-        if limit > 0:
-            along = along.masked_fill(factor >= limit, 0.0)
-        return (factor * (u - along * wide)).to(dtype), None, None, None
+        if ctx.limit > 0:
+            along = along.masked_fill(factor >= ctx.limit, 0.0)
+        return (factor * (u - along * unit)).to(x.dtype), None, None, None
 
 
 class AddFactor(Function):
@@ -123,17 +131,23 @@ class AddFactor(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients gW, g·b, gᵀx̂ and Σ r·g; the second and the fourth in one pass over g."""
         unit, factor, weight, bias = ctx.saved_tensors
+        _, needs_gamma, _, needs_db = ctx.needs_input_grad
         du, dw = Rows().backward(g, unit, weight, ctx.needs_input_grad[::2])
+        gamma = db = None
+        if not (needs_gamma or needs_db):
+            return du, None, dw, None
         if _usable_backward(g):
             upstream = columns(g)
-            other = bias.view(1, -1, 1).expand_as(upstream)
-            _, gamma, db = library.gate(
-                upstream, factor.view(1, 1, -1), other, False, True, False, 0.0, True
-            )
-        else:
+            other = bias.view(1, -1, 1).expand_as(upstream) if needs_gamma else None
+            with suppress(KernelError):
+                _, gamma, db = library.gate(
+                    upstream, factor.view(1, 1, -1), other, False, needs_db, False, 0.0, True
+                )
+        if gamma is None or db is None:
             gamma = (g * bias.to(factor.dtype)).sum(-1, keepdim=True)
             db = (g * factor).reshape(-1, g.shape[-1]).sum(0)
-        return du, gamma.reshape(factor.shape), dw, db.to(bias.dtype)
+        gamma = gamma.reshape(factor.shape) if needs_gamma else None
+        return du, gamma, dw, db.to(bias.dtype) if needs_db else None
 
 
 class Scaled(Function):
@@ -170,16 +184,20 @@ class Scaled(Function):
         x, weight, bias, factor, y = ctx.saved_tensors
         linear_map, plain, constant, limit = ctx.settings
         needed = ctx.needs_input_grad[2:5]
-        if not _usable_backward(g):
-            return None, None, *_differentiable(plain, (x, weight, bias), needed, g), None, None
         # norm-like: the bias is added after the scaling, and its gradient sums g itself
         other, weighted = linear_map.view(y) if needed[0] else None, constant > 0
-        upstream = linear_map.view(g)
-        h, c, db = library.gate(upstream, factor, other, True, needed[2], True, limit, weighted)
-        dx, dw = linear_map.backward(linear_map.restore(h, y), x, weight, needed[:2])
-        if dx is not None:
-            library.add_(linear_map.view(dx), linear_map.spread(c, x), linear_map.view(x), -1.0)
-        return None, None, dx, dw, db.to(bias.dtype) if needed[2] else None, None, None
+        if _usable_backward(g):
+            with suppress(KernelError):
+                upstream = linear_map.view(g)
+                h, c, db = library.gate(
+                    upstream, factor, other, True, needed[2], True, limit, weighted
+                )
+                dx, dw = linear_map.backward(linear_map.restore(h, y), x, weight, needed[:2])
+                if dx is not None:
+                    spread = linear_map.spread(c, x)
+                    library.add_(linear_map.view(dx), spread, linear_map.view(x), -1.0)
+                return None, None, dx, dw, db.to(bias.dtype) if needed[2] else None, None, None
+        return None, None, *_differentiable(plain, (x, weight, bias), needed, g), None, None
 
 
 def _differentiable(

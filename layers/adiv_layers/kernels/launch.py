@@ -1,6 +1,7 @@
 """How large a kernel's tiles are, how many programs it gets, and on which device it starts."""
 
 import functools
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ def workers(tensor: Tensor, steps: int, columns: int) -> int:
 
     More would only lengthen the partial sums, of which each program writes one row.
     """
-    return max(1, min(steps, divide_up(4 * _multiprocessors(tensor.device), columns)))
+    return max(1, min(steps, 4 * _multiprocessors(tensor.device) // columns))
 
 
 @functools.cache
@@ -64,15 +65,74 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+class KernelError(RuntimeError):
+    """A kernel could not be compiled, loaded or started; plain PyTorch can do its work."""
+
+
+class _NotLoaded(Exception):
+    """A kernel would have to be loaded while a CUDA graph is being captured."""
+
+
+# What need not be so the next time: memory may be free again, a graph captured, a disk emptied.
+_PASSING = (torch.OutOfMemoryError, MemoryError, OSError, _NotLoaded)
+_broken: set[tuple[Any, ...]] = set()  # what failed for good, and is not tried again
+_told: set[tuple[Any, ...]] = set()  # what a warning was given about
+
+
 def run(
     kernel: Any, grid: tuple[int, ...], anchor: Tensor, *arguments: Any, **options: Any
 ) -> None:
-    """Start a kernel on the anchor's device, which need not be the current one."""
+    """Start a kernel on the anchor's device, which need not be the current one.
+
+    Raises:
+        KernelError: it does not start; why is said once, in a warning.
+    """
     if 0 in grid:
         return
-    with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
-        # Said outright, because Triton means to change what it does when it is not.
-        kernel[grid](*arguments, enable_fp_fusion=True, **options)
+    key = (kernel, anchor.device, *options.items()) if _broken else ()
+    if key in _broken:
+        raise KernelError
+    options["enable_fp_fusion"] = True  # said outright: Triton means to change the default
+    try:
+        if anchor.is_cuda:
+            with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
+                if torch.cuda.is_current_stream_capturing():
+                    _refuse_to_load(kernel, grid, arguments, options)
+                kernel[grid](*arguments, **options)
+        else:
+            kernel[grid](*arguments, **options)
+    except Exception as cause:
+        passing = isinstance(cause, _PASSING) or "out of memory" in str(cause)
+        if not passing:
+            del options["enable_fp_fusion"]
+            _broken.add((kernel, anchor.device, *options.items()))
+        _tell(kernel, anchor.device, cause, passing)
+        raise KernelError from cause
+
+
+def _refuse_to_load(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Raise unless the kernel is loaded: CUDA would refuse to load it now and end the capture."""
+    compiled = kernel.warmup(*arguments, grid=grid, **options)
+    if compiled is None or compiled.module is None:
+        raise _NotLoaded(
+            "not loaded when a CUDA graph was captured; run the same step once before the capture"
+        )
+
+
+def _tell(kernel: Any, device: torch.device, cause: Exception, passing: bool) -> None:
+    """Warn, once for every kernel and kind of cause."""
+    key = (kernel, device, type(cause))
+    if key not in _told:
+        _told.add(key)
+        duration = "this time" if passing else "from now on"
+        warnings.warn(
+            f"adiv_layers: {getattr(kernel, '__name__', kernel)} does not start on {device} "
+            f"({cause!r}); plain PyTorch is used instead, {duration}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def power_of_two(n: int) -> int:

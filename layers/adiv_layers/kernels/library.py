@@ -82,21 +82,36 @@ def row_factor(x: Tensor, constant: float, floor: float, squared: bool) -> Tenso
 
 
 def _new_gradient(
-    u: Tensor, unit: Tensor, factor: Tensor, gamma: Tensor | None, limit: float, dtype: torch.dtype
+    u: Tensor,
+    x: Tensor,
+    factor: Tensor,
+    gamma: Tensor | None,
+    limit: float,
+    is_unit: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     return u.new_empty(u.shape, dtype=dtype)
 
 
-@operator("(Tensor u, Tensor unit, Tensor factor, Tensor? gamma, float limit, ScalarType dtype)"
-          " -> Tensor", _new_gradient)  # fmt: skip
+@operator("(Tensor u, Tensor x, Tensor factor, Tensor? gamma, float limit, bool is_unit,"
+          " ScalarType dtype) -> Tensor", _new_gradient)  # fmt: skip
 def unit_rows_backward(
-    u: Tensor, unit: Tensor, factor: Tensor, gamma: Tensor | None, limit: float, dtype: torch.dtype
+    u: Tensor,
+    x: Tensor,
+    factor: Tensor,
+    gamma: Tensor | None,
+    limit: float,
+    is_unit: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Gradients u of x̂ and γ of r → r(u − (u·x̂ + rγ)x̂); ru where r has reached a limit > 0."""
+    """Gradients u of x̂ and γ of r → r(u − (u·x̂ + rγ)x̂); ru where r has reached a limit > 0.
+
+    is_unit: x is x̂ already.
+    """
     from adiv_layers.kernels import rows
 
-    dx = _new_gradient(u, unit, factor, gamma, limit, dtype)
-    rows.unit_rows_backward(u, unit, factor, gamma, dx, limit)
+    dx = _new_gradient(u, x, factor, gamma, limit, is_unit, dtype)
+    rows.unit_rows_backward(u, x, factor, gamma, dx, limit, is_unit)
     return dx
 
 

@@ -66,7 +66,7 @@ def box_kernel(
     if CONSTANT > 0:
         square += CONSTANT
     else:
-        square = tl.maximum(square, FLOOR)
+        square = tl.where(square < FLOOR, FLOOR, square)  # which, unlike a maximum, keeps NaN
     tl.store(factor + index, tl.rsqrt(square), mask=inside)
 
 

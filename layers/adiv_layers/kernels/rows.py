@@ -29,7 +29,8 @@ def unit_rows_kernel(
 ):
     """Write factor = r and, unless `unit` is None, unit = factor·x.
 
-    If SQUARED the factor is r², and 0 for rows shorter than the floor, which have no direction.
+    r = 1/√(‖x‖² + CONSTANT), or 1/√max(‖x‖², FLOOR) where CONSTANT is 0. If SQUARED the factor is
+    r², and without a constant 0 for rows shorter than the floor, which have no direction.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -47,10 +48,9 @@ def unit_rows_kernel(
             values = tl.load(source + start, mask=mask, other=0.0).to(wide)
             squares += values * values
     square = tl.sum(squares, 1)
-    if CONSTANT > 0:
-        square += CONSTANT
-    short = square < FLOOR
-    square = tl.maximum(square, FLOOR)
+    # Compared, not clamped: tl.maximum would turn NaN into the floor.
+    short = square < (-1.0 if CONSTANT > 0 else FLOOR)
+    square = square + CONSTANT if CONSTANT > 0 else tl.where(short, FLOOR, square)
     if SQUARED:
         r = tl.where(short, 0.0, 1.0 / square)
     else:
@@ -71,54 +71,62 @@ def unit_rows_kernel(
 @triton.jit
 def unit_rows_backward_kernel(
     u,
-    unit,
+    x,
     factor,
     gamma,
     dx,
     rows,
     width,
     stride,
+    x_stride,
+    UNIT: tl.constexpr,
     LIMIT: tl.constexpr,
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write dx = r(u − (u·x̂ + rγ)x̂); where r has reached LIMIT it is a constant, and dx = ru."""
+    """Write dx = r(u − (u·x̂ + rγ)x̂); where r has reached LIMIT it is a constant, and dx = ru.
+
+    x holds the rows x, or x̂ if UNIT.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     column = tl.arange(0, BLOCK)
     upstream = u + row[:, None] * stride + column[None, :]
-    own = row[:, None] * width + column[None, :]
+    rows_of_x = x + row[:, None] * x_stride + column[None, :]
+    target = dx + row[:, None] * width + column[None, :]
     r = tl.load(factor + row, mask=inside, other=0.0)
     wide = factor.dtype.element_ty
     if WHOLE:
         mask = inside[:, None] & (column < width)[None, :]
         slope = tl.load(upstream, mask=mask, other=0.0).to(wide)
-        values = tl.load(unit + own, mask=mask, other=0.0).to(wide)
+        values = tl.load(rows_of_x, mask=mask, other=0.0).to(wide)
         products = slope * values
     else:
         products = tl.zeros((ROWS, BLOCK), wide)
         for start in range(0, width, BLOCK):
             mask = inside[:, None] & (start + column < width)[None, :]
             slope = tl.load(upstream + start, mask=mask, other=0.0).to(wide)
-            values = tl.load(unit + own + start, mask=mask, other=0.0).to(wide)
+            values = tl.load(rows_of_x + start, mask=mask, other=0.0).to(wide)
             products += slope * values
-    along = tl.sum(products, 1)
+    to_unit = 1.0 if UNIT else r
+    along = tl.sum(products, 1) * to_unit
     if gamma is not None:
         along += r * tl.load(gamma + row, mask=inside, other=0.0)
     if LIMIT > 0:
         along = tl.where(r < LIMIT, along, 0.0)
+    pull = along * to_unit
     kind = dx.dtype.element_ty
     if WHOLE:
-        result = r[:, None] * (slope - along[:, None] * values)
-        tl.store(dx + own, result.to(kind), mask=mask)
+        result = r[:, None] * (slope - pull[:, None] * values)
+        tl.store(target, result.to(kind), mask=mask)
     else:
         for start in range(0, width, BLOCK):
             mask = inside[:, None] & (start + column < width)[None, :]
             slope = tl.load(upstream + start, mask=mask, other=0.0).to(wide)
-            values = tl.load(unit + own + start, mask=mask, other=0.0).to(wide)
-            result = r[:, None] * (slope - along[:, None] * values)
-            tl.store(dx + own + start, result.to(kind), mask=mask)
+            values = tl.load(rows_of_x + start, mask=mask, other=0.0).to(wide)
+            result = r[:, None] * (slope - pull[:, None] * values)
+            tl.store(target + start, result.to(kind), mask=mask)
 
 
 def unit_rows(
@@ -149,10 +157,16 @@ def unit_rows(
 
 
 def unit_rows_backward(
-    u: Tensor, unit: Tensor, factor: Tensor, gamma: Tensor | None, dx: Tensor, limit: float
+    u: Tensor,
+    x: Tensor,
+    factor: Tensor,
+    gamma: Tensor | None,
+    dx: Tensor,
+    limit: float,
+    is_unit: bool,
 ) -> None:
-    """Fill `dx` (…, width), contiguous, from the gradients u of `unit` and gamma of `factor`."""
-    flat = _rows(u)
+    """Fill `dx` (…, width), contiguous, from the gradients u of x̂ and gamma of r; x is x̂ or x."""
+    flat, source = _rows(u), _rows(x)
     rows, width = flat.shape
     tile = rows_tile(width, factor.dtype)
     run(
@@ -160,13 +174,15 @@ def unit_rows_backward(
         (divide_up(rows, tile.rows),),
         u,
         flat,
-        unit.contiguous(),
+        source,
         factor.contiguous(),
         None if gamma is None else gamma.contiguous(),
         dx,
         rows,
         width,
         flat.stride(0),
+        source.stride(0),
+        UNIT=is_unit,
         LIMIT=limit,
         WHOLE=tile.block >= width,
         ROWS=tile.rows,

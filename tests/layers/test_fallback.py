@@ -1,0 +1,89 @@
+"""What a kernel that does not start leads to: a warning with its cause, and no second attempt."""
+
+import types
+import warnings
+
+import pytest
+import torch
+from adiv_layers.kernels import launch
+
+ANCHOR = torch.zeros(1)
+
+
+class Kernel:
+    """Stands for a Triton kernel: raises its causes one after the other, then starts."""
+
+    def __init__(self, *causes):
+        self.causes = list(causes)
+        self.attempts = self.started = 0
+        self.loaded = False
+
+    def __getitem__(self, grid):
+        def start(*_, **__):
+            self.attempts += 1
+            if self.causes:
+                raise self.causes.pop(0)
+            self.started += 1
+
+        return start
+
+    def warmup(self, *_, **__):
+        return types.SimpleNamespace(module="a module" if self.loaded else None)
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch):
+    monkeypatch.setattr(launch, "_broken", set())
+    monkeypatch.setattr(launch, "_told", set())
+
+
+def test_what_cannot_be_compiled_is_said_and_not_tried_again():
+    kernel = Kernel(RuntimeError("Failed to find C compiler"))
+    said = r"(?s)Failed to find C compiler.*from now on"
+    with pytest.warns(RuntimeWarning, match=said), pytest.raises(launch.KernelError):
+        launch.run(kernel, (1,), ANCHOR, WIDTH=4)
+    with pytest.raises(launch.KernelError):
+        launch.run(kernel, (1,), ANCHOR, WIDTH=4)
+    assert kernel.attempts == 1
+    launch.run(kernel, (1,), ANCHOR, WIDTH=8)  # another kernel made of the same source
+    assert kernel.started == 1
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        OSError("No space left on device"),
+    ],
+    ids=["PyTorch's", "the driver's", "the disk's"],
+)
+def test_what_may_pass_is_tried_again(cause):
+    kernel = Kernel(cause, cause)
+    with pytest.warns(RuntimeWarning, match="this time"), pytest.raises(launch.KernelError):
+        launch.run(kernel, (1,), ANCHOR)
+    with warnings.catch_warnings(), pytest.raises(launch.KernelError):
+        warnings.simplefilter("error")  # said once is enough
+        launch.run(kernel, (1,), ANCHOR)
+    launch.run(kernel, (1,), ANCHOR)
+    assert kernel.started == 1
+
+
+class Anchor:
+    """A tensor on a GPU, as far as the launcher looks at it."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+
+def test_nothing_is_loaded_during_capture(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_of", lambda _: warnings.catch_warnings())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    kernel = Kernel()
+    said = "before the capture"
+    with pytest.warns(RuntimeWarning, match=said), pytest.raises(launch.KernelError):
+        launch.run(kernel, (1,), Anchor())
+    assert kernel.attempts == 0
+    kernel.loaded = True  # by the step that warmed up
+    launch.run(kernel, (1,), Anchor())
+    assert kernel.started == 1
