@@ -15,16 +15,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from adiv_monitor import dots
+from adiv_monitor.accumulation import Accumulation
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import Rows, exact
+from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.whole import squares
 from adiv_monitor.layer_rows import Call, LayerRows
 from adiv_monitor.selection import Layer
-from adiv_monitor.updates import some
 
 
 class Hook:
@@ -66,7 +69,7 @@ class Capture:
         layers: list[Layer],
         *,
         max_rows: int | None,
-        generator: torch.Generator,
+        generator: np.random.Generator,
         attainable: bool,
         unchecked: set[str],
         fail: Callable[[Layer, Exception], None],
@@ -76,9 +79,7 @@ class Capture:
         self._unchecked = unchecked
         self._fail = fail
         self._active = True  # hooks in graphs that are already built outlive their removal
-        self._accumulated: dict[nn.Parameter, _Accumulated] = {}
-        # Of an embedding's gradient nearly all is zero: spaced entries would miss the rest.
-        self._sparse = {x.weight for x in layers if isinstance(x.module, nn.Embedding)}
+        self._verdict = (-1, False)
         self._handles: list[RemovableHandle] = []
         sharing: dict[nn.Parameter, list[Layer]] = defaultdict(list)
         for layer in layers:
@@ -86,13 +87,15 @@ class Capture:
             handle = layer.module.register_forward_hook(hook, with_kwargs=True)
             self._handles.append(handle)
             sharing[layer.parameters[0]].append(layer)
-        for parameter, users in sharing.items():
-            before = Hook(partial(self._guarded, users[0], self._on_accumulate, parameter, users))
-            after = Hook(partial(self._guarded, users[0], self._on_accumulated))
-            handle = parameter.register_hook(before)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
-            handle = parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
+        self.accumulated = {
+            parameter: Accumulation(
+                parameter,
+                partial(self._watched, users),
+                self._was_zeroed,
+                partial(self._hook, users[0]),
+            )
+            for parameter, users in sharing.items()
+        }
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -100,6 +103,8 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for accumulated in self.accumulated.values():
+            accumulated.remove()
 
     def saw_calls(self) -> bool:
         """Whether any layer was called with gradients enabled."""
@@ -109,18 +114,18 @@ class Capture:
         """Whether rows were thrown away because their gradient never made a step."""
         return any(rows.dropped for rows in self.rows.values())
 
-    def gradient_factor(self, layer: Layer) -> Tensor | None:
-        """‖gradient now‖ / ‖gradient that backward left‖; None if no backward pass left any.
+    def _watched(self, layers: list[Layer]) -> list[LayerRows]:
+        return [self.rows[layer.path] for layer in layers if layer.path in self.rows]
 
-        From 16,384 entries, spread evenly, of the layer's first trained parameter (of an embedding,
-        from all).
-        """
-        parameter = layer.parameters[0]
-        if parameter not in self._accumulated or parameter.grad is None:
-            return None
-        # Read, not told from the version counter: AMP's unscaling leaves that as it was.
-        before = self._accumulated[parameter].norm
-        return torch.where(before > 0, self._norm(parameter) / before, 1.0)
+    def _was_zeroed(self, now: Tensor, left: Tensor) -> bool:
+        """Whether `.grad` was zeroed in place: at one parameter of every pass, the device tells."""
+        task = torch._C._current_graph_task_id()
+        if self._verdict[0] != task:
+            self._verdict = task, bool((now == 0) & (left != 0))
+        return self._verdict[1]
+
+    def _hook(self, layer: Layer, function: Callable[..., None]) -> Hook:
+        return Hook(partial(self._guarded, layer, function))
 
     def _guarded(self, layer: Layer, function: Callable[..., None], *args: Any) -> None:
         if not self._active or layer.path not in self.rows:
@@ -145,16 +150,17 @@ class Capture:
             return
         z = layer.rule.layout(module, output)
         rows_of_layer = self.rows[layer.path]
-        # What runs inside a backward pass is a recomputation: it counts if a gradient comes.
-        counted = torch._C._current_graph_task_id() == -1
-        rows = rows_of_layer.choose(tuple(z.shape[:-1]), output.device, counted)
+        rows, chosen = rows_of_layer.choose(tuple(z.shape[:-1]), output.device)
         features = layer.rule.function(module, rows, *args, **kwargs)
-        z_squared = rows.squares(z)
-        if layer.path in self._unchecked and len(z_squared):
-            rows_of_layer.linear = reproduces(layer, features, rows.take(z))
-        call = Call(rows, _trained(layer, features), z_squared, counted)
+        taken = rows.take(z)
+        if layer.path in self._unchecked and len(taken):
+            rows_of_layer.linear = reproduces(layer, features, taken)
+        whole = layer.rule.whole(module, *args, **kwargs) if layer.weight is not None else None
+        if whole is not None:
+            whole = whole.restrict(weight=True, bias=layer.bias is not None)
+        call = Call(rows, chosen, _trained(layer, features), taken, whole)
         if self._attainable:
-            every = Rows(rows.shape)
+            every = Rows(rows.shape, None, rows.device)
             call.every_row = _trained(layer, layer.rule.function(module, every, *args, **kwargs))
         rows_of_layer.calls.append(call)
         arrive = partial(self._guarded, layer, partial(self._on_gradient, layer, call))
@@ -162,37 +168,14 @@ class Capture:
         output.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, layer: Layer, call: Call, gradient: Tensor) -> None:
+        whole = dots.whole_square(gradient) if call.whole is None else None
         gradient = layer.rule.layout(layer.module, gradient)
-        self.rows[layer.path].count(call)
-        call.arrive(call.rows.take(gradient))
+        square = squares(gradient).reshape(-1) if whole is None else whole
+        call.arrive(call.rows.take(gradient), square, torch.finfo(gradient.dtype).eps)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
         elif self._attainable:  # a second pass through one graph: its rows are summed up already
             self.rows[layer.path].ceiling_is_whole = False
-
-    def _on_accumulate(self, parameter: nn.Parameter, users: list[Layer], _: Tensor) -> None:
-        """Just before a gradient is added to `.grad`: is there still what was there before?"""
-        rows = [self.rows[layer.path] for layer in users if layer.path in self.rows]
-        held = parameter.grad
-        reset = held is None
-        if held is not None and any(c.gradient is not None for r in rows for c in r.calls):
-            left = self._accumulated.get(parameter)  # none yet after a mere autograd.grad
-            same = left is not None and left.holds(held)
-            # Zeroed in place? Only when something did change or replace it, is it worth a look.
-            reset = not same and not bool(held.any())
-        for layer_rows in rows:
-            layer_rows.fold(reset)
-
-    def _on_accumulated(self, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None:  # None: an optimizer that steps inside the backward pass
-            self._accumulated[parameter] = _Accumulated(parameter.grad, self._norm(parameter))
-
-    def _norm(self, parameter: nn.Parameter) -> Tensor:
-        assert parameter.grad is not None
-        whole = parameter in self._sparse
-        looked_at = exact(parameter.grad.detach() if whole else some(parameter.grad))
-        norm: Tensor = torch.linalg.vector_norm(looked_at)
-        return norm
 
 
 def reproduces(layer: Layer, features: Features, z: Tensor) -> Tensor:
@@ -210,16 +193,3 @@ def reproduces(layer: Layer, features: Features, z: Tensor) -> Tensor:
 
 def _trained(layer: Layer, features: Features) -> Features:
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
-
-
-class _Accumulated:
-    """A parameter's `.grad` as the last backward pass left it."""
-
-    def __init__(self, gradient: Tensor, norm: Tensor) -> None:
-        self.norm = norm
-        self._gradient = weakref.ref(gradient)
-        self._version = gradient._version
-
-    def holds(self, gradient: Tensor) -> bool:
-        """Whether this is that tensor, and nothing has written to it since."""
-        return self._gradient() is gradient and gradient._version == self._version

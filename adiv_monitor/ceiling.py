@@ -1,10 +1,10 @@
 """What the ceiling needs of all rows of a step: ΦᵀΦ and ΦᵀG, or the rows while they are few."""
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
-from adiv_monitor.measures import attainable_cosine, attainable_cosine_of_rows
 
 
 class Ceiling:
@@ -19,6 +19,8 @@ class Ceiling:
     def add(self, features: Features, gradient: Tensor) -> None:
         """Add the rows of one call: features and ∂L/∂z (rows, n_total)."""
         gradient = gradient.double()
+        if isinstance(features, OneHotFeatures):  # nothing trains the padding token: idle
+            gradient = gradient * features.trained[:, None]
         self._squared = self._squared + torch.linalg.vecdot(gradient.flatten(), gradient.flatten())
         if isinstance(features, OneHotFeatures):
             self._add_tokens(features, gradient)
@@ -54,3 +56,44 @@ class Ceiling:
             self._cross = gradient.new_zeros(features.vocabulary, 1, gradient.shape[1])
         self._gram[:, 0, 0].index_add_(0, features.token, trained)
         self._cross[:, 0].index_add_(0, features.token, trained[:, None] * gradient)
+
+
+def attainable_cosine(
+    gram: Float[Tensor, "groups n n"],
+    cross: Float[Tensor, "groups n n_out"],
+    G_norm: Float[Tensor, ""],
+) -> Float[Tensor, ""]:
+    """‖P_Φ G‖ / ‖G‖, in [0, 1]: the best cosine with G that any ΔΘ can reach.
+
+    P_Φ projects on the columns of Φ: ‖P_Φ G‖² = tr(Cᵀ S⁻¹ C), S = ΦᵀΦ and C = ΦᵀG, on the space
+    where S is not zero up to rounding.
+
+    Args:
+        gram: S, over all rows.
+        cross: C, over all rows.
+        G_norm: ‖G‖ over all rows.
+    """
+    values, vectors, kept = _spectrum(gram)
+    squares = (vectors.mT @ cross).square() / torch.where(kept, values, 1)[..., None]
+    attained: Tensor = (squares * kept[..., None]).sum().sqrt()
+    return attained / G_norm
+
+
+def attainable_cosine_of_rows(
+    phi: Float[Tensor, "rows groups n_feat"], G: Float[Tensor, "rows groups n_out"]
+) -> Float[Tensor, ""]:
+    """`attainable_cosine` from Φ and G themselves, cheaper when rows < n_feat.
+
+    Eigenvectors of ΦΦᵀ (rows × rows) with an eigenvalue span the columns of Φ.
+    """
+    phi, blocks = phi.transpose(0, 1), G.transpose(0, 1)
+    _, vectors, kept = _spectrum(phi @ phi.mT)
+    attained: Tensor = torch.linalg.vector_norm((vectors.mT @ blocks) * kept[..., None])
+    whole: Tensor = torch.linalg.vector_norm(blocks)
+    return attained / whole
+
+
+def _spectrum(gram: Float[Tensor, "groups n n"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues, eigenvectors, and which eigenvalues are not zero: above n·ε·λ_max."""
+    values, vectors = torch.linalg.eigh(gram)
+    return values, vectors, values > gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:]

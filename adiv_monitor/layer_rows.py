@@ -1,57 +1,90 @@
-"""The rows of one layer in one step: gathered call by call, thinned, matched with gradients."""
+"""The rows of one layer in one step: gathered call by call, matched with gradients."""
 
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from adiv_monitor.ceiling import Ceiling
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.rows import Rows, sample
+from adiv_monitor.features.rows import Rows, to_device
+from adiv_monitor.features.whole import Whole
+from adiv_monitor.sampling import Draw, draw, threshold, winners
+
+# Rows that wait for their gradient may be more than are wanted in the end, since some of them may
+# never get one; this many times `max_rows`.
+_WAITING = 8
 
 
 class Call:
-    """The chosen rows of one call of a layer."""
+    """What is kept of one call of a layer: the chosen rows, and what all rows say together.
 
-    def __init__(self, rows: Rows, features: Features, z_squared: Tensor, counted: bool) -> None:
+    Attributes:
+        gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
+        square: ‖g_r‖² of all rows (rows,), or their sum where single rows are not looked at; None
+            once two backward passes have gone through one graph: the sum of their gradients is
+            known of the chosen rows alone.
+        precision: rounding of the gradients that came.
+    """
+
+    def __init__(
+        self, rows: Rows, chosen: Draw, features: Features, z: Tensor, whole: Whole | None
+    ) -> None:
         self.rows = rows
+        self.draw = chosen
         self.features = features
-        self.z_squared = z_squared
-        self.counted = counted
+        self.z = z
+        self.whole = whole
         self.gradient: Tensor | None = None
-        self._arrived: Tensor | None = None  # since the parameters last accumulated
+        self.square: Tensor | None = None
+        self.precision = 0.0
+        self._arrived: tuple[Tensor, Tensor] | None = None  # since the parameters last accumulated
         self._backward = -1  # in which backward pass
         self.hook: weakref.ref[Any] | None = None  # dies with the graph
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
 
-    def arrive(self, gradient: Tensor) -> None:
-        """Keep the rows of ∂L/∂z until the parameters accumulate.
+    def arrive(self, gradient: Tensor, square: Tensor, precision: float) -> None:
+        """Keep ∂L/∂z of the rows, and what all say, until the parameters accumulate.
 
         A backward pass that reaches no parameter (of an attack on the input, say, or with this
         layer frozen) is replaced by the next one.
         """
-        self._arrived = gradient
+        self._arrived = gradient, square
+        self.precision = max(self.precision, precision)
         self._backward = torch._C._current_graph_task_id()
 
-    def fold(self, reset: bool) -> None:
-        """The parameters accumulate: this pass's gradient adds to what was there, if not zeroed."""
-        if reset:
-            self.gradient = None
+    def fold(self) -> None:
+        """The parameters accumulate: this pass's gradient adds to what was there."""
         if self._arrived is not None and self._backward == torch._C._current_graph_task_id():
-            self._add_arrived()
+            self.take_arrived()
 
-    def take_leftover(self) -> None:
-        """No parameter accumulated: the gradients were set by hand, from this pass."""
-        if self._arrived is not None:
-            self._add_arrived()
-
-    def _add_arrived(self) -> None:
-        assert self._arrived is not None
-        seen = self.gradient
-        self.gradient = self._arrived if seen is None else seen + self._arrived
+    def take_arrived(self) -> None:
+        """What arrived is part of the parameters' gradient."""
+        if self._arrived is None:
+            return
+        gradient, square = self._arrived
         self._arrived = None
+        if self.gradient is None:
+            self.gradient, self.square = gradient, square
+        else:
+            self.gradient, self.square = self.gradient + gradient, None
+
+    def rescale(self, factor: Tensor) -> None:
+        """The parameters' gradient was multiplied since this call became a part of it."""
+        if self.gradient is not None:
+            self.gradient = self.gradient * factor.to(self.gradient.dtype)
+        if self.square is not None:
+            self.square = self.square * factor.to(self.square.dtype).square()
+
+    def rescale_arrived(self, factor: Tensor) -> None:
+        """The gradient that is about to accumulate was multiplied by a hook of the user's."""
+        if self._arrived is not None and self._backward == torch._C._current_graph_task_id():
+            gradient, square = self._arrived
+            factor = factor.to(gradient.dtype)
+            self._arrived = gradient * factor, square * factor.square()
 
     @property
     def arrived(self) -> bool:
@@ -64,93 +97,90 @@ class Call:
         waiting = self.gradient is None and self._arrived is None
         return waiting and self.hook is not None and self.hook() is None
 
-    def thin(self, start: int) -> None:
-        """Keep every second row."""
-        keep = torch.arange(start, len(self.z_squared), 2, device=self.z_squared.device)
-        index = self.rows.index
-        self.rows = Rows(self.rows.shape, keep if index is None else index[keep])
-        self.features = self.features.pick(keep)
-        self.z_squared = self.z_squared[keep]
-        self.gradient = None if self.gradient is None else self.gradient[keep]
-        self._arrived = None if self._arrived is None else self._arrived[keep]
+    def keep(self, kept: np.ndarray | None) -> None:
+        """Give up all chosen rows but these."""
+        if kept is None:
+            return
+        index = to_device(kept, self.z.device)
+        self.features = self.features.pick(index)
+        self.z = self.z.index_select(0, index)
+        if self.gradient is not None:
+            self.gradient = self.gradient.index_select(0, index)
+        chosen = kept if self.rows.chosen is None else self.rows.chosen[kept]
+        self.rows = Rows(self.rows.shape, chosen, self.rows.device)
 
 
 class LayerRows:
     """The rows of one layer in one step: at most `max_rows`, each row as likely as any other."""
 
-    def __init__(self, max_rows: int | None, generator: torch.Generator) -> None:
+    def __init__(self, max_rows: int | None, generator: np.random.Generator) -> None:
         self.calls: list[Call] = []
         self.dropped = False  # rows whose gradient was zeroed before a step was taken
+        self.by_hand = False  # the gradients were set from a pass that accumulated nothing
         self.ceiling: Ceiling | None = None
         self.ceiling_is_whole = True
         self.linear: Tensor | None = None  # did the rule reproduce the output?
         self._max_rows = max_rows
         self._generator = generator
-        self._rate = 1.0
-        self._seen = 0
 
-    def choose(self, shape: tuple[int, ...], device: torch.device, counted: bool) -> Rows:
-        """Choose rows of a further call; halve all earlier choices when there is no room."""
-        self._bury()
+    def choose(self, shape: tuple[int, ...], device: torch.device) -> tuple[Rows, Draw]:
+        """Choose rows of a further call."""
+        self.calls = [call for call in self.calls if not call.dead]  # evaluations, recomputations
         total = Rows(shape).total
-        if self._max_rows is not None and self._seen == 0 and total > self._max_rows:
-            self._rate = min(self._rate, self._max_rows / total)
-        count = self._share(total)
-        while counted and self._max_rows is not None and self._seen + count > self._max_rows:
-            self._halve()
-            count = self._share(total)
-        index = sample(total, count, self._generator)
-        if counted:
-            self._seen += total if index is None else len(index)
-        return Rows(shape, None if index is None else index.to(device, non_blocking=True))
+        chosen = draw(total, self._max_rows, self._bound(total), self._generator)
+        return Rows(shape, chosen.chosen, device), chosen
 
-    def count(self, call: Call) -> None:
-        """Count the rows of a recomputed call, which turned out to be the one with a gradient."""
-        if not call.counted:
-            call.counted = True
-            self._seen += len(call.z_squared)
-            while self._max_rows is not None and self._seen > self._max_rows:
-                self._halve()
+    def _bound(self, total: int) -> float:
+        """Below which a row's key must be to have a chance."""
+        if self._max_rows is None:
+            return np.inf
+        # Rows that have their gradient compete with all that come; so do those that wait for it
+        # when they get too many.
+        counted = [call.draw for call in self.calls if call.gradient is not None]
+        waiting = [call.draw for call in self.calls if call.gradient is None]
+        gathered = sum(len(chosen.keys) for chosen in waiting)
+        if gathered + min(total, self._max_rows) > _WAITING * self._max_rows:
+            counted += waiting
+        return threshold(counted, self._max_rows)
 
-    def fold(self, reset: bool) -> None:
-        """The layer's parameters accumulate a gradient; `reset`: what they held is gone."""
-        if reset and any(call.gradient is not None for call in self.calls):
+    def reset(self) -> None:
+        """What the parameters had accumulated is gone, and its rows with it."""
+        if any(call.gradient is not None for call in self.calls):
             self.dropped = True
-            self._remove([c for c in self.calls if c.gradient is not None and not c.arrived])
-            self.ceiling = None if self.ceiling is None else Ceiling()
+            self.calls = [c for c in self.calls if c.gradient is None or c.arrived]
+            for call in self.calls:
+                call.gradient = call.square = None
+            self.ceiling = None
+
+    def rescale(self, factor: Tensor) -> None:
+        """What the parameters had accumulated was multiplied by a factor since."""
         for call in self.calls:
-            call.fold(reset)
+            call.rescale(factor)
+
+    def rescale_arrived(self, factor: Tensor) -> None:
+        """What is about to be accumulated was multiplied by a factor."""
+        for call in self.calls:
+            call.rescale_arrived(factor)
+
+    def fold(self) -> None:
+        """The layer's parameters accumulate a gradient."""
+        for call in self.calls:
+            call.fold()
             folded = call.gradient is not None and not call.arrived
             if folded and call.every_row is not None and call.every_gradient is not None:
                 self.ceiling = self.ceiling or Ceiling()
                 self.ceiling.add(call.every_row, call.every_gradient)
                 call.every_row = call.every_gradient = None
 
-    def finish(self) -> None:
-        """The gradients are final. What reached no parameter is not part of them."""
+    def finish(self) -> list[Call]:
+        """The gradients are final: the calls that are part of them, with the sampled rows only."""
         if not any(call.gradient is not None for call in self.calls):
+            # No parameter accumulated: the gradients were set by hand, from this pass.
+            self.by_hand = any(call.arrived for call in self.calls)
             for call in self.calls:
-                call.take_leftover()
-
-    def _bury(self) -> None:
-        """Forget calls whose graph is gone: evaluations, recomputations."""
-        self._remove([call for call in self.calls if call.dead])
-
-    def _remove(self, calls: list[Call]) -> None:
-        self._seen -= sum(len(call.z_squared) for call in calls if call.counted)
-        self.calls = [call for call in self.calls if call not in calls]
-
-    def _share(self, total: int) -> int:
-        if self._rate == 1.0:
-            return total
-        chance = torch.rand((), generator=self._generator, device="cpu").item()
-        return min(total, int(self._rate * total + chance))
-
-    def _halve(self) -> None:
-        self._rate /= 2
-        for call in self.calls:
-            if call.counted:
-                start = int(torch.randint(2, (), generator=self._generator, device="cpu"))
-                before = len(call.z_squared)
-                call.thin(start)
-                self._seen -= before - len(call.z_squared)
+                call.take_arrived()
+        reached = [call for call in self.calls if call.gradient is not None]
+        kept = winners([call.draw for call in reached], self._max_rows)
+        for call, rows in zip(reached, kept, strict=True):
+            call.keep(rows)
+        return reached

@@ -5,213 +5,245 @@ a token, a patch), the output z_r = Θ φ_r with features φ_r. Gradient descent
 z_r by −η g_r, g_r = ∂L/∂z_r (*ideal*), but really moves it by −η Σ_k M_rk g_k, M = ΦΦᵀ (paper,
 eqns 46 and 54). The functions below compare the two. They know nothing of modules or hooks.
 
-Matrices are laid out as (rows, groups, n_out): a grouped layer is a set of independent layers, each
-with its own Φ, so that D, the diagonal of M, is one number per row and group. A plain layer is one
-group; an elementwise gain has one group per feature, each with one output.
-
-    G      ∂L/∂z on the rows, in the units of the gradient that the optimizer saw
+    G      ∂L/∂z of all rows, in the units of the gradient that the optimizer saw
     e      = M G = Φ (∂L/∂Θ)ᵀ: what a plain gradient step would do, per unit of learning rate
     d      = −Φ ΔΘᵀ: what the optimizer's step did, as a descent direction
-    scale  = ‖φ_r‖², the diagonal of M; ‖x‖² + 1 for an affine layer (eqn 11)
+    scale  = ‖φ_r‖², the diagonal D of M; ‖x‖² + 1 for an affine layer (eqn 11)
 
-Nearly all measures follow from dot products, taken once (`dots.py`); the argument `d_G` is d_r·g_r
-of every row, `G_G` is ‖g_r‖², and so on. Every result is one value per layer (or per row), for any
-number of layers at once: stacked in the first dimensions, or a single one without them. Nothing
-waits for the device. A vector of length zero has no direction: its cosine is NaN. Tensors are
-float32 or float64.
+A grouped layer is a set of independent layers, each with its own Φ: D is one number per row and
+group; an elementwise gain has one group per feature. Only *active* rows count, g_r ≠ 0.
+
+Nearly all measures follow from sums over the rows: the argument `d_G` is Σ_r d_r·g_r = ⟨d, G⟩,
+`G_G` is ‖G‖², and so on, each exact or estimated from sampled rows (`estimates.py`). A vector of
+length zero has no direction: what would need one is NaN. Many layers at once, float64.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from jaxtyping import Bool
 
-_MAX_ENTRIES = 2_048
-_WIDE = 4_096  # the norm adds one by one, which costs precision where there are many
+from adiv_monitor.estimates import (
+    Estimate,
+    PerLayer,
+    PerRow,
+    Sample,
+    Sum,
+    mean_of_active,
+    over_rows,
+    product,
+)
 
-PerLayer = Float[Tensor, "*layers"]
-PerRow = Float[Tensor, "*layers rows"]
-PerGroup = Float[Tensor, "*layers rows groups"]
-
-
-def row_dots(a: Float[Tensor, "*rows n"], b: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
-    """a_r·b_r of every row."""
-    dots: Tensor = torch.linalg.vecdot(a, b)
-    return dots
+# --- one layer, one step: the activations ----------------------------------------------------
 
 
-def row_squares(a: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
-    """‖a_r‖² of every row."""
-    if a.shape[-1] > _WIDE:
-        return row_dots(a, a)
-    norms: Tensor = torch.linalg.vector_norm(a, dim=-1)  # makes no matrix of products
-    return norms.square()
-
-
-def cosine(a_b: PerLayer, a_a: PerLayer, b_b: PerLayer) -> PerLayer:
-    """cos(a, b) = ⟨a, b⟩ / (‖a‖ ‖b‖), in [−1, 1], from the three dot products."""
-    # Two divisions: the product of two small norms may underflow where neither norm does.
-    return a_b / a_a.sqrt() / b_b.sqrt()
-
-
-# --- one layer, one step ---------------------------------------------------------------------
-
-
-def update_cosine(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerLayer:
+def update_cosine(d_G: Sum, d_d: Sum, G_G: Sum, sample: Sample) -> Estimate:
     """cos(d, G), in [−1, 1]; 1: the step moved the activations exactly downhill."""
-    return cosine(d_G.sum(-1), d_d.sum(-1), G_G.sum(-1))
+    return _cosine(d_G, d_d, G_G, sample)
 
 
-def gradient_cosine(e_G: PerRow, e_e: PerRow, G_G: PerRow) -> PerLayer:
+def gradient_cosine(e_G: Sum, e_e: Sum, G_G: Sum, sample: Sample) -> Estimate:
     """cos(e, G), in [−1, 1]: `update_cosine` of a plain gradient step."""
-    return cosine(e_G.sum(-1), e_e.sum(-1), G_G.sum(-1))
+    return _cosine(e_G, e_e, G_G, sample)
 
 
-def diagonal_cosine(own_G: PerRow, own_own: PerRow, G_G: PerRow) -> PerLayer:
-    """cos(D G, G), in [0, 1]: what the row scales alone cost; exactly 1 if they are all equal.
-
-    Args:
-        own_G: (D G)_r·g_r of every row.
-        own_own: ‖(D G)_r‖².
-        G_G: ‖g_r‖².
-    """
-    return cosine(own_G.sum(-1), own_own.sum(-1), G_G.sum(-1))
+def diagonal_cosine(own_G: Sum, own_own: Sum, G_G: Sum, sample: Sample) -> Estimate:
+    """cos(D G, G), in [0, 1]: what the row scales alone cost; exactly 1 if they are all equal."""
+    return _cosine(own_G, own_own, G_G, sample)
 
 
-def interference_ratio(rest_rest: PerRow, own_own: PerRow) -> PerLayer:
-    """‖e − D G‖ / ‖D G‖, ≥ 0: what the other rows do to a row, against what it does (eqn 49).
-
-    Args:
-        rest_rest: ‖(e − D G)_r‖² of every row.
-        own_own: ‖(D G)_r‖².
-    """
-    return rest_rest.sum(-1).sqrt() / own_own.sum(-1).sqrt()
+def _cosine(a_b: Sum, a_a: Sum, b_b: Sum, sample: Sample) -> Estimate:
+    value, error = product(a_b, [(a_a, -0.5), (b_b, -0.5)], sample)
+    return Estimate(np.clip(value, -1, 1), error)
 
 
-def row_cosine(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerRow:
-    """cos(d_r, g_r) of every row, in [−1, 1]; NaN where g_r or d_r is zero."""
-    return cosine(d_G, d_d, G_G)
+def interference_ratio(rest_rest: Sum, own_own: Sum, sample: Sample) -> Estimate:
+    """‖e − D G‖ / ‖D G‖, ≥ 0: what the other rows do to a row, against what it does (eqn 49)."""
+    return product(_one(sample), [(rest_rest, 0.5), (own_own, -0.5)], sample)
 
 
-def rows_without_gradient(G_G: PerRow) -> PerLayer:
-    """How many rows have g_r = 0: padding, masked tokens, dead units."""
-    return (G_G == 0).sum(-1).to(G_G.dtype)
-
-
-def harmed_fraction(d_G: PerRow, G_G: PerRow) -> PerLayer:
-    """Share of the rows with d_r·g_r < 0, in [0, 1]: this step of this layer raises their loss.
-
-    Rows whose g_r is zero are left out; NaN if no row has a gradient.
-    """
-    return (d_G < 0).sum(-1).to(d_G.dtype) / (G_G != 0).sum(-1)
-
-
-def scale_mean(scale: PerGroup) -> PerLayer:
-    """Mean of ‖φ_r‖², ≥ 0: the common part of the divergence, which one learning rate can mend."""
-    return scale.mean((-2, -1))
-
-
-def scale_cv(scale: PerGroup) -> PerLayer:
-    """std(‖φ_r‖²) / mean(‖φ_r‖²), ≥ 0: the part that differs between rows; 0 if corrected."""
-    mean = scale.mean((-2, -1), keepdim=True)
-    return (scale - mean).square().mean((-2, -1)).sqrt() / mean[..., 0, 0]
-
-
-def scale_max(scale: PerGroup) -> PerLayer:
-    """Largest ‖φ_r‖²; NaN without rows."""
-    if scale.shape[-2] == 0:
-        return scale.new_full(scale.shape[:-2], torch.nan)
-    return scale.amax((-2, -1))
-
-
-def of_scale(scale: PerGroup) -> dict[str, Tensor]:
-    """The measures of ‖φ_r‖², and the entries that its quantiles are taken of."""
-    return {
-        "scale_mean": scale_mean(scale),
-        "scale_cv": scale_cv(scale),
-        "scale_max": scale_max(scale),
-        "scale_entries": thinned(scale),
-    }
-
-
-def bias_share(A_A: PerRow, B_B: PerRow) -> PerLayer:
-    """‖B‖ / (‖A‖ + ‖B‖), in [0, 1]: the bias's share of the update (the paper's responsibility).
-
-    Args:
-        A_A: ‖A_r‖², A = Φ_W ΔΘ_Wᵀ; 0 where no weight is trained.
-        B_B: ‖B_r‖², B = φ_b ⊗ ΔΘ_b; 0 where there is no bias.
-    """
-    a, b = A_A.sum(-1).sqrt(), B_B.sum(-1).sqrt()
-    return b / (a + b)
-
-
-def effective_lr(d_G: PerRow, G_G: PerRow) -> PerLayer:
+def effective_lr(d_G: Sum, G_G: Sum, sample: Sample) -> Estimate:
     """⟨d, G⟩ / ‖G‖²: the learning rate at which the activations really move downhill.
 
     η (‖x‖² + 1) for one row under plain gradient descent; defined for any optimizer. Its spread
     between layers is what a per-layer learning rate could mend.
     """
-    return d_G.sum(-1) / G_G.sum(-1)
+    return product(d_G, [(G_G, -1)], sample)
 
 
-def update_ratio(d_d: PerRow, z_z: PerRow) -> PerLayer:
+def update_ratio(d_d: Sum, z_z: Sum, sample: Sample) -> Estimate:
     """‖Δz‖ / ‖z‖ over the same rows, z before the step, ≥ 0: how far one step moves activations."""
-    return (d_d.sum(-1) / z_z.sum(-1)).sqrt()
+    return product(_one(sample), [(d_d, 0.5), (z_z, -0.5)], sample)
 
 
-def descent(d_G: PerRow) -> PerLayer:
-    """Σ_r d_r·g_r: first-order decrease of the loss by this layer's step.
+def bias_share(A_A: Sum, B_B: Sum, sample: Sample) -> Estimate:
+    """‖B‖ / (‖A‖ + ‖B‖), in [0, 1]: the bias's share of the update (the paper's responsibility).
 
-    Equal to −⟨∂L/∂Θ, ΔΘ⟩ when all rows are looked at. With the gradient that the optimizer saw: of
-    a clipped one it is smaller than the loss's own decrease by the clipping factor.
+    A = Φ_W ΔΘ_Wᵀ, B = φ_b ⊗ ΔΘ_b.
     """
-    return d_G.sum(-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # By the smaller of the two, so that one of them may be zero.
+        by_weight = product(_one(sample), [(A_A, 0.5), (B_B, -0.5)], sample)
+        by_bias = product(_one(sample), [(B_B, 0.5), (A_A, -0.5)], sample)
+        small = A_A.total < B_B.total
+        ratio = np.where(small, by_weight.value, by_bias.value)
+        error = np.where(small, by_weight.error, by_bias.error) / (1 + ratio) ** 2
+        return Estimate(np.where(small, 1 / (1 + ratio), ratio / (1 + ratio)), error)
 
 
-# --- the ceiling -----------------------------------------------------------------------------
+def descent(d_G: Sum, sample: Sample) -> Estimate:
+    """⟨d, G⟩: first-order decrease of the loss by this layer's step, −⟨∂L/∂Θ, ΔΘ⟩.
+
+    With the gradient that the optimizer saw: of a clipped one it is smaller than the loss's own
+    decrease by the clipping factor.
+    """
+    return product(d_G, [], sample)
 
 
-def attainable_cosine(
-    gram: Float[Tensor, "groups n n"],
-    cross: Float[Tensor, "groups n n_out"],
-    G_norm: Float[Tensor, ""],
-) -> Float[Tensor, ""]:
-    """‖P_Φ G‖ / ‖G‖, in [0, 1]: the best cosine with G that any ΔΘ can reach.
+def row_cosines(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerRow:
+    """cos(d_r, g_r) of every row, in [−1, 1]; NaN where g_r or d_r is zero."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # Two divisions: the product of two small norms may underflow where neither norm does.
+        cosines: PerRow = d_G / np.sqrt(d_d) / np.sqrt(G_G)
+    return cosines
 
-    P_Φ projects on the columns of Φ: ‖P_Φ G‖² = tr(Cᵀ S⁻¹ C), S = ΦᵀΦ and C = ΦᵀG, on the space
-    where S is not zero up to rounding.
+
+def harmed_fraction(d_G: PerRow, sample: Sample, d_d: Sum) -> Estimate:
+    """Share of the active rows with d_r·g_r < 0, in [0, 1]: this step raises their loss.
+
+    NaN if no row is active, and if the step moved nothing.
+    """
+    value, error = mean_of_active((d_G < 0).astype(np.float64), sample.active, sample)
+    return Estimate(np.where(d_d.total == 0, np.nan, value), error)
+
+
+def idle_share(sample: Sample, active: PerLayer) -> Estimate:
+    """Share of rows whose gradient is exactly zero, in [0, 1]: they ask for nothing.
 
     Args:
-        gram: S, over all rows.
-        cross: C, over all rows.
-        G_norm: ‖G‖ over all rows.
+        sample: the rows looked at.
+        active: how many of all rows are active; NaN where only the sample tells.
     """
-    values, vectors, kept = _spectrum(gram)
-    squares = (vectors.mT @ cross).square() / torch.where(kept, values, 1)[..., None]
-    attained: Tensor = (squares * kept[..., None]).sum().sqrt()
-    return attained / G_norm
+    rows = over_rows(sample.active.astype(np.float64), sample, active)
+    total = np.maximum(sample.total, 1)
+    mean = product(rows, [], sample)
+    return Estimate(1 - mean.value / total, mean.error / total)
 
 
-def attainable_cosine_of_rows(
-    phi: Float[Tensor, "rows groups n_feat"], G: Float[Tensor, "rows groups n_out"]
-) -> Float[Tensor, ""]:
-    """`attainable_cosine` from Φ and G themselves, cheaper when rows < n_feat.
+# --- the row scales --------------------------------------------------------------------------
 
-    Eigenvectors of ΦΦᵀ (rows × rows) with an eigenvalue span the columns of Φ.
+
+def scale_mean(sums: Sum, count: Sum, sample: Sample) -> Estimate:
+    """Mean of ‖φ_r‖², ≥ 0: the common part of the divergence, which one learning rate can mend.
+
+    Args:
+        sums: Σ_r ‖φ_r‖², over groups too.
+        count: how many numbers that are.
+        sample: the rows looked at.
     """
-    phi, blocks = phi.transpose(0, 1), G.transpose(0, 1)
-    _, vectors, kept = _spectrum(phi @ phi.mT)
-    attained: Tensor = torch.linalg.vector_norm((vectors.mT @ blocks) * kept[..., None])
-    whole: Tensor = torch.linalg.vector_norm(blocks)
-    return attained / whole
+    return product(sums, [(count, -1)], sample)
 
 
-def _spectrum(gram: Float[Tensor, "groups n n"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues, eigenvectors, and which eigenvalues are not zero: above n·ε·λ_max."""
-    values, vectors = torch.linalg.eigh(gram)
-    return values, vectors, values > gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:]
+def scale_cv(squared: PerLayer, sums: PerLayer, count: PerLayer) -> PerLayer:
+    """std(‖φ_r‖²) / mean(‖φ_r‖²), ≥ 0: the part that differs between rows; 0 if corrected.
+
+    Args:
+        squared: Σ (‖φ_r‖² − their mean)².
+        sums: Σ ‖φ_r‖².
+        count: how many numbers that are.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cv: PerLayer = np.sqrt(squared * count) / sums
+    return cv
+
+
+def scale_cv_of_rows(
+    sums: PerRow, squares: PerRow, per_row: float, pivot: PerLayer, sample: Sample
+) -> Estimate:
+    """`scale_cv` from sampled rows.
+
+    Args:
+        sums: Σ (‖φ_r‖² − pivot) over the row's groups.
+        squares: Σ (‖φ_r‖² − pivot)² over the row's groups.
+        per_row: how many groups there are.
+        pivot: a number near the scales of each layer, so that nothing cancels.
+        sample: the rows looked at.
+    """
+    rows = sample.active
+    with np.errstate(divide="ignore", invalid="ignore"):
+        count = rows.sum(1) * per_row
+        shift = np.where(rows, sums, 0.0).sum(1) / count
+        variance = np.maximum(np.where(rows, squares, 0.0).sum(1) / count - shift**2, 0.0)
+        mean = pivot + shift
+        value = np.sqrt(variance) / mean
+        # d log cv = dv/2v − dm/m, of every row against the mean row
+        of_mean = (sums / per_row - shift[:, None]) / mean[:, None]
+        deviation = squares / per_row - 2 * shift[:, None] * sums / per_row + shift[:, None] ** 2
+        of_variance = np.where(variance[:, None] > 0, deviation / variance[:, None] - 1, 0.0)
+        influence = np.where(rows, value[:, None] * (of_variance / 2 - of_mean), 0.0)
+        spread = (influence**2).sum(1) * sample.seen / np.maximum(rows.sum(1), 1) ** 2
+        share = sample.variance_share
+        return Estimate(value, np.where(share == 0, 0.0, np.sqrt(share * spread)))
+
+
+def scale_max_of_rows(largest: PerRow, sample: Sample) -> Estimate:
+    """Largest ‖φ_r‖² of the sampled rows, which the largest of all rows may exceed.
+
+    The error is the distance to the second largest (Robson and Whitlock 1964). NaN without rows.
+    """
+    ordered = np.sort(np.where(sample.active, largest, np.nan), axis=1)  # NaN last
+    counts = sample.active.sum(1)
+    if sample.seen == 0:
+        return Estimate(np.full(len(largest), np.nan), np.zeros(len(largest)))
+    top, second = (
+        np.take_along_axis(ordered, np.maximum(counts - back, 0)[:, None], 1)[:, 0]
+        for back in (1, 2)
+    )
+    return Estimate(top, np.where(sample.variance_share == 0, 0.0, top - second))
+
+
+def common_share(sum_square: PerLayer, count: PerLayer, squares: PerLayer) -> PerLayer:
+    """‖mean_r φ_W,r‖² / mean_r ‖φ_W,r‖², in [0, 1]: how much of the rows is one common vector.
+
+    The mean feature: all rows share it, so that through it each disturbs every other. What centring
+    the inputs would take out (spec, "The mean feature").
+
+    Args:
+        sum_square: ‖Σ_r φ_W,r‖².
+        count: over how many rows.
+        squares: Σ_r ‖φ_W,r‖².
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share: PerLayer = sum_square / count / squares
+    return share
+
+
+def common_share_of_rows(
+    products: PerRow, squares: PerRow, count: PerLayer, sample: Sample
+) -> Estimate:
+    """`common_share` from sampled rows, without the bias by which few rows look more alike.
+
+    Args:
+        products: φ_r·Σ_k φ_k over the active rows seen.
+        squares: ‖φ_r‖².
+        count: N, how many active rows there are in all.
+        sample: the rows looked at.
+    """
+    rows = sample.active
+    n = rows.sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        together = np.where(rows, products, 0.0).sum(1)
+        mean = np.where(rows, squares, 0.0).sum(1) / n
+        alone = mean * n
+        # Pairs of different rows tell the mean's length; each row's own square is known besides.
+        pairs = np.where(n > 1, (together - alone) / (n * (n - 1.0)), 0.0)
+        whole = sample.variance_share == 0
+        rest = np.where(whole, 1 / n, 1 / np.maximum(count, 1))
+        value = (pairs * (1 - rest) + mean * rest) / mean
+        influence = 2 * (products / n[:, None] - (together / n**2)[:, None])
+        influence = (influence - value[:, None] * (squares - mean[:, None])) / mean[:, None]
+        spread = np.where(rows, influence**2, 0.0).sum(1) * sample.seen / n**2
+        share = sample.variance_share
+        error = np.where(whole, 0.0, np.sqrt(share * spread))
+    return Estimate(np.clip(value, 0, 1), error)
 
 
 # --- the parameter step: dot products of vectors that hold all parameters of the layer ---------
@@ -219,7 +251,7 @@ def _spectrum(gram: Float[Tensor, "groups n n"]) -> tuple[Tensor, Tensor, Tensor
 
 def parameter_cosine(u_gamma: PerLayer, u_u: PerLayer, gamma_gamma: PerLayer) -> PerLayer:
     """cos(u, −γ), in [−1, 1]: the optimizer's update u against the raw gradient γ it saw."""
-    return -cosine(u_gamma, u_u, gamma_gamma)
+    return -_of_vectors(u_gamma, u_u, gamma_gamma)
 
 
 def projection_cosine(a_u: PerLayer, a_a: PerLayer, u_u: PerLayer) -> PerLayer:
@@ -228,56 +260,45 @@ def projection_cosine(a_u: PerLayer, a_a: PerLayer, u_u: PerLayer) -> PerLayer:
     They differ when code rescales, clips, projects or averages the weights after the step. Near 0
     the projection made the update orthogonal; below 0 it fights it.
     """
-    return cosine(a_u, a_a, u_u)
+    return _of_vectors(a_u, a_a, u_u)
 
 
 def applied_cosine(a_gamma: PerLayer, a_a: PerLayer, gamma_gamma: PerLayer) -> PerLayer:
     """cos(a, −γ), in [−1, 1]: what was applied, after every projection, against the gradient."""
-    return -cosine(a_gamma, a_a, gamma_gamma)
+    return -_of_vectors(a_gamma, a_a, gamma_gamma)
 
 
-# --- distributions over rows: quantiles are taken on the host ------------------------------------
+def _of_vectors(a_b: PerLayer, a_a: PerLayer, b_b: PerLayer) -> PerLayer:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cosines: PerLayer = np.clip(a_b / np.sqrt(a_a) / np.sqrt(b_b), -1, 1)
+    return cosines
 
 
-def thinned(values: PerGroup) -> Float[Tensor, "*layers entries"]:
-    """At most 2,048 entries: of every so many rows all groups (of one row, if these are more)."""
-    step = -(-values.shape[-2] * values.shape[-1] // _MAX_ENTRIES)
-    return values[..., :: max(step, 1), :].flatten(-2)
+def _one(sample: Sample) -> Sum:
+    return Sum(np.ones_like(sample.total), np.zeros(sample.active.shape))
 
 
-def quantiles(
-    values: Float[np.ndarray, "*layers entries"], levels: Sequence[float]
-) -> Float[np.ndarray, "*layers levels"]:
-    """Quantiles with linear interpolation; NaN counts as larger than every number.
+def holds_more(
+    e_G: PerRow, gamma_gamma: PerLayer, tolerance: PerLayer, sample: Sample
+) -> Bool[np.ndarray, " layers"]:
+    """Whether γ is more than c·GᵀΦ of these rows, beyond what sampling and rounding explain.
 
-    All NaN without entries.
+    ⟨e, G⟩ = ⟨γ, GᵀΦ⟩ over all rows, which is ‖γ‖² if γ = GᵀΦ.
+
+    Args:
+        e_G: e_r·g_r of the sampled rows.
+        gamma_gamma: ‖γ‖².
+        tolerance: how far rounding may take them apart, relative to ‖γ‖² + Σ |e_r·g_r|.
+        sample: the rows looked at.
     """
-    ordered = np.sort(values, axis=-1)
-    return _interpolated(ordered, np.full((*values.shape[:-1], 1), values.shape[-1]), levels)
+    value, error = descent(over_rows(e_G, sample), sample)
+    with np.errstate(invalid="ignore"):
+        terms = over_rows(np.abs(e_G), sample).total
+        explained = _ERRORS * error + tolerance * (gamma_gamma + terms)
+        enough = (sample.variance_share == 0) | (sample.seen >= _ENOUGH)
+        more: Bool[np.ndarray, " layers"] = enough & (np.abs(value - gamma_gamma) > explained)
+    return more
 
 
-def quantiles_of_numbers(
-    values: Float[np.ndarray, "*layers entries"], levels: Sequence[float]
-) -> Float[np.ndarray, "*layers levels"]:
-    """`quantiles` of the entries that are not NaN."""
-    ordered = np.sort(values, axis=-1)  # NaN last
-    return _interpolated(ordered, (ordered == ordered).sum(-1, keepdims=True), levels)
-
-
-def _interpolated(
-    ordered: Float[np.ndarray, "*layers entries"],
-    counts: Int[np.ndarray, "*layers 1"],
-    levels: Sequence[float],
-) -> Float[np.ndarray, "*layers levels"]:
-    """Quantiles of the first so many entries."""
-    if ordered.shape[-1] == 0:
-        return np.full((*ordered.shape[:-1], len(levels)), np.nan)
-    last = np.maximum(counts - 1, 0)
-    at = last * np.asarray(levels)
-    low = at.astype(np.int64)
-    lower = np.take_along_axis(ordered, low, -1)
-    upper = np.take_along_axis(ordered, np.minimum(low + 1, last), -1)
-    weight = at - low
-    with np.errstate(invalid="ignore"):  # infinities
-        between = lower + weight * (upper - lower)
-    return np.where((weight == 0) | (lower == upper), lower, between)
+_ERRORS = 5  # a heavy tail may look like two errors more than it is
+_ENOUGH = 32  # rows; fewer don't know their own error

@@ -10,6 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -91,7 +92,7 @@ class Monitor:
         self._attainable = attainable
         self._sinks = tuple(sinks)
         self._on_error = on_error
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = np.random.default_rng(seed)
         self._watch = Watch()
         self._checked: set[str] = set()  # layers whose rule was seen to hold
         self._switched_off: dict[str, str] = {}
@@ -188,12 +189,12 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs so that step numbers go on."""
-        return {"step": self.step, "generator": self._generator.get_state()}
+        return {"step": self.step, "generator": self._generator.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting where the saved monitor was; before `attach`."""
         self.step = int(state["step"])
-        self._generator.set_state(state["generator"].cpu())  # map_location may have moved it
+        self._generator.bit_generator.state = state["generator"]
 
     # --- the course of a measured step -----------------------------------------------------------
 
@@ -208,7 +209,9 @@ class Monitor:
             unchecked={layer.path for layer in selection.layers} - self._checked,
             fail=self._switch_off,
         )
-        step = MeasuredStep(capture, selection.layers, self._watch, self._switch_off)
+        step = MeasuredStep(
+            capture, selection.layers, self._watch, self._switch_off, self._generator
+        )
         self._armed = _Armed(capture, step, selection)
         self._armed.cleanup.enter_context(forced_eager())
 

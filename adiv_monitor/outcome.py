@@ -1,35 +1,37 @@
-"""From numbers on the device to readings on the host, and what a reader must know about them."""
+"""From numbers on the host to readings, and what a reader must know about them."""
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from adiv_monitor.measures import quantiles, quantiles_of_numbers
-from adiv_monitor.report import MEASURES, QUANTILE_LEVELS, LayerReading
+from adiv_monitor.features.rows import Index
+from adiv_monitor.readings import Measured, Numbers, measure
+from adiv_monitor.report import MEASURES, LayerReading
+from adiv_monitor.transfer import Array
 from adiv_monitor.updates import Watch
 
-Numbers = dict[str, dict[str, list[float]]]
-
-# The quantiles that are taken: for histograms, and for p05, p50, p95.
-LEVELS = (*QUANTILE_LEVELS, 0.05, 0.5, 0.95)
-_DISTRIBUTIONS = {"scale_entries": quantiles, "row_cosine_entries": quantiles_of_numbers}
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
 _RULE_TOLERANCE = 0.05
+# Of two gradients that are alike but for a factor, cos² differs from 1 by rounding alone.
+_LIKENESS_TOLERANCE = 1e-3
 
-
-# A key beside the layers' paths, which have no spaces.
-STEP = "the step"
 _REFUSED = {
     "skipped": "The optimizer skipped the step, because a gradient is not finite: not measured.",
     "moved": (
         "The optimizer moved the weights before it asked for the gradient (as SAM does), so its "
         "update does not start where the gradient was taken: not measured."
+    ),
+}
+# Why what the parameters say does not hold for the rows, so that all is estimated from rows.
+_FROM_ROWS = {
+    "shared": "The weights of {} are used by other layers too",
+    "unknown": "The gradient of {} was set by hand, in units that are not known",
+    "edited": "The gradient of {} was changed since the backward pass, by more than a factor",
+    "more": (
+        "The gradient of {} holds more than these rows (a penalty in the loss, a use outside the "
+        "layer's forward, an edit by a hook?)"
     ),
 }
 
@@ -53,77 +55,233 @@ class Outcome:
     notes: list[str]
 
 
-class Looked(NamedTuple):
-    """What was looked at in a layer."""
+@dataclass
+class Looked:
+    """What was looked at in a layer.
 
+    Attributes:
+        path: of the layer.
+        kind: of the layer.
+        parameters: ids of the trained ones.
+        bias_alone: no weight is trained.
+        rows_seen: rows that were looked at.
+        rows_total: rows that received a gradient.
+        groups: groups of the layer.
+        precision: rounding of the coarsest number that a gradient went through.
+        from_rows: why the parameters do not speak for the rows, if that is known beforehand.
+        vectors: names of the matrices whose row products were taken.
+        entry_rows: see `Numbers`.
+    """
+
+    path: str
     kind: str
+    parameters: list[int]
+    bias_alone: bool
     rows_seen: int
     rows_total: int
-
-
-def refusal(reasons: list[str]) -> Outcome:
-    """The step as a whole is not measured."""
-    return Outcome({}, {}, {}, set(), [_REFUSED[name] for name in reasons])
+    groups: int
+    precision: float
+    from_rows: str
+    vectors: tuple[str, ...] = ()
+    entry_rows: Index | None = field(default=None, repr=False)
 
 
 def understand(
-    looked: dict[str, Looked],
-    fetched: Numbers,
-    unreached: dict[str, str],
+    looked: Mapping[str, Looked],
+    values: dict[str, dict[str, Array]],
+    flags: Mapping[str, Array],
+    products: Mapping[str, Mapping[int, Array]],
+    *,
+    unreached: Mapping[str, str],
     watch: Watch,
+    keeps_gradient: bool,
 ) -> Outcome:
     """Readings, and what goes with them.
 
     Args:
         looked: path → what was looked at there.
-        fetched: path → name → numbers.
+        values: path → name → numbers.
+        flags: name → what is so of the step as a whole.
+        products: name → id of a parameter → numbers that add up to a dot product.
         unreached: path → why there are no numbers.
         watch: is told what happened to gradients and weights.
+        keeps_gradient: γ was copied, so that the optimizer could not change it.
     """
+    refused = [reason for name, reason in _REFUSED.items() if flags.get(name, np.zeros(1)).any()]
+    if refused:
+        return Outcome({}, {}, {}, set(), refused)
+    errors = {p: float(v["rule_error"]) for p, v in values.items() if "rule_error" in v}
     misdescribed = {
         path: f"its output is not what its rule says (relative error {error:.2g}): a hook "
         "or a subclass changes it, or the registered rule is wrong"
-        for path, values in fetched.items()
-        if (error := values.get("rule_error", [0.0])[0]) > _RULE_TOLERANCE
+        for path, error in errors.items()
+        if error > _RULE_TOLERANCE
     }
-    kept = {path: values for path, values in fetched.items() if path not in misdescribed}
-    _learn(kept, watch)
-    notes = _notes(kept)
-    readings = {path: _reading(looked[path], values) for path, values in kept.items()}
-    checked = {p for p, v in kept.items() if v.get("rule_error", [math.nan])[0] <= _RULE_TOLERANCE}
+    kept = {path: seen for path, seen in looked.items() if path not in misdescribed}
+    step = _Step(flags, products, keeps_gradient)
+    numbers: dict[str, Numbers] = {}
+    reasons: dict[str, str] = {}
+    for path, seen in kept.items():
+        numbers[path], reasons[path] = step.numbers(seen, values[path])
+    measured = measure(numbers)
+    reasons |= {path: "more" for path, found in measured.items() if found.holds_more}
+    readings = {p: _reading(kept[p], numbers[p], measured[p], step) for p in kept}
+    notes = [
+        *_not_finite(numbers),
+        *_from_rows(reasons),
+        *step.notes(list(kept)),
+        *_without_common(readings, watch),
+    ]
+    _learn(watch, step, readings, reasons)
+    checked = {path for path, error in errors.items() if error <= _RULE_TOLERANCE}
     return Outcome(readings, {**unreached, **misdescribed}, misdescribed, checked, notes)
 
 
-def _learn(fetched: Numbers, watch: Watch) -> None:
-    stepped = [values for values in fetched.values() if "gradient_changed" in values]
-    if stepped:
-        watch.learn(
-            gradient_changed=any(values["gradient_changed"][0] for values in stepped),
-            weights_changed=any(values["weights_changed"][0] for values in stepped),
+class _Step:
+    """What is known of the step as a whole."""
+
+    def __init__(
+        self,
+        flags: Mapping[str, Array],
+        products: Mapping[str, Mapping[int, Array]],
+        keeps_gradient: bool,
+    ) -> None:
+        self._products = products
+        self.updated = "w_w" in products  # not without an optimizer
+        self._scale = float(flags["gradient_scale"]) if "gradient_scale" in flags else 1.0
+        self.gradient_changed = bool(flags.get("gradient_changed", np.zeros(1)).any())
+        self.gradient_lost = self.gradient_changed and not keeps_gradient
+        # Where a = u is expected only ‖a‖² was taken again, part by part.
+        self.has_applied = "a_w" in products
+        self.weights_changed = self.updated and self._applied_differs()
+
+    def _applied_differs(self) -> bool:
+        before, after = self._products["w_w"], self._products["a_a"]
+        if self.has_applied:
+            return any(
+                not np.array_equal(before[key], part, equal_nan=True)
+                for other in ("a_a", "a_w")
+                for key, part in self._products[other].items()
+            )
+        return any(not np.array_equal(before[k], a, equal_nan=True) for k, a in after.items())
+
+    def numbers(self, seen: Looked, values: dict[str, Array]) -> tuple[Numbers, str]:
+        """What the measures of one layer need; and why they must rest on its rows alone, if so."""
+        dots = {
+            name: sum(float(parts[key].sum()) for key in seen.parameters)
+            / self._scale ** name.count("gamma")
+            for name, parts in self._products.items()
+        }
+        if not self.has_applied:
+            dots.pop("a_a", None)
+        factor = float(values.get("gradient_factor", math.nan))
+        reason = seen.from_rows or _speaks_against(values, dots["gamma_gamma"], factor, seen)
+        found = Numbers(
+            rows_seen=seen.rows_seen,
+            rows_total=seen.rows_total,
+            groups=seen.groups,
+            vectors=seen.vectors,
+            values={name: v for name, v in values.items() if name not in _JUDGED},
+            exact=not reason and not self.gradient_lost,
+            shared=seen.from_rows == "shared",
+            bias_alone=seen.bias_alone,
+            tolerance=_tolerance(seen),
+            factor=factor,
+            entry_rows=seen.entry_rows,
+            dots=dots,
         )
+        return found, reason
+
+    def notes(self, paths: list[str]) -> list[str]:
+        """What of this step was not foreseen, and is therefore missing."""
+        notes = []
+        if self.gradient_lost:
+            notes.append(
+                "The optimizer changed .grad during its step, unlike before: parameter_cosine, "
+                f"applied_cosine and descent are missing for {_listed(paths)}, from the next "
+                "report on they are there."
+            )
+        if self.weights_changed and not self.has_applied:
+            notes.append(
+                "The weights changed after the optimizer's step, unlike before: projection_cosine "
+                f"and applied_cosine are missing for {_listed(paths)}, from the next report on "
+                "they are there."
+            )
+        return notes
 
 
-def _notes(fetched: Numbers) -> list[str]:
+# What is looked at by `_speaks_against` and the like, and is no part of any measure.
+_JUDGED = ("gradient_factor", "rule_error", "likeness", "foreign", "probe")
+
+
+def _speaks_against(values: Mapping[str, Array], gamma: float, factor: float, seen: Looked) -> str:
+    """Why γ is not c·GᵀΦ of these rows with a known c; "" if nothing is known against it."""
+    if gamma == 0:  # nothing was left to be in any units
+        return ""
+    if math.isnan(factor):
+        return "unknown"
+    if "likeness" in values:
+        (then, both), (_, now) = values["likeness"]
+        # Entries that are all zero tell nothing.
+        if then * now > 0 and both < (1 - _LIKENESS_TOLERANCE) * math.sqrt(then * now):
+            return "edited"
+    # The gradient as a whole is ‖γ‖; what was there before the rows is in units of its own.
+    held = float(values.get("foreign", 0.0))
+    if held * factor > _tolerance(seen) * math.sqrt(gamma):
+        return "more"
+    if "probe" in values:
+        difference, whole = values["probe"]
+        if difference > 10 * _tolerance(seen) * whole:
+            return "more"
+    return ""
+
+
+def _tolerance(seen: Looked) -> float:
+    """How far rounding may take two sums apart that should be equal, relative to their terms."""
+    # Matrix products of float32 may be taken with fewer digits (TensorFloat-32).
+    return 1e-9 if seen.precision < 1e-15 else max(1e-3, 4 * seen.precision)
+
+
+def _not_finite(numbers: Mapping[str, Numbers]) -> list[str]:
+    paths = [
+        path
+        for path, found in numbers.items()
+        if not np.isfinite(found.values["products"][:, 0, 0]).all()
+    ]
+    return [f"The gradient is not finite in {_listed(paths)}."] if paths else []
+
+
+def _from_rows(reasons: Mapping[str, str]) -> list[str]:
+    """One sentence for each reason why readings rest on rows alone."""
     notes = []
-    infinite = [p for p, v in fetched.items() if not math.isfinite(v["gradient_square"][0])]
-    if infinite:
-        notes.append(f"The gradient is not finite in {_listed(infinite)}.")
-    lost = [p for p, v in fetched.items() if v.get("gradient_lost", [0.0])[0]]
-    if lost:
-        notes.append(
-            "The optimizer changed .grad during its step, unlike before: parameter_cosine, "
-            f"applied_cosine and descent are missing for {_listed(lost)}, from the next report on "
-            "they are there."
-        )
-    changed = [p for p, v in fetched.items() if v.get("weights_changed", [0.0])[0]]
-    missing = [p for p in changed if "projection_cosine" not in fetched[p]]
-    if missing:
-        notes.append(
-            "The weights changed after the optimizer's step, unlike before: projection_cosine and "
-            f"applied_cosine are missing for {_listed(missing)}, from the next report on they are "
-            "there."
-        )
+    for reason, sentence in _FROM_ROWS.items():
+        paths = [path for path, found in reasons.items() if found == reason]
+        if paths:
+            notes.append(sentence.format(_listed(paths)) + ": estimated from their rows alone.")
     return notes
+
+
+def _without_common(readings: Mapping[str, LayerReading], watch: Watch) -> list[str]:
+    paths = [
+        path
+        for path, reading in readings.items()
+        if reading.idle_share and reading.common_share is None and not watch.expects_idle(path)
+    ]
+    if not paths:
+        return []
+    return [
+        f"Idle rows, unlike before: common_share is missing for {_listed(paths)}, from the next "
+        "report on it is there."
+    ]
+
+
+def _learn(
+    watch: Watch, step: _Step, readings: Mapping[str, LayerReading], reasons: Mapping[str, str]
+) -> None:
+    watch.distrusted |= {path for path, reason in reasons.items() if reason == "more"}
+    watch.idle |= {path for path, reading in readings.items() if reading.idle_share}
+    if step.updated and readings:
+        watch.learn(gradient_changed=step.gradient_changed, weights_changed=step.weights_changed)
 
 
 def _listed(paths: list[str]) -> str:
@@ -131,61 +289,22 @@ def _listed(paths: list[str]) -> str:
     return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 
 
-def fetch(batches: Sequence[tuple[list[str], dict[str, Tensor]]]) -> Numbers:
-    """Bring the tensors to the host, and sort them by layer; the distributions as quantiles.
-
-    Args:
-        batches: paths, and by name a tensor that holds for each of them a number or, of a
-            distribution, numbers.
-    """
-    tensors = [tensor for _, named in batches for tensor in named.values()]
-    arrays = iter(_to_host(tensors))
-    fetched: Numbers = defaultdict(dict)
-    for paths, named in batches:
-        for name in named:
-            values = next(arrays).reshape(len(paths), -1)
-            if name in _DISTRIBUTIONS:
-                values = _DISTRIBUTIONS[name](values, LEVELS)
-            for path, numbers in zip(paths, values.tolist(), strict=True):
-                fetched[path][name] = numbers
-    return fetched
-
-
-def _to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """Many small tensors as float64 vectors, by one transfer per device."""
-    places: dict[torch.device, list[int]] = defaultdict(list)
-    for place, tensor in enumerate(tensors):
-        places[tensor.device].append(place)
-    arrays = [np.empty(0)] * len(tensors)
-    for of_device in places.values():
-        packed = torch.cat([tensors[place].reshape(-1) for place in of_device]).cpu().numpy()
-        ends = np.cumsum([tensors[place].numel() for place in of_device])
-        parts = np.split(packed.astype(np.float64), ends[:-1])
-        for place, part in zip(of_device, parts, strict=True):
-            arrays[place] = part
-    return arrays
-
-
-def _reading(looked: Looked, fetched: dict[str, list[float]]) -> LayerReading:
-    n = len(QUANTILE_LEVELS)
-    distributions: dict[str, Any] = {}
-    named: dict[str, Any] = {}
-    for name in ("scale", "row_cosine"):
-        levels = fetched.pop(f"{name}_entries", [])
-        distributions[f"{name}_quantiles"] = tuple(levels[:n])
-        named |= dict(zip((f"{name}_p05", f"{name}_p50", f"{name}_p95"), levels[n:], strict=False))
-    values = {name: value[0] for name, value in fetched.items()}
-    if values.get("gradient_lost"):  # what was read for γ is not what the optimizer saw
+def _reading(seen: Looked, numbers: Numbers, found: Measured, step: _Step) -> LayerReading:
+    values = dict(found.values)
+    if step.gradient_lost:  # what was read for γ is not what the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)
-    if values.get("weights_changed") == 0.0:  # a = u
-        named["projection_cosine"] = 1.0 if values["update_square"] > 0 else math.nan
-        if "parameter_cosine" in values:
-            named["applied_cosine"] = values["parameter_cosine"]
+    elif step.updated and not step.weights_changed and not step.has_applied:  # a = u
+        values["projection_cosine"] = 1.0 if numbers.dots["w_w"] > 0 else math.nan
+        values["applied_cosine"] = values["parameter_cosine"]
     return LayerReading(
-        **looked._asdict(),
-        rows_without_gradient=int(values["rows_without_gradient"]),
-        gradient_factor=values.get("gradient_factor", 1.0),
-        **distributions,
-        **{name: value for name, value in (values | named).items() if name in MEASURES},
+        kind=seen.kind,
+        rows_seen=seen.rows_seen,
+        rows_total=seen.rows_total,
+        rows_without_gradient=found.idle_seen,
+        gradient_factor=numbers.factor,
+        standard_error={name: error for name, error in found.errors.items() if name in values},
+        scale_quantiles=found.quantiles.get("scale", ()),
+        row_cosine_quantiles=found.quantiles.get("row_cosine", ()),
+        **{name: value for name, value in values.items() if name in MEASURES},
     )

@@ -26,6 +26,7 @@ class LayerTruth:
     by_weight: Tensor
     by_bias: Tensor
     scale: Tensor  # (rows, groups)
+    features: Tensor  # (rows, ·): φ_W, of all groups
     gamma: Tensor
     u: Tensor
     module: nn.Module
@@ -70,8 +71,11 @@ def take_step(
             if output.requires_grad:
                 saved[path].inputs.append(args[0].detach().clone())
                 seen = torch.zeros_like(output)
+                padding = getattr(module, "padding_idx", None)
                 saved[path].outputs.append(seen)
-                output.register_hook(seen.add_)
+                # Nothing trains a padding token: its rows are idle.
+                asks = 1.0 if padding is None else (args[0] != padding)[..., None]
+                output.register_hook(lambda gradient: seen.add_(gradient * asks))
 
         return hook
 
@@ -115,6 +119,7 @@ def _truth(old: nn.Module, new: nn.Module, gradient: Sequence[Tensor], saved: _S
         by_weight=outputs({"weight": new_p["weight"]}) - z,
         by_bias=outputs({"bias": new_p["bias"]}) - z if "bias" in new_p else zero,
         scale=torch.cat([_scale(old, x) for x in saved.inputs]),
+        features=torch.cat([_features(old, x) for x in saved.inputs]),
         gamma=torch.cat([g.flatten() for g in gradient]),
         u=torch.cat([(new_p[name] - old_p[name]).flatten() for name in old_p]),
         module=old,
@@ -145,15 +150,34 @@ def _scale(module: nn.Module, x: Tensor) -> Tensor:
     )
 
 
-def measures(truth: LayerTruth, rows: Sequence[int]) -> dict[str, float]:
-    """Every measure on the given rows, straight from its definition."""
+def _features(module: nn.Module, x: Tensor) -> Tensor:
+    """∂z_rn/∂W for the first output n of every group: φ_W of the row, and zeros."""
+    module = copy.deepcopy(module)
+    z = rows_of(module, module(x))
+    groups = groups_of(module, z.shape[1])
+    first = z[:, :: z.shape[1] // groups]
+    weight = module._parameters["weight"]
+    return torch.stack(
+        [torch.autograd.grad(row.sum(), weight, retain_graph=True)[0].flatten() for row in first]
+    )
+
+
+def measures(truth: LayerTruth, seen: Sequence[int] | None = None) -> dict[str, float]:
+    """Every measure over all active rows, straight from its definition.
+
+    Args:
+        truth: the layer.
+        seen: rows to stop at; all if None.
+    """
+    chosen = range(len(truth.G)) if seen is None else seen
+    idle = [r for r in chosen if truth.G[r].norm() == 0]
+    rows = [r for r in chosen if truth.G[r].norm() > 0]
     G, e, d = (t[rows].double() for t in (truth.G, truth.e, truth.d))
     scale = truth.scale[rows]
     own = (scale[:, :, None] * G.reshape(*scale.shape, -1)).reshape(G.shape)
-    row_cosines = [_cos(d[r], G[r]) for r in range(len(G)) if G[r].norm() > 0]
-    row_cosines = [c for c in row_cosines if not math.isnan(c)]
-    directed = [r for r in range(len(G)) if G[r].norm() > 0]
+    row_cosines = [c for r in range(len(G)) if not math.isnan(c := _cos(d[r], G[r]))]
     a, b = truth.by_weight[rows].norm(), truth.by_bias[rows].norm()
+    features = truth.features[rows]
     whole = {
         "update_cosine": _cos(d, G),
         "gradient_cosine": _cos(e, G),
@@ -161,10 +185,12 @@ def measures(truth: LayerTruth, rows: Sequence[int]) -> dict[str, float]:
         "effective_lr": (d * G).sum() / G.square().sum(),
         "scale_mean": scale.mean(),
         "scale_cv": scale.std(correction=0) / scale.mean(),
-        "scale_max": scale.max(),
+        "scale_max": scale.max() if len(rows) else math.nan,
+        "common_share": features.mean(0).square().sum() / features.square().sum(1).mean(),
         "interference_ratio": (e - own).norm() / own.norm(),
         "row_cosine_mean": _mean(row_cosines),
-        "harmed_fraction": _mean([float(d[r] @ G[r] < 0) for r in directed]),
+        "harmed_fraction": _mean([float(d[r] @ G[r] < 0) for r in range(len(G))]),
+        "idle_share": len(idle) / max(len(chosen), 1),
         "bias_share": b / (a + b),
         "update_ratio": d.norm() / truth.z[rows].norm(),
         "descent": -(truth.gamma @ truth.u),

@@ -15,29 +15,60 @@ from adiv_layers.forms import affine_like_constants, norm_like_gain
 from adiv_layers.modules import AffineLikeLinear, GradientOnlyLinear, NormLikeLinear
 from torch import Tensor
 
-from adiv_monitor.features.conv import patches, spatial_last
+from adiv_monitor.features.conv import patch_squares, patches, spatial_last
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.registry import register_features
-from adiv_monitor.features.rows import Rows
-from adiv_monitor.measures import row_dots
+from adiv_monitor.features.rows import Rows, exact
+from adiv_monitor.features.whole import Whole, squares
 
 PatchNorm = PatchNormConv1d | PatchNormConv2d | PatchNormConv3d
 
 
-@register_features(AffineLikeLinear, kind="affine-like")
+def _whole_linear(module: AffineLikeLinear | NormLikeLinear, input: Tensor) -> Whole:
+    """All rows' features are the input's rows, each times a factor of its own."""
+    x = exact(input.reshape(-1, input.shape[-1]))
+    square = squares(x)
+    if isinstance(module, AffineLikeLinear):
+        of_weight, of_bias = _affine_factors(module, square)
+    else:
+        of_weight, of_bias = _norm_factors(module, square)
+    return Whole(
+        square * of_weight.square(),
+        0.0 if module.bias is None else of_bias.square(),
+        of_weight @ x,
+    )
+
+
+def _whole_patches(module: PatchNorm, input: Tensor) -> Whole | None:
+    """The scales of all patches; their mean would take more than a pass."""
+    if module.groups > 1:
+        return None
+    form = _affine_factors if module.form == "affine-like" else _norm_factors
+    square = patch_squares(module, input)
+    of_weight, of_bias = form(module, square)
+    bias_square = 0.0 if module.bias is None else of_bias.square()
+    return Whole(square * of_weight.square(), bias_square, None)
+
+
+@register_features(AffineLikeLinear, kind="affine-like", whole=_whole_linear)
 def affine_like(module: AffineLikeLinear, rows: Rows, input: Tensor) -> DenseFeatures:
     """φ = [αx, β]/√(α²‖x‖² + β²)."""
     return _affine_like(rows.take(input)[:, None], module, module.bias)
 
 
-@register_features(NormLikeLinear, kind="norm-like")
+@register_features(NormLikeLinear, kind="norm-like", whole=_whole_linear)
 def norm_like(module: NormLikeLinear, rows: Rows, input: Tensor) -> DenseFeatures:
     """φ = [x/‖x‖, 1], or [αx/s, β] with s = √(α²‖x‖²/(1 − β²))."""
     return _norm_like(rows.take(input)[:, None], module, module.bias)
 
 
 @register_features(
-    PatchNormConv1d, PatchNormConv2d, PatchNormConv3d, kind="PatchNorm", layout=spatial_last
+    PatchNormConv1d,
+    PatchNormConv2d,
+    PatchNormConv3d,
+    kind="PatchNorm",
+    layout=spatial_last,
+    whole=_whole_patches,
 )
 def patch_norm(module: PatchNorm, rows: Rows, input: Tensor) -> DenseFeatures:
     """The same of the patch, group by group."""
@@ -48,17 +79,27 @@ def patch_norm(module: PatchNorm, rows: Rows, input: Tensor) -> DenseFeatures:
 def _affine_like(
     x: Tensor, module: AffineLikeLinear | PatchNorm, bias: Tensor | None
 ) -> DenseFeatures:
-    offset, sign = affine_like_constants(module.alpha, module.beta)
-    reciprocal = (row_dots(x, x) + offset**2).rsqrt()
-    features = sign * x * reciprocal[..., None]
-    return DenseFeatures(features, None if bias is None else offset * reciprocal)
+    of_weight, of_bias = _affine_factors(module, squares(x))
+    return DenseFeatures(of_weight[..., None] * x, None if bias is None else of_bias)
 
 
 def _norm_like(x: Tensor, module: NormLikeLinear | PatchNorm, bias: Tensor | None) -> DenseFeatures:
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=module.eps)
-    features = norm_like_gain(module.alpha, module.beta) * x / length
-    ones = x.new_full((len(x), 1), module.beta)
-    return DenseFeatures(features, None if bias is None else ones)
+    of_weight, of_bias = _norm_factors(module, squares(x))
+    return DenseFeatures(of_weight[..., None] * x, None if bias is None else of_bias[:, :1])
+
+
+def _affine_factors(module: AffineLikeLinear | PatchNorm, square: Tensor) -> tuple[Tensor, Tensor]:
+    """What a row is multiplied by, and its bias, from ‖x‖²: α/s and β/s."""
+    offset, sign = affine_like_constants(module.alpha, module.beta)
+    reciprocal = (square + offset**2).rsqrt()
+    return sign * reciprocal, offset * reciprocal
+
+
+def _norm_factors(module: NormLikeLinear | PatchNorm, square: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of norm-like forms: α/s and β."""
+    length = square.sqrt().clamp(min=module.eps)
+    gain = norm_like_gain(module.alpha, module.beta) / length
+    return gain, torch.full_like(square, module.beta)
 
 
 @register_features(GradientOnlyLinear, kind="gradient-only")
@@ -80,13 +121,13 @@ def gradient_only_conv(module: GradientOnlyConv2d, rows: Rows, input: Tensor) ->
 def _gradient_only(
     x: Tensor, module: GradientOnlyLinear | GradientOnlyConv2d, bias: Tensor | None
 ) -> DenseFeatures:
-    squares = row_dots(x, x)
+    square = squares(x)
     ones = None if bias is None else x.new_ones(len(x), 1)
     if module.form == "batch":
         return DenseFeatures(x, ones, mixes_rows=True)
     if module.form == "proportional" and bias is not None:
-        gain = 1 / (squares + 1)
+        gain = 1 / (square + 1)
         return DenseFeatures(x, ones, weight_gain=gain, bias_gain=gain)
     share = 1.0 if bias is None else 0.5
-    gain = share / squares.clamp(min=module.eps**2)
-    return DenseFeatures(x, ones, weight_gain=gain, bias_gain=torch.full_like(squares, share))
+    gain = share / square.clamp(min=module.eps**2)
+    return DenseFeatures(x, ones, weight_gain=gain, bias_gain=torch.full_like(square, share))

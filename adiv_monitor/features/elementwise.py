@@ -11,11 +11,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.registry import channels_second, register_features
-from adiv_monitor.features.rows import Rows, exact
+from adiv_monitor.features.rows import Rows, exact, to_device
+from adiv_monitor.features.whole import CHUNK
 
 
-def _gain(normalised: Tensor, bias: Tensor | None) -> DenseFeatures:
-    ones = None if bias is None else normalised.new_ones(len(normalised), 1)
+def _gain(normalised: Tensor, module: nn.Module) -> DenseFeatures:
+    has_bias = getattr(module, "bias", None) is not None
+    ones = normalised.new_ones(len(normalised), 1) if has_bias else None
     return DenseFeatures(normalised[..., None], ones)
 
 
@@ -27,7 +29,7 @@ def _normalised_dims_last(module: nn.LayerNorm | nn.RMSNorm, tensor: Tensor) -> 
 def layer_norm(module: nn.LayerNorm, rows: Rows, input: Tensor) -> DenseFeatures:
     """x̂ = (x − mean) / √(var + ε) over the normalised dimensions."""
     x = rows.take(_normalised_dims_last(module, input))
-    return _gain(functional.layer_norm(x, x.shape[1:], eps=module.eps), module.bias)
+    return _gain(functional.layer_norm(x, x.shape[1:], eps=module.eps), module)
 
 
 @register_features(nn.RMSNorm, kind="gain", layout=_normalised_dims_last)
@@ -36,19 +38,18 @@ def rms_norm(module: nn.RMSNorm, rows: Rows, x: Tensor) -> DenseFeatures:
     # With eps=None torch takes the smallest number of the dtype it computes in: the input's.
     eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
     taken = rows.take(_normalised_dims_last(module, x))
-    return _gain(functional.rms_norm(taken, taken.shape[1:], eps=eps), None)
+    return _gain(functional.rms_norm(taken, taken.shape[1:], eps=eps), module)
 
 
 @register_features(nn.GroupNorm, kind="gain", layout=channels_second)
 def group_norm(module: nn.GroupNorm, rows: Rows, input: Tensor) -> DenseFeatures:
     """x̂ = (x − mean) / √(var + ε) over each sample's groups of channels."""
     batch, channels = input.shape[:2]
-    mean, square = _moments(input.reshape(batch, module.num_groups, -1))
+    moments = torch.stack(_moments(input.reshape(1, batch * module.num_groups, -1)))
+    sample = to_device(rows.positions[0], input.device)
+    of_rows = moments.view(3, batch, -1)[:, sample]
     repeats = channels // module.num_groups
-    sample = rows.positions(input.device)[0]
-    reciprocal = (square - mean.square() + module.eps).rsqrt()
-    mean, reciprocal = (t.repeat_interleave(repeats, dim=1)[sample] for t in (mean, reciprocal))
-    return _gain(_normalise(rows.take(input.movedim(1, -1)), mean, reciprocal), module.bias)
+    return _gain(_normalised(module, rows, input, *of_rows.repeat_interleave(repeats, 2)), module)
 
 
 def _refuse_synchronised(module: nn.SyncBatchNorm) -> str:
@@ -62,26 +63,37 @@ register_features(nn.SyncBatchNorm, refuse=_refuse_synchronised)(_gain)
 def batch_norm(module: _BatchNorm, rows: Rows, input: Tensor) -> DenseFeatures:
     """x̂ = (x − mean) / √(var + ε) per channel, of the batch, or the running ones in evaluation."""
     if module.training or module.running_mean is None or module.running_var is None:
-        means, squares = _moments(input.reshape(*input.shape[:2], -1))
-        mean = means.mean(dim=0)
-        variance = squares.mean(dim=0) - mean.square()
+        moments = _moments(input.flatten(2) if input.dim() > 2 else input[..., None])
     else:
-        variance, mean = exact(module.running_var), exact(module.running_mean)
-    reciprocal = (variance + module.eps).rsqrt()
-    return _gain(_normalise(rows.take(input.movedim(1, -1)), mean, reciprocal), module.bias)
+        moments = module.running_mean, torch.zeros_like(module.running_mean), module.running_var
+    return _gain(_normalised(module, rows, input, *moments), module)
 
 
-def _normalise(x: Tensor, mean: Tensor, reciprocal: Tensor) -> Tensor:
-    """(x − mean) · reciprocal in place, as precise as if x were float64."""
-    rounded = mean.to(x.dtype)
-    rest = (mean - rounded).to(x.dtype)
-    return x.sub_(rounded).sub_(rest).mul_(reciprocal.to(x.dtype))
+def _normalised(
+    module: nn.GroupNorm | _BatchNorm,
+    rows: Rows,
+    input: Tensor,
+    pivot: Tensor,
+    shift: Tensor,
+    variance: Tensor,
+) -> Tensor:
+    """x̂ of the rows; the pivot goes first, so that nothing is lost far from zero."""
+    x = rows.take(input.movedim(1, -1))
+    return x.sub_(pivot).sub_(shift).mul_((exact(variance) + module.eps).rsqrt())
 
 
-def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Means of x and of x² over the last dimension, in float64 since they will be subtracted.
+def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A pivot, mean − pivot and variance, over all but the second of three dimensions.
 
-    Faster than `var_mean` on the CPU all the same.
+    The pivot, near the mean, is the first entry. Faster than `var_mean` on a CPU, by ten times.
     """
-    norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
-    return x.mean(dim=-1, dtype=torch.float64), norm.square() / x.shape[-1]
+    pivot = x[:1, :, :1]
+    sums, norms = [], []
+    for part in torch.split(x, max(1, CHUNK * len(x) // max(x.numel(), 1))):
+        part = exact(part - pivot)
+        sums.append(part.sum(2))
+        norms.append(torch.linalg.vector_norm(part, dim=2))
+    count = len(x) * x.shape[2]
+    shift = torch.cat(sums).sum(0) / count
+    variance = torch.cat(norms).square().sum(0) / count - shift.square()
+    return exact(pivot.flatten()), shift, variance

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adiv_monitor.measures import row_squares
+from adiv_monitor.features.whole import squares as row_squares
 
 
 @runtime_checkable
@@ -137,6 +137,32 @@ class DenseFeatures:
         parts = [features._tensors() for features in every]
         return self._with({name: torch.cat([p[name] for p in parts]) for name in parts[0]})
 
+    @property
+    def has_gram(self) -> bool:
+        """Whether M = ΦΦᵀ is one matrix, of rows × rows numbers."""
+        return self.groups == 1 and self.weight_gain is None and not self.mixes_rows
+
+    def gram(self) -> Float[Tensor, "rows rows"]:
+        """M = ΦΦᵀ of one group."""
+        parts = [
+            c @ c.T
+            for c in (None if self.phi is None else self.phi[:, 0], self.bias)
+            if c is not None
+        ]
+        return parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
+
+    def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
+        """φ_W,r·Σ_k a_k φ_W,k of every row: how much of it is common to the active rows."""
+        if self.phi is None:
+            return None
+        flat = self.phi.flatten(1)
+        return flat @ (active @ flat)
+
+    def weight_squares(self) -> Float[Tensor, " rows"]:
+        """‖φ_W,r‖² of every row, over all groups."""
+        assert self.phi is not None
+        return row_squares(self.phi.flatten(1))
+
     def _tensors(self) -> dict[str, Tensor]:
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: value for name, value in named if isinstance(value, Tensor)}
@@ -189,6 +215,16 @@ class OneHotFeatures:
     def restrict(self, *, weight: bool, bias: bool) -> "OneHotFeatures":
         """There is only the weight."""
         return self
+
+    def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+        """How often the row's token comes among the active rows."""
+        weights = active * self.trained
+        counts = weights.new_zeros(self.vocabulary).index_add_(0, self.token, weights)
+        return counts[self.token] * self.trained
+
+    def weight_squares(self) -> Float[Tensor, " rows"]:
+        """1 for every token that is trained."""
+        return self.trained
 
     def pick(self, rows: Tensor) -> "OneHotFeatures":
         """The features of some of the rows."""

@@ -4,10 +4,17 @@ from torch import Tensor, nn
 
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.registry import register_features
-from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.rows import Rows, exact_type
+from adiv_monitor.features.whole import Whole, squares
 
 
-@register_features(nn.Linear, kind="linear")
+def whole_input(module: nn.Linear, input: Tensor) -> Whole:
+    """Scales and mean feature of all rows."""
+    x = input.reshape(-1, input.shape[-1])
+    return Whole(squares(x), float(module.bias is not None), x.sum(0, dtype=exact_type(x)))
+
+
+@register_features(nn.Linear, kind="linear", whole=whole_input)
 def linear(module: nn.Linear, rows: Rows, input: Tensor) -> DenseFeatures:
     """Z = W x + b: one row per sample or token."""
     x = rows.take(input)

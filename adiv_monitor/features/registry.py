@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from adiv_monitor.features.features import Features
+from adiv_monitor.features.whole import Whole
 
 FeatureFunction = Callable[..., Features]
+WholeFunction = Callable[..., Whole | None]
 Layout = Callable[[Any, Tensor], Tensor]
 F = TypeVar("F", bound=FeatureFunction)
 
@@ -25,6 +27,8 @@ class Rule:
         weight: name of the parameter that `Features.by_weight` multiplies.
         bias: name of the parameter that `Features.by_bias` multiplies.
         refuse: (module) → why this one can't be measured, or None.
+        whole: (module, *the arguments of its forward) → what one pass says of all rows; None where
+            that is not cheap.
     """
 
     kind: str
@@ -33,6 +37,7 @@ class Rule:
     weight: str
     bias: str
     refuse: Callable[[Any], str | None]
+    whole: WholeFunction
 
 
 _RULES: dict[type[nn.Module], Rule] = {}
@@ -48,7 +53,7 @@ def channels_second(module: nn.Module, tensor: Tensor) -> Tensor:
     return tensor.movedim(1, -1)
 
 
-def _nothing(module: nn.Module) -> str | None:
+def _nothing(*_: object, **__: object) -> None:
     return None
 
 
@@ -59,6 +64,7 @@ def register_features(
     weight: str = "weight",
     bias: str = "bias",
     refuse: Callable[[Any], str | None] = _nothing,
+    whole: WholeFunction = _nothing,
 ) -> Callable[[F], F]:
     """Teach the monitor a layer: decorate a function that returns the features of its rows.
 
@@ -72,6 +78,8 @@ def register_features(
         weight: name of the weight parameter.
         bias: name of the bias parameter.
         refuse: (module) → the reason why a certain module of this type can't be measured, or None.
+        whole: a function of the module and what its forward got that takes scales and mean feature
+            of all rows in one pass; without it they are estimated from the sampled rows.
 
     Raises:
         TypeError: something else than a class of modules is given.
@@ -95,7 +103,7 @@ def register_features(
     def decorate(function: F) -> F:
         name = kind or module_types[0].__name__.lower()
         for module_type in module_types:
-            _RULES[module_type] = Rule(name, function, layout, weight, bias, refuse)
+            _RULES[module_type] = Rule(name, function, layout, weight, bias, refuse, whole)
         return function
 
     return decorate

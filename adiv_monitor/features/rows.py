@@ -1,29 +1,33 @@
 """Which rows of a layer are looked at, and how to gather them from a tensor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.measures import row_dots, row_squares
-
-_PERMUTED = 2**17
+Index = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """A choice of rows among the uses of a layer's weights in one call.
+
+    Positions are reckoned on the host, where they were drawn, and travel once per call.
 
     Attributes:
         shape: the output's shape without its channels: (B,) or (B, T) for a linear layer,
             (B, H, W) for a convolution.
-        index: sorted positions (rows,) int64 in the flattened `shape`; None: all of them.
+        chosen: sorted positions (rows,) in the flattened `shape`; None: all of them.
+        device: where the tensors are that rows are taken of.
     """
 
     shape: tuple[int, ...]
-    index: Tensor | None = None
+    chosen: Index | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @cached_property
     def total(self) -> int:
@@ -37,57 +41,42 @@ class Rows:
         The result is float32, or float64 if the tensor is.
         """
         rest = tensor.shape[len(self.shape) :]
-        if self.index is None:
+        if self.chosen is None:
             taken = exact(tensor.reshape(self.total, *rest))
             if taken.data_ptr() == tensor.data_ptr():  # a view: training may change it in place
                 taken = taken.clone()
-        elif tensor.is_contiguous():
-            taken = tensor.view(self.total, *rest).index_select(0, self.index)
-        else:
-            taken = tensor[self.positions(tensor.device)]
-        return exact(taken)
-
-    def squares(self, tensor: Tensor) -> Tensor:
-        """Squared norms (rows,) of the rows of a tensor shaped (*shape, channels)."""
-        if self.index is None:
-            tensor = exact(tensor)
-            return row_dots(tensor, tensor).reshape(-1)
-        return row_squares(self.take(tensor))
-
-    def positions(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The index of every row in each dimension of `shape`."""
-        if self.index is not None:
-            return self._positions
-        return self._in_each_dimension(torch.arange(self.total, device=device))
+            return taken
+        if tensor.is_contiguous():
+            return exact(tensor.view(self.total, *rest).index_select(0, self.flat))
+        return exact(tensor[tuple(self._on_device)])
 
     @cached_property
-    def _positions(self) -> tuple[Tensor, ...]:
-        assert self.index is not None
-        return self._in_each_dimension(self.index)
+    def positions(self) -> tuple[Index, ...]:
+        """The index of every row in each dimension of `shape`, on the host."""
+        chosen = np.arange(self.total) if self.chosen is None else self.chosen
+        return np.unravel_index(chosen, self.shape) if self.shape else (chosen,)
 
-    def _in_each_dimension(self, rest: Tensor) -> tuple[Tensor, ...]:
-        positions = []
-        for size in reversed(self.shape[1:]):
-            positions.append(rest % size)
-            rest = rest // size
-        return (rest, *reversed(positions))
+    @cached_property
+    def flat(self) -> Tensor:
+        """The chosen positions in the flattened `shape`, on the device."""
+        assert self.chosen is not None
+        return to_device(self.chosen, self.device)
+
+    @cached_property
+    def _on_device(self) -> Tensor:
+        return to_device(np.stack(self.positions), self.device)
 
 
-def sample(total: int, count: int, generator: torch.Generator) -> Tensor | None:
-    """Sorted random choice of `count` among `total` positions, none twice; None: all of them.
-
-    Among very many positions it may be a few less than `count`.
-    """
-    if count >= total:
-        return None
-    if total > _PERMUTED:  # a permutation would cost more than a few double draws lose
-        drawn: Tensor = torch.unique(
-            torch.randint(total, (count,), generator=generator, device="cpu")
-        )
-        return drawn
-    return torch.randperm(total, generator=generator, device="cpu")[:count].sort().values
+def to_device(array: Index, device: torch.device) -> Tensor:
+    """Whole numbers from the host, without waiting for the device."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def exact(tensor: Tensor) -> Tensor:
     """The tensor in the precision of the measures: float32, or float64 if it already is."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def exact_type(tensor: Tensor) -> torch.dtype:
+    """The precision of the measures for what is made of this tensor."""
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,171 @@
+"""From sampled rows to the layer: sums over all rows, what follows from them, and how sure that is.
+
+A measure of a layer is over all its active rows; rows are sampled only to estimate it (spec, "From
+sampled rows to the layer"). With R of T rows looked at, chosen evenly and none twice, a sum over
+all rows is T/R times the sum over those. Every measure is a product of such sums with powers; the
+error of each, relative to the sum, is known from the spread of the rows, and the delta method gives
+what it does to the product: its standard error, and the bias of order 1/R, which is taken off.
+
+Everything is float64 numpy on the host, of any number of layers at once: arrays are (layers,) or
+(layers, rows). Idle rows, whose gradient is zero, count as rows that add nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+PerLayer = Float[np.ndarray, " layers"]
+PerRow = Float[np.ndarray, "layers rows"]
+
+
+class Estimate(NamedTuple):
+    """A measure of every layer, and its standard error: 0 where it is exact."""
+
+    value: PerLayer
+    error: PerLayer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How many of how many rows were looked at; which of those are active.
+
+    Attributes:
+        total: T, rows of every layer.
+        active: (layers, rows seen), rows whose gradient is not zero.
+    """
+
+    total: PerLayer
+    active: Bool[np.ndarray, "layers rows"]
+
+    @property
+    def seen(self) -> int:
+        """R, rows looked at."""
+        return int(self.active.shape[1])
+
+    @property
+    def variance_share(self) -> PerLayer:
+        """(1 − R/T)/(R − 1): what is left of the rows' variance in the variance of their mean.
+
+        0 when all rows were looked at, infinite for one row of several.
+        """
+        rest = 1 - self.seen / np.maximum(self.total, 1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(rest > 0, rest / np.float64(self.seen - 1), 0.0)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum over all rows of every layer.
+
+    Attributes:
+        total: its value.
+        spread: what every sampled row's T-fold would add to it beyond the mean of these; 0 where
+            the total is exact.
+    """
+
+    total: PerLayer
+    spread: PerRow
+
+
+def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Sum:
+    """The sum over all rows: the exact one where it is given and a number, else from the rows."""
+    scaled = rows * sample.total[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = scaled.sum(1) / np.float64(sample.seen)
+    if exact is None:
+        return Sum(mean, scaled - mean[:, None])
+    known = ~np.isnan(exact)
+    spread = np.where(known[:, None], 0.0, scaled - mean[:, None])
+    return Sum(np.where(known, exact, mean), spread)
+
+
+def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample) -> Estimate:
+    """N Π_j S_j^p_j, less its bias of order 1/R, with its standard error by the delta method.
+
+    Args:
+        numerator: N, of either sign, perhaps 0.
+        factors: S_j, not negative, and their powers p_j.
+        sample: the rows behind those of the sums that are not exact.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rest = np.ones_like(numerator.total)
+        relative = np.zeros_like(numerator.spread)  # Σ_j p_j δS_j/S_j of every row
+        own = np.zeros_like(rest)  # Σ_j p_j mean((δS_j/S_j)²)
+        for factor, power in factors:
+            rest = rest * factor.total**power
+            exact = factor.spread == 0
+            deviation = np.where(exact, 0.0, factor.spread / factor.total[:, None])
+            relative = relative + power * deviation
+            own = own + power * _mean(deviation**2)
+        value = numerator.total * rest
+        influence = _product(numerator.spread, rest[:, None]) + _product(relative, value[:, None])
+        bias = _product(_mean(numerator.spread * relative), rest)
+        bias = bias + _product((_mean(relative**2) - own) / 2, value)
+        share = sample.variance_share
+        value = value - _product(np.where(np.isfinite(share), share, 0.0), bias)
+        return Estimate(value, np.sqrt(_product(share, _mean(influence**2))))
+
+
+def mean_of_active(rows: PerRow, counted: Bool[np.ndarray, "layers rows"], s: Sample) -> Estimate:
+    """The mean over those rows that count; NaN where there are none."""
+    ones = over_rows(counted.astype(np.float64), s)
+    return product(over_rows(np.where(counted, rows, 0.0), s), [(ones, -1)], s)
+
+
+def quantiles(
+    values: Float[np.ndarray, "layers entries"],
+    levels: Sequence[float],
+    share: PerLayer | float = 0.0,
+) -> tuple[Float[np.ndarray, "layers levels"], Float[np.ndarray, "layers levels"]]:
+    """Quantiles of the entries that are not NaN, with linear interpolation, and their errors.
+
+    The error is half the distance of the quantiles one standard error of the level,
+    √(p(1 − p) · share), to either side (Woodruff 1952). All NaN without entries.
+
+    Args:
+        values: the entries; NaN counts as none.
+        levels: 0 to 1.
+        share: `Sample.variance_share`.
+    """
+    ordered = np.sort(values, axis=-1)  # NaN last
+    counts = (ordered == ordered).sum(-1, keepdims=True)
+    at = np.broadcast_to(np.asarray(levels, dtype=np.float64), (len(values), len(levels)))
+    with np.errstate(invalid="ignore"):
+        width = np.sqrt(at * (1 - at) * np.broadcast_to(share, len(values))[:, None])
+    width = np.where(np.isfinite(width), width, 1.0)
+    low, high = (_interpolated(ordered, counts, np.clip(at + s * width, 0, 1)) for s in (-1, 1))
+    with np.errstate(invalid="ignore"):
+        return _interpolated(ordered, counts, at), np.where(high == low, 0.0, (high - low) / 2)
+
+
+def _interpolated(
+    ordered: Float[np.ndarray, "layers entries"],
+    counts: Float[np.ndarray, "layers 1"],
+    levels: Float[np.ndarray, "layers levels"],
+) -> Float[np.ndarray, "layers levels"]:
+    """Quantiles of the first so many entries."""
+    if ordered.shape[-1] == 0:
+        return np.full(levels.shape, np.nan)
+    last = np.maximum(counts - 1, 0)
+    at = last * levels
+    low = at.astype(np.int64)
+    lower = np.take_along_axis(ordered, low, -1)
+    upper = np.take_along_axis(ordered, np.minimum(low + 1, last), -1)
+    weight = at - low
+    with np.errstate(invalid="ignore"):  # infinities
+        between = lower + weight * (upper - lower)
+    found: np.ndarray = np.where((weight == 0) | (lower == upper), lower, between)
+    return found
+
+
+def _mean(rows: PerRow) -> PerLayer:
+    return rows.sum(1) / np.float64(max(rows.shape[1], 1))
+
+
+def _product(chance: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Their product; 0 where nothing was left to chance, whatever the other is."""
+    found: np.ndarray = np.where(chance == 0, 0.0, chance * other)
+    return found

@@ -1,0 +1,353 @@
+"""From numbers on the host to the measures of each layer, with their standard errors.
+
+Layers that were looked at alike, with as many rows, are measured together.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from adiv_monitor import measures
+from adiv_monitor.estimates import (
+    Estimate,
+    PerLayer,
+    PerRow,
+    Sample,
+    Sum,
+    mean_of_active,
+    over_rows,
+    quantiles,
+)
+from adiv_monitor.features.rows import Index
+from adiv_monitor.report import QUANTILE_LEVELS
+from adiv_monitor.transfer import Array
+
+# The quantiles that are taken: for histograms, and for p05, p50, p95.
+_PERCENTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
+LEVELS = (*QUANTILE_LEVELS, *_PERCENTILES.values())
+
+
+@dataclass
+class Numbers:
+    """What came from the device of one layer.
+
+    Attributes:
+        rows_seen: R.
+        rows_total: T.
+        groups: groups of the layer.
+        vectors: names of the matrices whose row products there are.
+        values: the arrays, by name.
+        exact: nothing speaks against γ = c·GᵀΦ with a known c, so that what the parameters say
+            holds for the rows.
+        shared: other layers use these parameters too.
+        bias_alone: no weight is trained.
+        tolerance: what rounding may do to a dot product, relative to the sum of its terms.
+        factor: c; NaN if unknown.
+        entry_rows: of which row each of `scale_entries_of_rows` is; None: all, row by row.
+        gamma_gamma: ‖γ‖²; others alike, with w = −u and a for what was applied, negative too.
+    """
+
+    rows_seen: int
+    rows_total: int
+    groups: int
+    vectors: tuple[str, ...]
+    values: dict[str, Array]
+    exact: bool
+    shared: bool
+    bias_alone: bool
+    tolerance: float
+    factor: float
+    entry_rows: Index | None
+    dots: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measures of one layer.
+
+    Attributes:
+        values: by name.
+        errors: standard errors of those that are not exact.
+        quantiles: of `scale` and `row_cosine`, at `QUANTILE_LEVELS`.
+        idle_seen: idle rows among those seen.
+        holds_more: γ is not c·GᵀΦ, beyond what sampling and rounding explain.
+    """
+
+    values: dict[str, float]
+    errors: dict[str, float]
+    quantiles: dict[str, tuple[float, ...]]
+    idle_seen: int
+    holds_more: bool
+
+
+def measure(layers: Mapping[str, Numbers]) -> dict[str, Measured]:
+    """Every measure of every layer."""
+    alike: dict[object, list[str]] = defaultdict(list)
+    for path, numbers in layers.items():
+        shapes = tuple((name, array.shape) for name, array in sorted(numbers.values.items()))
+        kind = numbers.vectors, numbers.groups, numbers.bias_alone, tuple(numbers.dots), shapes
+        alike[kind].append(path)
+    found: dict[str, Measured] = {}
+    for paths in alike.values():
+        found |= zip(paths, _measure_alike([layers[path] for path in paths]), strict=True)
+    return {path: found[path] for path in layers}
+
+
+class _Together:
+    """Layers that are alike, as arrays (layers, …)."""
+
+    def __init__(self, layers: Sequence[Numbers]) -> None:
+        self.layers = layers
+        first = layers[0]
+        self.values = {n: np.stack([x.values[n] for x in layers]) for n in first.values}
+        self.dots = {n: np.array([x.dots[n] for x in layers]) for n in first.dots}
+        factor = np.array([x.factor for x in layers])
+        self.unit = np.where(np.isnan(factor), 1.0, factor)
+        self.known_unit = ~np.isnan(factor)
+        self._place = {name: i for i, name in enumerate(first.vectors)}
+        total = np.array([float(x.rows_total) for x in layers])
+        self.sample = Sample(total, self.rows("G", "G") != 0)
+        expected = np.array([x.exact for x in layers])
+        tolerance = np.array([x.tolerance for x in layers])
+        self.holds_more = expected & measures.holds_more(
+            self.rows("e", "G"), self.dots["gamma_gamma"], tolerance, self.sample
+        )
+        self.exact = expected & ~self.holds_more
+
+    def has(self, *vectors: str) -> bool:
+        return all(vector in self._place for vector in vectors)
+
+    def rows(self, a: str, b: str) -> PerRow:
+        """a_r·b_r of the rows seen, 0 of idle ones."""
+        found: PerRow = self.values["products"][:, :, self._place[a], self._place[b]]
+        if a == b == "G":
+            return found
+        return np.where(self.sample.active, found, 0.0)
+
+    def sum(self, a: str, b: str, exact: PerLayer | None = None) -> Sum:
+        """⟨a, b⟩ over all rows: exact where that may be trusted."""
+        known = None if exact is None else np.where(self.exact, exact, np.nan)
+        return over_rows(self.rows(a, b), self.sample, known)
+
+    def whole(self, name: str, power: int = 2) -> PerLayer | None:
+        """What a pass over all rows summed up, in the units of the optimizer's gradient."""
+        if name not in self.values:
+            return None
+        found: PerLayer = self.values[name].reshape(len(self.layers)) * self.unit**power
+        return found
+
+
+def _measure_alike(layers: Sequence[Numbers]) -> list[Measured]:
+    x = _Together(layers)
+    G_G = x.sum("G", "G", x.whole("G_G"))
+    found: dict[str, Estimate] = {"idle_share": measures.idle_share(x.sample, _active(x))}
+    # Both sides of a ratio must be of one kind: the parameters', or the rows'.
+    e_G, e_e = x.sum("e", "G", x.dots.get("gamma_gamma")), x.sum("e", "e")
+    found["gradient_cosine"] = measures.gradient_cosine(e_G, e_e, G_G, x.sample)
+    if x.has("own"):
+        found |= _of_scales(x, G_G)
+    distributions = _scale_distribution(x)
+    if x.has("d"):
+        found |= _of_update(x, G_G)
+        cosines = measures.row_cosines(x.rows("d", "G"), x.rows("d", "d"), x.rows("G", "G"))
+        mean = mean_of_active(cosines, ~np.isnan(cosines), x.sample)
+        found["row_cosine_mean"] = mean
+        distributions["row_cosine"] = quantiles(cosines, LEVELS, x.sample.variance_share)
+    if (common := _common_share(x)) is not None:
+        found["common_share"] = common
+    if "attainable_cosine" in x.values:
+        found["attainable_cosine"] = _certain(x.values["attainable_cosine"].reshape(-1))
+    found |= {name: _certain(value) for name, value in _of_parameters(x).items()}
+    for name, (values, errors) in distributions.items():
+        for i, suffix in enumerate(_PERCENTILES, start=len(QUANTILE_LEVELS)):
+            found[f"{name}_{suffix}"] = Estimate(values[:, i], errors[:, i])
+    return [_pick(x, i, found, distributions) for i in range(len(layers))]
+
+
+def _pick(
+    x: _Together,
+    i: int,
+    found: Mapping[str, Estimate],
+    distributions: Mapping[str, tuple[Array, Array]],
+) -> Measured:
+    n = len(QUANTILE_LEVELS)
+    return Measured(
+        values={name: float(estimate.value[i]) for name, estimate in found.items()},
+        errors={
+            name: float(estimate.error[i]) for name, estimate in found.items() if estimate.error[i]
+        },
+        quantiles={
+            name: tuple(values[i, :n].tolist()) for name, (values, _) in distributions.items()
+        },
+        idle_seen=int((~x.sample.active[i]).sum()),
+        holds_more=bool(x.holds_more[i]),
+    )
+
+
+def _certain(value: PerLayer) -> Estimate:
+    return Estimate(value, np.zeros_like(value))
+
+
+def _active(x: _Together) -> PerLayer:
+    """How many of all rows are active; NaN where only the sample tells."""
+    whole = x.whole("active", 0)
+    return np.full(len(x.layers), np.nan) if whole is None else whole
+
+
+def _of_update(x: _Together, G_G: Sum) -> dict[str, Estimate]:
+    d_d = x.sum("d", "d")
+    d_G = x.sum("d", "G", x.dots.get("w_gamma"))
+    if x.has("bias"):
+        B_B = x.sum("bias", "bias")
+        weight = x.rows("d", "d") - 2 * x.rows("d", "bias") + x.rows("bias", "bias")
+        A_A = over_rows(np.maximum(weight, 0.0), x.sample)
+    else:
+        nothing = Sum(np.zeros_like(d_d.total), np.zeros_like(d_d.spread))
+        A_A, B_B = (nothing, d_d) if x.layers[0].bias_alone else (d_d, nothing)
+    rate = measures.effective_lr(d_G, G_G, x.sample)
+    return {
+        "update_cosine": measures.update_cosine(d_G, d_d, G_G, x.sample),
+        "effective_lr": Estimate(np.where(x.known_unit, rate.value, np.nan), rate.error),
+        "harmed_fraction": measures.harmed_fraction(x.rows("d", "G"), x.sample, d_d),
+        "bias_share": measures.bias_share(A_A, B_B, x.sample),
+        "update_ratio": measures.update_ratio(d_d, x.sum("z", "z"), x.sample),
+        # Whatever the gradient holds besides these rows, it is part of the loss that descends;
+        # only of shared weights a part belongs to other layers.
+        "descent": measures.descent(
+            over_rows(x.rows("d", "G"), x.sample, _owned(x, x.dots["w_gamma"])), x.sample
+        ),
+    }
+
+
+def _owned(x: _Together, whole: PerLayer) -> PerLayer:
+    return np.where([layer.shared for layer in x.layers], np.nan, whole)
+
+
+def _of_scales(x: _Together, G_G: Sum) -> dict[str, Estimate]:
+    if "scale" in x.values:
+        scale = np.where(x.sample.active, x.values["scale"], 0.0)
+        own_G, own_own = scale * x.rows("G", "G"), scale**2 * x.rows("G", "G")
+    else:
+        own_G, own_own = x.rows("own", "G"), x.rows("own", "own")
+    of_G = over_rows(own_G, x.sample, x.whole("own_G"))
+    of_own = over_rows(own_own, x.sample, x.whole("own_own"))
+    all_G = G_G if x.whole("own_G") is None else _known(G_G, x.whole("G_G"))
+    ratio = measures.interference_ratio(x.sum("rest", "rest"), of_own, x.sample)
+    return {
+        "diagonal_cosine": measures.diagonal_cosine(of_G, of_own, all_G, x.sample),
+        "interference_ratio": Estimate(np.where(x.known_unit, ratio.value, np.nan), ratio.error),
+        **_of_all_scales(x),
+    }
+
+
+def _known(like: Sum, exact: PerLayer | None) -> Sum:
+    assert exact is not None
+    return Sum(exact, np.zeros_like(like.spread))
+
+
+def _of_all_scales(x: _Together) -> dict[str, Estimate]:
+    """Mean, spread and largest: of all rows where a pass over them told, else from the sample."""
+    groups = x.layers[0].groups
+    if (sums := x.whole("scale_sum", 0)) is not None:
+        count, squared = _active(x), x.whole("scale_squared", 0)
+        assert squared is not None
+        largest = x.whole("scale_max", 0)
+        assert largest is not None
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return {
+                "scale_mean": _certain(sums / count),
+                "scale_cv": _certain(measures.scale_cv(squared, sums, count)),
+                "scale_max": _certain(np.where(count > 0, largest, np.nan)),
+            }
+    pivot, shifted, squares, largest = _scales_of_rows(x)
+    active = x.sample.active
+    means = (pivot[:, None] + shifted / groups) * groups
+    count_of_active = over_rows(active * float(groups), x.sample)
+    sum_of_active = over_rows(np.where(active, means, 0.0), x.sample)
+    return {
+        "scale_mean": measures.scale_mean(sum_of_active, count_of_active, x.sample),
+        "scale_cv": measures.scale_cv_of_rows(shifted, squares, groups, pivot, x.sample),
+        "scale_max": measures.scale_max_of_rows(largest, x.sample),
+    }
+
+
+def _scales_of_rows(x: _Together) -> tuple[PerLayer, PerRow, PerRow, PerRow]:
+    """Pivot; of every row Σ (s − pivot) and Σ (s − pivot)² over its groups, and the largest."""
+    if "scale" in x.values:
+        scale = x.values["scale"]
+        pivot = scale[:, 0] if scale.shape[1] else np.zeros(len(scale))
+        shifted = scale - pivot[:, None]
+        return pivot, shifted, shifted**2, scale
+    pivot = x.values["scale_pivot"].reshape(len(x.layers), -1)
+    return (
+        pivot[:, 0] if pivot.shape[1] else np.zeros(len(pivot)),
+        x.values["scale_sums"],
+        x.values["scale_squares"],
+        x.values["scale_largest"],
+    )
+
+
+def _scale_distribution(x: _Together) -> dict[str, tuple[Array, Array]]:
+    if "scale_entries" in x.values:
+        entries = x.values["scale_entries"]
+        looked_at = np.minimum(entries.shape[1], x.sample.total)
+        sample = Sample(x.sample.total, np.isnan(entries))
+        assert (looked_at == entries.shape[1]).all()
+        return {"scale": quantiles(entries, LEVELS, sample.variance_share)}
+    if "scale" in x.values:
+        entries = np.where(x.sample.active, x.values["scale"], np.nan)
+    elif "scale_entries_of_rows" in x.values:
+        rows = np.stack([_rows_of_entries(layer) for layer in x.layers])
+        active = np.take_along_axis(x.sample.active, rows, 1)
+        entries = np.where(active, x.values["scale_entries_of_rows"], np.nan)
+    else:
+        return {}
+    # Entries of one row may be alike, so that they count as one.
+    return {"scale": quantiles(entries, LEVELS, x.sample.variance_share)}
+
+
+def _rows_of_entries(layer: Numbers) -> Index:
+    if layer.entry_rows is not None:
+        return layer.entry_rows
+    return np.arange(layer.rows_seen * layer.groups) // layer.groups
+
+
+def _common_share(x: _Together) -> Estimate | None:
+    """Exact where no row is idle, else from the sample; None if that was not asked to tell."""
+    active = _active(x)
+    sampled = None
+    if "common" in x.values:
+        estimated = over_rows(x.sample.active.astype(np.float64), x.sample).total
+        count = np.where(np.isnan(active), estimated, active)
+        sampled = measures.common_share_of_rows(
+            x.values["common"], x.values["weight_square"], count, x.sample
+        )
+    sum_square, squares = x.whole("weight_sum_square", 0), x.whole("weight_squares", 0)
+    if sum_square is None or squares is None:
+        return sampled
+    exact = measures.common_share(sum_square, x.sample.total, squares)
+    none_idle = active == x.sample.total
+    if sampled is None:
+        return _certain(np.where(none_idle, exact, np.nan))
+    return Estimate(
+        np.where(none_idle, exact, sampled.value), np.where(none_idle, 0.0, sampled.error)
+    )
+
+
+def _of_parameters(x: _Together) -> dict[str, PerLayer]:
+    dots = x.dots
+    found = {}
+    if "w_w" in dots:  # w = −u, and so is a
+        found["parameter_cosine"] = measures.parameter_cosine(
+            -dots["w_gamma"], dots["w_w"], dots["gamma_gamma"]
+        )
+    if "a_w" in dots:
+        found["projection_cosine"] = measures.projection_cosine(
+            dots["a_w"], dots["a_a"], dots["w_w"]
+        )
+        found["applied_cosine"] = measures.applied_cosine(
+            -dots["a_gamma"], dots["a_a"], dots["gamma_gamma"]
+        )
+    return found

@@ -1,0 +1,88 @@
+"""What all rows of a layer say together, where one pass gave every row's scale and ‖g_r‖².
+
+Layers with equally many rows are taken together: many small operations cost more than a large one.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from adiv_monitor.features.rows import to_device
+
+MOST_ENTRIES = 2_048
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """Of every row of a layer's step, over all its calls.
+
+    Attributes:
+        weight_square: ‖φ_W‖².
+        scale: ‖φ‖², the bias's feature included.
+        square: ‖g_r‖², in the units of the gradient that backward left.
+    """
+
+    weight_square: Float[Tensor, " rows"]
+    scale: Float[Tensor, " rows"]
+    square: Float[Tensor, " rows"]
+
+
+def sums(
+    layers: Mapping[str, AllRows], generator: np.random.Generator
+) -> dict[str, dict[str, Tensor]]:
+    """By layer and name: sums over the active rows, and entries for quantiles.
+
+    `active` rows, `G_G` = Σ ‖g_r‖², `own_G` = Σ s_r ‖g_r‖², `own_own` = Σ s_r² ‖g_r‖², `scale_sum`,
+    `scale_squared` = Σ (s_r − mean)², `scale_max`, `weight_squares` = Σ ‖φ_W‖² over all rows, and
+    `scale_entries`: the scales of at most 2,048 rows, chosen by chance; NaN for idle ones.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for paths in _alike(layers):
+        weight_square, scale, square = (
+            torch.stack([getattr(layers[p], name) for p in paths])
+            for name in ("weight_square", "scale", "square")
+        )
+        named = _of_stacked(scale, square)
+        named["weight_squares"] = weight_square.sum(-1, keepdim=True)
+        entries = named.pop("active_scale")
+        if entries.shape[1] > MOST_ENTRIES:
+            some = generator.choice(entries.shape[1], MOST_ENTRIES, replace=False)
+            entries = entries.index_select(1, to_device(some, entries.device))
+        named["scale_entries"] = entries
+        for i, path in enumerate(paths):
+            found[path] = {name: values[i] for name, values in named.items()}
+    return found
+
+
+def _of_stacked(
+    scale: Float[Tensor, "layers rows"], square: Float[Tensor, "layers rows"]
+) -> dict[str, Tensor]:
+    active = square != 0
+    own = scale * square
+    masked = torch.where(active, scale, 0)
+    count, total = active.sum(-1, keepdim=True), masked.sum(-1, keepdim=True)
+    # A pass of its own: scales that are all the same must read a spread of zero.
+    deviation = torch.where(active, scale - total / count, 0)
+    return {
+        "active": count,
+        "G_G": square.sum(-1, keepdim=True),
+        "own_G": own.sum(-1, keepdim=True),
+        "own_own": (scale * own).sum(-1, keepdim=True),
+        "scale_sum": total,
+        "scale_squared": deviation.square().sum(-1, keepdim=True),
+        "scale_max": masked.amax(-1, keepdim=True),
+        "active_scale": torch.where(active, scale, torch.nan),
+    }
+
+
+def _alike(layers: Mapping[str, AllRows]) -> Sequence[list[str]]:
+    kinds: dict[object, list[str]] = defaultdict(list)
+    for path, rows in layers.items():
+        parts = (rows.weight_square, rows.scale, rows.square)
+        kinds[tuple((part.shape, part.dtype, part.device) for part in parts)].append(path)
+    return list(kinds.values())

@@ -1,0 +1,62 @@
+"""From the device to the host: everything of a step at once."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Outer = TypeVar("Outer", str, int)
+Inner = TypeVar("Inner", str, int)
+
+
+class Transfer:
+    """Collects tensors, then brings them over by one transfer per device."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._arrays: list[Array] = []
+
+    def add(self, named: Mapping[Outer, Mapping[Inner, Tensor]]) -> dict[Outer, dict[Inner, int]]:
+        """Take these along; gives the places under which `get` finds them."""
+        places: dict[Outer, dict[Inner, int]] = {}
+        for key, tensors in named.items():
+            first = len(self._tensors)
+            self._tensors += tensors.values()
+            places[key] = {name: first + i for i, name in enumerate(tensors)}
+        return places
+
+    def run(self) -> None:
+        """Bring everything over, as float64 arrays of the same shapes."""
+        self._arrays = [np.empty(0)] * len(self._tensors)
+        for device in {tensor.device for tensor in self._tensors}:
+            places = [i for i, tensor in enumerate(self._tensors) if tensor.device == device]
+            parts = [self._tensors[i] for i in places]
+            packed = torch.cat([part.reshape(-1) for part in parts]).cpu().numpy()
+            ends = np.cumsum([part.numel() for part in parts])[:-1]
+            for i, numbers in zip(places, np.split(packed, ends), strict=True):
+                self._arrays[i] = numbers.astype(np.float64).reshape(self._tensors[i].shape)
+        self._tensors.clear()
+
+    def get(self, places: Mapping[Outer, Mapping[Inner, int]]) -> dict[Outer, dict[Inner, Array]]:
+        """What stood at these places."""
+        return {
+            key: {name: self._arrays[place] for name, place in named.items()}
+            for key, named in places.items()
+        }
+
+
+def fetch(
+    layers: Mapping[str, Mapping[str, Tensor]],
+    flags: Mapping[str, Tensor],
+    products: Mapping[str, Mapping[int, Tensor]],
+) -> tuple[dict[str, dict[str, Array]], dict[str, Array], dict[str, dict[int, Array]]]:
+    """Numbers of every layer, of the step as a whole, and of the parameters, as arrays."""
+    transfer = Transfer()
+    of_layers = transfer.add(layers)
+    of_step = transfer.add({"": flags})
+    of_parameters = transfer.add(products)
+    transfer.run()
+    return transfer.get(of_layers), transfer.get(of_step)[""], transfer.get(of_parameters)

@@ -1,0 +1,130 @@
+"""Every row is as likely to be looked at as any other, however the step came about."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from adiv_monitor import Monitor
+from adiv_monitor.layer_rows import LayerRows
+from adiv_monitor.measured_step import MeasuredStep
+from adiv_monitor.sampling import draw, threshold, winners
+
+
+def chosen_of(draws: list, most: int | None, totals: list[int]) -> np.ndarray:
+    """Which rows of all calls, one after the other, are in the sample."""
+    found, offset = [], 0
+    for each, kept, total in zip(draws, winners(draws, most), totals, strict=True):
+        rows = np.arange(total) if each.chosen is None else each.chosen
+        found.append(offset + (rows if kept is None else rows[kept]))
+        offset += total
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize(
+    ("totals", "most"),
+    [([37], 10), ([5, 40, 1, 200, 3], 12), ([1] * 50, 7), ([4, 4], 8), ([200, 2], 20)],
+)
+def test_bottom_keys_are_even(totals: list[int], most: int) -> None:
+    """Sorted, none twice, exactly as many as wanted, each position as often as any other."""
+    generator = np.random.default_rng(0)
+    counts, repeats = np.zeros(sum(totals)), 4000
+    for _ in range(repeats):
+        draws: list = []
+        for total in totals:
+            draws.append(draw(total, most, threshold(draws, most), generator))
+        chosen = chosen_of(draws, most, totals)
+        assert len(chosen) == min(most, sum(totals)) == len(set(chosen.tolist()))
+        assert all((d.chosen is None) or (np.diff(d.chosen) > 0).all() for d in draws)
+        counts[chosen] += 1
+    share = most / sum(totals)
+    deviation = np.sqrt(repeats * share * (1 - share)) or 1e-9
+    assert np.abs(counts - repeats * share).max() < 5 * deviation
+
+
+def test_few_of_very_many_cost_no_more_than_few_of_many() -> None:
+    chosen = draw(10**12, 100, np.inf, np.random.default_rng(0)).chosen
+    assert chosen is not None
+    assert len(set(chosen.tolist())) == 100
+    assert 0.3e12 < chosen.mean() < 0.7e12
+
+
+def test_no_rows_and_no_limit() -> None:
+    generator = np.random.default_rng(0)
+    assert draw(0, 5, np.inf, generator).chosen is None
+    assert draw(7, None, np.inf, generator).chosen is None
+    assert len(draw(9, 9, np.inf, generator).keys) == 9
+
+
+def test_rows_that_wait_do_not_use_up_the_room_of_those_that_come() -> None:
+    """A large pass whose graph lives on without a gradient, then a training pass of few rows."""
+    for seed in range(20):
+        rows = LayerRows(16, np.random.default_rng(seed))
+        rows.choose((10_000,), torch.device("cpu"))
+        _, small = rows.choose((12,), torch.device("cpu"))
+        assert small.chosen is None
+
+
+class Loops(nn.Module):
+    """One layer, called in several ways in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def twenty_calls(model: nn.Module, x: Tensor) -> None:
+    sum(model(part).square().sum() for part in x.split(2)).backward()
+
+
+def micro_batches(model: nn.Module, x: Tensor) -> None:
+    for part in (x[:25], x[25:26], x[26:]):
+        model(part).square().sum().backward()
+
+
+def checkpointed(model: nn.Module, x: Tensor) -> None:
+    for reentrant, part in ((False, x[:30]), (True, x[30:])):
+        part = part.clone().requires_grad_()
+        checkpoint(model, part, use_reentrant=reentrant).square().sum().backward()
+
+
+def after_evaluations(model: nn.Module, x: Tensor) -> None:
+    kept = [model(torch.randn(50, 2, dtype=torch.float64)) for _ in range(3)]
+    model(x).square().sum().backward()
+    del kept
+
+
+@pytest.mark.parametrize("backward", [twenty_calls, micro_batches, checkpointed, after_evaluations])
+def test_rows_of_a_step_are_even(
+    backward: Callable[[nn.Module, Tensor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 rows, 10 looked at: each one in a quarter of the draws."""
+    model = Loops()
+    x = torch.arange(40, dtype=torch.float64)[:, None] + torch.tensor([1.0, 0.5]).double()
+    seen: list[Tensor] = []
+    original = MeasuredStep._add_scale
+
+    def spy(self: MeasuredStep, measured: object) -> None:
+        seen.append(measured.features.phi[:, 0, 0] - 1)  # type: ignore[attr-defined]
+        original(self, measured)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MeasuredStep, "_add_scale", spy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    repeats = 1000
+    with Monitor(model, optimizer, every_n_steps=1, max_rows=10, on_error="raise") as monitor:
+        for _ in range(repeats):
+            optimizer.zero_grad()
+            backward(model, x)
+            optimizer.step()
+    assert monitor.latest is not None
+    reading = monitor.latest.layers["layer"]
+    assert (reading.rows_seen, reading.rows_total) == (10, 40)
+    counts = torch.stack([torch.bincount(rows.long(), minlength=40) for rows in seen]).sum(0)
+    assert counts.sum() == 10 * repeats
+    assert (counts - repeats / 4).abs().max() < 5 * (repeats * 3 / 16) ** 0.5
