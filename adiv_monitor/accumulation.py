@@ -1,8 +1,9 @@
 """What happens to a parameter's `.grad`: accumulated by which pass, multiplied by what since.
 
 The rows of a step are in the units of the gradient that a backward pass left; the optimizer may
-see that gradient clipped, unscaled, or zeroed and made anew. Only what really is accumulated counts:
-`torch.autograd.grad` runs a parameter's tensor hooks too, but not its post-accumulate hooks.
+see that gradient clipped, unscaled, or zeroed and made anew. Only what really is accumulated
+counts: `torch.autograd.grad` runs a parameter's tensor hooks too, but not its post-accumulate
+hooks.
 """
 
 import weakref
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor import dots
-from adiv_monitor.updates import some
+from adiv_monitor.updates import is_small, some
 
 
 class Rows(Protocol):
@@ -61,7 +62,7 @@ class Accumulation:
         self._parameter = parameter
         self._users = users
         self._zeroed = zeroed
-        self._left: Tensor | None = None  # ‖.grad‖ as the last pass left it
+        self._left: Tensor | None = None  # .grad as the last pass left it, or norms of its parts
         self._entries: Tensor | None = None  # some of its entries
         # Before a pass: graph task, ‖.grad‖, whether something wrote to it since the last one.
         self._held: tuple[int, Tensor | None, bool] = (-1, None, False)
@@ -89,31 +90,25 @@ class Accumulation:
             handle.remove()
         self._handles.clear()
 
-    def factor(self) -> Tensor | None:
-        """‖gradient now‖ / ‖gradient that backward left‖, NaN if both are 0; None: unknown."""
-        grad = self._parameter.grad
-        if grad is None:
-            return None
-        if self._left is not None:
-            return dots.norm(grad) / self._left
-        if self._arriving is not None:
-            # What `autograd.grad` gave, put there by hand and not written to since.
-            given, version = self._arriving
-            if given() is grad and grad._version == version:
-                return torch.ones((), device=grad.device)
-        return None
+    def left(self) -> Tensor | None:
+        """As long as the gradient that backward left: itself, or norms of its parts; None: unknown.
 
-    def likeness(self) -> Tensor | None:
-        """Dot products of some entries of the gradient, then and now, (2, 2); None: unknown."""
+        Of the gradient that was put there by hand, and came from `autograd.grad`, the same.
+        """
+        if self._left is not None:
+            return self._left
         grad = self._parameter.grad
-        if grad is None or self._entries is None:
+        if grad is None or self._arriving is None:
             return None
-        now = some(grad.detach()).reshape(-1)
-        if now.shape != self._entries.shape:
+        given, version = self._arriving
+        if given() is not grad or grad._version != version:
             return None
-        # The squares of AMP's scaled gradients are no float32 numbers.
-        pair = torch.stack([self._entries, now]).double()
-        return pair @ pair.T
+        return grad.detach() if is_small(grad) else dots.norms(grad)
+
+    @property
+    def entries(self) -> Tensor | None:
+        """Some entries of the gradient that backward left."""
+        return self._entries
 
     def _before_hooks(self, gradient: Tensor) -> None:
         self._raw = dots.norm(gradient)
@@ -136,24 +131,31 @@ class Accumulation:
         if parameter.grad is None:  # an optimizer that steps inside the backward pass
             return
         task, held, touched = self._held
+        left = None
         if task != torch._C._current_graph_task_id():
             held = None
         if held is not None and self._left is not None:
             # Only where something wrote to it is it worth a look at the device.
-            if touched and self._zeroed(held, self._left):
+            left = dots.norm(self._left)
+            if touched and self._zeroed(held, left):
                 held = None
         elif held is not None:
             self.foreign = held
         for rows in self._users():
             if held is None:
                 rows.reset()
-            elif self._left is not None:
-                rows.rescale(held / self._left)
+            elif left is not None:
+                rows.rescale(held / left)
             rows.fold()
         if held is None:
             self.foreign = None
-        self._left = dots.norm(parameter.grad)
-        self._entries = some(parameter.grad.detach()).reshape(-1).clone()
+        grad = parameter.grad.detach()
+        if is_small(grad):
+            self._left = grad.clone()
+            self._entries = some(self._left).reshape(-1)
+        else:
+            self._left = dots.norms(grad)
+            self._entries = some(grad).clone().reshape(-1)
         self._tensor = weakref.ref(parameter.grad), parameter.grad._version
 
     def _untouched(self, held: Tensor) -> bool:

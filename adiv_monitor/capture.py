@@ -168,10 +168,10 @@ class Capture:
         output.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, layer: Layer, call: Call, gradient: Tensor) -> None:
-        whole = dots.whole_square(gradient) if call.whole is None else None
+        norm = dots.whole_norm(gradient) if call.whole is None else None
         gradient = layer.rule.layout(layer.module, gradient)
-        square = squares(gradient).reshape(-1) if whole is None else whole
-        call.arrive(call.rows.take(gradient), square, torch.finfo(gradient.dtype).eps)
+        size = squares(gradient).reshape(-1) if norm is None else norm
+        call.arrive(call.rows.take(gradient), size, torch.finfo(gradient.dtype).eps)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
         elif self._attainable:  # a second pass through one graph: its rows are summed up already

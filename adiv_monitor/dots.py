@@ -23,9 +23,8 @@ def norms(tensor: Tensor) -> Float[Tensor, " parts"]:
     """Norms of parts of a tensor whose squares add up to its own square."""
     flat = exact(tensor)
     if flat.dim() < 2:
-        found: Tensor = torch.linalg.vector_norm(flat).reshape(1)
-        return found
-    found = torch.linalg.vector_norm(flat.flatten(1), dim=1)
+        flat = flat.reshape(1, -1)
+    found: Tensor = torch.linalg.vector_norm(flat.flatten(1), dim=1)
     return found
 
 
@@ -35,9 +34,9 @@ def norm(tensor: Tensor) -> Float[Tensor, ""]:
     return found
 
 
-def whole_square(tensor: Tensor) -> Float[Tensor, ""]:
-    """‖tensor‖² of an output's gradient, sample by sample and channel by channel."""
+def whole_norm(tensor: Tensor) -> Float[Tensor, ""]:
+    """‖tensor‖ of an output's gradient, sample by sample and channel by channel."""
     parts = exact(tensor)
     of_parts = torch.linalg.vector_norm(parts.flatten(2) if parts.dim() > 2 else parts, dim=-1)
-    found: Tensor = torch.linalg.vector_norm(of_parts).square()
+    found: Tensor = torch.linalg.vector_norm(of_parts)
     return found

@@ -115,6 +115,18 @@ def mean_of_active(rows: PerRow, counted: Bool[np.ndarray, "layers rows"], s: Sa
     return product(over_rows(np.where(counted, rows, 0.0), s), [(ones, -1)], s)
 
 
+def share_error(hits: PerLayer, rows: PerLayer, sample: Sample) -> PerLayer:
+    """Standard error of a share of rows; none of few rows is not yet none of all.
+
+    √(p(1 − p)) of p = (hits + 1)/(rows + 2), Laplace's rule, in place of the sample's own spread.
+    """
+    p = (hits + 1) / (rows + 2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        spread = p * (1 - p) * sample.seen / np.maximum(rows, 1)
+        error: PerLayer = np.sqrt(_product(sample.variance_share, spread))
+    return error
+
+
 def quantiles(
     values: Float[np.ndarray, "layers entries"],
     levels: Sequence[float],
@@ -162,7 +174,8 @@ def _interpolated(
 
 
 def _mean(rows: PerRow) -> PerLayer:
-    return rows.sum(1) / np.float64(max(rows.shape[1], 1))
+    found: PerLayer = rows.sum(1) / np.float64(max(rows.shape[1], 1))
+    return found
 
 
 def _product(chance: np.ndarray, other: np.ndarray) -> np.ndarray:

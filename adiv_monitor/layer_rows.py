@@ -23,9 +23,9 @@ class Call:
 
     Attributes:
         gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
-        square: ‖g_r‖² of all rows (rows,), or their sum where single rows are not looked at; None
-            once two backward passes have gone through one graph: the sum of their gradients is
-            known of the chosen rows alone.
+        size: of the gradient of all rows: ‖g_r‖² of each, (rows,), where one pass looked at the
+            input's rows too, else ‖G‖; None once two backward passes have gone through one graph:
+            the sum of their gradients is known of the chosen rows alone.
         precision: rounding of the gradients that came.
     """
 
@@ -38,7 +38,7 @@ class Call:
         self.z = z
         self.whole = whole
         self.gradient: Tensor | None = None
-        self.square: Tensor | None = None
+        self.size: Tensor | None = None
         self.precision = 0.0
         self._arrived: tuple[Tensor, Tensor] | None = None  # since the parameters last accumulated
         self._backward = -1  # in which backward pass
@@ -46,13 +46,13 @@ class Call:
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
 
-    def arrive(self, gradient: Tensor, square: Tensor, precision: float) -> None:
+    def arrive(self, gradient: Tensor, size: Tensor, precision: float) -> None:
         """Keep ∂L/∂z of the rows, and what all say, until the parameters accumulate.
 
         A backward pass that reaches no parameter (of an attack on the input, say, or with this
         layer frozen) is replaced by the next one.
         """
-        self._arrived = gradient, square
+        self._arrived = gradient, size
         self.precision = max(self.precision, precision)
         self._backward = torch._C._current_graph_task_id()
 
@@ -65,26 +65,28 @@ class Call:
         """What arrived is part of the parameters' gradient."""
         if self._arrived is None:
             return
-        gradient, square = self._arrived
+        gradient, size = self._arrived
         self._arrived = None
         if self.gradient is None:
-            self.gradient, self.square = gradient, square
+            self.gradient, self.size = gradient, size
         else:
-            self.gradient, self.square = self.gradient + gradient, None
+            self.gradient, self.size = self.gradient + gradient, None
 
     def rescale(self, factor: Tensor) -> None:
         """The parameters' gradient was multiplied since this call became a part of it."""
         if self.gradient is not None:
             self.gradient = self.gradient * factor.to(self.gradient.dtype)
-        if self.square is not None:
-            self.square = self.square * factor.to(self.square.dtype).square()
+        if self.size is not None:
+            self.size = self._times(self.size, factor)
 
     def rescale_arrived(self, factor: Tensor) -> None:
         """The gradient that is about to accumulate was multiplied by a hook of the user's."""
         if self._arrived is not None and self._backward == torch._C._current_graph_task_id():
-            gradient, square = self._arrived
-            factor = factor.to(gradient.dtype)
-            self._arrived = gradient * factor, square * factor.square()
+            gradient, size = self._arrived
+            self._arrived = gradient * factor.to(gradient.dtype), self._times(size, factor)
+
+    def _times(self, size: Tensor, factor: Tensor) -> Tensor:
+        return size * factor.to(size.dtype) ** (1 if self.whole is None else 2)
 
     @property
     def arrived(self) -> bool:
@@ -149,7 +151,7 @@ class LayerRows:
             self.dropped = True
             self.calls = [c for c in self.calls if c.gradient is None or c.arrived]
             for call in self.calls:
-                call.gradient = call.square = None
+                call.gradient = call.size = None
             self.ceiling = None
 
     def rescale(self, factor: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from adiv_monitor import dots, totals
 from adiv_monitor.capture import Capture
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
-from adiv_monitor.features.rows import exact, to_device
+from adiv_monitor.features.rows import exact, joined, to_device
 from adiv_monitor.layer_rows import Call
 from adiv_monitor.outcome import Looked, Outcome, understand
 from adiv_monitor.selection import Layer
@@ -67,6 +67,7 @@ class MeasuredStep:
         self._generator = generator
         self._measured: dict[str, _Measured] = {}
         self._all_rows: dict[str, AllRows] = {}
+        self._weight_sums: dict[str, Tensor] = {}
         self._steps: ParameterSteps | None = None
         self._flags: dict[str, Tensor] = {}  # of the step as a whole
 
@@ -84,22 +85,68 @@ class MeasuredStep:
         self._flags.clear()
         # An optimizer that unscales AMP gradients itself writes them back.
         scale = gradient_scale if isinstance(gradient_scale, Tensor) else None
-        for layer in self._layers:
-            if layer.path in self._capture.rows:
-                self._try(layer, self._begin, layer, scale)
+        if scale is not None:
+            self._flags["gradient_scale"] = scale
+        reached = self._reached()
+        parameters = {id(p): p for layer in reached for p in layer.parameters}
+        self._steps = ParameterSteps(
+            parameters.values(), self._watch, copy_gradient=scale is not None
+        )
+        factors = self._factors(list(reached), scale)
+        for layer, calls in reached.items():
+            self._try(layer, self._begin, layer, calls, factors.get(layer.path), scale)
         self._capture.detach()
         for path, found in totals.sums(self._all_rows, self._generator).items():
             self._measured[path].values |= found
         self._all_rows.clear()
-        if scale is not None:
-            self._flags["gradient_scale"] = scale
-        parameters = {id(p): p for m in self._measured.values() for p in m.layer.parameters}
-        self._steps = ParameterSteps(
-            parameters.values(), self._watch, copy_gradient=scale is not None
-        )
+        if self._weight_sums:
+            norms = torch._foreach_norm(list(self._weight_sums.values()))
+            for path, norm in zip(self._weight_sums, norms, strict=True):
+                self._measured[path].values["weight_sum"] = norm
+        self._weight_sums.clear()
         if not steps:
             for measured in list(self._measured.values()):
                 self._try(measured.layer, self._finish_rows, measured)
+
+    def _reached(self) -> dict[Layer, list[Call]]:
+        """The layers that a gradient reached, with the calls that it came through."""
+        reached: dict[Layer, list[Call]] = {}
+        for layer in self._layers:
+            rows = self._capture.rows.get(layer.path)
+            if rows is None:
+                continue
+            calls = rows.finish()
+            if calls:
+                reached[layer] = calls
+            else:
+                self._unreached[layer.path] = _why_unreached(layer, called=bool(rows.calls))
+        return reached
+
+    def _factors(self, layers: list[Layer], scale: Tensor | None) -> dict[str, Tensor]:
+        """‖gradient now‖ / ‖gradient that backward left‖ of the layers where it is known."""
+        assert self._steps is not None
+        if _processes() > 1:  # the gradient is averaged; what else was done to it can't be told
+            share = torch.tensor(1 / _processes())
+            return {
+                layer.path: share if scale is None else share.to(scale.device) / scale
+                for layer in layers
+            }
+        left = {x: self._capture.accumulated[x.parameters[0]].left() for x in layers}
+        known = {layer: parts for layer, parts in left.items() if parts is not None}
+        if not known:
+            return {}
+        before = torch._foreach_norm([exact(parts) for parts in known.values()])
+        now = torch._foreach_norm(
+            [exact(self._steps.gamma_norm_of(layer.parameters[0])) for layer in known]
+        )
+        # 0/0 is 1: then nothing of the gradient is left to be in any units.
+        tiny = torch.finfo(torch.float32).tiny
+        factors = torch._foreach_div(
+            torch._foreach_add(now, tiny), torch._foreach_add(before, tiny)
+        )
+        if scale is not None:
+            factors = torch._foreach_div(factors, scale)
+        return {layer.path: factor for layer, factor in zip(known, factors, strict=True)}
 
     @torch.no_grad()
     def updated(self) -> None:
@@ -114,7 +161,9 @@ class MeasuredStep:
     @torch.no_grad()
     def applied(self) -> None:
         """The next forward pass begins, or there is none: a."""
-        if self._steps is not None and "w_w" in self._steps.products:
+        if self._steps is not None and (
+            "w_w" in self._steps.products or "w_w" in self._steps.norms
+        ):
             self._steps.applied()
 
     def weights(self) -> list[Tensor]:
@@ -141,6 +190,7 @@ class MeasuredStep:
             {path: m.values for path, m in self._measured.items()},
             self._flags,
             {} if self._steps is None else self._steps.products,
+            {} if self._steps is None else self._steps.norms,
         )
         found = understand(
             {path: m.looked for path, m in self._measured.items()},
@@ -174,94 +224,76 @@ class MeasuredStep:
         except Exception as error:
             self._measured.pop(layer.path, None)
             self._all_rows.pop(layer.path, None)
+            self._weight_sums.pop(layer.path, None)
             self._fail(layer, error)
 
-    def _begin(self, layer: Layer, gradient_scale: Tensor | None) -> None:
+    def _begin(
+        self, layer: Layer, calls: list[Call], factor: Tensor | None, gradient_scale: Tensor | None
+    ) -> None:
+        assert self._steps is not None
         rows = self._capture.rows[layer.path]
-        reached = rows.finish()
-        if not reached:
-            self._unreached[layer.path] = _why_unreached(layer, called=bool(rows.calls))
-            return
-        features = reached[0].features.joined([call.features for call in reached[1:]])
-        G = _joined([call.gradient for call in reached if call.gradient is not None])
+        features = calls[0].features.joined([call.features for call in calls[1:]])
+        G = joined([call.gradient for call in calls if call.gradient is not None])
         if isinstance(features, OneHotFeatures):  # nothing trains the padding token: idle
             G = G * features.trained[:, None]
         values: dict[str, Tensor] = {}
-        factor, from_rows = self._factor(layer, G, gradient_scale, values)
         if factor is not None:
-            G = G * factor.to(G.dtype)
+            values["gradient_factor"] = factor
+            G = G * factor.to(G)
         looked = Looked(
             path=layer.path,
             kind=layer.rule.kind,
             parameters=[id(p) for p in layer.parameters],
             bias_alone=layer.weight is None,
             rows_seen=len(G),
-            rows_total=sum(call.rows.total for call in reached),
+            rows_total=sum(call.rows.total for call in calls),
             groups=features.groups,
-            precision=max(call.precision for call in reached),
-            from_rows="weighed" if _weighs(features) else from_rows,
+            precision=max(call.precision for call in calls),
+            from_rows=_why_from_rows(layer, features),
         )
+        accumulated = self._capture.accumulated[layer.parameters[0]]
+        if accumulated.entries is not None:
+            values["then"] = accumulated.entries
+            values["now"] = self._steps.entries_of(layer.parameters[0])
+        if accumulated.foreign is not None:
+            values["foreign"] = accumulated.foreign
         if rows.linear is not None:
             values["rule_error"] = rows.linear
         if rows.ceiling is not None and rows.ceiling_is_whole:
             values["attainable_cosine"] = rows.ceiling.cosine()
-        self._add_all_rows(layer.path, reached, values)
+        self._add_all_rows(layer.path, calls, values)
         gamma = [gradient(p) for p in layer.parameters]
         if gradient_scale is not None:
             gamma = [g / gradient_scale for g in gamma]
         e = self._plain_step(layer, looked, features, G, gamma, values)
-        vectors = {"G": G, "e": e, "z": _joined([call.z for call in reached])}
+        vectors = {"G": G, "e": e, "z": joined([call.z for call in calls])}
         measured = _Measured(layer, looked, features, vectors, values)
         self._add_scale(measured)
         self._measured[layer.path] = measured
         rows.calls.clear()
 
-    def _factor(
-        self,
-        layer: Layer,
-        G: Tensor,
-        gradient_scale: Tensor | None,
-        values: dict[str, Tensor],
-    ) -> tuple[Tensor | None, str]:
-        """What the gradient was multiplied by since the backward pass; why γ ≠ c·GᵀΦ, if so."""
-        accumulated = self._capture.accumulated[layer.parameters[0]]
-        factor = accumulated.factor()
-        reason = "shared" if layer.shared else ""
-        if _processes() > 1:  # the gradient is averaged; what else was done to it can't be told
-            factor, reason = G.new_tensor(1 / _processes()), "processes"
-        if factor is not None and gradient_scale is not None:
-            factor = factor / gradient_scale
-        if factor is not None:
-            values["gradient_factor"] = factor
-            # 0/0: then nothing of the gradient is left to be in any units.
-            factor = torch.where(factor.isnan(), 1.0, factor)
-        if (likeness := accumulated.likeness()) is not None:
-            values["likeness"] = likeness
-        if accumulated.foreign is not None:
-            values["foreign"] = accumulated.foreign
-        return factor, reason
-
     def _add_all_rows(self, path: str, calls: list[Call], values: dict[str, Tensor]) -> None:
         """What one pass said of all rows, if it did of all calls; else ‖G‖² alone."""
-        squares = [call.square for call in calls if call.square is not None]
+        squares = [call.size.reshape(-1) for call in calls if call.size is not None]
         if len(squares) < len(calls):  # two passes through one graph: only the sample has their sum
             return
         whole = [call.whole for call in calls if call.whole is not None]
         if len(whole) < len(calls) or not sum(call.rows.total for call in calls):
-            values["G_G"] = torch.stack([square.sum() for square in squares]).sum()
+            values["G_norms"] = joined(squares)
             return
-        weight_square, scale = [], []
         for i, all_rows in enumerate(whole):
-            assert all_rows.weight_square is not None
-            weight_square.append(all_rows.weight_square.reshape(-1))
-            scale.append(weight_square[-1] + all_rows.bias_square)
             if all_rows.trained is not None:
                 squares[i] = squares[i] * all_rows.trained
-        self._all_rows[path] = AllRows(_joined(weight_square), _joined(scale), _joined(squares))
-        sums = [all_rows.weight_sum for all_rows in whole if all_rows.weight_sum is not None]
+        weight_squares = [w.weight_square for w in whole if w.weight_square is not None]
+        bias_squares = [w.bias_square for w in whole if isinstance(w.bias_square, Tensor)]
+        self._all_rows[path] = AllRows(
+            joined([part.reshape(-1) for part in weight_squares]),
+            joined([b.reshape(-1) for b in bias_squares]) if bias_squares else whole[0].bias_square,
+            joined(squares),
+        )
+        sums = [w.weight_sum.flatten() for w in whole if w.weight_sum is not None]
         if len(sums) == len(calls):
-            common = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
-            values["weight_sum_square"] = dots.norm(common.flatten()).square()
+            self._weight_sums[path] = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
     def _plain_step(
         self,
@@ -290,20 +322,21 @@ class MeasuredStep:
     def _probe(
         self, layer: Layer, features: DenseFeatures, G: Tensor, gamma: list[Tensor]
     ) -> Tensor:
-        """‖γv − Gᵀ(Φv)‖ and ‖γv‖ for a random v (R. Freivalds 1977): is γ = GᵀΦ?"""
+        """γv − Gᵀ(Φv) and γv for a random v (R. Freivalds 1977): the first is 0 if γ = GᵀΦ."""
         columns = features.columns()[:, 0]
         v = torch.from_numpy(self._generator.standard_normal(columns.shape[1])).to(G)
-        parts = iter(gamma)
-        left = G.new_zeros(G.shape[1])
-        if layer.weight is not None:
-            weight = exact(next(parts))
+        parts = [exact(part) for part in gamma]
+        if layer.weight is None:
+            left = parts[0] * v
+        else:
             n = columns.shape[1] - (layer.bias is not None)
-            left = weight.t() @ v[:n] if features.transposed else weight.reshape(-1, n) @ v[:n]
-        if layer.bias is not None:
-            left = left + exact(next(parts)) * v[-1]
-        difference = left - G.T @ (columns @ v)
-        norms: Tensor = torch.linalg.vector_norm(torch.stack([difference, left]), dim=1)
-        return norms
+            weight = parts[0].t() if features.transposed else parts[0].reshape(-1, n)
+            left = (
+                weight @ v[:n]
+                if layer.bias is None
+                else torch.addmv(parts[1] * v[n], weight, v[:n])
+            )
+        return torch.stack([torch.addmv(left, G.T, columns @ v, alpha=-1), left])
 
     def _add_scale(self, measured: _Measured) -> None:
         """The rows' own parts of e, and what the others did to them."""
@@ -319,18 +352,19 @@ class MeasuredStep:
                 "every row"
             )
         scale = scale.to(G.dtype)
+        if scale.shape[1] == 1:
+            vectors["rest"] = torch.addcmul(e, scale, G, value=-1)
+            values["scale"] = scale[:, 0]
+            return
         blocks = G.view(*scale.shape, G.shape[1] // scale.shape[1])
         own = (scale[..., None] * blocks).flatten(1)
         vectors["own"], vectors["rest"] = own, e - own
-        if scale.shape[1] == 1:
-            values["scale"] = scale[:, 0]
-            return
         # Of a gain, a matrix as large as its features: of it, what is summed over the features.
         pivot = scale[:1, :1]
         shifted = scale - pivot
         values["scale_pivot"] = pivot
         values["scale_sums"] = shifted.sum(1)
-        values["scale_squares"] = shifted.square().sum(1)
+        values["scale_norms"] = torch.linalg.vector_norm(shifted, dim=1)
         values["scale_largest"] = scale.amax(1)
         entries = scale.flatten()
         if len(entries) > totals.MOST_ENTRIES:
@@ -356,7 +390,7 @@ class MeasuredStep:
         values["products"] = dots.of_rows(list(vectors.values()))
         measured.looked.vectors = tuple(vectors)
         path = measured.looked.path
-        if self._watch.expects_idle(path) or "weight_sum_square" not in values:
+        if self._watch.expects_idle(path) or "weight_sum" not in values:
             self._add_common(measured)
         measured.release()
 
@@ -365,11 +399,11 @@ class MeasuredStep:
         features = measured.features
         if not isinstance(features, DenseFeatures | OneHotFeatures):
             return
-        active = (measured.values["products"][:, 0, 0] != 0).to(measured.vectors["G"].dtype)
+        active = measured.values["products"][:, 0, 0].sign()  # of ‖g_r‖²
         products = features.mean_products(active)
         if products is not None:
             measured.values["common"] = products
-            measured.values["weight_square"] = features.weight_squares()
+            measured.values["weight_norms"] = features.weight_norms()
 
 
 def act(
@@ -391,15 +425,16 @@ def added(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
     return by_weight + by_bias
 
 
-def _weighs(features: Features) -> bool:
-    """Whether the layer's backward pass weighs its rows on purpose, so that γ is not GᵀΦ."""
-    if not isinstance(features, DenseFeatures):
-        return False
-    return features.mixes_rows or features.weight_gain is not None
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _why_from_rows(layer: Layer, features: Features) -> str:
+    """Why γ is not GᵀΦ of this layer's rows, as far as that is known beforehand."""
+    if _processes() > 1:
+        return "processes"
+    if layer.shared:
+        return "shared"
+    weighs = isinstance(features, DenseFeatures) and (
+        features.mixes_rows or features.weight_gain is not None
+    )
+    return "weighed" if weighs else ""  # gradient-only layers do so on purpose
 
 
 def _processes() -> int:

@@ -30,6 +30,7 @@ from adiv_monitor.estimates import (
     mean_of_active,
     over_rows,
     product,
+    share_error,
 )
 
 # --- one layer, one step: the activations ----------------------------------------------------
@@ -111,7 +112,9 @@ def harmed_fraction(d_G: PerRow, sample: Sample, d_d: Sum) -> Estimate:
 
     NaN if no row is active, and if the step moved nothing.
     """
-    value, error = mean_of_active((d_G < 0).astype(np.float64), sample.active, sample)
+    harmed = (d_G < 0) & sample.active
+    value, _ = mean_of_active(harmed.astype(np.float64), sample.active, sample)
+    error = share_error(harmed.sum(1), sample.active.sum(1), sample)
     return Estimate(np.where(d_d.total == 0, np.nan, value), error)
 
 
@@ -124,8 +127,8 @@ def idle_share(sample: Sample, active: PerLayer) -> Estimate:
     """
     rows = over_rows(sample.active.astype(np.float64), sample, active)
     total = np.maximum(sample.total, 1)
-    mean = product(rows, [], sample)
-    return Estimate(1 - mean.value / total, mean.error / total)
+    error = share_error(sample.active.sum(1), np.full(len(total), sample.seen), sample)
+    return Estimate(1 - rows.total / total, np.where(np.isnan(active), error, 0.0))
 
 
 # --- the row scales --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from adiv_monitor.updates import Watch
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
 _RULE_TOLERANCE = 0.05
-# Of two gradients that are alike but for a factor, cos² differs from 1 by rounding alone.
+# The cosine of two gradients that are alike but for a factor is 1 but for rounding.
 _LIKENESS_TOLERANCE = 1e-3
 
 _REFUSED = {
@@ -156,13 +156,8 @@ class _Step:
         self.weights_changed = self.updated and self._applied_differs()
 
     def _applied_differs(self) -> bool:
+        # Taken in the same way they are equal to the last bit, unless θ has changed.
         before, after = self._products["w_w"], self._products["a_a"]
-        if self.has_applied:
-            return any(
-                not np.array_equal(before[key], part, equal_nan=True)
-                for other in ("a_a", "a_w")
-                for key, part in self._products[other].items()
-            )
         return any(not np.array_equal(before[k], a, equal_nan=True) for k, a in after.items())
 
     def numbers(self, seen: Looked, values: dict[str, Array]) -> tuple[Numbers, str]:
@@ -211,7 +206,7 @@ class _Step:
 
 
 # What is looked at by `_speaks_against` and the like, and is no part of any measure.
-_JUDGED = ("gradient_factor", "rule_error", "likeness", "foreign", "probe")
+_JUDGED = ("gradient_factor", "rule_error", "then", "now", "foreign", "probe")
 
 
 def _speaks_against(values: Mapping[str, Array], gamma: float, factor: float, seen: Looked) -> str:
@@ -220,17 +215,18 @@ def _speaks_against(values: Mapping[str, Array], gamma: float, factor: float, se
         return ""
     if math.isnan(factor):
         return "unknown"
-    if "likeness" in values:
-        (then, both), (_, now) = values["likeness"]
+    if "then" in values and len(values["then"]) == len(values["now"]):
+        then, now = (values[name] / (np.abs(values[name]).max() or 1) for name in ("then", "now"))
+        lengths = float(np.linalg.norm(then) * np.linalg.norm(now))
         # Entries that are all zero tell nothing.
-        if then * now > 0 and both < (1 - _LIKENESS_TOLERANCE) * math.sqrt(then * now):
+        if lengths > 0 and then @ now < (1 - _LIKENESS_TOLERANCE) * lengths:
             return "edited"
     # The gradient as a whole is ‖γ‖; what was there before the rows is in units of its own.
     held = float(values.get("foreign", 0.0))
     if held * factor > _tolerance(seen) * math.sqrt(gamma):
         return "more"
     if "probe" in values:
-        difference, whole = values["probe"]
+        difference, whole = np.linalg.norm(values["probe"], axis=1)
         if difference > 10 * _tolerance(seen) * whole:
             return "more"
     return ""
@@ -302,7 +298,7 @@ def _reading(seen: Looked, numbers: Numbers, found: Measured, step: _Step) -> La
         rows_seen=seen.rows_seen,
         rows_total=seen.rows_total,
         rows_without_gradient=found.idle_seen,
-        gradient_factor=numbers.factor,
+        gradient_factor=numbers.factor if numbers.dots["gamma_gamma"] > 0 else math.nan,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),
         row_cosine_quantiles=found.quantiles.get("row_cosine", ()),

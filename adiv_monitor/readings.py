@@ -135,18 +135,20 @@ class _Together:
         """What a pass over all rows summed up, in the units of the optimizer's gradient."""
         if name not in self.values:
             return None
-        found: PerLayer = self.values[name].reshape(len(self.layers)) * self.unit**power
+        # Sums of micro-batches come one by one.
+        parts = self.values[name].reshape(len(self.layers), -1)
+        found: PerLayer = parts.sum(1) * self.unit**power
         return found
 
 
 def _measure_alike(layers: Sequence[Numbers]) -> list[Measured]:
     x = _Together(layers)
-    G_G = x.sum("G", "G", x.whole("G_G"))
+    G_G = x.sum("G", "G", _whole_gradient(x))
     found: dict[str, Estimate] = {"idle_share": measures.idle_share(x.sample, _active(x))}
     # Both sides of a ratio must be of one kind: the parameters', or the rows'.
     e_G, e_e = x.sum("e", "G", x.dots.get("gamma_gamma")), x.sum("e", "e")
     found["gradient_cosine"] = measures.gradient_cosine(e_G, e_e, G_G, x.sample)
-    if x.has("own"):
+    if x.has("rest"):
         found |= _of_scales(x, G_G)
     distributions = _scale_distribution(x)
     if x.has("d"):
@@ -188,6 +190,15 @@ def _pick(
 
 def _certain(value: PerLayer) -> Estimate:
     return Estimate(value, np.zeros_like(value))
+
+
+def _whole_gradient(x: _Together) -> PerLayer | None:
+    """‖G‖² over all rows."""
+    if "G_norms" not in x.values:
+        return x.whole("G_G")
+    norms = x.values["G_norms"].reshape(len(x.layers), -1) * x.unit[:, None]
+    found: PerLayer = (norms**2).sum(1)
+    return found
 
 
 def _active(x: _Together) -> PerLayer:
@@ -251,14 +262,14 @@ def _of_all_scales(x: _Together) -> dict[str, Estimate]:
     """Mean, spread and largest: of all rows where a pass over them told, else from the sample."""
     groups = x.layers[0].groups
     if (sums := x.whole("scale_sum", 0)) is not None:
-        count, squared = _active(x), x.whole("scale_squared", 0)
-        assert squared is not None
+        count, deviation = _active(x), x.whole("scale_deviation", 0)
+        assert deviation is not None
         largest = x.whole("scale_max", 0)
         assert largest is not None
         with np.errstate(divide="ignore", invalid="ignore"):
             return {
                 "scale_mean": _certain(sums / count),
-                "scale_cv": _certain(measures.scale_cv(squared, sums, count)),
+                "scale_cv": _certain(measures.scale_cv(deviation**2, sums, count)),
                 "scale_max": _certain(np.where(count > 0, largest, np.nan)),
             }
     pivot, shifted, squares, largest = _scales_of_rows(x)
@@ -284,7 +295,7 @@ def _scales_of_rows(x: _Together) -> tuple[PerLayer, PerRow, PerRow, PerRow]:
     return (
         pivot[:, 0] if pivot.shape[1] else np.zeros(len(pivot)),
         x.values["scale_sums"],
-        x.values["scale_squares"],
+        x.values["scale_norms"] ** 2,
         x.values["scale_largest"],
     )
 
@@ -322,12 +333,12 @@ def _common_share(x: _Together) -> Estimate | None:
         estimated = over_rows(x.sample.active.astype(np.float64), x.sample).total
         count = np.where(np.isnan(active), estimated, active)
         sampled = measures.common_share_of_rows(
-            x.values["common"], x.values["weight_square"], count, x.sample
+            x.values["common"], x.values["weight_norms"] ** 2, count, x.sample
         )
-    sum_square, squares = x.whole("weight_sum_square", 0), x.whole("weight_squares", 0)
-    if sum_square is None or squares is None:
+    norm, squares = x.whole("weight_sum", 0), x.whole("weight_squares", 0)
+    if norm is None or squares is None:
         return sampled
-    exact = measures.common_share(sum_square, x.sample.total, squares)
+    exact = measures.common_share(norm**2, x.sample.total, squares)
     none_idle = active == x.sample.total
     if sampled is None:
         return _certain(np.where(none_idle, exact, np.nan))

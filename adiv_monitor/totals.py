@@ -23,12 +23,12 @@ class AllRows:
 
     Attributes:
         weight_square: ‖φ_W‖².
-        scale: ‖φ‖², the bias's feature included.
+        bias_square: φ_b², or one number for all of them.
         square: ‖g_r‖², in the units of the gradient that backward left.
     """
 
     weight_square: Float[Tensor, " rows"]
-    scale: Float[Tensor, " rows"]
+    bias_square: Float[Tensor, " rows"] | float
     square: Float[Tensor, " rows"]
 
 
@@ -38,15 +38,17 @@ def sums(
     """By layer and name: sums over the active rows, and entries for quantiles.
 
     `active` rows, `G_G` = Σ ‖g_r‖², `own_G` = Σ s_r ‖g_r‖², `own_own` = Σ s_r² ‖g_r‖², `scale_sum`,
-    `scale_squared` = Σ (s_r − mean)², `scale_max`, `weight_squares` = Σ ‖φ_W‖² over all rows, and
-    `scale_entries`: the scales of at most 2,048 rows, chosen by chance; NaN for idle ones.
+    `scale_deviation` = √(Σ (s_r − mean)²), `scale_max`, `weight_squares` = Σ ‖φ_W‖² over all rows,
+    and `scale_entries`: the scales of at most 2,048 rows, chosen by chance; NaN for idle ones.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for paths in _alike(layers):
-        weight_square, scale, square = (
-            torch.stack([getattr(layers[p], name) for p in paths])
-            for name in ("weight_square", "scale", "square")
-        )
+        weight_square = torch.stack([layers[p].weight_square for p in paths])
+        square = torch.stack([layers[p].square for p in paths])
+        biases = [layers[p].bias_square for p in paths]
+        several = [bias for bias in biases if isinstance(bias, Tensor)]
+        bias_square = torch.stack(several) if several else biases[0]
+        scale = weight_square + bias_square
         named = _of_stacked(scale, square)
         named["weight_squares"] = weight_square.sum(-1, keepdim=True)
         entries = named.pop("active_scale")
@@ -74,7 +76,7 @@ def _of_stacked(
         "own_G": own.sum(-1, keepdim=True),
         "own_own": (scale * own).sum(-1, keepdim=True),
         "scale_sum": total,
-        "scale_squared": deviation.square().sum(-1, keepdim=True),
+        "scale_deviation": torch.linalg.vector_norm(deviation, dim=-1, keepdim=True),
         "scale_max": masked.amax(-1, keepdim=True),
         "active_scale": torch.where(active, scale, torch.nan),
     }
@@ -83,6 +85,9 @@ def _of_stacked(
 def _alike(layers: Mapping[str, AllRows]) -> Sequence[list[str]]:
     kinds: dict[object, list[str]] = defaultdict(list)
     for path, rows in layers.items():
-        parts = (rows.weight_square, rows.scale, rows.square)
-        kinds[tuple((part.shape, part.dtype, part.device) for part in parts)].append(path)
+        bias = rows.bias_square
+        constant = None if isinstance(bias, Tensor) else bias
+        square = rows.square
+        kind = (square.shape, square.dtype, square.device, rows.weight_square.dtype, constant)
+        kinds[kind].append(path)
     return list(kinds.values())

@@ -52,11 +52,22 @@ def fetch(
     layers: Mapping[str, Mapping[str, Tensor]],
     flags: Mapping[str, Tensor],
     products: Mapping[str, Mapping[int, Tensor]],
+    norms: Mapping[str, Mapping[int, Tensor]],
 ) -> tuple[dict[str, dict[str, Array]], dict[str, Array], dict[str, dict[int, Array]]]:
-    """Numbers of every layer, of the step as a whole, and of the parameters, as arrays."""
+    """Numbers of every layer, of the step as a whole, and of the parameters, as arrays.
+
+    Args:
+        layers: by path and name.
+        flags: by name.
+        products: by name and id of a parameter, numbers that add up to a dot product.
+        norms: the same as norms, whose squares add up to it; the squares are taken here.
+    """
     transfer = Transfer()
     of_layers = transfer.add(layers)
     of_step = transfer.add({"": flags})
-    of_parameters = transfer.add(products)
+    of_parameters, of_norms = transfer.add(products), transfer.add(norms)
     transfer.run()
-    return transfer.get(of_layers), transfer.get(of_step)[""], transfer.get(of_parameters)
+    found = transfer.get(of_parameters)
+    for name, parts in transfer.get(of_norms).items():
+        found.setdefault(name, {}).update({key: part**2 for key, part in parts.items()})
+    return transfer.get(of_layers), transfer.get(of_step)[""], found

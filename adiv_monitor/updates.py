@@ -7,7 +7,7 @@ step keeps everything, and what it sees decides (`Watch`).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,8 @@ from adiv_monitor.features.rows import exact
 
 # Smaller parameters go through one operation for all of them, and their products to the host whole.
 _SMALL = 8_192
-_STRETCHES, _STRETCH = 64, 256
+_STRETCHES, _STRETCH = 16, 64
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # By name, by id of the parameter: numbers that add up to a dot product. `a_b` is ⟨a, b⟩, with
 # w = −u, what the step took away.
@@ -63,71 +64,80 @@ class ParameterSteps:
         parameters: every measured parameter, once.
         watch: what this run was seen to do so far.
         copy_gradient: the optimizer will write into `.grad` (it unscales AMP gradients itself).
+
+    Attributes:
+        products: numbers that add up to dot products.
+        norms: norms of parts, whose squares add up to dot products.
+        has_copies: γ is safe even if the optimizer changes `.grad`.
+        updated: the optimizer has stepped.
     """
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], watch: Watch, *, copy_gradient: bool = False
     ) -> None:
-        self._parameters = list(parameters)
+        every = list(parameters)
+        self._small = [p for p in every if is_small(p)]
+        self._large = [p for p in every if not is_small(p)]
         self._keep_update = watch.weights_change
         # Until the next forward pass `.grad` may be zeroed, so then too γ has to be a copy.
-        keep_gradient = copy_gradient or watch.gradient_changes or watch.weights_change
-        self._small = [p for p in self._parameters if p.numel() <= _SMALL]
-        self._large = [p for p in self._parameters if p.numel() > _SMALL]
-        self._before = dict(self._copies([p.detach() for p in self._parameters]))
-        grads = [gradient(p) for p in self._parameters]
-        kept = self._copies(grads, all_of_them=keep_gradient)
-        self._gamma = dict(kept)
-        self._grads = grads
-        self._seen = _some(grads)
-        self.has_copies = keep_gradient
-        self._update: dict[int, Tensor] = {}
+        self.has_copies = copy_gradient or watch.gradient_changes or watch.weights_change
         self.products: Products = defaultdict(dict)
-        self._multiply("gamma_gamma", self._gamma.__getitem__, self._gamma.__getitem__)
-
-    def _copies(
-        self, tensors: Sequence[Tensor], *, all_of_them: bool = True
-    ) -> Iterable[tuple[int, Tensor]]:
-        """By id of the parameter; the small ones in one operation."""
-        pairs = dict(zip(map(id, self._parameters), tensors, strict=True))
-        small = [pairs[id(p)] for p in self._small]
-        if small:
-            yield from zip(map(id, self._small), torch._foreach_mul(small, 1.0), strict=True)
+        self.norms: Products = defaultdict(dict)
+        self._grads = {id(p): gradient(p) for p in every}
+        self._seen = _Entries(self._grads)
+        self._before = _copied({id(p): p.detach() for p in self._small})
+        self._before |= {id(p): p.detach().clone() for p in self._large}
+        self._gamma = _copied({id(p): self._grads[id(p)] for p in self._small})
         for p in self._large:
-            yield id(p), pairs[id(p)].clone() if all_of_them else pairs[id(p)]
+            grad = self._grads[id(p)]
+            self._gamma[id(p)] = grad.clone() if self.has_copies else grad
+            self.norms["gamma_gamma"][id(p)] = dots.norms(grad)
+        self._multiply("gamma_gamma", self._gamma, self._gamma)
+        self._update: dict[int, Tensor] = {}
+        self.updated = False
+
+    def gamma_norm_of(self, parameter: nn.Parameter) -> Tensor:
+        """A tensor as long as the parameter's gradient: itself, or the norms of its parts."""
+        parts = self.norms["gamma_gamma"].get(id(parameter))
+        return self._gamma[id(parameter)] if parts is None else parts
+
+    def entries_of(self, parameter: nn.Parameter) -> Tensor:
+        """Some entries of the parameter's gradient, as `some` takes them."""
+        return self._seen.of(id(parameter))
 
     def stepped(self) -> None:
         """The optimizer has stepped: what it took away of the small parameters."""
-        self._update.update(self._taken_from(self._small))
+        self.updated = True
+        self._update |= self._taken_from_small()
 
     def taken(self, parameter: nn.Parameter) -> Tensor:
         """What the step took away, w = θ before − θ, in the precision of the measures."""
         key = id(parameter)
-        if key not in self._update:
-            taken = exact(self._before[key]) - exact(parameter.detach())
-            if not self._keep_update:
-                return taken
+        if key in self._update:
+            return self._update[key]
+        taken = exact(self._before[key]) - exact(parameter.detach())
+        if self._keep_update:
             self._update[key] = taken
-        return self._update[key]
+        return taken
 
     def take_products(self, parameter: nn.Parameter, taken: Tensor) -> None:
-        """⟨w, w⟩ and ⟨w, γ⟩ of a large parameter, from a difference that is then used up."""
+        """‖w‖ and ⟨w, γ⟩ of a large parameter, from a difference that is then used up."""
         key = id(parameter)
-        if parameter.numel() <= _SMALL or key in self.products["w_w"]:
+        if is_small(parameter) or key in self.norms["w_w"]:
             return
-        self.products["w_w"][key] = dots.norms(taken).square()
+        self.norms["w_w"][key] = dots.norms(taken)
         spare = taken.clone() if self._keep_update else taken
-        self.products["w_gamma"][key] = _sums(spare.mul_(self._gamma[key]))
+        self.products["w_gamma"][key] = spare.mul_(self._gamma[key]).sum()
 
     def finish_update(self) -> Tensor:
         """All layers have their part: the small ones' products; has `.grad` changed meanwhile?
 
         By value: version counters miss what is done through .data or by fused kernels.
         """
-        for name, other in (("w_w", self._update), ("w_gamma", self._gamma)):
-            self._multiply(name, self._update.__getitem__, other.__getitem__, only_small=True)
-        changed = _any_differs(_some(self._grads), self._seen)
-        self._grads, self._seen = [], []
+        self._multiply("w_w", self._update, self._update)
+        self._multiply("w_gamma", self._update, self._gamma)
+        changed = self._seen.differ(_Entries(self._grads))
+        self._grads.clear()
         if not self._keep_update:
             self._gamma.clear()
             self._update.clear()
@@ -135,49 +145,76 @@ class ParameterSteps:
 
     def applied(self) -> None:
         """The next forward begins: a's products, or where a = u is expected, ‖a‖² alone."""
-        applied = dict(self._taken_from(self._small))
+        applied = self._taken_from_small()
         for p in self._large:
-            before = self._before[id(p)]
-            exactly = exact(before)
-            applied[id(p)] = torch.sub(exactly, exact(p.detach()), out=exactly)
-            if not self._keep_update:
-                self.products["a_a"][id(p)] = dots.norms(applied[id(p)]).square()
-        self._multiply(
-            "a_a", applied.__getitem__, applied.__getitem__, only_small=not self._keep_update
-        )
+            before = exact(self._before.pop(id(p)))
+            applied[id(p)] = torch.sub(before, exact(p.detach()), out=before)
+            self.norms["a_a"][id(p)] = dots.norms(applied[id(p)])
+        self._multiply("a_a", applied, applied)
         if self._keep_update:
-            self._multiply("a_w", applied.__getitem__, self._update.__getitem__)
-            self._multiply("a_gamma", applied.__getitem__, self._gamma.__getitem__)
+            self._multiply("a_w", applied, self._update)
+            self._multiply("a_gamma", applied, self._gamma)
+            for key in map(id, self._large):
+                a = applied.pop(key)
+                self.products["a_w"][key] = (a * self._update.pop(key)).sum()
+                self.products["a_gamma"][key] = (a * exact(self._gamma.pop(key))).sum()
         self._before.clear()
         self._gamma.clear()
         self._update.clear()
 
-    def _taken_from(self, small: list[nn.Parameter]) -> Iterable[tuple[int, Tensor]]:
-        if not small:
-            return ()
-        before = [exact(self._before[id(p)]) for p in small]
-        now = [exact(p.detach()) for p in small]
-        return zip(map(id, small), torch._foreach_sub(before, now), strict=True)
+    def _taken_from_small(self) -> dict[int, Tensor]:
+        if not self._small:
+            return {}
+        before = [exact(self._before[id(p)]) for p in self._small]
+        now = [exact(p.detach()) for p in self._small]
+        return dict(zip(map(id, self._small), torch._foreach_sub(before, now), strict=True))
 
-    def _multiply(
-        self,
-        name: str,
-        a: Callable[[int], Tensor],
-        b: Callable[[int], Tensor],
-        *,
-        only_small: bool = False,
-    ) -> None:
-        small = [id(p) for p in self._small]
-        if small:
-            pairs = [exact(a(key)) for key in small], [exact(b(key)) for key in small]
-            self.products[name].update(zip(small, torch._foreach_mul(*pairs), strict=True))
-        if only_small:
-            return
-        for key in (id(p) for p in self._large):
-            x, y = a(key), b(key)
-            self.products[name][key] = (
-                dots.norms(x).square() if x is y else _sums(exact(x) * exact(y))
-            )
+    def _multiply(self, name: str, a: dict[int, Tensor], b: dict[int, Tensor]) -> None:
+        """The products of the small parameters' entries, in one operation."""
+        keys = [id(p) for p in self._small]
+        if keys:
+            pairs = [exact(a[key]) for key in keys], [exact(b[key]) for key in keys]
+            self.products[name] |= zip(keys, torch._foreach_mul(*pairs), strict=True)
+
+
+class _Entries:
+    """Copies of some entries of many tensors, side by side for each type and device."""
+
+    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+        kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
+        for key, tensor in tensors.items():
+            entries = some(tensor)
+            kinds[entries.dtype, entries.device, entries.dim()][key] = entries
+        self._flat = {kind: torch.cat(list(parts.values())) for kind, parts in kinds.items()}
+        self._parts: dict[int, Tensor] = {}
+        for kind, parts in kinds.items():
+            sizes = [len(part) for part in parts.values()]
+            self._parts |= zip(parts, torch.split(self._flat[kind], sizes), strict=True)
+
+    def of(self, key: int) -> Tensor:
+        return self._parts[key].flatten()
+
+    def differ(self, other: "_Entries") -> Tensor:
+        """Whether any entry is another now; NaN is equal to itself, since bits are compared."""
+        flags = [(bits(mine) != bits(other._flat[kind])).any() for kind, mine in self._flat.items()]
+        return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+
+
+def _copied(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Copies of all of them, in one operation."""
+    if not tensors:
+        return {}
+    return dict(zip(tensors, torch._foreach_mul(list(tensors.values()), 1.0), strict=True))
+
+
+def is_small(parameter: Tensor) -> bool:
+    """Whether it goes to the host whole."""
+    return parameter.numel() <= _SMALL
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The numbers' bits, read as integers."""
+    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
@@ -188,7 +225,7 @@ def gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def some(tensor: Tensor) -> Tensor:
-    """All entries, or 16,384 in evenly spaced stretches: lone ones would touch every cache line."""
+    """All entries, or 1,024 in evenly spaced stretches: lone ones would touch every cache line."""
     flat = _flat_in_memory(tensor)
     if len(flat) <= _STRETCHES * _STRETCH:
         return flat
@@ -203,31 +240,6 @@ def _flat_in_memory(tensor: Tensor) -> Tensor:
         return tensor.view(-1)
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).reshape(-1).contiguous()
-
-
-def _some(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of some entries of all tensors, one for each type and device."""
-    kinds: dict[object, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        kinds[tensor.dtype, tensor.device].append(some(tensor).reshape(-1))
-    return [torch.cat(parts) for parts in kinds.values()]
-
-
-def _any_differs(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    # NaN is equal to itself here: bits are compared.
-    flags = [
-        (x.view(_INTEGERS[x.element_size()]) != y.view(_INTEGERS[y.element_size()])).any()
-        for x, y in zip(a, b, strict=True)
-    ]
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _sums(tensor: Tensor) -> Tensor:
-    """Numbers that add up to the sum of all entries."""
-    return tensor.sum().reshape(1)
 
 
 def weight_norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -36,8 +36,7 @@ def whole_input(module: Conv, input: Tensor) -> Whole | None:
 )
 def convolution(module: Conv, rows: Rows, input: Tensor) -> DenseFeatures:
     """Z = W patch + b at every output position; weights are shared by all positions."""
-    phi = patches(module, rows, input)
-    return DenseFeatures(phi, None if module.bias is None else phi.new_ones(len(phi), 1))
+    return DenseFeatures(patches(module, rows, input), None if module.bias is None else 1.0)
 
 
 def patch_squares(module: Conv, input: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def _gradient_only(
     x: Tensor, module: GradientOnlyLinear | GradientOnlyConv2d, bias: Tensor | None
 ) -> DenseFeatures:
     square = squares(x)
-    ones = None if bias is None else x.new_ones(len(x), 1)
+    ones = None if bias is None else 1.0
     if module.form == "batch":
         return DenseFeatures(x, ones, mixes_rows=True)
     if module.form == "proportional" and bias is not None:

@@ -53,8 +53,8 @@ class DenseFeatures:
         phi: (rows, groups, n_feat), the features that the weight multiplies. The weight is read as
             (groups, n_out, n_feat), which is how torch lays out linear, grouped convolution and
             gain weights.
-        bias: (rows, groups) or (rows, 1) for all groups, the feature φ_b that the bias multiplies
-            (1, or 1/s); None without a bias.
+        bias: the feature φ_b that the bias multiplies: one number for all rows (mostly 1), or
+            (rows, groups) or (rows, 1) for all groups; None without a bias.
         transposed: the weight is stored (n_feat, n_out) instead.
         weight_gain: (rows, groups), what the layer's backward pass multiplies a row's part of the
             weight's gradient by (gradient-only layers); None: nothing.
@@ -64,16 +64,21 @@ class DenseFeatures:
     """
 
     phi: Float[Tensor, "rows groups n_feat"] | None
-    bias: Float[Tensor, "rows groups_or_1"] | None = None
+    bias: Float[Tensor, "rows groups_or_1"] | float | None = None
     transposed: bool = False
     weight_gain: Float[Tensor, "rows groups"] | None = None
     bias_gain: Float[Tensor, "rows groups"] | None = None
     mixes_rows: bool = False
 
     def __post_init__(self) -> None:
+        if self.phi is None and not isinstance(self.bias, Tensor):
+            raise ValueError(
+                f"DenseFeatures: got phi=None and bias={self.bias}, expected features for the "
+                "weight, or a feature (rows, 1) for the bias of every row"
+            )
         for name, dims in (("phi", 3), ("bias", 2), ("weight_gain", 2), ("bias_gain", 2)):
             tensor = getattr(self, name)
-            if tensor is not None and tensor.dim() != dims:
+            if isinstance(tensor, Tensor) and tensor.dim() != dims:
                 raise ValueError(
                     f"DenseFeatures({name}=…): got shape {tuple(tensor.shape)}, expected {dims} "
                     "dimensions (rows, groups, …); a plain layer is one group: use x[:, None]"
@@ -83,20 +88,22 @@ class DenseFeatures:
     def groups(self) -> int:
         """How many independent layers this is."""
         widest = self.bias if self.phi is None else self.phi
-        return 1 if widest is None else widest.shape[1]
+        return widest.shape[1] if isinstance(widest, Tensor) else 1
 
     def scale(self) -> Float[Tensor, "rows groups"] | None:
         """‖φ_r‖², the bias's feature included; of gradient-only layers, with their gains."""
         if self.mixes_rows:
             return None
-        parts = []
+        parts: list[Any] = []
         if self.phi is not None:
-            squares = row_squares(self.phi)
+            alone = self.phi.shape[2] == 1
+            squares = self.phi[..., 0].square() if alone else row_squares(self.phi)
             parts.append(squares if self.weight_gain is None else squares * self.weight_gain)
         if self.bias is not None:
-            square = self.bias.square()
+            square: Tensor | float = self.bias**2
             parts.append(square if self.bias_gain is None else square * self.bias_gain)
-        return parts[0] + parts[1] if len(parts) == 2 else parts[0]
+        found: Tensor = parts[0] + parts[1] if len(parts) == 2 else parts[0]
+        return found
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"] | None:
         """Φ_W Wᵀ, group by group."""
@@ -116,6 +123,10 @@ class DenseFeatures:
         """φ_b ⊗ b."""
         if self.bias is None:
             return None
+        if not isinstance(self.bias, Tensor):
+            assert self.phi is not None
+            row = bias.reshape(1, -1).to(self.phi.dtype)
+            return (row if self.bias == 1 else self.bias * row).expand(len(self.phi), -1)
         blocks = bias.reshape(self.bias.shape[1], -1).to(self.bias.dtype)
         return (self.bias[..., None] * blocks).flatten(1)
 
@@ -123,7 +134,7 @@ class DenseFeatures:
         """The features of the trained parameters alone."""
         if (weight or self.phi is None) and (bias or self.bias is None):
             return self
-        return replace(self, phi=self.phi if weight else None, bias=self.bias if bias else None)
+        return replace(self, phi=self.phi if weight else None, bias=self._column if bias else None)
 
     def pick(self, rows: Tensor) -> "DenseFeatures":
         """The features of some of the rows."""
@@ -138,18 +149,25 @@ class DenseFeatures:
         return self._with({name: torch.cat([p[name] for p in parts]) for name in parts[0]})
 
     @property
+    def _column(self) -> Float[Tensor, "rows groups_or_1"] | None:
+        """φ_b of every row."""
+        if self.bias is None or isinstance(self.bias, Tensor):
+            return self.bias
+        assert self.phi is not None
+        return self.phi.new_full((len(self.phi), 1), self.bias)
+
+    @property
     def has_gram(self) -> bool:
         """Whether M = ΦΦᵀ is one matrix, of rows × rows numbers."""
         return self.groups == 1 and self.weight_gain is None and not self.mixes_rows
 
     def gram(self) -> Float[Tensor, "rows rows"]:
         """M = ΦΦᵀ of one group."""
-        parts = [
-            c @ c.T
-            for c in (None if self.phi is None else self.phi[:, 0], self.bias)
-            if c is not None
-        ]
-        return parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
+        if self.phi is None or isinstance(self.bias, Tensor):
+            columns = self.columns()[:, 0]
+            return columns @ columns.T
+        gram = self.phi[:, 0] @ self.phi[:, 0].T
+        return gram if self.bias is None else gram.add_(self.bias**2)
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
         """φ_W,r·Σ_k a_k φ_W,k of every row: how much of it is common to the active rows."""
@@ -158,10 +176,11 @@ class DenseFeatures:
         flat = self.phi.flatten(1)
         return flat @ (active @ flat)
 
-    def weight_squares(self) -> Float[Tensor, " rows"]:
-        """‖φ_W,r‖² of every row, over all groups."""
+    def weight_norms(self) -> Float[Tensor, " rows"]:
+        """‖φ_W,r‖ of every row, over all groups."""
         assert self.phi is not None
-        return row_squares(self.phi.flatten(1))
+        norms: Tensor = torch.linalg.vector_norm(self.phi.flatten(1), dim=1)
+        return norms
 
     def _tensors(self) -> dict[str, Tensor]:
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -175,7 +194,8 @@ class DenseFeatures:
         if self.bias is None:
             assert self.phi is not None
             return self.phi
-        column = self.bias[..., None]
+        assert self._column is not None
+        column = self._column[..., None]
         if self.phi is None:
             return column
         return torch.cat([self.phi, column.expand(-1, self.phi.shape[1], 1)], dim=2)
@@ -222,7 +242,7 @@ class OneHotFeatures:
         counts = weights.new_zeros(self.vocabulary).index_add_(0, self.token, weights)
         return counts[self.token] * self.trained
 
-    def weight_squares(self) -> Float[Tensor, " rows"]:
+    def weight_norms(self) -> Float[Tensor, " rows"]:
         """1 for every token that is trained."""
         return self.trained
 

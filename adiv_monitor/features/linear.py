@@ -17,5 +17,4 @@ def whole_input(module: nn.Linear, input: Tensor) -> Whole:
 @register_features(nn.Linear, kind="linear", whole=whole_input)
 def linear(module: nn.Linear, rows: Rows, input: Tensor) -> DenseFeatures:
     """Z = W x + b: one row per sample or token."""
-    x = rows.take(input)
-    return DenseFeatures(x[:, None], None if module.bias is None else x.new_ones(len(x), 1))
+    return DenseFeatures(rows.take(input)[:, None], None if module.bias is None else 1.0)

@@ -79,4 +79,9 @@ def exact(tensor: Tensor) -> Tensor:
 
 def exact_type(tensor: Tensor) -> torch.dtype:
     """The precision of the measures for what is made of this tensor."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """All parts, one after the other; a part that is alone as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.features.rows import exact, exact_type
+from adiv_monitor.features.rows import exact, exact_type, joined
 
 CHUNK = 2**19  # entries of a temporary square: stays in a CPU's cache
 
@@ -50,4 +50,4 @@ def squares(x: Tensor, dim: int = -1) -> Tensor:
     # A CPU takes norms across memory entry by entry: six times slower than squares and sums.
     samples = max(1, CHUNK * len(x) // max(x.numel(), 1))
     parts = [exact(part).square().sum(dim) for part in torch.split(x, samples)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined(parts)
