@@ -1,7 +1,7 @@
 """Which layers of a model are measured, which parameters of theirs, and why the others are not."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -14,6 +14,7 @@ LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_OUTSIDE = "the optimizer trains it, but it is not in the model that is monitored"
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,31 @@ class Layer:
 
 @dataclass(frozen=True)
 class Selection:
-    """The layers to measure, and the reason for every other module that was asked for."""
+    """The layers to measure, and the reason for every other module that was asked for.
+
+    Attributes:
+        layers: the layers to measure.
+        unsupported: module or parameter → why it can't be.
+        trained: by name, each parameter that the step trains, tied ones once. What is trainable is
+            read now, because it may be switched off when the report is made.
+    """
 
     layers: list[Layer]
     unsupported: dict[str, str]
+    trained: dict[str, Tensor]
+
+    def unmeasured(self, measured: Container[str]) -> dict[str, int]:
+        """Trained parameters outside the measured layers → elements (lazy ones have none yet)."""
+        covered = {
+            id(p) for layer in self.layers if layer.path in measured for p in layer.parameters
+        }
+        return {name: _elements(p) for name, p in self.trained.items() if id(p) not in covered}
+
+    def coverage(self, measured: Container[str]) -> float:
+        """Share of the trained elements that lie in the measured layers, 0 to 1."""
+        whole = sum(map(_elements, self.trained.values()))
+        missing = sum(self.unmeasured(measured).values())
+        return (whole - missing) / whole if whole else 0.0
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -67,19 +89,22 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def select(model: nn.Module, held: Collection[int] | None, choice: LayerChoice) -> Selection:
+def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerChoice) -> Selection:
     """Sort the modules that have trainable parameters of their own.
 
     Args:
         model: the model.
-        held: ids of the parameters that the optimizer holds; None: all are looked at.
+        held: by id, the parameters that the optimizer holds; None: all are looked at.
         choice: glob patterns over module paths, a predicate, or None for every module.
     """
     layers: list[Layer] = []
     unsupported: dict[str, str] = {}
+    names: dict[int, str] = {}
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for path, module in named_modules(model):
         own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
+        for name, parameter in own.items():
+            names.setdefault(id(parameter), f"{path}.{name}" if path else name)
         if not own or not is_chosen(path, module, choice):
             continue
         found = _layer(path, module, own, held)
@@ -90,7 +115,23 @@ def select(model: nn.Module, held: Collection[int] | None, choice: LayerChoice) 
         layers.append(replace(found, shared=shared))
         for name in own.keys() - {found.rule.weight, found.rule.bias}:
             unsupported[f"{path}.{name}"] = f"the rule for {found.rule.kind} layers has no {name}"
-    return Selection(layers, unsupported)
+    trained = _trained(model, held, names)
+    if choice is None:
+        outside = trained.keys() - names.values()
+        unsupported |= {name: _OUTSIDE for name in trained if name in outside}
+    return Selection(layers, unsupported, trained)
+
+
+def _trained(
+    model: nn.Module, held: Mapping[int, Tensor] | None, names: Mapping[int, str]
+) -> dict[str, Tensor]:
+    if held is None:
+        return {names[id(p)]: p for p in trainable(model)}
+    return {
+        names.get(id(p), f"optimizer parameter {index}"): p
+        for index, p in enumerate(held.values())
+        if p.requires_grad
+    }
 
 
 def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
@@ -110,7 +151,7 @@ def _layer(
         return "the optimizer holds none of its parameters"
     rule = find_rule(module)
     if isinstance(rule, str):
-        return rule
+        return f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
     for name in (rule.weight, rule.bias):
         if name not in module._parameters and isinstance(getattr(module, name, None), Tensor):
             return f"its {name} is computed from other parameters (a parametrization)"
@@ -125,6 +166,10 @@ def _layer(
             f'name them in register_features({type(module).__name__}, weight="…", bias="…")'
         )
     return Layer(path, module, rule, trained.get(rule.weight), trained.get(rule.bias))
+
+
+def _elements(parameter: Tensor) -> int:
+    return 0 if is_lazy(parameter) else parameter.numel()
 
 
 def _unusable(parameter: Tensor) -> str | None:
