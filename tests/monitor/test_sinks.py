@@ -17,6 +17,7 @@ from adiv_monitor.report import MEASURES
 from adiv_monitor.sinks import JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, layer_scalars, summary_scalars
 from adiv_monitor.sinks.table import TABLE_MEASURES
+from adiv_monitor.sinks.wording import not_measured, percent
 
 GOLDEN = Path(__file__).parent / "golden" / "table.txt"
 
@@ -146,6 +147,8 @@ def test_table_is_the_golden_one() -> None:
     layers = {path: reading(i) for i, path in enumerate(LAYERS)}
     layers["no.direction"] = reading(9, update_cosine=math.nan, gradient_cosine=None)
     layers["few.rows"] = reading(10, rows_seen=8, rows_total=8, effective_lr=1e-5, scale_mean=2e5)
+    errors = {"update_cosine": 0.02, "effective_lr": 4e-5, "interference_ratio": 0.3}
+    layers["sampled"] = reading(11, update_cosine=-0.013, standard_error=errors)
     text = printed(report(1200, layers=layers))
     if os.environ.get("REWRITE_GOLDEN"):
         GOLDEN.parent.mkdir(exist_ok=True)
@@ -181,11 +184,130 @@ def test_table_shows_no_direction_and_not_taken() -> None:
     assert row(text, "absent")[1:] == ["1,024", "of", "65,536"]
 
 
+@pytest.mark.parametrize(
+    ("value", "error", "shown"),
+    [
+        (0.0431, 0.0, "0.043"),
+        (0.0431, 0.012, "0.04"),
+        (0.0431, 0.0031, "0.043"),
+        (0.0431, 1e-9, "0.043"),
+        (0.0468, 0.03, "0.05"),
+        (48.31, 0.5, "48"),
+        (48.31, 5.0, "50"),
+        (1234.5, 300.0, "1200"),
+        (-0.27, 0.1, "-0.3"),
+        (7.44e-4, 0.0, "7.4e-04"),
+        (7.44e-4, 2e-4, "7e-04"),
+        (2.34e5, 3e3, "2.3e+05"),
+        (2.34e5, 8e4, "2e+05"),
+        (9.7e3, 1e3, "1.0e+04"),
+        (0.01, 0.012, "≈0"),
+        (-0.01, 0.012, "≈0"),
+        (-0.0042, 0.004, "≈0"),
+        (0.0, 0.1, "≈0"),
+        (0.0, 0.0, "0.000"),
+        (0.3, math.nan, "?"),
+        (0.3, math.inf, "?"),
+        (math.nan, 0.1, "–"),
+        (math.inf, 0.0, "inf"),
+    ],
+)
+def test_no_digit_that_the_error_makes_meaningless(value: float, error: float, shown: str) -> None:
+    layers = {"a": reading(update_cosine=value, standard_error={"update_cosine": error})}
+    assert row(printed(report(layers=layers), measures=["update_cosine"]), "a")[-1] == shown
+
+
+def test_decimal_points_stay_below_each_other() -> None:
+    layers = {
+        f"l{i}": reading(update_cosine=0.0431, standard_error={"update_cosine": error})
+        for i, error in enumerate((0.0, 0.012, 0.05))
+    }
+    layers["big"] = reading(update_cosine=48.31, standard_error={"update_cosine": 0.5})
+    layers["worst"] = reading(update_cosine=-0.7, standard_error={"update_cosine": 0.02})
+    lines = printed(report(layers=layers), measures=["update_cosine"]).splitlines()
+    ends = {line.split()[-1]: line for line in lines if line.split()[0] in layers}
+    assert list(ends) == ["0.043", "0.04", "≈0", "48", "-0.70*"]
+    units = {len(line[: line.index(cell)] + cell.partition(".")[0]) for cell, line in ends.items()}
+    assert len(units) == 1
+
+
+def test_no_star_where_the_errors_tell_no_worst_layer() -> None:
+    def starred(error: float) -> bool:
+        errors = {"update_cosine": error}
+        layers = {
+            name: reading(update_cosine=value, standard_error=errors)
+            for name, value in (("a", 0.1), ("b", 0.2))
+        }
+        return "*" in printed(report(layers=layers), measures=["update_cosine"])
+
+    assert starred(0.03)
+    assert not starred(0.04)
+
+
 def test_table_says_what_is_missing() -> None:
     text = printed(report())
-    assert "88% of the parameters measured" in text
-    assert "not measured: decoder.lstm: LSTM: no rule for this type of module\n" in text
+    assert "87.5% of the trained parameters measured" in text
+    assert (
+        "not measured: decoder.lstm (weight_ih_l0, weight_hh_l0, bias_ih_l0 and 1 more: 12,544 "
+        "elements): torch.nn.modules.rnn.LSTM: no rule for this type of module\n"
+    ) in text
     assert "note: The gradient was clipped to 0.5 of its length.\n" in text
+
+
+def test_what_is_not_measured_is_said_once() -> None:
+    idle = {"head": "no gradient reached it in this step"}
+    first, again, changed = report(0), report(1), report(2, unsupported=idle, unmeasured={})
+    lines = [
+        line for line in printed(first, again, changed, first).splitlines() if "not mea" in line
+    ]
+    assert [line.split()[2] for line in lines] == ["decoder.lstm", "head:"]
+
+
+def test_many_unsupported_modules_stay_readable() -> None:
+    lstm = "torch.nn.modules.rnn.LSTM: no rule"
+    unsupported = {f"block.{i}": lstm for i in range(300)}
+    unsupported |= {f"head.{i}": f"measuring it failed: number {i}" for i in range(40)}
+    unmeasured = {f"{path}.weight": 10 for path in unsupported} | {"stem.0.weight": 7}
+    lines = not_measured(report(unsupported=unsupported, unmeasured=unmeasured))
+    assert len(lines) == 12
+    assert lines[0] == f"block.0, block.1, block.2 and 297 more (3,000 elements): {lstm}"
+    assert lines[1] == "head.0 (weight: 10 elements): measuring it failed: number 0"
+    assert lines[-1] == "31 more reasons for 307 elements are in the report's `unsupported`"
+    assert sum(len(line) for line in lines) < 1200
+
+
+def test_parameters_that_were_not_chosen_are_named() -> None:
+    unmeasured = {"stem.weight": 27, "stem.bias": 3, "head.weight": 4}
+    lines = not_measured(report(unsupported={"head": "no rule"}, unmeasured=unmeasured))
+    assert lines == [
+        "stem.weight, stem.bias (30 elements): not among the chosen layers",
+        "head (weight: 4 elements): no rule",
+    ]
+
+
+def test_what_has_no_name_is_described() -> None:
+    unsupported = {"": "no rule", "optimizer parameter 3": "not in the model"}
+    unmeasured = {"scale": 1, "optimizer parameter 3": 4}
+    assert not_measured(report(unsupported=unsupported, unmeasured=unmeasured)) == [
+        "optimizer parameter 3 (4 elements): not in the model",
+        "the model itself (scale: 1 element): no rule",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [
+        (1.0, "100%"),
+        (0.99999, "99.9%"),
+        (0.997, "99.7%"),
+        (0.875, "87.5%"),
+        (1e-6, "0.1%"),
+        (0.0, "0%"),
+    ],
+)
+def test_all_is_said_of_all_only(share: float, shown: str) -> None:
+    assert percent(share) == shown
+    assert f" {shown} of the" in printed(report(coverage=share))
 
 
 def test_table_never_cuts_a_path_in_a_file() -> None:
