@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -93,6 +94,42 @@ def test_jsonl_removes_a_torn_last_line(tmp_path: Path, torn: str) -> None:
     sink.write(report(1))
     sink.close()
     assert [line["step"] for line in strict_lines(path)] == [0, 1]
+
+
+def test_jsonl_touches_no_file_before_it_writes(tmp_path: Path) -> None:
+    """Each process of a training makes the sink, or gets a copy of it; one of them writes."""
+    path = tmp_path / "new folder" / "run.jsonl"
+    sink = JsonlSink(path)
+    copied = pickle.loads(pickle.dumps(sink))
+    assert not path.parent.exists()
+    copied.write(report(0))
+    torn = '{"step": 1, "cov'
+    path.write_text(path.read_text() + torn)
+    JsonlSink(path).close()
+    assert path.read_text().endswith(torn), "whose line another process may be writing"
+    copied.close()
+    sink.write(report(1))
+    sink.close()
+    assert [line["step"] for line in strict_lines(path)] == [0, 1]
+
+
+def test_jsonl_keeps_nothing_open_in_a_copy(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run.jsonl")
+    sink.write(report(0))
+    copied = pickle.loads(pickle.dumps(sink))
+    copied.write(report(1))
+    copied.close()
+    sink.write(report(2))
+    sink.close()
+    assert [line["step"] for line in strict_lines(tmp_path / "run.jsonl")] == [0, 1, 2]
+
+
+def test_jsonl_that_is_closed_stays_closed(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run.jsonl")
+    sink.close()
+    with pytest.raises(ValueError, match=r"run\.jsonl: got a report after close"):
+        sink.write(report(0))
+    assert not list(tmp_path.iterdir())
 
 
 def test_jsonl_leaves_foreign_files_alone(tmp_path: Path) -> None:
