@@ -1,5 +1,6 @@
 """Reports in TensorBoard: scalars, histograms over rows, text, and charts of all layers in one."""
 
+import html
 import math
 import os
 import re
@@ -98,8 +99,10 @@ class TensorBoardSink:
         self._writer.add_text(
             f"{group}/worst_layers", _worst_layers(report, self._measures), report.step
         )
-        notes = "\n".join(f"- {note}" for note in report.notes)
-        for tag, text in (("not_measured", _not_measured(report)), ("notes", notes)):
+        for tag, text in (
+            ("not_measured", _not_measured(report)),
+            ("notes", _bullets(report.notes)),
+        ):
             if self._texts.get(tag, "") != text:
                 self._writer.add_text(f"{group}/{tag}", text or "none any more", report.step)
                 self._texts[tag] = text
@@ -173,7 +176,7 @@ def _worst_layers(report: StepReport, measures: tuple[str, ...]) -> str:
             continue
         low = _extreme(report, measure, summary.min_layers, summary.min)
         high = _extreme(report, measure, summary.max_layers, summary.max)
-        ends = {"min": low, "max": high, None: f"no bad end: {low} to {high}"}
+        ends = {"min": low, "max": high, None: f"no bad end: from {low} to {high}"}
         rows.append(f"| {measure} | {ends[WORST.get(measure)]} |")
     return "\n".join(["| measure | worst layer |", "| --- | --- |", *rows])
 
@@ -182,11 +185,21 @@ def _extreme(report: StepReport, measure: str, layers: tuple[str, ...], value: f
     """The layer and its value, or those that may be the one and what fits them."""
     names = listed(list(layers), "`")
     if len(layers) > 1:
-        return f"not told apart: {names}, near {value:.3g}"
+        return f"one of {names}, near {value:.3g}"
     error = report.layers[layers[0]].standard_error.get(measure, 0.0)
     return f"{names} {value:.3g}" + (f" ± {error:.1g}" if error else "")
 
 
 def _not_measured(report: StepReport) -> str:
     head = f"{percent(report.coverage)} of the trained parameters are in measured layers.\n\n"
-    return head + "\n".join(f"- {line}" for line in not_measured(report, quote="`"))
+    return head + _bullets(not_measured(report, quote="`"))
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    """A Markdown list; between code, `__main__` and `<locals>` are neither bold nor a tag."""
+    items = []
+    for line in lines:
+        parts = line.split("`")
+        parts[::2] = [html.escape(p, quote=False).replace("_", r"\_") for p in parts[::2]]
+        items.append("- " + "`".join(parts))
+    return "\n".join(items)

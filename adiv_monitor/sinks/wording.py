@@ -12,9 +12,9 @@ _NOT_CHOSEN = "not among the chosen layers"
 def number(value: float, error: float = 0.0) -> str:
     """The value to three decimals, or as a power of ten, without digits that its error blurs.
 
-    The last digit counts as much as the standard error, to the nearest power of ten. "≈0" is a
-    value that lies closer to zero than its error: it has no sign. "–" is no direction (NaN), "?" a
-    value of which nothing is known, because its error is not finite.
+    The last digit stands where the first digit of the standard error does. "≈0" is a value that
+    lies closer to zero than its error: it has no sign. "–" is no direction (NaN), "?" a value of
+    which nothing is known, because its error is not finite.
     """
     if math.isnan(value):
         return "–"
@@ -22,11 +22,10 @@ def number(value: float, error: float = 0.0) -> str:
         return "?"
     places = 3
     if error > 0:
-        place = -round(math.log10(error))
-        value = 0.0 if abs(value) < error else round(value, place)
-        if value == 0:
+        if abs(value) < error:
             return "≈0"
-        places = min(place, 3)
+        place = -math.floor(math.log10(error))
+        value, places = round(value, place), min(place, 3)
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.{max(places, 0)}f}"
     if error > 0:

@@ -229,18 +229,24 @@ def test_table_shows_no_direction_and_not_taken() -> None:
         (0.0431, 0.0031, "0.043"),
         (0.0431, 1e-9, "0.043"),
         (0.0468, 0.03, "0.05"),
-        (48.31, 0.5, "48"),
-        (48.31, 5.0, "50"),
+        (48.31, 0.5, "48.3"),
+        (48.31, 5.0, "48"),
         (1234.5, 300.0, "1200"),
         (-0.27, 0.1, "-0.3"),
         (7.44e-4, 0.0, "7.4e-04"),
         (7.44e-4, 2e-4, "7e-04"),
         (2.34e5, 3e3, "2.3e+05"),
-        (2.34e5, 8e4, "2e+05"),
+        (2.34e5, 8e4, "2.3e+05"),
+        (2.34e5, 1.8e5, "2e+05"),
         (9.7e3, 1e3, "1.0e+04"),
         (0.01, 0.012, "≈0"),
         (-0.01, 0.012, "≈0"),
-        (-0.0042, 0.004, "≈0"),
+        (0.578, 0.46, "0.6"),
+        (0.578, 0.06, "0.58"),
+        (0.714, 0.57, "0.7"),
+        (52.4, 41.0, "50"),
+        (-0.0042, 0.004, "-0.004"),
+        (0.5, 0.5, "0.5"),
         (0.0, 0.1, "≈0"),
         (0.0, 0.0, "0.000"),
         (0.3, math.nan, "?"),
@@ -259,7 +265,7 @@ def test_decimal_points_stay_below_each_other() -> None:
         f"l{i}": reading(update_cosine=0.0431, standard_error={"update_cosine": error})
         for i, error in enumerate((0.0, 0.012, 0.05))
     }
-    layers["big"] = reading(update_cosine=48.31, standard_error={"update_cosine": 0.5})
+    layers["big"] = reading(update_cosine=48.31, standard_error={"update_cosine": 5.0})
     layers["worst"] = reading(update_cosine=-0.7, standard_error={"update_cosine": 0.02})
     lines = printed(report(layers=layers), measures=["update_cosine"]).splitlines()
     ends = {line.split()[-1]: line for line in lines if line.split()[0] in layers}

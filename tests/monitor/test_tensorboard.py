@@ -135,7 +135,7 @@ def test_text_names_the_worst_layers(tmp_path: Path) -> None:
     assert step == 4
     assert "| update_cosine | `low` 0.1 |" in text
     assert "| scale_cv | `high` 2 |" in text
-    assert "| scale_mean | no bad end: `low` 3 to `high` 70 |" in text
+    assert "| scale_mean | no bad end: from `low` 3 to `high` 70 |" in text
 
 
 def test_text_names_no_worst_layer_that_the_errors_do_not_tell(tmp_path: Path) -> None:
@@ -150,10 +150,10 @@ def test_text_names_no_worst_layer_that_the_errors_do_not_tell(tmp_path: Path) -
         for layer, cosine in cosines.items()
     }
     ((_, text),) = texts(write(tmp_path, report(4, layers=layers)), "adiv.summary/worst_layers")
-    assert "| update_cosine | not told apart: `a`, `c`, `b` and 1 more, near 0.115 |" in text
+    assert "| update_cosine | one of `a`, `c`, `b` and 1 more, near 0.115 |" in text
     assert "| harmed_fraction | `e` 0.9 ± 0.01 |" in text
-    alike = "not told apart: `a`, `b`, `c` and 2 more, near 3"
-    assert f"| scale_mean | no bad end: {alike} to {alike} |" in text
+    alike = "one of `a`, `b`, `c` and 2 more, near 3"
+    assert f"| scale_mean | no bad end: from {alike} to {alike} |" in text
 
 
 def test_text_of_what_is_missing_only_when_it_changes(tmp_path: Path) -> None:
@@ -167,6 +167,17 @@ def test_text_of_what_is_missing_only_when_it_changes(tmp_path: Path) -> None:
     assert "12,544 elements): torch.nn.modules.rnn.LSTM: no rule" in not_measured[0][1]
     notes = [(0, f"- {report().notes[0]}"), (2, "none any more")]
     assert texts(found, "adiv.summary/notes") == notes
+
+
+def test_names_of_classes_are_no_markup(tmp_path: Path) -> None:
+    reason = "__main__.make.<locals>.Linear: no rule"
+    unsupported = {"my_net.fc": reason}
+    one = report(unsupported=unsupported, unmeasured={"my_net.fc._w_": 3}, notes=(reason,))
+    found = write(tmp_path, one)
+    escaped = r"\_\_main\_\_.make.&lt;locals&gt;.Linear: no rule"
+    ((_, text),) = texts(found, "adiv.summary/not_measured")
+    assert text.splitlines()[-1] == f"- `my_net.fc` (`_w_`: 3 elements): {escaped}"
+    assert texts(found, "adiv.summary/notes") == [(0, f"- {escaped}")]
 
 
 def test_no_text_about_no_notes(tmp_path: Path) -> None:
