@@ -53,12 +53,11 @@ class DivergenceCallback(Callback):
     A TensorBoard logger gets scalars, histograms, texts and charts (see `TensorBoardSink`), any
     other logger the same scalars through `log_metrics`. The summary over layers is also in
     `trainer.callback_metrics`, where early stopping and checkpoints find it, for example as
-    `adiv.summary/update_cosine_min` (smallest and largest follow no noise, see
-    `StepReport.summary`). A report is there once the next batch or a validation has run, because
-    what happens to the weights until then belongs to it; the first of a fit at the latest when an
-    epoch ends. Until then, and for a measure that has no direction yet, the value is None: a
-    checkpoint saves nothing for it, and early stopping takes it for missing, which it allows with
-    `strict=False`.
+    `adiv.summary/update_cosine_min` (for what standard errors do to it see `MeasureSummary`). A
+    report is there once the next batch or a validation has run, because what happens to the weights
+    until then belongs to it; the first of a fit at the latest when an epoch ends. Until then, and
+    for a measure that has no direction yet, the value is None: a checkpoint saves nothing for it,
+    and early stopping takes it for missing, which it allows with `strict=False`.
 
     With several optimizers each has its own monitor and its own count of steps; their summaries
     are told apart as `adiv.summary.optimizer_0/…`, `adiv.summary.optimizer_1/…`.

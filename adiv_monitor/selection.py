@@ -14,7 +14,6 @@ LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_OUTSIDE = "the optimizer trains it, but it is not in the model that is monitored"
 
 
 @dataclass(frozen=True)
@@ -50,26 +49,32 @@ class Selection:
     Attributes:
         layers: the layers to measure.
         unsupported: module or parameter → why it can't be.
-        trained: by name, each parameter that the step trains, tied ones once. What is trainable is
-            read now, because it may be switched off when the report is made.
+        trained: the parameters that the step trains. What is trainable is read now, because it may
+            be switched off when the report is made.
+        names: id → name, of the parameters that were asked for.
     """
 
     layers: list[Layer]
     unsupported: dict[str, str]
-    trained: dict[str, Tensor]
+    trained: list[Tensor]
+    names: dict[int, str]
 
     def unmeasured(self, measured: Container[str]) -> dict[str, int]:
-        """Trained parameters outside the measured layers → elements (lazy ones have none yet)."""
-        covered = {
-            id(p) for layer in self.layers if layer.path in measured for p in layer.parameters
+        """Elements of the trained parameters that were asked for and lie in no measured layer."""
+        return {
+            self.names[id(p)]: _elements(p) for p in self._outside(measured) if id(p) in self.names
         }
-        return {name: _elements(p) for name, p in self.trained.items() if id(p) not in covered}
 
     def coverage(self, measured: Container[str]) -> float:
         """Share of the trained elements that lie in the measured layers, 0 to 1."""
-        whole = sum(map(_elements, self.trained.values()))
-        missing = sum(self.unmeasured(measured).values())
+        whole = sum(map(_elements, self.trained))
+        missing = sum(map(_elements, self._outside(measured)))
         return (whole - missing) / whole if whole else 0.0
+
+    def _outside(self, measured: Container[str]) -> list[Tensor]:
+        layers = (layer for layer in self.layers if layer.path in measured)
+        inside = {id(p) for layer in layers for p in layer.parameters}
+        return [p for p in self.trained if id(p) not in inside]
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -103,10 +108,10 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for path, module in named_modules(model):
         own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
-        for name, parameter in own.items():
-            names.setdefault(id(parameter), f"{path}.{name}" if path else name)
         if not own or not is_chosen(path, module, choice):
             continue
+        for name, parameter in own.items():
+            names.setdefault(id(parameter), f"{path}.{name}" if path else name)
         found = _layer(path, module, own, held)
         if isinstance(found, str):
             unsupported[path] = found
@@ -115,23 +120,13 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
         layers.append(replace(found, shared=shared))
         for name in own.keys() - {found.rule.weight, found.rule.bias}:
             unsupported[f"{path}.{name}"] = f"the rule for {found.rule.kind} layers has no {name}"
-    trained = _trained(model, held, names)
-    if choice is None:
-        outside = trained.keys() - names.values()
-        unsupported |= {name: _OUTSIDE for name in trained if name in outside}
-    return Selection(layers, unsupported, trained)
-
-
-def _trained(
-    model: nn.Module, held: Mapping[int, Tensor] | None, names: Mapping[int, str]
-) -> dict[str, Tensor]:
-    if held is None:
-        return {names[id(p)]: p for p in trainable(model)}
-    return {
-        names.get(id(p), f"optimizer parameter {index}"): p
-        for index, p in enumerate(held.values())
-        if p.requires_grad
-    }
+    for index, tensor in enumerate(held.values() if held and choice is None else ()):
+        if tensor.requires_grad and id(tensor) not in names:
+            names[id(tensor)] = path = f"optimizer parameter {index}"
+            unsupported[path] = "the optimizer trains it, but it is not in the monitored model"
+    stepped = trainable(model) if held is None else held.values()
+    trained: list[Tensor] = [p for p in stepped if p.requires_grad]
+    return Selection(layers, unsupported, trained, names)
 
 
 def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from adiv_monitor.report import StepReport
 
 _MOST_LINES = 12
-_NOT_CHOSEN = "not among the chosen layers"
 
 
 def number(value: float, error: float = 0.0) -> str:
@@ -52,12 +51,9 @@ def not_measured(report: StepReport, quote: str = "") -> list[str]:
         paths[reason].append(path)
     parameters: dict[str, dict[str, int]] = defaultdict(dict)
     for name, elements in report.unmeasured.items():
-        module = name.rpartition(".")[0]
-        owner = name if name in report.unsupported else module
-        reason = report.unsupported.get(owner, _NOT_CHOSEN)
-        parameters[reason][name] = elements
-        if reason is _NOT_CHOSEN:
-            paths[reason].append(name)
+        owner = name if name in report.unsupported else name.rpartition(".")[0]
+        if owner in report.unsupported:  # else the step as a whole was not measured: a note says so
+            parameters[report.unsupported[owner]][name] = elements
     lines = [
         (sum(parameters[reason].values()), f"{_where(found, parameters[reason], quote)}: {reason}")
         for reason, found in paths.items()
