@@ -129,7 +129,7 @@ def _worst(report: StepReport) -> dict[str, str | None]:
     return {
         measure: summary.min_layer if WORST[measure] == "min" else summary.max_layer
         for measure, summary in report.summary().items()
-        if measure in WORST and len(report.layers) > 1
+        if measure in WORST and summary.min_layers != summary.max_layers  # else there is but one
     }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from example_reports import reading, report
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from adiv_monitor import LayerReading, Monitor, StepReport
 from adiv_monitor.report import MEASURES, smallest
@@ -165,7 +166,7 @@ def measured(
         parameter = next(model.parameters())
         model(torch.ones(2, 3, dtype=parameter.dtype)).square().sum().backward()
         monitor.end_step() if optimizer is None else optimizer.step()
-        for p in model.parameters():
+        for p in filter(lambda p: not is_lazy(p), model.parameters()):
             p.requires_grad_(False)  # as Lightning's toggled optimizers do
     assert monitor.latest is not None
     return monitor.latest
@@ -223,6 +224,15 @@ def test_a_lazy_layer_counts_once_it_has_a_shape() -> None:
     found = measured(model, torch.optim.SGD(model.parameters(), 0.1))
     assert found.coverage == pytest.approx(20 / 32)
     assert found.unmeasured == {"1.weight": 10, "1.bias": 2}
+
+
+def test_a_lazy_layer_that_never_ran_has_no_elements() -> None:
+    model = nn.Linear(3, 5)
+    model.register_module("unused", nn.LazyLinear(2))
+    found = measured(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert found.coverage == 1.0
+    assert found.unmeasured == {"unused.weight": 0, "unused.bias": 0}
+    assert "lazy" in found.unsupported["unused"]
 
 
 def test_reasons_name_the_class_in_full() -> None:

@@ -214,6 +214,11 @@ def test_table_marks_nothing_where_all_are_equal() -> None:
     assert "*" not in printed(report(layers=layers), measures=["diagonal_cosine"])
 
 
+def test_table_marks_no_layer_that_is_alone_with_a_measure() -> None:
+    layers = {"a": reading(diagonal_cosine=0.3), "b": reading(diagonal_cosine=None)}
+    assert "*" not in printed(report(layers=layers), measures=["diagonal_cosine"])
+
+
 def test_table_shows_no_direction_and_not_taken() -> None:
     layers = {"nan": reading(update_cosine=math.nan), "absent": reading(update_cosine=None)}
     text = printed(report(layers=layers), measures=["update_cosine"])
