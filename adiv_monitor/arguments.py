@@ -4,22 +4,24 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TypeGuard
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adiv_monitor.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
 
+DEFAULT_MAX_ROWS = 1024
 
-def held_parameters(model: nn.Module, optimizer: Optimizer | None) -> set[int] | None:
-    """Ids of the parameters that the optimizer steps; None without an optimizer.
+
+def held_parameters(model: nn.Module, optimizer: Optimizer | None) -> dict[int, Tensor] | None:
+    """By id, the parameters that the optimizer steps, in its order; None without an optimizer.
 
     Raises:
         ValueError: none of them is a trainable parameter of the model.
     """
     if optimizer is None:
         return None
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in held for p in trainable(model)):
         raise ValueError(
             f"Monitor: got a {type(optimizer).__name__} that holds none of the trainable "

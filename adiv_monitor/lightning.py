@@ -13,12 +13,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.logger import logger_sink
-from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, known_measures, summary_scalars
+from adiv_monitor.sinks.scalars import (
+    DEFAULT_MEASURES,
+    known_measures,
+    summary_scalars,
+    summary_tags,
+)
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback, LightningModule, Trainer
@@ -47,8 +53,11 @@ class DivergenceCallback(Callback):
     A TensorBoard logger gets scalars, histograms, texts and charts (see `TensorBoardSink`), any
     other logger the same scalars through `log_metrics`. The summary over layers is also in
     `trainer.callback_metrics`, where early stopping and checkpoints find it, for example as
-    `adiv.summary/update_cosine_min`. A report is there once the next batch has run, because what
-    happens to the weights between two batches belongs to it.
+    `adiv.summary/update_cosine_min` (for what standard errors do to it see `MeasureSummary`). A
+    report is there once the next batch or a validation has run, because what happens to the weights
+    until then belongs to it; the first of a fit at the latest when an epoch ends. Until then, and
+    for a measure that has no direction yet, the value is None: a checkpoint saves nothing for it,
+    and early stopping takes it for missing, which it allows with `strict=False`.
 
     With several optimizers each has its own monitor and its own count of steps; their summaries
     are told apart as `adiv.summary.optimizer_0/…`, `adiv.summary.optimizer_1/…`.
@@ -80,7 +89,7 @@ class DivergenceCallback(Callback):
         every_n_steps: int | None = None,
         *,
         layers: LayerChoice = None,
-        max_rows: int | None = 1024,
+        max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
         measures: Iterable[str] = DEFAULT_MEASURES,
         sinks: Sequence[Sink] = (),
@@ -146,11 +155,23 @@ class DivergenceCallback(Callback):
             elif len(trainer.optimizers) == 1:
                 monitor.step = trainer.global_step
             monitor.attach()
+        self._announce(trainer)
 
     def on_train_batch_end(
         self, trainer: "Trainer", pl_module: "LightningModule", *args: Any
     ) -> None:
         """Offer what this batch completed to early stopping, checkpoints and the progress bar."""
+        self._publish(trainer)
+
+    def on_validation_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Offer what the validation's forward pass completed to those who look when it ends."""
+        self._publish(trainer)
+
+    def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Those who look now shall find something, be the epoch a single step."""
+        for name, monitor in self.monitors.items():
+            if name not in self._published:
+                monitor._safely(monitor._finish)
         self._publish(trainer)
 
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
@@ -198,6 +219,15 @@ class DivergenceCallback(Callback):
             return []
         loggers = [logger_sink(logger, self._measures, name) for logger in trainer.loggers]
         return [*loggers, *self._sinks]
+
+    def _announce(self, trainer: "Trainer") -> None:
+        """A checkpoint refuses a metric that does not exist, and skips one that is None."""
+        for name in self.monitors:
+            for measure in self._measures:
+                if measure == "attainable_cosine" and not self._options["attainable"]:
+                    continue
+                for tag in summary_tags(measure, name).values():
+                    trainer.callback_metrics.setdefault(tag, None)  # type: ignore[arg-type]
 
     def _publish(self, trainer: "Trainer") -> None:
         """Offer the summaries of new reports where callbacks and the progress bar look."""

@@ -16,13 +16,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.arguments import check_arguments, check_choice, held_parameters
+from adiv_monitor.arguments import (
+    DEFAULT_MAX_ROWS,
+    check_arguments,
+    check_choice,
+    held_parameters,
+)
 from adiv_monitor.capture import Capture, Hook
 from adiv_monitor.eager import forced_eager
 from adiv_monitor.errors import AdivError
 from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.report import StepReport
-from adiv_monitor.selection import Layer, LayerChoice, Selection, select, trainable
+from adiv_monitor.selection import Layer, LayerChoice, Selection, select
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.updates import Watch
 
@@ -76,7 +81,7 @@ class Monitor:
         *,
         every_n_steps: int = 50,
         layers: LayerChoice = None,
-        max_rows: int | None = 1024,
+        max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
         sinks: Sequence[Sink] = (),
         keep: int = 100,
@@ -309,7 +314,7 @@ class Monitor:
         outcome = pending.step.outcome()
         self._checked |= outcome.checked
         self._switched_off |= outcome.misdescribed
-        layers = {layer.path: layer for layer in pending.selection.layers}
+        layers = {layer.path for layer in pending.selection.layers}
         report = StepReport(
             step=pending.number,
             layers=outcome.layers,
@@ -318,8 +323,9 @@ class Monitor:
                 **outcome.unsupported,
                 **{p: r for p, r in self._switched_off.items() if p in layers},
             },
-            coverage=self._coverage([layers[path] for path in outcome.layers]),
+            coverage=pending.selection.coverage(outcome.layers),
             notes=(*self._notes, *outcome.notes),
+            unmeasured=pending.selection.unmeasured(outcome.layers),
         )
         self._notes.clear()
         self._emit(report)
@@ -346,11 +352,6 @@ class Monitor:
                 selection.unsupported[layer.path] = self._switched_off[layer.path]
         selection.layers[:] = [x for x in selection.layers if x.path not in self._switched_off]
         return selection
-
-    def _coverage(self, layers: list[Layer]) -> float:
-        measured = {id(p): p.numel() for layer in layers for p in layer.parameters}
-        whole = sum(p.numel() for p in trainable(self._model))
-        return sum(measured.values()) / whole if whole else 0.0
 
     # --- failures --------------------------------------------------------------------------------
 

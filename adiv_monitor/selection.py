@@ -1,7 +1,7 @@
 """Which layers of a model are measured, which parameters of theirs, and why the others are not."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -44,10 +44,37 @@ class Layer:
 
 @dataclass(frozen=True)
 class Selection:
-    """The layers to measure, and the reason for every other module that was asked for."""
+    """The layers to measure, and the reason for every other module that was asked for.
+
+    Attributes:
+        layers: the layers to measure.
+        unsupported: module or parameter → why it can't be.
+        trained: the parameters that the step trains. What is trainable is read now, because it may
+            be switched off when the report is made.
+        names: id → name, of the parameters that were asked for.
+    """
 
     layers: list[Layer]
     unsupported: dict[str, str]
+    trained: list[Tensor]
+    names: dict[int, str]
+
+    def unmeasured(self, measured: Container[str]) -> dict[str, int]:
+        """Elements of the trained parameters that were asked for and lie in no measured layer."""
+        return {
+            self.names[id(p)]: _elements(p) for p in self._outside(measured) if id(p) in self.names
+        }
+
+    def coverage(self, measured: Container[str]) -> float:
+        """Share of the trained elements that lie in the measured layers, 0 to 1."""
+        whole = sum(map(_elements, self.trained))
+        missing = sum(map(_elements, self._outside(measured)))
+        return (whole - missing) / whole if whole else 0.0
+
+    def _outside(self, measured: Container[str]) -> list[Tensor]:
+        layers = (layer for layer in self.layers if layer.path in measured)
+        inside = {id(p) for layer in layers for p in layer.parameters}
+        return [p for p in self.trained if id(p) not in inside]
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -67,21 +94,24 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def select(model: nn.Module, held: Collection[int] | None, choice: LayerChoice) -> Selection:
+def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerChoice) -> Selection:
     """Sort the modules that have trainable parameters of their own.
 
     Args:
         model: the model.
-        held: ids of the parameters that the optimizer holds; None: all are looked at.
+        held: by id, the parameters that the optimizer holds; None: all are looked at.
         choice: glob patterns over module paths, a predicate, or None for every module.
     """
     layers: list[Layer] = []
     unsupported: dict[str, str] = {}
+    names: dict[int, str] = {}
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for path, module in named_modules(model):
         own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
         if not own or not is_chosen(path, module, choice):
             continue
+        for name, parameter in own.items():
+            names.setdefault(id(parameter), f"{path}.{name}" if path else name)
         found = _layer(path, module, own, held)
         if isinstance(found, str):
             unsupported[path] = found
@@ -90,7 +120,13 @@ def select(model: nn.Module, held: Collection[int] | None, choice: LayerChoice) 
         layers.append(replace(found, shared=shared))
         for name in own.keys() - {found.rule.weight, found.rule.bias}:
             unsupported[f"{path}.{name}"] = f"the rule for {found.rule.kind} layers has no {name}"
-    return Selection(layers, unsupported)
+    for index, tensor in enumerate(held.values() if held and choice is None else ()):
+        if tensor.requires_grad and id(tensor) not in names:
+            names[id(tensor)] = path = f"optimizer parameter {index}"
+            unsupported[path] = "the optimizer trains it, but it is not in the monitored model"
+    stepped = trainable(model) if held is None else held.values()
+    trained: list[Tensor] = [p for p in stepped if p.requires_grad]
+    return Selection(layers, unsupported, trained, names)
 
 
 def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
@@ -110,7 +146,7 @@ def _layer(
         return "the optimizer holds none of its parameters"
     rule = find_rule(module)
     if isinstance(rule, str):
-        return rule
+        return f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
     for name in (rule.weight, rule.bias):
         if name not in module._parameters and isinstance(getattr(module, name, None), Tensor):
             return f"its {name} is computed from other parameters (a parametrization)"
@@ -125,6 +161,10 @@ def _layer(
             f'name them in register_features({type(module).__name__}, weight="…", bias="…")'
         )
     return Layer(path, module, rule, trained.get(rule.weight), trained.get(rule.bias))
+
+
+def _elements(parameter: Tensor) -> int:
+    return 0 if is_lazy(parameter) else parameter.numel()
 
 
 def _unusable(parameter: Tensor) -> str | None:

@@ -31,7 +31,15 @@ def report(step: int = 0, **values: object) -> StepReport:
     fields: dict[str, object] = {
         "step": step,
         "layers": {path: reading(1000 * i + step) for i, path in enumerate(LAYERS)},
-        "unsupported": {"decoder.lstm": "LSTM: no rule for this type of module"},
+        "unsupported": {
+            "decoder.lstm": "torch.nn.modules.rnn.LSTM: no rule for this type of module"
+        },
+        "unmeasured": {
+            "decoder.lstm.weight_ih_l0": 8192,
+            "decoder.lstm.weight_hh_l0": 4096,
+            "decoder.lstm.bias_ih_l0": 128,
+            "decoder.lstm.bias_hh_l0": 128,
+        },
         "coverage": 0.875,
         "notes": ("The gradient was clipped to 0.5 of its length.",),
     }

@@ -32,7 +32,7 @@ MAY_IMPORT = {
         *("arguments", "capture", "eager", "errors", "measured_step", "report", "selection"),
         *("sinks", "updates"),
     },
-    "lightning": {"errors", "monitor", "report", "selection", "sinks"},
+    "lightning": {"arguments", "errors", "monitor", "report", "selection", "sinks"},
     "__init__": {"errors", "monitor", "report"},
 }
 

@@ -68,11 +68,16 @@ def summary_scalars(
         measures: which measures.
         name: tells several monitors of one run apart: the tags become `adiv.summary.<name>/…`.
     """
-    group = f"adiv.summary.{name}" if name else "adiv.summary"
     summary = report.summary()
     return {
-        f"{group}/{measure}_{end}": getattr(summary[measure], end)
+        tag: getattr(summary[measure], end)
         for measure in measures
         if measure in summary
-        for end in ("min", "median", "max")
+        for end, tag in summary_tags(measure, name).items()
     }
+
+
+def summary_tags(measure: str, name: str = "") -> dict[str, str]:
+    """min, median and max → the tag that this end of the measure has in `summary_scalars`."""
+    group = f"adiv.summary.{name}" if name else "adiv.summary"
+    return {end: f"{group}/{measure}_{end}" for end in ("min", "median", "max")}

@@ -1,11 +1,11 @@
 """A report as a table in the terminal."""
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING
 
 from adiv_monitor.report import WORST, LayerReading, StepReport
 from adiv_monitor.sinks.scalars import known_measures, taken
+from adiv_monitor.sinks.wording import not_measured, number, percent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,10 +30,13 @@ _ENDLESS = 10_000  # characters
 class TableSink:
     """Prints every report as a table: a row per layer, a column per measure.
 
-    "–" stands for "no direction" (NaN), a blank for a measure that was not taken, and `*` (in
-    colour where the terminal has any) marks the worst value of a measure. A terminal that is too
-    narrow gets the measures in several tables. Layers that were not measured and the report's
-    notes follow below.
+    Values that rest on sampled rows are printed to the digits that their standard errors leave:
+    0.0431 ± 0.012 reads 0.04. "≈0" is a value that lies closer to zero than its error, which has no
+    sign; "?" one whose error is not known; "–" stands for "no direction" (NaN), a blank for a
+    measure that was not taken. `*` (in colour where the terminal has any) marks the worst value of
+    a measure, where the errors tell which that is (see `StepReport.summary`). A terminal that is
+    too narrow gets the measures in several tables. The report's notes follow below, and, when they
+    are news, the layers and parameters that were not measured.
 
     Args:
         measures: the columns, by name.
@@ -49,17 +52,25 @@ class TableSink:
     ) -> None:
         self._measures = known_measures(measures)
         self._console = _console(file)
+        self._said: set[str] = set()
 
     def write(self, report: StepReport) -> None:
         """Print the report."""
-        print_line = self._console.out
-        print_line(f"step {report.step} · {report.coverage:.0%} of the parameters measured")
+        share = percent(report.coverage)
+        self._print(f"step {report.step} · {share} of the trained parameters measured")
         for table in _tables(report, taken(report, self._measures), self._console):
             self._console.print(table)
-        for path, reason in report.unsupported.items():
-            print_line(f"not measured: {path}: {reason}")
+        for line in not_measured(report):
+            if line not in self._said:
+                self._print(f"not measured: {line}")
+                self._said.add(line)
         for note in report.notes:
-            print_line(f"note: {note}")
+            self._print(f"note: {note}")
+
+    def _print(self, line: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(line))
 
     def close(self) -> None:
         """Nothing to finish: the file belongs to whoever opened it."""
@@ -92,7 +103,7 @@ def _tables(report: StepReport, measures: tuple[str, ...], console: "Console") -
         measures = measures[count:]
 
 
-def _table(report: StepReport, measures: tuple[str, ...], worst: dict[str, float]) -> "Table":
+def _table(report: StepReport, measures: tuple[str, ...], worst: dict[str, str | None]) -> "Table":
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -100,40 +111,38 @@ def _table(report: StepReport, measures: tuple[str, ...], worst: dict[str, float
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("\nlayer", overflow="fold")
     table.add_column("\nrows", justify="right", no_wrap=True)
+    columns = []
     for measure in measures:
-        # The blank below each header's last letter is where "*" stands in the rows.
-        words = "\n".join(f"{word} " for word in measure.rsplit("_", 1))
-        table.add_column(words, justify="right", no_wrap=True)
-    for path, reading in report.layers.items():
-        values = {measure: getattr(reading, measure) for measure in measures}
-        cells = [_cell(value, worst.get(measure)) for measure, value in values.items()]
-        table.add_row(Text(path), _rows(reading), *cells)
+        head = [f"{word} " for word in measure.rsplit("_", 1)]
+        cells = [_cell(r, measure, path == worst.get(measure)) for path, r in report.layers.items()]
+        width = max(map(len, [*head, *cells]))
+        # Aligned here: rich would take the blanks off that keep decimal points below each other.
+        table.add_column("\n".join(word.rjust(width) for word in head), no_wrap=True)
+        columns.append([Text(c.rjust(width), "bold red" if "*" in c else "") for c in cells])
+    for (path, reading), *row in zip(report.layers.items(), *columns, strict=True):
+        table.add_row(Text(path), _rows(reading), *row)
     return table
 
 
-def _worst(report: StepReport) -> dict[str, float]:
-    """The worst value of every measure that has a bad end, unless all layers are equally good."""
+def _worst(report: StepReport) -> dict[str, str | None]:
+    """The worst layer of every measure that has a bad end, where it is told which that is."""
     return {
-        measure: summary.min if WORST[measure] == "min" else summary.max
+        measure: summary.min_layer if WORST[measure] == "min" else summary.max_layer
         for measure, summary in report.summary().items()
-        # equal but for rounding
-        if measure in WORST and not math.isclose(summary.min, summary.max, rel_tol=1e-6)
+        if measure in WORST and summary.min_layers != summary.max_layers  # else there is but one
     }
 
 
-def _cell(value: float | None, worst: float | None) -> str:
+def _cell(reading: LayerReading, measure: str, starred: bool) -> str:
+    """The value, its mark, and blanks for the decimals that are missing to three."""
+    value = getattr(reading, measure)
     if value is None:
         return ""
-    return f"[bold red]{_number(value)}*[/]" if value == worst else f"{_number(value)} "
-
-
-def _number(value: float) -> str:
-    """Three decimals where they say something, powers of ten elsewhere."""
-    if math.isnan(value):
-        return "–"
-    if value == 0 or 1e-3 <= abs(value) < 1e4:
-        return f"{value:.3f}"
-    return f"{value:.1e}"
+    shown = number(value, reading.standard_error.get(measure, 0.0))
+    point, decimals = shown.partition(".")[1:]
+    fixed = shown[-1].isdigit() and "e" not in shown
+    missing = 4 - len(point + decimals) if fixed else 0
+    return shown + ("*" if starred else " ") + " " * missing
 
 
 def _rows(reading: LayerReading) -> str:

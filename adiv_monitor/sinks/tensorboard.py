@@ -1,5 +1,6 @@
 """Reports in TensorBoard: scalars, histograms over rows, text, and charts of all layers in one."""
 
+import html
 import math
 import os
 import re
@@ -7,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Union
 
-from adiv_monitor.report import WORST, MeasureSummary, StepReport
+from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
     known_measures,
@@ -15,6 +16,7 @@ from adiv_monitor.sinks.scalars import (
     summary_scalars,
     taken,
 )
+from adiv_monitor.sinks.wording import listed, not_measured, percent
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -30,7 +32,8 @@ class TensorBoardSink:
       TensorBoard draws as a triangle where the line has a gap.
     - Histograms: `adiv.row_scale/<module path>` and `adiv.row_cosine/<module path>`, rebuilt from
       the report's quantiles.
-    - Text: the worst layer of each measure; unsupported layers and notes when they change.
+    - Text: the worst layer of each measure, where the standard errors tell which that is; what was
+      not measured, and notes, when they change.
     - Custom scalars: one chart per measure with all layers in it.
 
     Args:
@@ -96,8 +99,10 @@ class TensorBoardSink:
         self._writer.add_text(
             f"{group}/worst_layers", _worst_layers(report, self._measures), report.step
         )
-        notes = "\n".join(f"- {note}" for note in report.notes)
-        for tag, text in (("not_measured", _not_measured(report)), ("notes", notes)):
+        for tag, text in (
+            ("not_measured", _not_measured(report)),
+            ("notes", _bullets(report.notes)),
+        ):
             if self._texts.get(tag, "") != text:
                 self._writer.add_text(f"{group}/{tag}", text or "none any more", report.step)
                 self._texts[tag] = text
@@ -131,12 +136,12 @@ def _layout(measures: tuple[str, ...]) -> dict[str, dict[str, list[Any]]]:
 
 
 def _histograms(report: StepReport) -> Iterator[Any]:
-    """Of every layer, how scale and cosine are distributed over the rows."""
+    """Of every layer, how scale and cosine are distributed over the rows that have a gradient."""
     for path, reading in report.layers.items():
-        with_direction = reading.rows_seen - reading.rows_without_gradient
-        for tag, quantiles, rows in (
-            (f"adiv.row_scale/{path}", reading.scale_quantiles, reading.rows_seen),
-            (f"adiv.row_cosine/{path}", reading.row_cosine_quantiles, with_direction),
+        rows = reading.rows_seen - reading.rows_without_gradient
+        for tag, quantiles in (
+            (f"adiv.row_scale/{path}", reading.scale_quantiles),
+            (f"adiv.row_cosine/{path}", reading.row_cosine_quantiles),
         ):
             if quantiles and all(map(math.isfinite, quantiles)):
                 yield from _histogram(tag, quantiles, rows).value
@@ -165,19 +170,36 @@ def _histogram(tag: str, quantiles: tuple[float, ...], rows: int) -> Any:
 
 def _worst_layers(report: StepReport, measures: tuple[str, ...]) -> str:
     """A Markdown table: per measure, the layer at its bad end (both ends where none is bad)."""
-    summary = report.summary()
-    rows = [f"| {m} | {_extremes(summary[m], WORST.get(m))} |" for m in measures if m in summary]
+    rows = []
+    for measure, summary in report.summary().items():
+        if measure not in measures:
+            continue
+        low = _extreme(report, measure, summary.min_layers, summary.min)
+        high = _extreme(report, measure, summary.max_layers, summary.max)
+        ends = {"min": low, "max": high, None: f"no bad end: from {low} to {high}"}
+        rows.append(f"| {measure} | {ends[WORST.get(measure)]} |")
     return "\n".join(["| measure | worst layer |", "| --- | --- |", *rows])
 
 
-def _extremes(summary: MeasureSummary, bad_end: str | None) -> str:
-    lowest = f"`{summary.min_layer}` {summary.min:.3g}"
-    highest = f"`{summary.max_layer}` {summary.max:.3g}"
-    if bad_end is None:
-        return f"no bad end: {lowest} to {highest}"
-    return lowest if bad_end == "min" else highest
+def _extreme(report: StepReport, measure: str, layers: tuple[str, ...], value: float) -> str:
+    """The layer and its value, or those that may be the one and what fits them."""
+    names = listed(list(layers), "`")
+    if len(layers) > 1:
+        return f"one of {names}, near {value:.3g}"
+    error = report.layers[layers[0]].standard_error.get(measure, 0.0)
+    return f"{names} {value:.3g}" + (f" ± {error:.1g}" if error else "")
 
 
 def _not_measured(report: StepReport) -> str:
-    head = f"{report.coverage:.1%} of the trainable parameters are in measured layers.\n\n"
-    return head + "\n".join(f"- `{path}`: {reason}" for path, reason in report.unsupported.items())
+    head = f"{percent(report.coverage)} of the trained parameters are in measured layers.\n\n"
+    return head + _bullets(not_measured(report, quote="`"))
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    """A Markdown list; between code, `__main__` and `<locals>` are neither bold nor a tag."""
+    items = []
+    for line in lines:
+        parts = line.split("`")
+        parts[::2] = [html.escape(p, quote=False).replace("_", r"\_") for p in parts[::2]]
+        items.append("- " + "`".join(parts))
+    return "\n".join(items)

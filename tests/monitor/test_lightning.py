@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -215,7 +216,9 @@ def test_each_optimizer_has_a_monitor_of_its_own() -> None:
         "optimizer_0": [(0, "generator"), (4, "generator")],
         "optimizer_1": [(step, "critic") for step in (0, 4, 8, 12)],
     }
-    assert not any(report.unsupported for found in reports.values() for report in found)
+    for report in (report for found in reports.values() for report in found):
+        assert not report.unsupported
+        assert (report.coverage, report.unmeasured) == (1.0, {}), "of what its optimizer trains"
     for name in reports:
         assert f"adiv.summary.{name}/update_cosine_min" in run.callback_metrics
 
@@ -322,6 +325,124 @@ def test_early_stopping_finds_the_summary(package: ModuleType) -> None:
     run.fit(module(package), loader())
     assert run.global_step == len(BATCHES), "stopped after the first of five epochs"
     assert "scale_cv_max" in stop.stopping_reason_message
+
+
+WATCHED = "adiv.summary/update_cosine_min"
+
+
+def watchers(package: ModuleType, folder: Path, **options: Any) -> tuple[Any, Any]:
+    """A checkpoint and an early stopping that look at the summary, with their usual settings."""
+    checkpoint = package.callbacks.ModelCheckpoint(folder, monitor=WATCHED, mode="max", **options)
+    return checkpoint, package.callbacks.EarlyStopping(WATCHED, mode="max", patience=100)
+
+
+@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize("validate", [True, False])
+def test_the_summary_is_there_at_the_end_of_a_first_epoch_of_one_step(
+    package: ModuleType, validate: bool, tmp_path: Path
+) -> None:
+    model = module(package)
+    if validate:
+        model.validation_step = lambda batch, batch_idx: model.net(batch[0])
+    found: list[float] = []
+
+    class Look(package.callbacks.Callback):  # type: ignore[misc]
+        def on_train_epoch_start(self, run: Any, model: Any) -> None:
+            found.append(run.callback_metrics.get(WATCHED))
+
+    checkpoint, stop = watchers(package, tmp_path)
+    callback = DivergenceCallback(1, sinks=[MemorySink()], on_error="raise")
+    run = trainer(
+        package,
+        callbacks=[checkpoint, stop, callback, Look()],
+        enable_checkpointing=True,
+        limit_train_batches=1,
+        max_epochs=3,
+    )
+    run.fit(model, loader(), loader() if validate else None)
+    assert run.global_step == 3, "nothing stopped it"
+    reported = [r.summary()["update_cosine"].min for r in callback.monitors[""].reports]
+    assert len(reported) == 3
+    assert found[1] == pytest.approx(reported[0])
+    # Only the first is hastened: what the end of an epoch does to the weights belongs to a report.
+    assert found[2] == pytest.approx(reported[1 if validate else 0])
+    assert checkpoint.best_model_score in [pytest.approx(value) for value in reported]
+
+
+@pytest.mark.parametrize("package", [pl, lpl])
+def test_before_the_first_report_nothing_is_saved_and_nothing_stops(
+    package: ModuleType, tmp_path: Path
+) -> None:
+    seen: list[tuple[int, bool]] = []
+    checkpoint, _ = watchers(package, tmp_path, every_n_train_steps=1, save_top_k=-1)
+    callback = DivergenceCallback(1, sinks=[MemorySink()], on_error="raise")
+
+    class Look(package.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, run: Any, *rest: Any) -> None:
+            seen.append((run.global_step, WATCHED in run.callback_metrics))
+
+    run = trainer(package, callbacks=[checkpoint, callback, Look()], enable_checkpointing=True)
+    run.fit(module(package), loader())
+    assert seen == [(step, True) for step in range(1, 9)]
+    steps = sorted(int(path.stem.rpartition("=")[2]) for path in tmp_path.iterdir())
+    assert steps == list(range(2, 9)), "the report of a step comes with the next batch"
+
+
+@pytest.mark.parametrize("package", [pl, lpl])
+def test_a_measure_without_direction_is_no_value(package: ModuleType, tmp_path: Path) -> None:
+    """A warm-up from rate 0 and one report per epoch: no update has a direction in the first."""
+    model = module(package)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.1 * epoch)
+    model.configure_optimizers = lambda: ([optimizer], [warm_up])
+    model.validation_step = lambda batch, batch_idx: model.net(batch[0])
+    checkpoint, stop = watchers(package, tmp_path)
+    stop.strict = False
+    callback = DivergenceCallback(len(BATCHES), sinks=[MemorySink()], on_error="raise")
+    run = trainer(
+        package, callbacks=[stop, callback, checkpoint], max_epochs=3, enable_checkpointing=True
+    )
+    run.fit(model, loader(), loader())
+    assert run.global_step == 3 * len(BATCHES), "nothing stopped it"
+    second, third = list(callback.monitors[""].reports)[1:]
+    assert checkpoint.best_model_score in [
+        pytest.approx(r.summary()["update_cosine"].min) for r in (second, third)
+    ]
+
+
+@pytest.mark.parametrize("attainable", [False, True])
+def test_only_what_will_be_measured_is_announced(attainable: bool) -> None:
+    """A wrong name must go on to be an error."""
+    announced: list[set[str]] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, run: Any, *rest: Any) -> None:
+            announced.append({tag for tag in run.callback_metrics if tag.startswith("adiv")})
+
+    measures = ["update_cosine", "attainable_cosine"]
+    callback = DivergenceCallback(
+        1, measures=measures, attainable=attainable, sinks=[MemorySink()], on_error="raise"
+    )
+    run = trainer(callbacks=[callback, Look()])
+    run.fit(Pair(), loader())
+    expected = {
+        f"adiv.summary.optimizer_{index}/{measure}_{end}"
+        for index in (0, 1)
+        for measure in (measures if attainable else measures[:1])
+        for end in ("min", "median", "max")
+    }
+    assert announced == [expected] * len(BATCHES)
+    assert None not in run.callback_metrics.values()
+
+
+def test_a_callback_travels_to_another_process(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run.jsonl")
+    callback = DivergenceCallback(4, sinks=[sink], on_error="raise")
+    sink, copied = pickle.loads(pickle.dumps((sink, callback)))
+    assert not list(tmp_path.iterdir())
+    trainer(callbacks=copied).fit(module(pl), loader())
+    sink.close()
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2
 
 
 def test_callbacks_and_progress_bar_see_the_last_summary() -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from adiv_monitor.report import MEASURES
 from adiv_monitor.sinks import JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, layer_scalars, summary_scalars
 from adiv_monitor.sinks.table import TABLE_MEASURES
+from adiv_monitor.sinks.wording import not_measured, percent
 
 GOLDEN = Path(__file__).parent / "golden" / "table.txt"
 
@@ -94,6 +96,42 @@ def test_jsonl_removes_a_torn_last_line(tmp_path: Path, torn: str) -> None:
     assert [line["step"] for line in strict_lines(path)] == [0, 1]
 
 
+def test_jsonl_touches_no_file_before_it_writes(tmp_path: Path) -> None:
+    """Each process of a training makes the sink, or gets a copy of it; one of them writes."""
+    path = tmp_path / "new folder" / "run.jsonl"
+    sink = JsonlSink(path)
+    copied = pickle.loads(pickle.dumps(sink))
+    assert not path.parent.exists()
+    copied.write(report(0))
+    torn = '{"step": 1, "cov'
+    path.write_text(path.read_text() + torn)
+    JsonlSink(path).close()
+    assert path.read_text().endswith(torn), "whose line another process may be writing"
+    copied.close()
+    sink.write(report(1))
+    sink.close()
+    assert [line["step"] for line in strict_lines(path)] == [0, 1]
+
+
+def test_jsonl_keeps_nothing_open_in_a_copy(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run.jsonl")
+    sink.write(report(0))
+    copied = pickle.loads(pickle.dumps(sink))
+    copied.write(report(1))
+    copied.close()
+    sink.write(report(2))
+    sink.close()
+    assert [line["step"] for line in strict_lines(tmp_path / "run.jsonl")] == [0, 1, 2]
+
+
+def test_jsonl_that_is_closed_stays_closed(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run.jsonl")
+    sink.close()
+    with pytest.raises(ValueError, match=r"run\.jsonl: got a report after close"):
+        sink.write(report(0))
+    assert not list(tmp_path.iterdir())
+
+
 def test_jsonl_leaves_foreign_files_alone(tmp_path: Path) -> None:
     path = tmp_path / "diary.txt"
     path.write_text("Dear diary")
@@ -146,6 +184,8 @@ def test_table_is_the_golden_one() -> None:
     layers = {path: reading(i) for i, path in enumerate(LAYERS)}
     layers["no.direction"] = reading(9, update_cosine=math.nan, gradient_cosine=None)
     layers["few.rows"] = reading(10, rows_seen=8, rows_total=8, effective_lr=1e-5, scale_mean=2e5)
+    errors = {"update_cosine": 0.02, "effective_lr": 4e-5, "interference_ratio": 0.3}
+    layers["sampled"] = reading(11, update_cosine=-0.013, standard_error=errors)
     text = printed(report(1200, layers=layers))
     if os.environ.get("REWRITE_GOLDEN"):
         GOLDEN.parent.mkdir(exist_ok=True)
@@ -174,6 +214,11 @@ def test_table_marks_nothing_where_all_are_equal() -> None:
     assert "*" not in printed(report(layers=layers), measures=["diagonal_cosine"])
 
 
+def test_table_marks_no_layer_that_is_alone_with_a_measure() -> None:
+    layers = {"a": reading(diagonal_cosine=0.3), "b": reading(diagonal_cosine=None)}
+    assert "*" not in printed(report(layers=layers), measures=["diagonal_cosine"])
+
+
 def test_table_shows_no_direction_and_not_taken() -> None:
     layers = {"nan": reading(update_cosine=math.nan), "absent": reading(update_cosine=None)}
     text = printed(report(layers=layers), measures=["update_cosine"])
@@ -181,11 +226,127 @@ def test_table_shows_no_direction_and_not_taken() -> None:
     assert row(text, "absent")[1:] == ["1,024", "of", "65,536"]
 
 
+@pytest.mark.parametrize(
+    ("value", "error", "shown"),
+    [
+        (0.0431, 0.0, "0.043"),
+        (0.0431, 0.012, "0.04"),
+        (0.0431, 0.0031, "0.043"),
+        (0.0431, 1e-9, "0.043"),
+        (0.0468, 0.03, "0.05"),
+        (48.31, 0.5, "48.3"),
+        (48.31, 5.0, "48"),
+        (1234.5, 300.0, "1200"),
+        (-0.27, 0.1, "-0.3"),
+        (7.44e-4, 0.0, "7.4e-04"),
+        (7.44e-4, 2e-4, "7e-04"),
+        (2.34e5, 3e3, "2.3e+05"),
+        (2.34e5, 8e4, "2.3e+05"),
+        (2.34e5, 1.8e5, "2e+05"),
+        (9.7e3, 1e3, "1.0e+04"),
+        (0.01, 0.012, "≈0"),
+        (-0.01, 0.012, "≈0"),
+        (0.578, 0.46, "0.6"),
+        (0.578, 0.06, "0.58"),
+        (0.714, 0.57, "0.7"),
+        (52.4, 41.0, "50"),
+        (-0.0042, 0.004, "-0.004"),
+        (0.5, 0.5, "0.5"),
+        (0.0, 0.1, "≈0"),
+        (0.0, 0.0, "0.000"),
+        (0.3, math.nan, "?"),
+        (0.3, math.inf, "?"),
+        (math.nan, 0.1, "–"),
+        (math.inf, 0.0, "inf"),
+    ],
+)
+def test_no_digit_that_the_error_makes_meaningless(value: float, error: float, shown: str) -> None:
+    layers = {"a": reading(update_cosine=value, standard_error={"update_cosine": error})}
+    assert row(printed(report(layers=layers), measures=["update_cosine"]), "a")[-1] == shown
+
+
+def test_decimal_points_stay_below_each_other() -> None:
+    layers = {
+        f"l{i}": reading(update_cosine=0.0431, standard_error={"update_cosine": error})
+        for i, error in enumerate((0.0, 0.012, 0.05))
+    }
+    layers["big"] = reading(update_cosine=48.31, standard_error={"update_cosine": 5.0})
+    layers["worst"] = reading(update_cosine=-0.7, standard_error={"update_cosine": 0.02})
+    lines = printed(report(layers=layers), measures=["update_cosine"]).splitlines()
+    ends = {line.split()[-1]: line for line in lines if line.split()[0] in layers}
+    assert list(ends) == ["0.043", "0.04", "≈0", "48", "-0.70*"]
+    units = {len(line[: line.index(cell)] + cell.partition(".")[0]) for cell, line in ends.items()}
+    assert len(units) == 1
+
+
+def test_no_star_where_the_errors_tell_no_worst_layer() -> None:
+    def starred(error: float) -> bool:
+        errors = {"update_cosine": error}
+        layers = {
+            name: reading(update_cosine=value, standard_error=errors)
+            for name, value in (("a", 0.1), ("b", 0.2))
+        }
+        return "*" in printed(report(layers=layers), measures=["update_cosine"])
+
+    assert starred(0.03)
+    assert not starred(0.04)
+
+
 def test_table_says_what_is_missing() -> None:
     text = printed(report())
-    assert "88% of the parameters measured" in text
-    assert "not measured: decoder.lstm: LSTM: no rule for this type of module\n" in text
+    assert "87.5% of the trained parameters measured" in text
+    assert (
+        "not measured: decoder.lstm (weight_ih_l0, weight_hh_l0, bias_ih_l0 and 1 more: 12,544 "
+        "elements): torch.nn.modules.rnn.LSTM: no rule for this type of module\n"
+    ) in text
     assert "note: The gradient was clipped to 0.5 of its length.\n" in text
+
+
+def test_what_is_not_measured_is_said_once() -> None:
+    idle = {"head": "no gradient reached it in this step"}
+    first, again, changed = report(0), report(1), report(2, unsupported=idle, unmeasured={})
+    lines = [
+        line for line in printed(first, again, changed, first).splitlines() if "not mea" in line
+    ]
+    assert [line.split()[2] for line in lines] == ["decoder.lstm", "head:"]
+
+
+def test_many_unsupported_modules_stay_readable() -> None:
+    lstm = "torch.nn.modules.rnn.LSTM: no rule"
+    unsupported = {f"block.{i}": lstm for i in range(300)}
+    unsupported |= {f"head.{i}": f"measuring it failed: number {i}" for i in range(40)}
+    unmeasured = {f"{path}.weight": 10 for path in unsupported}
+    lines = not_measured(report(unsupported=unsupported, unmeasured=unmeasured))
+    assert len(lines) == 12
+    assert lines[0] == f"block.0, block.1, block.2 and 297 more (3,000 elements): {lstm}"
+    assert lines[1] == "head.0 (weight: 10 elements): measuring it failed: number 0"
+    assert lines[-1] == "30 more reasons for 300 elements are in the report's `unsupported`"
+    assert sum(len(line) for line in lines) < 1200
+
+
+def test_what_has_no_name_is_described() -> None:
+    unsupported = {"": "no rule", "optimizer parameter 3": "not in the model"}
+    unmeasured = {"scale": 1, "optimizer parameter 3": 4}
+    assert not_measured(report(unsupported=unsupported, unmeasured=unmeasured)) == [
+        "optimizer parameter 3 (4 elements): not in the model",
+        "the model itself (scale: 1 element): no rule",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [
+        (1.0, "100%"),
+        (0.99999, "99.9%"),
+        (0.997, "99.7%"),
+        (0.875, "87.5%"),
+        (1e-6, "0.1%"),
+        (0.0, "0%"),
+    ],
+)
+def test_all_is_said_of_all_only(share: float, shown: str) -> None:
+    assert percent(share) == shown
+    assert f" {shown} of the" in printed(report(coverage=share))
 
 
 def test_table_never_cuts_a_path_in_a_file() -> None:

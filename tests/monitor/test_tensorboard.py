@@ -78,9 +78,10 @@ def test_no_direction_is_written_as_nan_and_not_taken_not_at_all(tmp_path: Path)
 def test_histogram_buckets_lie_between_neighbouring_quantiles(tmp_path: Path) -> None:
     found = write(tmp_path, report())
     layer = report().layers[ATTENTION]
-    for tag, quantiles, rows in (
-        ("row_scale", layer.scale_quantiles, 1024),
-        ("row_cosine", layer.row_cosine_quantiles, 1024 - 24),
+    rows = 1024 - 24  # those with a gradient
+    for tag, quantiles in (
+        ("row_scale", layer.scale_quantiles),
+        ("row_cosine", layer.row_cosine_quantiles),
     ):
         (event,) = found.Histograms(f"adiv.{tag}/{ATTENTION}")
         histogram = event.histogram_value
@@ -93,8 +94,8 @@ def test_histogram_moments_are_those_of_the_distribution(tmp_path: Path) -> None
     """Levels as quantiles are the uniform distribution: mean 1/2, mean square 1/3."""
     found = write(tmp_path, report(layers={"a": reading(scale_quantiles=QUANTILE_LEVELS)}))
     (event,) = found.Histograms("adiv.row_scale/a")
-    assert event.histogram_value.sum == pytest.approx(1024 / 2)
-    assert event.histogram_value.sum_squares == pytest.approx(1024 / 3, rel=1e-3)
+    assert event.histogram_value.sum == pytest.approx(1000 / 2)
+    assert event.histogram_value.sum_squares == pytest.approx(1000 / 3, rel=1e-3)
 
 
 @pytest.mark.parametrize("value", [2.0, 0.0])
@@ -102,7 +103,7 @@ def test_equal_rows_make_one_peak(tmp_path: Path, value: float) -> None:
     found = write(tmp_path, report(layers={"a": reading(scale_quantiles=(value,) * 33)}))
     (event,) = found.Histograms("adiv.row_scale/a")
     assert set(event.histogram_value.bucket_limit) == {value}
-    assert sum(event.histogram_value.bucket) == 1024
+    assert sum(event.histogram_value.bucket) == 1000
     (compressed,) = found.CompressedHistograms("adiv.row_scale/a")
     assert {point for _, point in compressed.compressed_histogram_values} == {value}
 
@@ -134,16 +135,49 @@ def test_text_names_the_worst_layers(tmp_path: Path) -> None:
     assert step == 4
     assert "| update_cosine | `low` 0.1 |" in text
     assert "| scale_cv | `high` 2 |" in text
-    assert "| scale_mean | no bad end: `low` 3 to `high` 70 |" in text
+    assert "| scale_mean | no bad end: from `low` 3 to `high` 70 |" in text
+
+
+def test_text_names_no_worst_layer_that_the_errors_do_not_tell(tmp_path: Path) -> None:
+    cosines = {"a": 0.1, "b": 0.12, "c": 0.11, "d": 0.13, "e": 0.9}
+    layers = {
+        layer: reading(
+            update_cosine=cosine,
+            scale_mean=3.0,
+            harmed_fraction=cosine,
+            standard_error={"update_cosine": 0.02, "harmed_fraction": 0.0123},
+        )
+        for layer, cosine in cosines.items()
+    }
+    ((_, text),) = texts(write(tmp_path, report(4, layers=layers)), "adiv.summary/worst_layers")
+    assert "| update_cosine | one of `a`, `c`, `b` and 1 more, near 0.115 |" in text
+    assert "| harmed_fraction | `e` 0.9 ± 0.01 |" in text
+    alike = "one of `a`, `b`, `c` and 2 more, near 3"
+    assert f"| scale_mean | no bad end: from {alike} to {alike} |" in text
 
 
 def test_text_of_what_is_missing_only_when_it_changes(tmp_path: Path) -> None:
-    found = write(tmp_path, report(0), report(1), report(2, unsupported={}, notes=()))
+    found = write(
+        tmp_path, report(0), report(1), report(2, unsupported={}, unmeasured={}, notes=())
+    )
     not_measured = texts(found, "adiv.summary/not_measured")
     assert [step for step, _ in not_measured] == [0, 2]
-    assert "- `decoder.lstm`: LSTM: no rule" in not_measured[0][1]
+    assert not_measured[0][1].startswith("87.5% of the trained parameters are in measured layers.")
+    assert "- `decoder.lstm` (`weight_ih_l0`, `weight_hh_l0`," in not_measured[0][1]
+    assert "12,544 elements): torch.nn.modules.rnn.LSTM: no rule" in not_measured[0][1]
     notes = [(0, f"- {report().notes[0]}"), (2, "none any more")]
     assert texts(found, "adiv.summary/notes") == notes
+
+
+def test_names_of_classes_are_no_markup(tmp_path: Path) -> None:
+    reason = "__main__.make.<locals>.Linear: no rule"
+    unsupported = {"my_net.fc": reason}
+    one = report(unsupported=unsupported, unmeasured={"my_net.fc._w_": 3}, notes=(reason,))
+    found = write(tmp_path, one)
+    escaped = r"\_\_main\_\_.make.&lt;locals&gt;.Linear: no rule"
+    ((_, text),) = texts(found, "adiv.summary/not_measured")
+    assert text.splitlines()[-1] == f"- `my_net.fc` (`_w_`: 3 elements): {escaped}"
+    assert texts(found, "adiv.summary/notes") == [(0, f"- {escaped}")]
 
 
 def test_no_text_about_no_notes(tmp_path: Path) -> None:

@@ -1,0 +1,246 @@
+"""What a report says of its layers together: extremes, worst layers, what was not measured."""
+
+import math
+import random
+from statistics import fmean, pstdev
+
+import pytest
+import torch
+from example_reports import reading, report
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from adiv_monitor import LayerReading, Monitor, StepReport
+from adiv_monitor.report import MEASURES, smallest
+from adiv_monitor.sinks.scalars import summary_scalars
+
+
+def of(values: dict[str, float], errors: dict[str, float] | None = None) -> StepReport:
+    """A report of layers with these values of `update_cosine`."""
+    layers = {
+        layer: LayerReading(
+            *("linear", 64, 6400, 0, 1.0),
+            update_cosine=value,
+            standard_error={"update_cosine": (errors or {}).get(layer, 0.0)},
+        )
+        for layer, value in values.items()
+    }
+    return report(layers=layers)
+
+
+# Which layer is at the end
+
+
+def test_exact_values_are_told_apart() -> None:
+    summary = of({"a": 0.3, "b": 0.1, "c": 0.2}).summary()["update_cosine"]
+    assert (summary.min, summary.median, summary.max) == (0.1, 0.2, 0.3)
+    assert (summary.min_layers, summary.max_layers) == (("b",), ("a",))
+    assert (summary.min_layer, summary.max_layer) == ("b", "a")
+
+
+@pytest.mark.parametrize(("gap", "told"), [(0.099, False), (0.101, True)])
+def test_two_combined_errors_tell_two_layers_apart(gap: float, told: bool) -> None:
+    values, errors = {"a": 0.2, "b": 0.2 + gap}, {"a": 0.03, "b": 0.04}  # combined 0.05
+    summary = of(values, errors).summary()["update_cosine"]
+    assert summary.min_layer == ("a" if told else None)
+    assert summary.max_layer == ("b" if told else None)
+    assert summary.min_layers == (("a",) if told else ("a", "b"))
+
+
+def test_a_third_layer_of_large_error_may_be_the_worst_too() -> None:
+    """The next value is far enough; the one behind it may still lie anywhere."""
+    values, errors = {"a": -0.1, "b": 0.0, "c": 0.05}, {"a": 0.01, "b": 0.01, "c": 0.2}
+    assert of(values, errors).summary()["update_cosine"].min_layers == ("a", "c")
+
+
+def test_an_unknown_error_may_be_any() -> None:
+    summary = of({"a": 0.1, "b": 0.9}, {"b": math.nan}).summary()["update_cosine"]
+    assert summary.min_layer is None
+    assert summary.min == 0.1, "what is known"
+    alone = of({"a": 0.1, "b": 0.9}, {"a": math.inf, "b": math.nan}).summary()["update_cosine"]
+    assert (alone.min, alone.median, alone.max) == (0.5, 0.5, 0.5)
+
+
+def test_rounding_tells_no_layers_apart() -> None:
+    summary = of({"a": 1.0, "b": 1.0 - 1e-7}).summary()["update_cosine"]
+    assert summary.min_layer is None
+    assert summary.min_layers == ("b", "a")
+    assert summary.min == 1.0 - 1e-7
+
+
+def test_infinite_values_have_their_place() -> None:
+    summary = of({"a": 0.5, "b": math.inf}).summary()["update_cosine"]
+    assert (summary.min_layer, summary.max_layer, summary.max) == ("a", "b", math.inf)
+    both = of({"a": math.inf, "b": math.inf}).summary()["update_cosine"]
+    assert (both.min, both.max, both.max_layer) == (math.inf, math.inf, None)
+
+
+# The value at the end
+
+
+def test_layers_not_told_apart_share_the_value_that_fits_them_best() -> None:
+    value, layers = smallest([(0.1, 0.1, "a"), (0.2, 0.05, "b"), (0.9, 0.1, "c")])
+    assert layers == ("a", "b")
+    assert value == pytest.approx((0.1 / 0.01 + 0.2 / 0.0025) / (1 / 0.01 + 1 / 0.0025))
+
+
+def test_an_exact_value_counts_before_a_noisy_one() -> None:
+    value, layers = smallest([(-0.1, 0.1, "noisy"), (0.0, 0.0, "exact"), (0.05, 0.0, "other")])
+    assert (value, layers) == (0.0, ("noisy", "exact"))
+
+
+def test_an_end_is_never_beyond_the_median() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        layers = range(draw.randint(1, 6))
+        errors = {str(i): draw.choice((0.0, 0.1, 1.0, math.inf)) for i in layers}
+        values = {layer: draw.gauss(0, 0.5) for layer in errors}
+        found = of(values, errors).summary()["update_cosine"]
+        assert min(values.values()) <= found.min <= found.median
+        assert found.median <= found.max <= max(values.values())
+
+
+@pytest.mark.parametrize("count", [4, 20, 60])
+def test_noise_moves_no_extreme_and_names_no_layer(count: int) -> None:
+    """Equal layers, looked at with an error of 0.05: what stops a training must not follow it."""
+    draw, true, error = random.Random(count), 0.3, 0.05
+    raw, ours, named = [], [], 0
+    for _ in range(200):
+        noisy = of(
+            {str(i): draw.gauss(true, error) for i in range(count)},
+            dict.fromkeys(map(str, range(count)), error),
+        )
+        values = [r.update_cosine for r in noisy.layers.values()]
+        scalars = summary_scalars(noisy, ["update_cosine"])
+        raw.append((min(values) - true, max(values) - true))
+        ours.append([scalars[f"adiv.summary/update_cosine_{end}"] - true for end in ("min", "max")])
+        summary = noisy.summary()["update_cosine"]
+        named += (summary.min_layer is not None) + (summary.max_layer is not None)
+    for of_raw, of_ours in zip(zip(*raw, strict=True), zip(*ours, strict=True), strict=True):
+        assert abs(fmean(of_ours)) < 0.3 * abs(fmean(of_raw)), "beyond the true value"
+        assert pstdev(of_ours) < 0.9 * pstdev(of_raw), "to and fro"
+    assert named / 400 < 0.03
+
+
+def test_a_layer_that_is_worse_is_named_through_the_noise() -> None:
+    draw = random.Random(1)
+    for _ in range(100):
+        values = {str(i): draw.gauss(0.5, 0.02) for i in range(20)} | {"bad": draw.gauss(0.2, 0.02)}
+        summary = of(values, dict.fromkeys(values, 0.02)).summary()["update_cosine"]
+        assert (summary.min_layer, summary.min) == ("bad", values["bad"])
+
+
+# Flat records
+
+
+def test_rows_are_flat_and_have_the_same_columns() -> None:
+    layers = {
+        "sampled": reading(standard_error={"update_cosine": 0.02, "row_cosine_mean": math.nan}),
+        "whole": reading(descent=None),
+    }
+    sampled, whole = report(7, layers=layers).to_rows()
+    assert not any(isinstance(value, dict | list | tuple) for value in sampled.values())
+    assert (sampled["step"], sampled["layer"], sampled["kind"]) == (7, "sampled", "linear")
+    assert sampled["update_cosine_standard_error"] == 0.02
+    assert math.isnan(sampled["row_cosine_mean_standard_error"])
+    assert whole["update_cosine_standard_error"] == 0.0
+    errors = [column for column in whole if column.endswith("_standard_error")]
+    assert errors == ["update_cosine_standard_error", "row_cosine_mean_standard_error"]
+    assert sampled.keys() - whole.keys() == {"descent"}
+
+
+def test_nested_data_has_the_errors_too() -> None:
+    layer = reading(standard_error={"update_cosine": 0.02})
+    nested = report(layers={"a": layer}).to_dict()["layers"]["a"]
+    assert nested["standard_error"] == {"update_cosine": 0.02}
+    assert set(MEASURES) <= nested.keys()
+
+
+# What was measured of what is trained
+
+
+def measured(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: object
+) -> StepReport:
+    with Monitor(model, optimizer, on_error="raise", **options) as monitor:  # type: ignore[arg-type]
+        parameter = next(model.parameters())
+        model(torch.ones(2, 3, dtype=parameter.dtype)).square().sum().backward()
+        monitor.end_step() if optimizer is None else optimizer.step()
+        for p in filter(lambda p: not is_lazy(p), model.parameters()):
+            p.requires_grad_(False)  # as Lightning's toggled optimizers do
+    assert monitor.latest is not None
+    return monitor.latest
+
+
+def two() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), nn.PReLU(2))
+
+
+def test_coverage_is_the_share_of_what_the_optimizer_trains() -> None:
+    model = two()
+    one = measured(model, torch.optim.SGD(model[0].parameters(), 0.1))
+    assert (one.coverage, one.unmeasured) == (1.0, {})
+    assert one.unsupported.keys() == {"1", "2"}
+    model = two()
+    frozen = model[1].requires_grad_(False)
+    assert frozen.weight.numel() == 10
+    most = measured(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert most.coverage == pytest.approx(20 / 22)
+    assert most.unmeasured == {"2.weight": 2}
+
+
+def test_without_an_optimizer_coverage_is_of_all_that_is_trainable() -> None:
+    found = measured(two(), None)
+    assert found.coverage == pytest.approx(32 / 34)
+    assert found.unmeasured == {"2.weight": 2}
+
+
+def test_coverage_counts_layers_that_were_not_chosen() -> None:
+    model = two()
+    found = measured(model, torch.optim.SGD(model.parameters(), 0.1), layers=["0", "2"])
+    assert found.coverage == pytest.approx(20 / 34)
+    assert found.unmeasured == {"2.weight": 2}, "of what was asked for"
+    assert found.unsupported.keys() == {"2"}
+
+
+def test_what_the_optimizer_trains_outside_the_model_counts() -> None:
+    model, temperature = nn.Linear(3, 2), nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], 0.1)
+    found = measured(model, optimizer)
+    assert found.coverage == pytest.approx(8 / 12)
+    assert found.unmeasured == {"optimizer parameter 2": 4}
+    assert "not in the monitored model" in found.unsupported["optimizer parameter 2"]
+
+
+def test_tied_weights_count_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    found = measured(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert (found.coverage, found.unmeasured) == (1.0, {})
+
+
+def test_a_lazy_layer_counts_once_it_has_a_shape() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.LazyLinear(2))
+    found = measured(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert found.coverage == pytest.approx(20 / 32)
+    assert found.unmeasured == {"1.weight": 10, "1.bias": 2}
+
+
+def test_a_lazy_layer_that_never_ran_has_no_elements() -> None:
+    model = nn.Linear(3, 5)
+    model.register_module("unused", nn.LazyLinear(2))
+    found = measured(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert found.coverage == 1.0
+    assert found.unmeasured == {"unused.weight": 0, "unused.bias": 0}
+    assert "lazy" in found.unsupported["unused"]
+
+
+def test_reasons_name_the_class_in_full() -> None:
+    class Linear(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model = nn.Sequential(Linear(3, 2), nn.Linear(2, 2), nn.PReLU())
+    reasons = measured(model, torch.optim.SGD(model.parameters(), 0.1)).unsupported
+    assert reasons["0"].startswith(f"{__name__}.{Linear.__qualname__}: ")
+    assert reasons["2"].startswith("torch.nn.modules.activation.PReLU: ")
