@@ -77,7 +77,8 @@ def prepared(file: str) -> Path:
     if stamp.exists() and stamp.read_text() == state:
         return place
     shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    # Python would remember of a path without a folder that nothing can be imported from it.
+    (place / "mutants").mkdir(parents=True)
     (PLACE / ".gitignore").write_text("*\n")
     leave = shutil.ignore_patterns("__pycache__", "results", "mutants.*")
     for name in _COPIED:
