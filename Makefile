@@ -5,7 +5,7 @@ TORCH_INDEX ?=# e.g. https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -18,17 +18,23 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# With pip install ".[peers]" in the environment, peers.py times them too.
 bench: $(VENV)/.dev
-	$(BIN)/python tests/benchmarks/monitor.py
-	$(BIN)/python tests/benchmarks/layers.py
+	for name in launches monitor peers rows layers; do $(BIN)/python tests/benchmarks/$$name.py || exit; done
+
+# Which changes of the core does no test notice? FILE: one file only. Takes hours for all of them.
+mutants: $(VENV)/.mutants
+	$(BIN)/python tests/mutants.py $(FILE)
+
+$(VENV)/.demo: EXTRAS = lightning,tensorboard,audit,examples
+$(VENV)/.dev: EXTRAS = dev
+$(VENV)/.mutants: EXTRAS = dev,mutants
 
 # The stamps are touched last: an interrupted installation is done again, a finished one is not.
-$(VENV)/.demo $(VENV)/.dev: pyproject.toml
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.mutants: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable ".[$(if $(filter %.dev,$@),dev,lightning$(,)tensorboard$(,)audit$(,)examples)]"
+	$(PIP) --editable ".[$(EXTRAS)]"
 	touch $@
 
-, := ,
-
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache dist runs
+	rm -rf $(VENV) .mutants .mypy_cache .ruff_cache .pytest_cache dist runs

@@ -1,9 +1,14 @@
-"""The least that measuring a step can cost while e and d are taken as matrix products.
+"""The least that measuring a step can cost, with the estimators that the monitor uses.
 
-For linear layers and convolutions alone: the products Φ(∂L/∂Θ)ᵀ and ΦΔΘᵀ on at most `max_rows`
-rows, the copy and the subtraction that give ΔΘ, and the dot products that the cosines need. Every
-buffer is made before, and the rows of convolutions too. Left out: gathering rows, scales,
-interference, quantiles, biases, normalisers, all checks, reports and failures.
+For linear layers and convolutions alone. What is exact comes from the parameters and from one pass:
+⟨d, G⟩ = −⟨γ, u⟩ and ⟨e, G⟩ = ⟨γ, γ⟩ from parameter dot products, one pass over the input for the
+scales, one over the output's gradient for ‖G‖². Only d = −ΦΔΘᵀ and e = Φγᵀ are taken on rows, at
+most `max_rows`; where these are all rows of the layer and R (P + N) < P N, e = (ΦΦᵀ)G by the Gram
+matrix of the rows, which is cheaper than the product with γ. The copy and the subtraction of the
+weights give u = ΔΘ.
+
+Every buffer is made before, and the rows of convolutions too. Left out: choosing and gathering
+rows, interference, quantiles, biases, gains, embeddings, checks, reports and failures.
 """
 
 from typing import Any
@@ -11,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+Rows = tuple[Tensor, Tensor, bool]
 
 
 class LeastWork:
@@ -20,60 +27,98 @@ class LeastWork:
         model: its weights are looked at.
         optimizer: steps them.
         max_rows: of every layer.
-        steps: 0: the two products alone; 1: also the copy and the subtraction; 2: everything.
+        stage: 0: the two products alone; 1: also the copy and the subtraction; 2: also the dot
+            products; 3: also the passes over inputs and output gradients, which is everything.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_rows: int, steps: int
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_rows: int, stage: int
     ) -> None:
         self._max_rows = max_rows
-        self._steps = steps
+        self._stage = stage
         self._layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
         self._inputs: dict[nn.Module, Tensor] = {}
         self._gradients: dict[nn.Module, Tensor] = {}
-        self._rows: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._rows: dict[nn.Module, Rows] = {}
         self._buffers = {m: m.weight.detach().clone() for m in self._layers}
-        self.dots: list[Tensor] = []
+        self.found: list[Tensor] = []
         for layer in self._layers:
             layer.register_forward_hook(self._on_forward)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
+    @torch.no_grad()
     def _on_forward(self, layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         self._inputs[layer] = args[0].detach()
-        output.register_hook(lambda gradient: self._gradients.update({layer: gradient}))
+        if self._stage >= 3:
+            self.found.append(_squares(layer, self._inputs[layer]))
+        output.register_hook(lambda gradient: self._on_backward(layer, gradient))
 
-    def _rows_of(self, layer: nn.Linear | nn.Conv2d) -> tuple[Tensor, Tensor]:
-        x, gradient = self._inputs[layer], self._gradients[layer]
-        if isinstance(layer, nn.Linear):
-            return x[: self._max_rows], gradient[: self._max_rows]
-        if layer not in self._rows:  # once: always the same input in this benchmark
-            shape = (layer.kernel_size, layer.dilation, layer.padding, layer.stride)
-            columns = functional.unfold(x, *shape), gradient.flatten(2)
-            rows = (t.transpose(1, 2).flatten(0, 1)[: self._max_rows] for t in columns)
-            self._rows[layer] = tuple(t.contiguous() for t in rows)
-        return self._rows[layer]
+    def _on_backward(self, layer: nn.Module, gradient: Tensor) -> None:
+        self._gradients[layer] = gradient
+        if self._stage >= 3:
+            self.found.append(_squares(layer, gradient))
 
     @torch.no_grad()
     def _before(self, *_: Any) -> None:
-        self.dots.clear()
         for layer in self._layers:
-            phi, G = self._rows_of(layer)
-            if self._steps >= 1:
+            phi, G, all_seen = self._rows_of(layer)
+            if self._stage >= 1:
                 self._buffers[layer].copy_(layer.weight)
-            e = phi @ layer.weight.grad.flatten(1).t()
-            if self._steps >= 2:
-                self.dots += [(a * b).sum(1) for a, b in ((e, G), (e, e), (G, G))]
+            (rows, P), N = phi.shape[1:], G.shape[2]
+            if all_seen and rows * (P + N) < P * N:
+                e = torch.bmm(torch.bmm(phi, phi.mT), G)
+            else:
+                e = torch.bmm(phi, _grouped(layer, layer.weight.grad).mT)
+            if self._stage >= 2:
+                self.found += [torch.linalg.vecdot(a, b) for a, b in ((e, G), (e, e), (G, G))]
 
     @torch.no_grad()
     def _after(self, *_: Any) -> None:
         for layer in self._layers:
-            phi, G = self._rows_of(layer)
+            phi, G, _seen = self._rows_of(layer)
             u = self._buffers[layer]
-            if self._steps >= 1:
+            if self._stage >= 1:
                 torch.sub(layer.weight, u, out=u)
-            d = phi @ u.flatten(1).t()
-            if self._steps >= 2:
+            d = torch.bmm(phi, _grouped(layer, u).mT)
+            if self._stage >= 2:
                 u, gamma = u.view(-1), layer.weight.grad.view(-1)
-                self.dots += [(a * b).sum(1) for a, b in ((d, G), (d, d))]
-                self.dots += [torch.dot(a, b) for a, b in ((u, u), (u, gamma), (gamma, gamma))]
+                self.found += [torch.linalg.vecdot(a, b) for a, b in ((d, G), (d, d))]
+                self.found += [torch.dot(a, b) for a, b in ((u, u), (u, gamma), (gamma, gamma))]
+        self.found.clear()
+        self._inputs.clear()
+        self._gradients.clear()
+
+    def _rows_of(self, layer: nn.Linear | nn.Conv2d) -> Rows:
+        """Φ as (groups, rows, P), G as (groups, rows, N), and whether these are all rows."""
+        x, gradient = self._inputs[layer], self._gradients[layer]
+        if isinstance(layer, nn.Linear):
+            rows = x.flatten(0, -2), gradient.flatten(0, -2)
+            seen = len(rows[0]) <= self._max_rows
+            return rows[0][None, : self._max_rows], rows[1][None, : self._max_rows], seen
+        if layer not in self._rows:  # once: always the same input in this benchmark
+            self._rows[layer] = self._patches(layer, x, gradient)
+        return self._rows[layer]
+
+    def _patches(self, layer: nn.Conv2d, x: Tensor, gradient: Tensor) -> Rows:
+        places = gradient[0, 0].numel()
+        few = -(-self._max_rows // places)  # so many images hold all rows that are looked at
+        shape = (layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+        columns = functional.unfold(x[:few], *shape), gradient[:few].flatten(2)
+        phi, G = (
+            t.transpose(1, 2).flatten(0, 1)[: self._max_rows]
+            .unflatten(1, (layer.groups, -1)).transpose(0, 1).contiguous()
+            for t in columns
+        )  # fmt: skip
+        return phi, G, len(x) * places <= self._max_rows
+
+
+def _grouped(layer: nn.Linear | nn.Conv2d, weight: Tensor) -> Tensor:
+    """The weight as (groups, N, P)."""
+    return weight.flatten(1).unflatten(0, (getattr(layer, "groups", 1), -1))
+
+
+def _squares(layer: nn.Module, x: Tensor) -> Tensor:
+    """‖·‖² of every row, or of every pixel."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=1 if isinstance(layer, nn.Conv2d) else -1)
+    return norms.square_()

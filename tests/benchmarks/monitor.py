@@ -1,93 +1,52 @@
 """What the monitor costs: medians of ratios to the plain step, all in one run.
 
-Each round times one step of every variant in shuffled order between two plain steps and divides by
-their mean. Each variant owns an equal model. "not measured": a monitor is attached, the step lies
-between two measured ones. "measured": every measure (but the optional ceiling), default max_rows.
-"64 rows": measured with max_rows=64.
-"least work" is no monitor: it shows what of that is inevitable (`least_work.py`), in three stages:
-the two matrix products that e and d are; with the copy and subtraction of the weights; with the
-dot products of the cosines.
+Each round times one step of every variant, in shuffled order, between two plain steps, and divides
+by their mean. Each variant owns an equal model. "not measured": a monitor is attached, the step
+lies between two measured ones. "measured": every measure (but the optional ceiling), default
+max_rows. "64 rows": measured with max_rows=64.
+"least work" is no monitor: it shows what of that is inevitable (`least_work.py`), in four stages:
+the two matrix products that e and d are; with the copy and subtraction of the weights; with the dot
+products; with one pass over inputs and output gradients.
 Memory is counted exactly: the peak of the bytes in live tensor storages during a step, over plain.
 
-    python tests/benchmarks/monitor.py [--rounds 60] [--threads 2] [--write FILE]
+A model takes rounds until there are `--rounds` of them, or, when at least three are done, until
+`--seconds` have passed; results are written after every model, so what was measured is kept when a
+run is cut short.
+
+Before, with numerator and norms from 1,024 rows (two threads): ResNet-18 at 16×3×64×64 1.98, the
+MLP 2.69, MobileNetV3-small 3.1. The bounds in the table were set then.
+
+    python tests/benchmarks/monitor.py [--models resnet18 mlp] [--rounds 60] [--seconds 300]
+        [--least-rows 128] [--threads 2] [--write FILE]
 """
 
-import argparse
 import gc
-import platform
 import random
 import statistics
 import time
 import weakref
-from collections.abc import Callable
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 from least_work import LeastWork
-from torch import Tensor, nn
-from torch.nn import functional
+from models import TASKS, Task, Trainer
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from write_up import heading, parser, table, write
 
-import adiv_monitor
-from adiv_monitor import Monitor
-
+# Goals set beforehand.
 EXPECTED = {
-    ("ResNet-18, 16×3×64×64", "not measured"): 1.005,
-    ("ResNet-18, 16×3×64×64", "measured"): 1.25,
-    ("MLP 3072-512-512-512-10, batch 128", "not measured"): 1.005,
-    ("MLP 3072-512-512-512-10, batch 128", "measured"): 1.9,
+    ("resnet18", "measured"): 1.5,
+    ("resnet18-224", "measured"): 1.12,
+    ("mlp", "measured"): 2.0,
+    ("mobilenet", "measured"): 1.7,
+    ("gpt", "measured"): 1.3,
+    **{(name, "not measured"): 1.005 for name in TASKS},
 }
-
-
-def resnet() -> tuple[nn.Module, Tensor]:
-    return torchvision.models.resnet18(num_classes=10), torch.randn(16, 3, 64, 64)
-
-
-def mlp() -> tuple[nn.Module, Tensor]:
-    widths = (3072, 512, 512, 512, 10)
-    layers = [m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*layers[:-1]), torch.randn(128, 3072)
-
-
-MODELS = {
-    "ResNet-18, 16×3×64×64": resnet,
-    "MLP 3072-512-512-512-10, batch 128": mlp,
-}
-
-
-class Trainer:
-    """A model with its optimizer, its data and perhaps a monitor."""
-
-    def __init__(
-        self,
-        build: Callable[[], tuple[nn.Module, Tensor]],
-        every: int | None,
-        max_rows: int = 1024,
-    ) -> None:
-        torch.manual_seed(0)
-        self.model, self.x = build()
-        self.y = torch.randint(10, (len(self.x),))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
-        self.monitor = None
-        if every is not None:
-            self.monitor = Monitor(
-                self.model, self.optimizer, every_n_steps=every, max_rows=max_rows
-            )
-            self.monitor.attach()
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        functional.cross_entropy(self.model(self.x), self.y).backward()
-        self.optimizer.step()
-
-    def timed(self) -> float:
-        start = time.perf_counter()
-        self.step()
-        return time.perf_counter() - start
+TIMES = ("model", "step", "ratio to plain: median [quartiles]", "rounds", "goal")
+MEMORY = ("model", "parameters, MiB", "extra peak memory of a measured step, MiB")
+STAGES = ("products", "with weights", "with dot products", "with passes")
 
 
 class PeakMemory(TorchDispatchMode):
@@ -120,78 +79,91 @@ def _dense(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided
 
 
-def ratios(build: Callable[[], tuple[nn.Module, Tensor]], rounds: int) -> dict[str, list[float]]:
-    plain = Trainer(build, None)
+def timed(trainer: Trainer) -> float:
+    start = time.perf_counter()
+    trainer.step()
+    return time.perf_counter() - start
+
+
+def ratios(task: Task, rounds: int, seconds: float, least_rows: int) -> dict[str, list[float]]:
+    """By variant, its steps' times over those of the plain steps around them."""
+    plain = Trainer(task)
     variants = {
-        "plain again": Trainer(build, None),
-        "not measured": Trainer(build, 10**9),
-        "measured": Trainer(build, 1),
-        "measured, 64 rows": Trainer(build, 1, max_rows=64),
+        "plain again": Trainer(task),
+        "not measured": Trainer(task, {"every_n_steps": 10**9}),
+        "measured": Trainer(task, {"every_n_steps": 1}),
+        "measured, 64 rows": Trainer(task, {"every_n_steps": 1, "max_rows": 64}),
     }
-    for name, steps in (("products", 0), ("with weights", 1), ("with dot products", 2)):
-        trainer = variants[f"least work: {name}"] = Trainer(build, None)
-        LeastWork(trainer.model, trainer.optimizer, max_rows=1024, steps=steps)
+    for stage, name in enumerate(STAGES):
+        trainer = variants[f"least work: {name}"] = Trainer(task)
+        LeastWork(trainer.model, trainer.optimizer, max_rows=least_rows, stage=stage)
     for trainer in (plain, *variants.values()):
-        for _ in range(4):
+        for _ in range(3):
             trainer.step()
     found: dict[str, list[float]] = {name: [] for name in variants}
     shuffle = random.Random(0)
-    for _ in range(rounds):
+    end = time.perf_counter() + seconds
+    for done in range(rounds):
+        if done >= 3 and time.perf_counter() > end:
+            break
+        before = timed(plain)
         for name in shuffle.sample(list(variants), len(variants)):
-            before = plain.timed()
-            taken = variants[name].timed()
-            found[name].append(taken / ((before + plain.timed()) / 2))
+            taken = timed(variants[name])
+            after = timed(plain)
+            found[name].append(taken / ((before + after) / 2))
+            before = after
     for trainer in variants.values():
-        if trainer.monitor is not None:
-            trainer.monitor.close()
+        trainer.close()
     return found
 
 
-def peak(build: Callable[[], tuple[nn.Module, Tensor]], every: int | None) -> int:
+def peak(task: Task, monitor: dict[str, object] | None) -> int:
     """Peak bytes of the fourth step."""
-    trainer = Trainer(build, every)
+    trainer = Trainer(task, monitor)
     for _ in range(3):
         trainer.step()
     gc.collect()
     with PeakMemory() as memory:
         trainer.step()
         trainer.step()
+    trainer.close()
     return memory.peak
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--write", type=Path, help="also write the table to this file")
-    arguments = parser.parse_args()
+def memory_row(task: Task) -> tuple[str, str, str]:
+    size = sum(p.numel() * p.element_size() for p in task.model().parameters())
+    extra = peak(task, {"every_n_steps": 1}) - peak(task, None)
+    return task.title, f"{size / 2**20:.1f}", f"{extra / 2**20:.1f}"
+
+
+def main(given: list[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--models", nargs="+", choices=TASKS)
+    made.add_argument("--rounds", type=int, default=60)
+    made.add_argument("--seconds", type=float, default=300, help="for each model")
+    made.add_argument("--least-rows", type=int, default=128, help="rows of the least work")
+    arguments = made.parse_args(given)
     torch.set_num_threads(arguments.threads)
-    lines = [
-        f"`python tests/benchmarks/monitor.py --rounds {arguments.rounds} "
-        f"--threads {arguments.threads}`",
-        f"adiv-monitor {adiv_monitor.__version__}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {platform.machine()} CPU, {arguments.threads} thread(s)",
-        "",
-        "| model | step | ratio to plain: median [quartiles] | bound set beforehand |",
-        "| --- | --- | --- | --- |",
-    ]
-    for name, build in MODELS.items():
-        for variant, values in ratios(build, arguments.rounds).items():
+    if arguments.quick:
+        arguments.rounds = 2
+    chosen = arguments.models or (["mlp"] if arguments.quick else list(TASKS))
+    lines = heading("Cost of a measured step", __file__, arguments)
+    times: list[tuple[object, ...]] = []
+    memory: list[tuple[str, str, str]] = []
+    text = ""
+    for name in chosen:
+        task = TASKS[name]
+        for variant, values in ratios(
+            task, arguments.rounds, arguments.seconds, arguments.least_rows
+        ).items():
             low, middle, high = statistics.quantiles(values, n=4)
-            bound = EXPECTED.get((name, variant), "")
-            lines.append(f"| {name} | {variant} | {middle:.3f} [{low:.3f}, {high:.3f}] | {bound} |")
-    lines += [
-        "",
-        "| model | parameters, MiB | extra peak memory of a measured step, MiB |",
-        "| --- | --- | --- |",
-    ]
-    for name, build in MODELS.items():
-        size = sum(p.numel() * p.element_size() for p in build()[0].parameters())
-        extra = peak(build, 1) - peak(build, None)
-        lines.append(f"| {name} | {size / 2**20:.1f} | {extra / 2**20:.1f} |")
-    print("\n".join(lines))
-    if arguments.write:
-        arguments.write.write_text("\n".join(lines) + "\n")
+            goal = EXPECTED.get((name, variant), "")
+            ratio = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+            times.append((task.title, variant, ratio, len(values), goal))
+        memory.append(memory_row(task))
+        found = [*lines, *table(TIMES, times), *table(MEMORY, memory)]
+        text = write(found, arguments.write)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,176 @@
+"""Which changes of the core does no test notice? Mutation testing with mutmut, a file at a time.
+
+Every operator, number, argument and condition inside the file's functions is changed, one change
+at a time, and the tests beside it below are run until one fails. What survives is printed as a
+diff; survivors with a known reason are listed in `mutants.md`, word for word as they are printed
+here, and then only counted. mutmut leaves alone what is outside functions, and decorated functions;
+lines that are nothing but words of a message are left alone here.
+
+Works on a copy, `.mutants/<file>`. A run that was cut short goes on where it was, unless the
+package or its tests were changed since. A mutant takes one to ten seconds, survivors the longest.
+
+    make mutants FILE=adiv_monitor/measures.py
+    python tests/mutants.py adiv_monitor/measures.py adiv_monitor/dots.py [--processes 2]
+    python tests/mutants.py            # all files below
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PLACE = ROOT / ".mutants"
+KNOWN = ROOT / "tests" / "mutants.md"
+
+# Settings: which tests should kill a file's mutants. mutmut runs those of them that reach the
+# changed function, quick ones first.
+_MEASURED = ["test_against_reference", "test_invariants", "test_models"]
+_COURSE = [*_MEASURED, "test_gradients", "test_optimizers", "test_robustness"]
+_RULES = ["test_features", "test_corrected_layers", *_MEASURED]
+_FORMULAS = ["test_functional", "test_modules", "test_convolutions", "test_attention"]
+_MONITOR_TESTS = {
+    "measures.py": ["test_measures", *_MEASURED],
+    "dots.py": ["test_measures", *_MEASURED],
+    "batch.py": ["test_measures", *_MEASURED],
+    "updates.py": _COURSE,
+    "capture.py": _COURSE,
+    "layer_rows.py": ["test_features", *_COURSE],
+    "measured_step.py": _COURSE,
+    "outcome.py": ["test_measures", *_COURSE],
+    "ceiling.py": _MEASURED,
+    "features/rows.py": ["test_features", *_COURSE],
+    "features/features.py": _RULES,
+    "features/linear.py": _RULES,
+    "features/conv.py": _RULES,
+    "features/embedding.py": _RULES,
+    "features/elementwise.py": _RULES,
+    "features/corrected.py": _RULES,
+    "features/attention.py": _RULES,
+}
+_LAYER_TESTS = {"functional.py": _FORMULAS, "forms.py": _FORMULAS}
+TESTS = {
+    **{
+        f"adiv_monitor/{file}": [f"tests/monitor/{test}.py" for test in tests]
+        for file, tests in _MONITOR_TESTS.items()
+    },
+    **{
+        f"layers/adiv_layers/{file}": [f"tests/layers/{test}.py" for test in tests]
+        for file, tests in _LAYER_TESTS.items()
+    },
+}
+# mutmut calls functions through a switch, which these do not stand.
+NOT_RUN = ("compil", "jit", "script", "pickl")
+WORDS = r'^ +f?"[^"]* [^"]*"$'
+_COPIED = ("adiv_monitor", "layers", "tests", "examples", "README.md", "pyproject.toml")
+
+
+def prepared(file: str) -> Path:
+    """A copy to mutate; that of the last run, if nothing was changed since."""
+    place = PLACE / re.sub(r"\W+", "-", file.removesuffix(".py"))
+    stamp, state = place / "state", fingerprint(file)
+    if stamp.exists() and stamp.read_text() == state:
+        return place
+    shutil.rmtree(place, ignore_errors=True)
+    # Python would remember of a path without a folder that nothing can be imported from it.
+    (place / "mutants").mkdir(parents=True)
+    (PLACE / ".gitignore").write_text("*\n")
+    leave = shutil.ignore_patterns("__pycache__", "results", "mutants.*")
+    for name in _COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, place / name, ignore=leave)
+        else:
+            shutil.copy2(source, place / name)
+    # mutmut takes a file's path for its module's name.
+    (place / "layers" / "adiv_layers").rename(place / "adiv_layers")
+    with (place / "pyproject.toml").open("a") as settings:
+        settings.write(mutmut_settings(file))
+    stamp.write_text(state)
+    return place
+
+
+def fingerprint(file: str) -> str:
+    """Of everything that decides what survives: sources, tests, and these settings."""
+    found = hashlib.sha256(json.dumps([file, TESTS[file], NOT_RUN, WORDS]).encode())
+    for top in ("adiv_monitor", "layers", "tests"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            if "benchmarks" not in path.parts and path != Path(__file__):
+                found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def mutmut_settings(file: str) -> str:
+    settings = {
+        "source_paths": ["adiv_monitor", "adiv_layers"],
+        "only_mutate": [file.removeprefix("layers/")],
+        "also_copy": ["layers", "examples", "README.md"],
+        "pytest_add_cli_args_test_selection": TESTS[file],
+        "pytest_add_cli_args": ["-k", " and ".join(f"not {word}" for word in NOT_RUN)],
+        "do_not_mutate_patterns": [WORDS],
+        "process_isolation": "forkserver",  # torch's threads do not survive a plain fork
+        "timeout_multiplier": 30.0,
+        "timeout_constant": 20.0,
+    }
+    lines = (f"{name} = {json.dumps(value)}" for name, value in settings.items())
+    return "\n[tool.mutmut]\n" + "\n".join(lines) + "\n"
+
+
+def mutmut(place: Path, *arguments: str, quiet: bool = True) -> str:
+    path = str(place / "mutants")  # also for processes that tests start
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    # Not "-m mutmut", which would put the unchanged sources onto the path.
+    command = [str(Path(sys.executable).with_name("mutmut")), *arguments]
+    output = subprocess.PIPE if quiet else None
+    done = subprocess.run(command, cwd=place, env=environment, stdout=output, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)} failed in {place}: see above")
+    return done.stdout or ""
+
+
+def survivors(place: Path, file: str) -> list[str]:
+    """One line each: where, and what was changed into what."""
+    named = re.findall(r"^\s*(\S+): (survived|no tests)$", mutmut(place, "results"), re.MULTILINE)
+    lines = []
+    for name, _ in named:
+        changed = re.findall(r"^([-+])(?![-+]{2} )(.*)$", mutmut(place, "show", name), re.MULTILINE)
+        before, after = (" ".join(t.strip() for s, t in changed if s == sign) for sign in "-+")
+        function = re.sub(r"__mutmut_\d+$", "", name).rpartition(".")[2]
+        spoken = function.removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
+        lines.append(f"`{file}:{spoken}` `{before}` → `{after}`")
+    return lines
+
+
+def report(place: Path, file: str) -> None:
+    mutmut(place, "export-cicd-stats")
+    counts = json.loads((place / "mutants" / "mutmut-cicd-stats.json").read_text())
+    known = KNOWN.read_text() if KNOWN.exists() else ""
+    found = survivors(place, file)
+    fresh = [line for line in found if line not in known]
+    killed, total = counts["killed"] + counts["timeout"] + counts["segfault"], counts["total"]
+    print(
+        f"\n| {file} | {total} mutants | {killed} killed ({killed / max(total, 1):.1%}) | ", end=""
+    )
+    print(f"{len(found)} survived | {len(found) - len(fresh)} with a known reason |\n")
+    for line in fresh:
+        print(f"- {line}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("files", nargs="*", choices=[*TESTS, []], help="of the core; default: all")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    for file in arguments.files or TESTS:
+        place = prepared(file)
+        mutmut(place, "run", "--max-children", str(arguments.processes), quiet=False)
+        report(place, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The benchmarks still run, and count what they say."""
+
+from pathlib import Path
+from types import ModuleType
+
+import launches
+import least_work
+import monitor
+import peers
+import pytest
+import rows
+import torch
+from models import Trainer, images, mlp
+from torch import nn
+
+
+@pytest.mark.parametrize("script", [launches, monitor, peers, rows], ids=lambda s: s.__name__)
+def test_runs_and_writes_what_it_found(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "result.md"
+    threads = torch.get_num_threads()
+    script.main(["--quick", "--threads", str(threads), "--write", str(result)])
+    text = result.read_text()
+    assert capsys.readouterr().out.strip() == text.strip()
+    assert f"`python tests/benchmarks/{script.__name__}.py --threads" in text
+    assert "| MLP" in text
+
+
+def test_counts_what_moves_data() -> None:
+    x, parts = torch.randn(4, 6), [torch.randn(3) for _ in range(5)]
+
+    def step() -> None:
+        x.view(2, 12).t()[0].detach()  # views
+        torch.empty_like(x)
+        x.t().reshape(-1)  # a copy
+        x @ x.t()
+        x.add_(1)
+        torch._foreach_mul_(parts, 2.0)  # one launch
+
+    counted = launches.count(step, [x])
+    assert counted.operators == {
+        "aten.clone": 1,
+        "aten.mm": 1,
+        "aten.add_": 1,
+        "aten._foreach_mul_": 1,
+    }
+    assert counted.kernels == 4
+    assert counted.places == {"": 4}
+    assert counted.copies == {}
+
+
+def test_counts_the_backward_pass() -> None:
+    model, x = nn.Linear(3, 2, bias=False), torch.randn(5, 3)
+    counted = launches.count(lambda: model(x).sum().backward())
+    assert counted.operators["aten.mm"] == 2
+    assert launches.count(lambda: model(x).sum()).operators["aten.mm"] == 1
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: (x * 2).tolist(),
+        lambda x: x.flatten().cpu().numpy(),
+        lambda x: x.sum().to("cpu"),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+    ],
+    ids=["item", "bool", "tolist", "cpu-numpy", "to", "mask", "nonzero"],
+)
+def test_counts_a_copy_to_the_host_once(wait: object) -> None:
+    x = torch.randn(4)
+    assert launches.count(lambda: wait(x), [x]).copies == {"": 1}
+    assert launches.count(lambda: wait(x)).copies == {}, "it was on the host already"
+
+
+def test_one_copy_to_the_host_per_report() -> None:
+    task = launches.TASKS["mlp"]
+    plain, none = launches.count_task(task)
+    measured, layers = launches.count_task(task, {"every_n_steps": 1})
+    assert (none, layers) == (0, 4)
+    assert plain.copies == {}
+    assert measured.copies.total() == 1
+    assert measured.places[""] == plain.kernels
+
+
+@pytest.mark.parametrize("max_rows", [4, 8])  # few rows; all rows, by the Gram matrix
+def test_the_least_work_is_the_work(max_rows: int) -> None:
+    trainer = Trainer(launches.Task("", lambda: mlp(20, 30, 10), lambda: images(8, 20)))
+    work = least_work.LeastWork(trainer.model, trainer.optimizer, max_rows=max_rows, stage=2)
+    layer = trainer.model[0]
+    kept: list[torch.Tensor] = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: kept.extend(work.found[:3]))
+    gradients: list[torch.Tensor] = []
+    layer.register_forward_hook(lambda _, __, z: z.register_hook(gradients.append) and None)
+    trainer.step()
+    phi, G = trainer.x[:max_rows], gradients[0][:max_rows]
+    e = phi @ layer.weight.grad.t()
+    for found, expected in zip(kept, (e * G, e * e, G * G), strict=True):
+        torch.testing.assert_close(found[0], expected.sum(1))
