@@ -168,9 +168,9 @@ class Capture:
         output.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, layer: Layer, call: Call, gradient: Tensor) -> None:
-        norm = dots.whole_norm(gradient) if call.whole is None else None
+        norms = dots.sample_norms(gradient) if call.whole is None else None
         gradient = layer.rule.layout(layer.module, gradient)
-        size = squares(gradient).reshape(-1) if norm is None else norm
+        size = squares(gradient).reshape(-1) if norms is None else norms
         call.arrive(call.rows.take(gradient), size, torch.finfo(gradient.dtype).eps)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)

@@ -34,9 +34,10 @@ def norm(tensor: Tensor) -> Float[Tensor, ""]:
     return found
 
 
-def whole_norm(tensor: Tensor) -> Float[Tensor, ""]:
-    """‖tensor‖ of an output's gradient, sample by sample and channel by channel."""
+def sample_norms(tensor: Tensor) -> Float[Tensor, " parts"]:
+    """Norms of the samples' parts of an output's gradient (batch, ...), in two stages."""
     parts = exact(tensor)
-    of_parts = torch.linalg.vector_norm(parts.flatten(2) if parts.dim() > 2 else parts, dim=-1)
-    found: Tensor = torch.linalg.vector_norm(of_parts)
-    return found
+    if parts.dim() < 3:
+        return norms(parts)
+    of_channels = torch.linalg.vector_norm(parts.flatten(2), dim=-1)
+    return norms(of_channels)

@@ -63,7 +63,7 @@ class Sum:
     Attributes:
         total: its value.
         spread: what every sampled row's T-fold would add to it beyond the mean of these; 0 where
-            the total is exact.
+            the total is exact, NaN where one row of several can't tell.
     """
 
     total: PerLayer
@@ -75,11 +75,29 @@ def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Su
     scaled = rows * sample.total[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = scaled.sum(1) / np.float64(sample.seen)
+    spread = scaled - mean[:, None]
+    spread[np.isinf(sample.variance_share)] = np.nan
     if exact is None:
-        return Sum(mean, scaled - mean[:, None])
+        return Sum(mean, spread)
     known = ~np.isnan(exact)
-    spread = np.where(known[:, None], 0.0, scaled - mean[:, None])
-    return Sum(np.where(known, exact, mean), spread)
+    return Sum(np.where(known, exact, mean), np.where(known[:, None], 0.0, spread))
+
+
+def by_ratio(of: Sum, by: Sum, exact: PerLayer) -> Sum:
+    """A sampled sum told from how it goes with another one, whose exact value is known.
+
+    `of.total · exact / by.total` (W. Cochran, Sampling Techniques, ch. 6): far more certain where
+    few rows hold most of both, such as the rows that a loss still cares for. Where `exact` is NaN,
+    the sum as it is.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = exact / by.total
+        slope = of.total / by.total
+        spread = ratio[:, None] * (of.spread - slope[:, None] * by.spread)
+    known = np.isfinite(ratio)
+    return Sum(
+        np.where(known, of.total * ratio, of.total), np.where(known[:, None], spread, of.spread)
+    )
 
 
 def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample) -> Estimate:
@@ -106,7 +124,7 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         bias = bias + _product((_mean(relative**2) - own) / 2, value)
         share = sample.variance_share
         value = value - _product(np.where(np.isfinite(share), share, 0.0), bias)
-        return Estimate(value, np.sqrt(_product(share, _mean(influence**2))))
+        return Estimate(value, np.sqrt(_product(_mean(influence**2), share)))
 
 
 def mean_of_active(rows: PerRow, counted: Bool[np.ndarray, "layers rows"], s: Sample) -> Estimate:
@@ -180,5 +198,6 @@ def _mean(rows: PerRow) -> PerLayer:
 
 def _product(chance: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Their product; 0 where nothing was left to chance, whatever the other is."""
-    found: np.ndarray = np.where(chance == 0, 0.0, chance * other)
+    with np.errstate(invalid="ignore"):
+        found: np.ndarray = np.where(chance == 0, 0.0, chance * other)
     return found

@@ -24,8 +24,8 @@ class Call:
     Attributes:
         gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
         size: of the gradient of all rows: ‖g_r‖² of each, (rows,), where one pass looked at the
-            input's rows too, else ‖G‖; None once two backward passes have gone through one graph:
-            the sum of their gradients is known of the chosen rows alone.
+            input's rows too, else norms of its parts; None once two backward passes have gone
+            through one graph: the sum of their gradients is known of the chosen rows alone.
         precision: rounding of the gradients that came.
     """
 

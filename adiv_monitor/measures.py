@@ -282,26 +282,38 @@ def _one(sample: Sample) -> Sum:
 
 
 def holds_more(
-    e_G: PerRow, gamma_gamma: PerLayer, tolerance: PerLayer, sample: Sample
+    e_G: Sum, gamma_gamma: PerLayer, terms: PerLayer, tolerance: PerLayer, sample: Sample
 ) -> Bool[np.ndarray, " layers"]:
     """Whether γ is more than c·GᵀΦ of these rows, beyond what sampling and rounding explain.
 
     ⟨e, G⟩ = ⟨γ, GᵀΦ⟩ over all rows, which is ‖γ‖² if γ = GᵀΦ.
 
     Args:
-        e_G: e_r·g_r of the sampled rows.
+        e_G: ⟨e, G⟩ from sampled rows.
         gamma_gamma: ‖γ‖².
+        terms: Σ |e_r·g_r|.
         tolerance: how far rounding may take them apart, relative to ‖γ‖² + Σ |e_r·g_r|.
         sample: the rows looked at.
     """
-    value, error = descent(over_rows(e_G, sample), sample)
+    value, error = descent(e_G, sample)
     with np.errstate(invalid="ignore"):
-        terms = over_rows(np.abs(e_G), sample).total
         explained = _ERRORS * error + tolerance * (gamma_gamma + terms)
         enough = (sample.variance_share == 0) | (sample.seen >= _ENOUGH)
         more: Bool[np.ndarray, " layers"] = enough & (np.abs(value - gamma_gamma) > explained)
     return more
 
 
+def represents(sampled: PerLayer, whole: PerLayer) -> Bool[np.ndarray, " layers"]:
+    """Whether a sample holds about as much of a sum as it should: no few rows hold most of it.
+
+    Otherwise it does not know its own error: where a loss still cares for three samples of 64, most
+    draws miss what they ask for.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: Bool[np.ndarray, " layers"] = np.abs(sampled / whole - 1) < _REPRESENTED
+    return found
+
+
+_REPRESENTED = 0.3
 _ERRORS = 5  # a heavy tail may look like two errors more than it is
 _ENOUGH = 32  # rows; fewer don't know their own error

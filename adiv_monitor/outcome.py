@@ -122,7 +122,8 @@ def understand(
     numbers: dict[str, Numbers] = {}
     reasons: dict[str, str] = {}
     for path, seen in kept.items():
-        numbers[path], reasons[path] = step.numbers(seen, values[path])
+        suspected = path in watch.suspected
+        numbers[path], reasons[path] = step.numbers(seen, values[path], suspected=suspected)
     measured = measure(numbers)
     reasons |= {path: "more" for path, found in measured.items() if found.holds_more}
     readings = {p: _reading(kept[p], numbers[p], measured[p], step) for p in kept}
@@ -133,6 +134,7 @@ def understand(
         *_without_common(readings, watch),
     ]
     _learn(watch, step, readings, reasons)
+    watch.suspected = {path for path, found in measured.items() if found.suspected}
     checked = {path for path, error in errors.items() if error <= _RULE_TOLERANCE}
     return Outcome(readings, {**unreached, **misdescribed}, misdescribed, checked, notes)
 
@@ -160,7 +162,9 @@ class _Step:
         before, after = self._products["w_w"], self._products["a_a"]
         return any(not np.array_equal(before[k], a, equal_nan=True) for k, a in after.items())
 
-    def numbers(self, seen: Looked, values: dict[str, Array]) -> tuple[Numbers, str]:
+    def numbers(
+        self, seen: Looked, values: dict[str, Array], *, suspected: bool
+    ) -> tuple[Numbers, str]:
         """What the measures of one layer need; and why they must rest on its rows alone, if so."""
         dots = {
             name: sum(float(parts[key].sum()) for key in seen.parameters)
@@ -178,6 +182,7 @@ class _Step:
             vectors=seen.vectors,
             values={name: v for name, v in values.items() if name not in _JUDGED},
             exact=not reason and not self.gradient_lost,
+            suspected=suspected,
             shared=seen.from_rows == "shared",
             bias_alone=seen.bias_alone,
             tolerance=_tolerance(seen),

@@ -16,6 +16,7 @@ from adiv_monitor.estimates import (
     PerRow,
     Sample,
     Sum,
+    by_ratio,
     mean_of_active,
     over_rows,
     quantiles,
@@ -41,6 +42,7 @@ class Numbers:
         values: the arrays, by name.
         exact: nothing speaks against γ = c·GᵀΦ with a known c, so that what the parameters say
             holds for the rows.
+        suspected: at the last measured step γ seemed to be more than c·GᵀΦ.
         shared: other layers use these parameters too.
         bias_alone: no weight is trained.
         tolerance: what rounding may do to a dot product, relative to the sum of its terms.
@@ -55,6 +57,7 @@ class Numbers:
     vectors: tuple[str, ...]
     values: dict[str, Array]
     exact: bool
+    suspected: bool
     shared: bool
     bias_alone: bool
     tolerance: float
@@ -72,13 +75,15 @@ class Measured:
         errors: standard errors of those that are not exact.
         quantiles: of `scale` and `row_cosine`, at `QUANTILE_LEVELS`.
         idle_seen: idle rows among those seen.
-        holds_more: γ is not c·GᵀΦ, beyond what sampling and rounding explain.
+        suspected: γ seems to be more than c·GᵀΦ, beyond what sampling and rounding explain.
+        holds_more: it is.
     """
 
     values: dict[str, float]
     errors: dict[str, float]
     quantiles: dict[str, tuple[float, ...]]
     idle_seen: int
+    suspected: bool
     holds_more: bool
 
 
@@ -111,9 +116,20 @@ class _Together:
         self.sample = Sample(total, self.rows("G", "G") != 0)
         expected = np.array([x.exact for x in layers])
         tolerance = np.array([x.tolerance for x in layers])
+        G_G, whole = over_rows(self.rows("G", "G"), self.sample), self.whole_gradient()
+        e_G = over_rows(self.rows("e", "G"), self.sample)
         self.holds_more = expected & measures.holds_more(
-            self.rows("e", "G"), self.dots["gamma_gamma"], tolerance, self.sample
+            e_G if whole is None else by_ratio(e_G, G_G, whole),
+            self.dots["gamma_gamma"],
+            over_rows(np.abs(self.rows("e", "G")), self.sample).total,
+            tolerance,
+            self.sample,
         )
+        if whole is not None:
+            self.holds_more &= measures.represents(G_G.total, whole)
+        # A sample is believed the second time; all rows are at once.
+        twice = np.array([x.suspected for x in layers]) | (self.sample.variance_share == 0)
+        self.suspected, self.holds_more = self.holds_more, self.holds_more & twice
         self.exact = expected & ~self.holds_more
 
     def has(self, *vectors: str) -> bool:
@@ -131,6 +147,14 @@ class _Together:
         known = None if exact is None else np.where(self.exact, exact, np.nan)
         return over_rows(self.rows(a, b), self.sample, known)
 
+    def whole_gradient(self) -> PerLayer | None:
+        """‖G‖² over all rows; None where only the sample tells."""
+        if "G_norms" not in self.values:
+            return self.whole("G_G")
+        norms = self.values["G_norms"].reshape(len(self.layers), -1) * self.unit[:, None]
+        found: PerLayer = (norms**2).sum(1)
+        return found
+
     def whole(self, name: str, power: int = 2) -> PerLayer | None:
         """What a pass over all rows summed up, in the units of the optimizer's gradient."""
         if name not in self.values:
@@ -143,7 +167,7 @@ class _Together:
 
 def _measure_alike(layers: Sequence[Numbers]) -> list[Measured]:
     x = _Together(layers)
-    G_G = x.sum("G", "G", _whole_gradient(x))
+    G_G = x.sum("G", "G", x.whole_gradient())
     found: dict[str, Estimate] = {"idle_share": measures.idle_share(x.sample, _active(x))}
     # Both sides of a ratio must be of one kind: the parameters', or the rows'.
     e_G, e_e = x.sum("e", "G", x.dots.get("gamma_gamma")), x.sum("e", "e")
@@ -184,21 +208,13 @@ def _pick(
             name: tuple(values[i, :n].tolist()) for name, (values, _) in distributions.items()
         },
         idle_seen=int((~x.sample.active[i]).sum()),
+        suspected=bool(x.suspected[i]),
         holds_more=bool(x.holds_more[i]),
     )
 
 
 def _certain(value: PerLayer) -> Estimate:
     return Estimate(value, np.zeros_like(value))
-
-
-def _whole_gradient(x: _Together) -> PerLayer | None:
-    """‖G‖² over all rows."""
-    if "G_norms" not in x.values:
-        return x.whole("G_G")
-    norms = x.values["G_norms"].reshape(len(x.layers), -1) * x.unit[:, None]
-    found: PerLayer = (norms**2).sum(1)
-    return found
 
 
 def _active(x: _Together) -> PerLayer:
@@ -244,7 +260,8 @@ def _of_scales(x: _Together, G_G: Sum) -> dict[str, Estimate]:
         own_G, own_own = x.rows("own", "G"), x.rows("own", "own")
     of_G = over_rows(own_G, x.sample, x.whole("own_G"))
     of_own = over_rows(own_own, x.sample, x.whole("own_own"))
-    all_G = G_G if x.whole("own_G") is None else _known(G_G, x.whole("G_G"))
+    # All of the same rows: those that hold most of G may be missing from them.
+    all_G = x.sum("G", "G") if "own_G" not in x.values else _exactly(x.whole_gradient(), G_G)
     ratio = measures.interference_ratio(x.sum("rest", "rest"), of_own, x.sample)
     return {
         "diagonal_cosine": measures.diagonal_cosine(of_G, of_own, all_G, x.sample),
@@ -253,9 +270,9 @@ def _of_scales(x: _Together, G_G: Sum) -> dict[str, Estimate]:
     }
 
 
-def _known(like: Sum, exact: PerLayer | None) -> Sum:
-    assert exact is not None
-    return Sum(exact, np.zeros_like(like.spread))
+def _exactly(total: PerLayer | None, like: Sum) -> Sum:
+    assert total is not None
+    return Sum(total, np.zeros_like(like.spread))
 
 
 def _of_all_scales(x: _Together) -> dict[str, Estimate]:

@@ -34,6 +34,7 @@ class Watch:
         gradient_changes: the optimizer changes `.grad` during its step, so γ must be copied.
         weights_change: the weights change after the step, so a differs from u.
         learnt: a first step was measured.
+        suspected: layers whose gradient seemed to be more than ΦᵀG of their rows, at the last step.
         distrusted: layers whose gradient was once more than ΦᵀG of their rows.
         idle: layers that had idle rows.
     """
@@ -41,6 +42,7 @@ class Watch:
     gradient_changes: bool = True
     weights_change: bool = True
     learnt: bool = False
+    suspected: set[str] = field(default_factory=set)
     distrusted: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
 

@@ -1,93 +1,218 @@
-"""The measures as functions: any number of layers at once, zero vectors, quantiles."""
+"""The measures as functions: any number of layers at once, zero vectors, sums, quantiles."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from adiv_monitor import dots, measures
-from adiv_monitor.batch import alike, measure
-from adiv_monitor.features import DenseFeatures
-from adiv_monitor.outcome import fetch
+from adiv_monitor.estimates import (
+    Sample,
+    Sum,
+    mean_of_active,
+    over_rows,
+    product,
+    quantiles,
+    share_error,
+)
+from adiv_monitor.readings import Numbers, measure
+from adiv_monitor.transfer import fetch
 
 
-def dots_of_a_layer(rows: int, groups: int = 1) -> dots.Dots:
-    """Products of a step whose every matrix is random."""
-    phi = torch.randn(rows, groups, 5, dtype=torch.float64)
-    G = torch.randn(rows, groups, 3, dtype=torch.float64)
-    e, by_weight, by_bias, z = torch.randn(4, rows, groups * 3, dtype=torch.float64)
-    u, gamma = torch.randn(2, 7, dtype=torch.float64)
+def population(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Heavy-tailed rows: a numerator of either sign, and two positive sums that hang together."""
+    random = np.random.default_rng(seed)
+    size = np.exp(random.normal(scale=0.7, size=rows))
     return {
-        **dots.of_gradient(DenseFeatures(phi).scale(), G, e),
-        **dots.of_update(by_weight, by_bias, G.flatten(1)),
-        "z_z": measures.row_squares(z),
-        "u_u": dots.of_parts([u], [u]),
-        "u_gamma": dots.of_parts([u], [gamma]),
-        "gamma_gamma": dots.of_parts([gamma], [gamma]),
+        "n": random.normal(size=rows) + 0.3 * size,
+        "a": size * random.exponential(size=rows),
+        "b": size,
     }
+
+
+FORMS = {
+    "a mean": (True, ()),
+    "cosine, exact numerator": (False, (("a", -0.5),)),
+    "cosine of rows": (True, (("a", -0.5), ("b", -0.5))),
+    "ratio of norms": (False, (("a", 0.5), ("b", -0.5))),
+    "rate of rows": (True, (("b", -1.0),)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_of_sums_are_unbiased_and_know_their_error(form: str) -> None:
+    """Against all rows, 4,000 draws of 60 of 400: mean, spread, and 3 errors."""
+    sampled, factors = FORMS[form]
+    rows, seen, draws = 400, 60, 4000
+    whole = population(rows)
+    random = np.random.default_rng(1)
+    index = np.stack([random.choice(rows, seen, replace=False) for _ in range(draws)])
+    sample = Sample(np.full(draws, float(rows)), np.ones((draws, seen), dtype=bool))
+
+    def of(name: str) -> Sum:
+        return over_rows(whole[name][index], sample)
+
+    one = Sum(np.ones(draws), np.zeros((draws, seen)))
+    value, error = product(of("n") if sampled else one, [(of(f), p) for f, p in factors], sample)
+    exact = whole["n"].sum() if sampled else 1.0
+    for name, power in factors:
+        exact *= whole[name].sum() ** power
+    spread = value.std()
+    assert abs(value.mean() - exact) < 4 * spread / math.sqrt(draws) + 0.03 * spread
+    assert error.mean() == pytest.approx(spread, rel=0.1)
+    assert (np.abs(value - exact) > 3 * error).mean() < 0.02
+
+
+def test_few_rows_overrate_a_ratio_unless_their_bias_is_taken_off() -> None:
+    """√ of a heavy-tailed mean is too small on average; the correction mends most of it."""
+    whole = population(400)["a"] ** 2
+    random = np.random.default_rng(1)
+    rows = np.stack([random.choice(whole, 30, replace=False) for _ in range(4000)])
+    sample = Sample(np.full(4000, 400.0), np.ones(rows.shape, dtype=bool))
+    one = Sum(np.ones(4000), np.zeros(rows.shape))
+    root = math.sqrt(whole.sum())
+    plain = np.sqrt(rows.mean(1) * 400).mean() / root - 1
+    mended = product(one, [(over_rows(rows, sample), 0.5)], sample).value.mean() / root - 1
+    assert plain < -0.05
+    assert abs(mended) < 0.75 * abs(plain)
+
+
+def test_all_rows_leave_nothing_to_chance() -> None:
+    whole = population(50)
+    sample = Sample(np.array([50.0]), np.ones((1, 50), dtype=bool))
+    a, b = (over_rows(whole[name][None], sample) for name in "ab")
+    value, error = product(a, [(b, -1)], sample)
+    assert value[0] == pytest.approx(whole["a"].sum() / whole["b"].sum(), rel=1e-14)
+    assert error[0] == 0
+
+
+def test_one_row_of_several_knows_no_error() -> None:
+    sample = Sample(np.array([9.0]), np.ones((1, 1), dtype=bool))
+    value, error = product(over_rows(np.ones((1, 1)), sample), [], sample)
+    assert value[0] == 9
+    assert math.isnan(error[0])
+    value, error = mean_of_active(np.full((1, 1), 3.0), sample.active, sample)
+    assert value[0] == 3
+    assert math.isnan(error[0])
+    exact = over_rows(np.ones((1, 1)), sample, np.array([5.0]))
+    assert product(exact, [], sample) == (5, 0)
+
+
+def test_exact_sums_are_taken_where_they_are_known() -> None:
+    sample = Sample(np.array([10.0, 10.0]), np.ones((2, 4), dtype=bool))
+    found = over_rows(np.arange(8.0).reshape(2, 4), sample, np.array([math.nan, 7.0]))
+    assert found.total.tolist() == [15, 7]
+    assert (found.spread[0] != 0).any()
+    assert (found.spread[1] == 0).all()
+
+
+def test_a_share_of_none_among_few_is_not_certain() -> None:
+    sample = Sample(np.array([1000.0]), np.ones((1, 20), dtype=bool))
+    error = share_error(np.array([0]), np.array([20]), sample)[0]
+    assert 0.03 < error < 0.06
+    everything = Sample(np.array([20.0]), np.ones((1, 20), dtype=bool))
+    assert share_error(np.array([0]), np.array([20]), everything)[0] == 0
+
+
+def of_certain(*values: float) -> list[Sum]:
+    return [Sum(np.array([value]), np.zeros((1, 2))) for value in values]
+
+
+def test_a_vector_of_zeros_has_no_direction() -> None:
+    sample = Sample(np.array([2.0]), np.ones((1, 2), dtype=bool))
+    zero, one = of_certain(0.0, 1.0)
+    assert np.isnan(measures.update_cosine(zero, zero, one, sample).value)
+    assert np.isnan(measures.update_cosine(zero, one, zero, sample).value)
+    assert np.isnan(measures.harmed_fraction(np.zeros((1, 2)), sample, zero).value)
+    assert np.isnan(measures.bias_share(zero, zero, sample).value)
+    assert measures.effective_lr(zero, one, sample).value == 0
+    assert measures.update_ratio(zero, one, sample).value == 0
+    assert measures.bias_share(one, zero, sample).value == 0
+    assert measures.bias_share(zero, one, sample).value == 1
+    rows = np.array([[0.0, 1.0]])
+    np.testing.assert_array_equal(measures.row_cosines(rows, rows, rows), [[math.nan, 1]])
+    tiny = np.array([1e-180])
+    assert measures.parameter_cosine(-tiny, tiny, tiny) == 1
+    idle = Sample(np.array([2.0]), np.zeros((1, 2), dtype=bool))
+    assert measures.idle_share(idle, np.array([math.nan])).value == 1
+    assert np.isnan(measures.scale_max_of_rows(np.ones((1, 2)), idle).value)
+
+
+def test_sums_of_many_alike_entries_do_not_drift() -> None:
+    """A constant float32 matrix or output, of wide rows too: as in float64."""
+    value = torch.tensor(0.1).item()
+    for shape in [(100,), (2000, 2500), (512, 512, 3, 3)]:
+        constant = torch.full(shape, 0.1)
+        assert dots.norm(constant).item() ** 2 == pytest.approx(
+            constant.numel() * value**2, rel=1e-5
+        )
+        parts = dots.sample_norms(constant).double()
+        assert parts.square().sum().item() == pytest.approx(constant.numel() * value**2, rel=1e-5)
+    wide = torch.full((20, 30_000), 0.1)
+    found = dots.of_rows([wide, 7 * wide])
+    expected = 30_000 * value**2 * torch.tensor([[1.0, 7.0], [7.0, 49.0]])
+    torch.testing.assert_close(found, expected.expand(20, 2, 2), rtol=1e-5, atol=0)
+
+
+def random_layer(random: np.random.Generator, rows: int, groups: int = 1) -> Numbers:
+    """A step whose every matrix is random."""
+    names = ("G", "e", "z", "rest", "d") if groups == 1 else ("G", "e", "z", "own", "rest", "d")
+    vectors = random.normal(size=(rows, len(names), 6))
+    values = {"products": vectors @ vectors.transpose(0, 2, 1)}
+    if groups == 1:
+        values["scale"] = random.exponential(size=rows) + 1
+    else:
+        values |= {
+            "scale_pivot": np.ones((1, 1)),
+            "scale_sums": random.exponential(size=rows),
+            "scale_norms": random.exponential(size=rows) + 1,
+            "scale_largest": random.exponential(size=rows) + 2,
+            "scale_entries_of_rows": random.exponential(size=rows * groups),
+        }
+    dots = dict(zip(("gamma_gamma", "w_w", "w_gamma"), random.exponential(size=3), strict=True))
+    return Numbers(
+        rows_seen=rows,
+        rows_total=3 * rows,
+        groups=groups,
+        vectors=names,
+        values=values,
+        exact=False,
+        suspected=False,
+        shared=False,
+        bias_alone=False,
+        tolerance=1e-9,
+        factor=1.0,
+        entry_rows=None,
+        dots=dots,
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_layers_measured_together_are_as_measured_alone(groups: int) -> None:
-    layers = {f"layer {i}": dots_of_a_layer(6, groups) for i in range(3)}
-    layers["another shape"] = dots_of_a_layer(5, groups)
-    alone = {}
-    for path, products in layers.items():
-        alone[path] = measure(products)
-    together = alike(layers)
-    assert sorted(len(paths) for paths, _ in together) == [1, 3]
-    for paths, stacked in together:
-        for name, values in measure(stacked).items():
-            for path, value in zip(paths, values, strict=True):
-                torch.testing.assert_close(value, alone[path][name], rtol=1e-12, atol=0)
+    random = np.random.default_rng(0)
+    layers = {f"layer {i}": random_layer(random, 6, groups) for i in range(3)}
+    layers["another shape"] = random_layer(random, 5, groups)
+    together = measure(layers)
+    assert list(together) == list(layers)
+    for path, numbers in layers.items():
+        alone = measure({path: numbers})[path]
+        assert together[path].values == pytest.approx(alone.values, rel=1e-12, nan_ok=True)
+        assert together[path].errors == pytest.approx(alone.errors, rel=1e-12, nan_ok=True)
+        assert together[path].quantiles == alone.quantiles
 
 
-def test_sums_of_many_alike_entries_do_not_drift() -> None:
-    """A constant float32 vector, and a matrix of wide constant rows: all measures as in float64."""
-    for count in (100, 300_000, 5_000_000):
-        a = torch.full((count,), 0.1)
-        assert dots.of_parts([a], [a]).item() == pytest.approx(count * a[0].item() ** 2, rel=1e-6)
-    G = torch.full((200, 1, 30_000), 1e-3)
-    scale, e = torch.full((200, 1), 3.0), 7 * G.flatten(1)
-    found = dots.of_gradient(scale, G, e) | dots.of_update(e, 2 * e, G.flatten(1))
-    assert measures.gradient_cosine(found["e_G"], found["e_e"], found["G_G"]) == pytest.approx(1)
-    assert measures.update_cosine(found["d_G"], found["d_d"], found["G_G"]) == pytest.approx(-1)
-    ratio = measures.interference_ratio(found["rest_rest"], found["own_own"])
-    assert ratio.item() == pytest.approx(4 / 3, rel=1e-6)
-    assert measures.bias_share(found["A_A"], found["B_B"]).item() == pytest.approx(2 / 3, rel=1e-6)
-
-
-def test_no_matrix_outlives_its_dot_products() -> None:
-    """The scales of a gain are as large as its features; only numbers per row are kept of them."""
-    G = torch.randn(100, 64, 1)
-    found = dots.of_gradient(torch.rand(100, 64), G, torch.randn(100, 64))
-    assert max(t.numel() for t in found.values()) <= 2048
-    bases = (t if t._base is None else t._base for t in found.values())
-    assert max(base.numel() for base in bases) <= 2048
-
-
-def test_what_is_fetched_belongs_to_its_layer() -> None:
-    tensors = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([True, False])}
-    other = {"a": torch.tensor([3.0], dtype=torch.float64)}
-    fetched = fetch([(["x", "y"], tensors), (["z"], other)])
-    assert fetched == {"x": {"a": [1], "b": [1]}, "y": {"a": [2], "b": [0]}, "z": {"a": [3]}}
-
-
-def test_a_vector_of_zeros_has_no_direction() -> None:
-    zero, one = torch.zeros(()), torch.ones(())
-    assert measures.cosine(zero, zero, one).isnan()
-    assert measures.cosine(torch.tensor(1e-30), torch.tensor(1e-30), torch.tensor(1e-30)) == 1
-    rows = torch.tensor([0.0, 1.0])
-    assert measures.row_cosine(rows, rows, rows).tolist() == [
-        pytest.approx(math.nan, nan_ok=True),
-        1,
-    ]
-    assert measures.rows_without_gradient(rows) == 1
-    assert measures.harmed_fraction(-rows, rows) == 1
-    assert measures.harmed_fraction(0 * rows, 0 * rows).isnan()
-    assert measures.scale_max(torch.zeros(2, 0, 1)).isnan().all()
+def test_what_is_fetched_belongs_to_where_it_was() -> None:
+    layers = {"x": {"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor(True)}, "y": {}}
+    products = {"w_w": {7: torch.tensor([3.0], dtype=torch.float64)}}
+    norms = {"w_w": {8: torch.tensor([2.0, 3.0])}, "a_a": {7: torch.tensor([4.0])}}
+    values, flags, dot = fetch(layers, {"skipped": torch.tensor(0.0)}, products, norms)
+    assert values["x"]["a"].tolist() == [[1, 2]]
+    assert values["x"]["b"] == 1
+    assert values["y"] == {}
+    assert flags["skipped"] == 0
+    assert {key: part.tolist() for key, part in dot["w_w"].items()} == {7: [3], 8: [4, 9]}
+    assert dot["a_a"][7].tolist() == [16]
 
 
 @pytest.mark.parametrize("count", [1, 2, 37])
@@ -95,21 +220,24 @@ def test_quantiles(count: int) -> None:
     levels = (0, 0.05, 0.5, 1)
     values = np.random.default_rng(0).normal(size=(3, count))
     expected = np.quantile(values, levels, axis=-1).T
-    np.testing.assert_allclose(measures.quantiles(values, levels), expected, rtol=1e-13)
-    np.testing.assert_allclose(measures.quantiles_of_numbers(values, levels), expected, rtol=1e-13)
+    found, errors = quantiles(values, levels)
+    np.testing.assert_allclose(found, expected, rtol=1e-13)
+    assert (errors == 0).all()
 
 
 def test_quantiles_of_numbers_leave_out_what_is_none() -> None:
     values = np.array([[3, math.nan, 1, 2], [math.nan] * 4, [math.inf, math.inf, 1, math.nan]])
-    found = measures.quantiles_of_numbers(values, (0, 0.5))
+    found, _ = quantiles(values, (0, 0.5))
     np.testing.assert_array_equal(found, [[1, 2], [math.nan] * 2, [1, math.inf]])
-    np.testing.assert_array_equal(measures.quantiles(values, (1,))[0], math.nan)
-    assert np.isnan(measures.quantiles_of_numbers(np.empty((2, 0)), (0, 1))).all()
+    assert np.isnan(quantiles(np.empty((2, 0)), (0, 1))[0]).all()
 
 
-@pytest.mark.parametrize(("rows", "groups", "kept"), [(8, 3, 24), (5000, 1, 1667), (1000, 7, 1750)])
-def test_many_entries_are_thinned_row_by_row(rows: int, groups: int, kept: int) -> None:
-    values = torch.arange(rows * groups).view(1, rows, groups)
-    entries: Tensor = measures.thinned(values)
-    assert entries.shape == (1, kept)
-    assert entries[0, :groups].tolist() == list(range(groups))
+def test_quantiles_know_their_error() -> None:
+    """Half of 5,000 normal numbers, then 100 of them: as far off as they say."""
+    random = np.random.default_rng(0)
+    whole = random.normal(size=5000)
+    rows = np.stack([random.choice(whole, 100, replace=False) for _ in range(2000)])
+    sample = Sample(np.full(2000, 5000.0), np.ones(rows.shape, dtype=bool))
+    found, errors = quantiles(rows, (0.05, 0.5, 0.95), sample.variance_share)
+    spread = found.std(axis=0)
+    np.testing.assert_allclose(errors.mean(axis=0), spread, rtol=0.2)
