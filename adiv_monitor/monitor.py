@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.arguments import check_arguments, check_choice, held_parameters
-from adiv_monitor.capture import Capture, Hook
+from adiv_monitor.capture import Capture
 from adiv_monitor.eager import forced_eager
 from adiv_monitor.errors import AdivError
+from adiv_monitor.hook import Hook
 from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.report import StepReport
 from adiv_monitor.selection import Layer, LayerChoice, Selection, select, trainable

@@ -13,6 +13,7 @@ MAY_IMPORT = {
     "report": set(),
     "errors": set(),
     "eager": set(),
+    "hook": set(),
     "features": {"measures", "adiv_layers"},
     "ceiling": {"features", "measures"},
     "selection": {"features"},
@@ -20,7 +21,7 @@ MAY_IMPORT = {
     "batch": {"dots", "measures"},
     "updates": {"dots", "features"},
     "layer_rows": {"ceiling", "features"},
-    "capture": {"adiv_layers", "features", "layer_rows", "selection", "updates"},
+    "capture": {"adiv_layers", "features", "hook", "layer_rows", "selection", "updates"},
     "outcome": {"measures", "report", "updates"},
     "measured_step": {
         *("adiv_layers", "batch", "capture", "dots", "features", "measures", "outcome"),
@@ -29,8 +30,8 @@ MAY_IMPORT = {
     "sinks": {"report"},
     "arguments": {"selection", "sinks"},
     "monitor": {
-        *("arguments", "capture", "eager", "errors", "measured_step", "report", "selection"),
-        *("sinks", "updates"),
+        *("arguments", "capture", "eager", "errors", "hook", "measured_step", "report"),
+        *("selection", "sinks", "updates"),
     },
     "lightning": {"errors", "monitor", "report", "selection", "sinks"},
     "__init__": {"errors", "monitor", "report"},
