@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, exact
-from adiv_monitor.hook import Hook
+from adiv_monitor.hook import Hook, ModuleHook, trains
 from adiv_monitor.layer_rows import Call, LayerRows
 from adiv_monitor.selection import Layer
 from adiv_monitor.updates import some
@@ -59,12 +59,11 @@ class Capture:
         self._accumulated: dict[nn.Parameter, _Accumulated] = {}
         # Of an embedding's gradient nearly all is zero: spaced entries would miss the rest.
         self._sparse = {x.weight for x in layers if isinstance(x.module, nn.Embedding)}
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | ModuleHook] = []
         sharing: dict[nn.Parameter, list[Layer]] = defaultdict(list)
         for layer in layers:
-            hook = Hook(partial(self._guarded, layer, partial(self._on_forward, layer)))
-            handle = layer.module.register_forward_hook(hook, with_kwargs=True)
-            self._handles.append(handle)
+            hook = partial(self._guarded, layer, partial(self._on_forward, layer))
+            self._handles.append(ModuleHook(layer.module, hook, before=False))
             sharing[layer.parameters[0]].append(layer)
         for parameter, users in sharing.items():
             before = Hook(partial(self._guarded, users[0], self._on_accumulate, parameter, users))
@@ -103,7 +102,7 @@ class Capture:
         return torch.where(before > 0, self._norm(parameter) / before, 1.0)
 
     def _guarded(self, layer: Layer, function: Callable[..., None], *args: Any) -> None:
-        if not self._active or layer.path not in self.rows:
+        if not self._active or layer.path not in self.rows or not trains(args[-1]):
             return
         try:
             with torch.no_grad(), without_autocast(layer.parameters[0]):

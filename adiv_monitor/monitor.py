@@ -19,7 +19,7 @@ from adiv_monitor.arguments import check_arguments, check_choice, held_parameter
 from adiv_monitor.capture import Capture
 from adiv_monitor.eager import forced_eager
 from adiv_monitor.errors import AdivError
-from adiv_monitor.hook import Hook
+from adiv_monitor.hook import Hook, ModuleHook, trains
 from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.report import StepReport
 from adiv_monitor.selection import Layer, LayerChoice, Selection, select, trainable
@@ -281,14 +281,13 @@ class Monitor:
         self._pending = _Pending(armed.step, armed.selection, self.step)
         if _compiled(self._model):  # a hook would become part of the compiled code
             return
-        finish = Hook(self._finish_eagerly)
         for layer in armed.selection.layers:
-            handle = layer.module.register_forward_pre_hook(finish)
+            handle = ModuleHook(layer.module, self._finish_before, before=True)
             self._pending.cleanup.callback(handle.remove)
 
-    def _finish_eagerly(self, *_: object) -> None:
-        """A forward pass begins; one that is being compiled must not trace what follows."""
-        if not torch.compiler.is_compiling():
+    def _finish_before(self, module: nn.Module, args: object) -> None:
+        """A forward pass begins."""
+        if trains(args):
             self._safely(self._finish)
 
     def _disarm(self) -> None:
