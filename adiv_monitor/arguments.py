@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from adiv_monitor.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
+from adiv_monitor.stepping import runs_hooks
 
 
 def held_parameters(model: nn.Module, optimizer: Optimizer | None) -> set[int] | None:
@@ -50,6 +51,12 @@ def check_arguments(
         raise TypeError(
             f"Monitor(optimizer=…): got {type(optimizer).__name__}, expected a "
             "torch.optim.Optimizer or None (then call end_step() after each backward pass)"
+        )
+    if optimizer is not None and not runs_hooks(optimizer):
+        raise TypeError(
+            f"Monitor(optimizer=…): got a {type(optimizer).__name__}, which runs no step hooks "
+            "(its __init__ never called that of torch.optim.Optimizer), expected the optimizer "
+            "that it steps through"
         )
     for name, value in (("every_n_steps", every_n_steps), ("max_rows", max_rows), ("keep", keep)):
         if value is None and name == "max_rows":

@@ -80,7 +80,6 @@ class MeasuredStep:
         for layer in self._layers:
             if layer.path in self._capture.rows:
                 self._try(layer, self._begin, layer, gradient_scale, steps)
-        self._capture.detach()
 
     @torch.no_grad()
     def updated(self) -> None:

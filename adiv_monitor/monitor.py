@@ -24,6 +24,7 @@ from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.report import StepReport
 from adiv_monitor.selection import Layer, LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
+from adiv_monitor.stepping import is_within_own_step, stepping
 from adiv_monitor.updates import Watch
 
 _logger = logging.getLogger("adiv_monitor")
@@ -83,6 +84,7 @@ class Monitor:
         on_error: Literal["warn", "raise"] = "warn",
         seed: int = 0,
     ) -> None:
+        optimizer = stepping(optimizer)
         check_arguments(model, optimizer, every_n_steps, layers, max_rows, sinks, keep, on_error)
         self._model = model
         self._optimizer = optimizer
@@ -100,7 +102,6 @@ class Monitor:
         self._notes: list[str] = []
         self._state: Literal["new", "attached", "closed"] = "new"
         self._handles: list[RemovableHandle] = []  # on the optimizer
-        self._depth = 0  # of steps that call their base class's step
         self._armed: _Armed | None = None
         self._pending: _Pending | None = None
         self.step = 0
@@ -217,10 +218,8 @@ class Monitor:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Every optimizer step begins here; only measured ones have something armed or pending."""
-        if _steps_within_steps(optimizer):
-            self._depth += 1
-            if self._depth > 1:
-                return None
+        if is_within_own_step(optimizer):
+            return None
         if self._pending is not None:
             self._safely(self._finish)
         if self._armed is None:
@@ -231,17 +230,21 @@ class Monitor:
         self, armed: "_Armed", optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Now, or where the step has a closure, when that has made them."""
+        armed.attempts += 1
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
+            armed.closure_calls = None
             armed.gradients_final(optimizer)
             return None
 
-        armed.has_closure = True
+        armed.closure_calls = 0
         weights = self._safely(armed.step.weights) or []
 
         def closure_then_read(*args: Any, **kwargs: Any) -> Any:
+            if armed.closure_calls:  # it will be refused: look at no more rows
+                armed.capture.detach()
             result = closure(*args, **kwargs)
-            armed.closure_calls += 1
+            armed.closure_calls = (armed.closure_calls or 0) + 1
             self._safely(armed.step.weights_moved, weights)
             if armed.closure_calls == 1:
                 armed.gradients_final(optimizer)
@@ -253,10 +256,8 @@ class Monitor:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Every optimizer step ends here."""
-        if _steps_within_steps(optimizer):
-            self._depth -= 1
-            if self._depth > 0:
-                return
+        if is_within_own_step(optimizer):
+            return
         if self._armed is not None:
             self._safely(self._stepped, self._armed)
         self._count()
@@ -269,7 +270,12 @@ class Monitor:
     def _stepped(self, armed: "_Armed") -> None:
         """The parameters have moved: measure that, then wait for the next forward pass."""
         self._disarm()
-        if armed.has_closure and armed.closure_calls != 1:
+        if armed.attempts > 1:
+            self._notes.append(
+                "The optimizer's step raised before it was taken: what was done before it raised "
+                "is not in this report."
+            )
+        if armed.closure_calls not in (None, 1):
             self._notes.append(
                 f"Step {self.step} was not measured: the optimizer evaluated its closure "
                 f"{armed.closure_calls} times, so no single gradient belongs to its update."
@@ -403,8 +409,8 @@ class _Armed:
         self.capture = capture
         self.step = step
         self.selection = selection
-        self.has_closure = False
-        self.closure_calls = 0
+        self.attempts = 0  # at the optimizer's step: one that raises may be repeated
+        self.closure_calls: int | None = None  # during the last one; None: it had no closure
         self.cleanup = ExitStack()
 
     def gradients_final(self, optimizer: Optimizer) -> None:
@@ -423,12 +429,6 @@ class _Pending:
         self.selection = selection
         self.number = number
         self.cleanup = ExitStack()
-
-
-def _steps_within_steps(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step may call a base class's, for which torch runs hooks again."""
-    classes = type(optimizer).__mro__
-    return sum(hasattr(c.__dict__.get("step"), "hooked") for c in classes) > 1
 
 
 def _compiled(model: nn.Module) -> bool:

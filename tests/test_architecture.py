@@ -28,10 +28,11 @@ MAY_IMPORT = {
         *("selection", "updates"),
     },
     "sinks": {"report"},
-    "arguments": {"selection", "sinks"},
+    "stepping": set(),
+    "arguments": {"selection", "sinks", "stepping"},
     "monitor": {
         *("arguments", "capture", "eager", "errors", "hook", "measured_step", "report"),
-        *("selection", "sinks", "updates"),
+        *("selection", "sinks", "stepping", "updates"),
     },
     "lightning": {"errors", "monitor", "report", "selection", "sinks"},
     "__init__": {"errors", "monitor", "report"},
