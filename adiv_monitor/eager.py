@@ -1,9 +1,12 @@
 """Compiled models run eagerly while anything is armed: hooks of inner modules fire only then."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 import torch
+from torch._dynamo.eval_frame import OptimizeContext
 
 _holders = 0
 _stance = ExitStack()
@@ -26,3 +29,19 @@ def forced_eager() -> Iterator[None]:
         _holders -= 1
         if _holders == 0:
             _stance.close()
+
+
+def in_compiled_code() -> bool:
+    """Whether the caller is called by code that `torch.compile` made, held back though it may be.
+
+    That code is compiled for the hooks that are on the modules; others would have it recompiled.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        # Of several decorators in that file, this one's frames hold its context.
+        if frame.f_globals.get("__name__") == OptimizeContext.__module__ and isinstance(
+            frame.f_locals.get("self"), OptimizeContext
+        ):
+            return True
+        frame = frame.f_back
+    return False

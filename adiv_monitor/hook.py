@@ -1,7 +1,7 @@
 """Hooks that only the training run sees: not its copies, and no function over the model."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -59,6 +59,24 @@ class ModuleHook:
             for table in self._tables:
                 for name in _HIDING:
                     vars(table).pop(name, None)
+
+
+class NextForward:
+    """Calls a function once, when a forward pass through any of the modules begins."""
+
+    def __init__(self, modules: Iterable[nn.Module], function: Callable[[], object]) -> None:
+        self._function = function
+        self._hooks = [ModuleHook(module, self._begins, before=True) for module in modules]
+
+    def remove(self) -> None:
+        """Wait no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begins(self, module: nn.Module, args: object) -> None:
+        if trains(args):
+            self.remove()
+            self._function()
 
 
 _HIDING = ("__reduce_ex__", "values")

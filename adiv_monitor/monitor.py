@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.arguments import check_arguments, check_choice, held_parameters
 from adiv_monitor.capture import Capture
-from adiv_monitor.eager import forced_eager
+from adiv_monitor.eager import forced_eager, in_compiled_code
 from adiv_monitor.errors import AdivError
-from adiv_monitor.hook import Hook, ModuleHook, trains
+from adiv_monitor.hook import Hook, NextForward
 from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.report import StepReport
 from adiv_monitor.selection import Layer, LayerChoice, Selection, select, trainable
@@ -102,6 +102,7 @@ class Monitor:
         self._notes: list[str] = []
         self._state: Literal["new", "attached", "closed"] = "new"
         self._handles: list[RemovableHandle] = []  # on the optimizer
+        self._compiled = False  # was the model called by compiled code, when last measured?
         self._armed: _Armed | None = None
         self._pending: _Pending | None = None
         self.step = 0
@@ -213,6 +214,8 @@ class Monitor:
         step = MeasuredStep(capture, selection.layers, self._watch, self._switch_off)
         self._armed = _Armed(capture, step, selection)
         self._armed.cleanup.enter_context(forced_eager())
+        look = NextForward([layer.module for layer in selection.layers], self._look)
+        self._armed.cleanup.callback(look.remove)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -285,16 +288,14 @@ class Monitor:
         elif self._optimizer is not None:
             armed.step.updated()
         self._pending = _Pending(armed.step, armed.selection, self.step)
-        if _compiled(self._model):  # a hook would become part of the compiled code
-            return
-        for layer in armed.selection.layers:
-            handle = ModuleHook(layer.module, self._finish_before, before=True)
-            self._pending.cleanup.callback(handle.remove)
+        if not self._compiled:  # a hook would become part of the compiled code
+            modules = [layer.module for layer in armed.selection.layers]
+            finish = NextForward(modules, partial(self._safely, self._finish))
+            self._pending.cleanup.callback(finish.remove)
 
-    def _finish_before(self, module: nn.Module, args: object) -> None:
-        """A forward pass begins."""
-        if trains(args):
-            self._safely(self._finish)
+    def _look(self) -> None:
+        """The forward pass of an armed step begins: who called the model?"""
+        self._compiled = in_compiled_code()
 
     def _disarm(self) -> None:
         if self._armed is not None:
@@ -429,10 +430,3 @@ class _Pending:
         self.selection = selection
         self.number = number
         self.cleanup = ExitStack()
-
-
-def _compiled(model: nn.Module) -> bool:
-    return any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        for module in model.modules()
-    )
