@@ -33,6 +33,7 @@ def check_arguments(
     model: object,
     optimizer: object,
     every_n_steps: int,
+    max_overhead: float | None,
     layers: object,
     max_rows: int | None,
     sinks: Sequence[object],
@@ -63,6 +64,11 @@ def check_arguments(
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"Monitor({name}=…): got {value!r}, expected an integer of at least 1")
+    if max_overhead is not None and not _is_share(max_overhead):
+        raise ValueError(
+            f"Monitor(max_overhead=…): got {max_overhead!r}, expected a share of the training time "
+            "above 0 and below 1, such as 0.01 for 1 %, or None"
+        )
     if isinstance(layers, str):
         raise TypeError(
             f"Monitor(layers=…): got the string {layers!r}, expected a list: [{layers!r}]"
@@ -82,6 +88,10 @@ def check_arguments(
                 f"Monitor(sinks=…): got {sink!r}, expected a list of objects with the methods "
                 "write(report) and close()"
             )
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1
 
 
 def _several(value: object) -> TypeGuard[Sequence[object]]:

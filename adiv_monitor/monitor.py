@@ -22,6 +22,7 @@ from adiv_monitor.errors import AdivError
 from adiv_monitor.hook import Hook, NextForward
 from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.report import StepReport
+from adiv_monitor.schedule.schedule import make_schedule
 from adiv_monitor.selection import Layer, LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.stepping import is_within_own_step, stepping
@@ -46,6 +47,9 @@ class Monitor:
         optimizer: the optimizer whose steps are measured, any `torch.optim.Optimizer`; None: only
             what the gradient itself says is measured, and `end_step()` marks each step.
         every_n_steps: measure each step whose number is a multiple of this.
+        max_overhead: the share of the training time that the monitor may take, such as 0.01: steps
+            are timed, and the interval between measured ones becomes the smallest, but not below
+            `every_n_steps` nor 16, that keeps to it. None: no clock has a say in what is measured.
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
         max_rows: rows to look at per layer and step, chosen at random; None: all of them.
         attainable: measure the ceiling `attainable_cosine` too, which looks at all rows.
@@ -76,6 +80,7 @@ class Monitor:
         optimizer: Optimizer | None,
         *,
         every_n_steps: int = 50,
+        max_overhead: float | None = None,
         layers: LayerChoice = None,
         max_rows: int | None = 1024,
         attainable: bool = False,
@@ -85,10 +90,13 @@ class Monitor:
         seed: int = 0,
     ) -> None:
         optimizer = stepping(optimizer)
-        check_arguments(model, optimizer, every_n_steps, layers, max_rows, sinks, keep, on_error)
+        check_arguments(
+            *(model, optimizer, every_n_steps, max_overhead, layers, max_rows),
+            *(sinks, keep, on_error),
+        )
         self._model = model
         self._optimizer = optimizer
-        self._every_n_steps = every_n_steps
+        self._schedule = make_schedule(every_n_steps, max_overhead)
         self._choice = layers
         self._max_rows = max_rows
         self._attainable = attainable
@@ -151,6 +159,8 @@ class Monitor:
             before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
             self._handles.append(self._optimizer.register_step_pre_hook(Hook(before)))
             self._handles.append(self._optimizer.register_step_post_hook(Hook(after)))
+        paths = [layer.path for layer in self._select().layers]
+        self._schedule.begin(self.step, trainable(self._model)[0], " ".join(paths))
         self._safely(self._arm)
 
     def close(self) -> None:
@@ -191,12 +201,17 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs so that step numbers go on."""
-        return {"step": self.step, "generator": self._generator.get_state()}
+        return {
+            "step": self.step,
+            "generator": self._generator.get_state(),
+            "costs": self._schedule.costs(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting where the saved monitor was; before `attach`."""
         self.step = int(state["step"])
         self._generator.set_state(state["generator"].cpu())  # map_location may have moved it
+        self._schedule.resume(state.get("costs", ()))
 
     # --- the course of a measured step -----------------------------------------------------------
 
@@ -267,7 +282,7 @@ class Monitor:
 
     def _count(self) -> None:
         self.step += 1
-        if self.step % self._every_n_steps == 0:
+        if self._safely(self._schedule.step_ended, self.step):
             self._safely(self._arm)
 
     def _stepped(self, armed: "_Armed") -> None:
@@ -294,7 +309,8 @@ class Monitor:
             self._pending.cleanup.callback(finish.remove)
 
     def _look(self) -> None:
-        """The forward pass of an armed step begins: who called the model?"""
+        """The forward pass of an armed step begins: when, and who called the model?"""
+        self._schedule.forward_begins()
         self._compiled = in_compiled_code()
 
     def _disarm(self) -> None:
@@ -323,6 +339,7 @@ class Monitor:
                 **{p: r for p, r in self._switched_off.items() if p in layers},
             },
             coverage=self._coverage([layers[path] for path in outcome.layers]),
+            interval=self._schedule.interval,
             notes=(*self._notes, *outcome.notes),
         )
         self._notes.clear()

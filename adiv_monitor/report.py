@@ -132,6 +132,7 @@ class StepReport:
         unsupported: module path → why this module, which has parameters, was not measured.
         coverage: share of the trainable parameters' elements that lie in measured layers, 0 to 1.
         notes: what else a reader must know to trust the numbers, one sentence each.
+        interval: steps from one measured step to the next, as it stood at this one.
     """
 
     step: int
@@ -139,11 +140,13 @@ class StepReport:
     unsupported: Mapping[str, str]
     coverage: float
     notes: tuple[str, ...] = ()
+    interval: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as nested plain data."""
         return {
             "step": self.step,
+            "interval": self.interval,
             "coverage": self.coverage,
             "notes": list(self.notes),
             "unsupported": dict(self.unsupported),

@@ -29,10 +29,11 @@ MAY_IMPORT = {
     },
     "sinks": {"report"},
     "stepping": set(),
+    "schedule": set(),
     "arguments": {"selection", "sinks", "stepping"},
     "monitor": {
         *("arguments", "capture", "eager", "errors", "hook", "measured_step", "report"),
-        *("selection", "sinks", "stepping", "updates"),
+        *("schedule", "selection", "sinks", "stepping", "updates"),
     },
     "lightning": {"errors", "monitor", "report", "selection", "sinks"},
     "__init__": {"errors", "monitor", "report"},
