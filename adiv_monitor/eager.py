@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import torch
-from torch._dynamo.eval_frame import OptimizeContext
 
 _holders = 0
 _stance = ExitStack()
@@ -36,6 +35,8 @@ def in_compiled_code() -> bool:
 
     That code is compiled for the hooks that are on the modules; others would have it recompiled.
     """
+    from torch._dynamo.eval_frame import OptimizeContext  # loads the compiler: not on import
+
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         # Of several decorators in that file, this one's frames hold its context.

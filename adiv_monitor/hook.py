@@ -55,10 +55,10 @@ class ModuleHook:
     def remove(self) -> None:
         """Take it off; the module is then as it was."""
         self._handle.remove()
-        if not any(isinstance(hook, Hook) for _, hook in self._hooks.items()):
+        if Hook not in map(type, dict.values(self._hooks)):  # dict's own: ours hide in the table's
             for table in self._tables:
-                for name in _HIDING:
-                    vars(table).pop(name, None)
+                vars(table).pop("__reduce_ex__", None)
+                vars(table).pop("values", None)
 
 
 class NextForward:
@@ -79,21 +79,18 @@ class NextForward:
             self._function()
 
 
-_HIDING = ("__reduce_ex__", "values")
-
-
 def _hide(table: dict[int, Any], hooks: dict[int, Any]) -> None:
     """Let those who copy, pickle or list a module's table of hooks find it without ours.
 
     Torch itself, when it runs hooks, goes through the table's items.
     """
-
-    def others() -> OrderedDict[int, Any]:
-        return OrderedDict((i, e) for i, e in table.items() if not isinstance(hooks.get(i), Hook))
-
     # An OrderedDict, which the tables are, takes attributes; `copy` and `pickle` look there first.
-    without = (lambda protocol: others().__reduce_ex__(protocol), lambda: others().values())
-    vars(table).update(zip(_HIDING, without, strict=True))
+    vars(table)["__reduce_ex__"] = lambda protocol: _others(table, hooks).__reduce_ex__(protocol)
+    vars(table)["values"] = lambda: _others(table, hooks).values()
+
+
+def _others(table: dict[int, Any], hooks: dict[int, Any]) -> OrderedDict[int, Any]:
+    return OrderedDict((i, e) for i, e in table.items() if type(hooks.get(i)) is not Hook)
 
 
 def trains(value: object) -> bool:

@@ -39,13 +39,14 @@ class Monitor:
     always measured; steps are optimizer steps, counted from 0.
 
     The report of a step is complete, and goes to the sinks, when the next forward pass begins
-    (until then code may still change the weights), for compiled models when the next optimizer step
-    begins, and at the latest when the monitor is closed.
+    (until then code may still change the weights), where compiled code calls the model when the
+    next optimizer step begins, and at the latest when the monitor is closed.
 
     Args:
         model: the model that is trained.
-        optimizer: the optimizer whose steps are measured, any `torch.optim.Optimizer`; None: only
-            what the gradient itself says is measured, and `end_step()` marks each step.
+        optimizer: the optimizer whose steps are measured, any `torch.optim.Optimizer`, or a wrapper
+            that holds one as its `optimizer` and runs no hooks; None: only what the gradient itself
+            says is measured, and `end_step()` marks each step.
         every_n_steps: measure each step whose number is a multiple of this.
         max_overhead: the share of the training time that the monitor may take, such as 0.01: steps
             are timed, and the interval between measured ones becomes the smallest, but not below
@@ -229,7 +230,8 @@ class Monitor:
         step = MeasuredStep(capture, selection.layers, self._watch, self._switch_off)
         self._armed = _Armed(capture, step, selection)
         self._armed.cleanup.enter_context(forced_eager())
-        look = NextForward([layer.module for layer in selection.layers], self._look)
+        modules = [layer.module for layer in selection.layers]
+        look = NextForward(modules, partial(self._safely, self._look))
         self._armed.cleanup.callback(look.remove)
 
     def _before_step(

@@ -191,8 +191,20 @@ class Slow(MemorySink):
         self._clock.time += 3
 
 
-@pytest.mark.parametrize("bound", [None, 0.05])
-def test_a_monitor_keeps_to_its_bound(bound: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+BOUNDS: list[tuple[float | None, float, list[tuple[int, int]]]] = [
+    (None, 0, [(step, 20) for step in range(0, 172, 20)]),
+    (0.05, 0, [(0, 20), (20, 20), (114, 57), (171, 57)]),
+    (0.05, 100, [(0, 20), (20, 20), (152, 76)]),  # the pause counts as a fourth step
+]
+
+
+@pytest.mark.parametrize("bound, pause, expected", BOUNDS)
+def test_a_monitor_keeps_to_its_bound(
+    bound: float | None,
+    pause: float,
+    expected: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock()
     monkeypatch.setattr(times.HostClock, "now", lambda self: clock.now() if bound else 1 / 0)
     model, batch = mlp()
@@ -203,20 +215,19 @@ def test_a_monitor_keeps_to_its_bound(bound: float | None, monkeypatch: pytest.M
     )
     with monitor:
         for _ in range(172):
+            if model[0]._forward_hooks:
+                clock.time += pause
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             clock.time += 1
             optimizer.step()
         saved = monitor.state_dict()
-    found = [(report.step, report.interval) for report in sink.reports]
-    if bound is None:
-        assert found == [(step, 20) for step in range(0, 172, 20)]
-        assert saved["costs"] == []
-    else:
-        assert found == [(0, 20), (20, 20), (114, 57), (171, 57)]
-        resumed = Monitor(model, optimizer, every_n_steps=20, max_overhead=bound)
-        resumed.load_state_dict(saved)
-        assert resumed.state_dict()["costs"] == saved["costs"] == pytest.approx([3, 3, 3])
+    assert [(report.step, report.interval) for report in sink.reports] == expected
+    assert sink.reports[1].to_dict()["interval"] == 20
+    assert len(saved["costs"]) == (3 if bound else 0)
+    resumed = Monitor(model, optimizer, every_n_steps=20, max_overhead=bound)
+    resumed.load_state_dict(saved)
+    assert resumed.state_dict()["costs"] == saved["costs"]
 
 
 @pytest.mark.parametrize("value", [0, 1, -0.1, 1.5, True, float("nan"), "0.01"])
@@ -224,3 +235,55 @@ def test_a_bound_is_a_share(value: object) -> None:
     model, _ = mlp()
     with pytest.raises(ValueError, match=r"above 0 and below 1, such as 0\.01 for 1 %"):
         Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), max_overhead=value)
+
+
+class Event:
+    """A device's event that happens when it is told to."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.happened = False
+        self.stream: object = None
+
+    def record(self, stream: object) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.happened
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert self.happened
+        assert end.happened
+        return 250.0
+
+
+def test_a_device_is_asked_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    clock = times.DeviceClock(torch.device("cuda:1"))
+    start, end = clock.now(), clock.now()
+    assert clock.passed(start, end) is None
+    start.happened = True
+    assert clock.passed(start, end) is None
+    end.happened = True
+    assert clock.passed(start, end) == 0.25
+    assert end.stream == "stream of cuda:1"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_timing_never_synchronises() -> None:
+    steps = times.step_times(torch.ones(1, device="cuda"))
+    x = torch.randn(2000, 2000, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(40):
+            if number == 0:
+                steps.forward_begins()
+            for _ in range(9 if number < 2 else 3):
+                x = x @ x / 100
+            steps.step_ended(measured=number == 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    steps.step_ended(measured=False)
+    assert len(steps.costs()) == 1
