@@ -62,10 +62,23 @@ class ModuleHook:
 
 
 class NextForward:
-    """Calls a function once, when a forward pass through any of the modules begins."""
+    """Calls a function once, when a forward pass through any of the modules begins.
 
-    def __init__(self, modules: Iterable[nn.Module], function: Callable[[], object]) -> None:
+    Args:
+        modules: any of which may be called first.
+        function: what is then called.
+        with_gradients: wait for a pass that records gradients; an evaluation is none.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        function: Callable[[], object],
+        *,
+        with_gradients: bool = False,
+    ) -> None:
         self._function = function
+        self._with_gradients = with_gradients
         self._hooks = [ModuleHook(module, self._begins, before=True) for module in modules]
 
     def remove(self) -> None:
@@ -74,7 +87,7 @@ class NextForward:
             hook.remove()
 
     def _begins(self, module: nn.Module, args: object) -> None:
-        if trains(args):
+        if trains(args) and (torch.is_grad_enabled() or not self._with_gradients):
             self.remove()
             self._function()
 

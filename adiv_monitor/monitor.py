@@ -116,7 +116,9 @@ class Monitor:
         self._pending: _Pending | None = None
         self.step = 0
         self.reports: deque[StepReport] = deque(maxlen=keep)
-        check_choice(self._select(), model, layers)
+        selection = self._select()
+        check_choice(selection, model, layers)
+        self._paths = " ".join(layer.path for layer in selection.layers)
 
     @property
     def latest(self) -> StepReport | None:
@@ -160,8 +162,7 @@ class Monitor:
             before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
             self._handles.append(self._optimizer.register_step_pre_hook(Hook(before)))
             self._handles.append(self._optimizer.register_step_post_hook(Hook(after)))
-        paths = [layer.path for layer in self._select().layers]
-        self._schedule.begin(self.step, trainable(self._model)[0], " ".join(paths))
+        self._schedule.begin(self.step, trainable(self._model)[0], self._paths)
         self._safely(self._arm)
 
     def close(self) -> None:
@@ -231,7 +232,7 @@ class Monitor:
         self._armed = _Armed(capture, step, selection)
         self._armed.cleanup.enter_context(forced_eager())
         modules = [layer.module for layer in selection.layers]
-        look = NextForward(modules, partial(self._safely, self._look))
+        look = NextForward(modules, partial(self._safely, self._look), with_gradients=True)
         self._armed.cleanup.callback(look.remove)
 
     def _before_step(

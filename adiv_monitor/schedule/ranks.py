@@ -1,9 +1,12 @@
 """What one process decides, for all that train together, without any of them ever waiting."""
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 
 class Ranks:
@@ -40,8 +43,10 @@ class Ranks:
         return own if heard is None else tuple(int(number) for number in heard.split())
 
 
-def _store() -> distributed_c10d.Store | None:
+def _store() -> "Store | None":
     """The store of the processes that train together; None for one alone."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
+    from torch.distributed import distributed_c10d  # not in every build of torch
+
     return distributed_c10d._get_default_store()

@@ -26,7 +26,13 @@ class Schedule(Protocol):
     interval: int
 
     def begin(self, step: int, parameter: Tensor, name: str) -> None:
-        """The coming step is measured; the model, of that name, has such a parameter."""
+        """The coming step is measured.
+
+        Args:
+            step: its number.
+            parameter: one of the model's, on the device that works.
+            name: of what is measured, the same in all processes that train together.
+        """
 
     def forward_begins(self) -> None:
         """The forward pass of a measured step begins."""
@@ -89,7 +95,7 @@ class Bounded:
         self._costs: deque[float] = deque(maxlen=9)
 
     def begin(self, step: int, parameter: Tensor, name: str) -> None:
-        """The coming step is measured; the model, of that name, has such a parameter."""
+        """The coming step is measured."""
         self._last = self._next = step  # step measured last, and next
         self._unpaid, self._unpaid_since = 1, step  # measured steps without a wait for them
         self._times = step_times(parameter)

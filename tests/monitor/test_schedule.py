@@ -216,6 +216,8 @@ def test_a_monitor_keeps_to_its_bound(
     with monitor:
         for _ in range(172):
             if model[0]._forward_hooks:
+                with torch.no_grad():
+                    model(batch[0])  # evaluation
                 clock.time += pause
             optimizer.zero_grad()
             loss_of(model, batch).backward()
