@@ -45,7 +45,7 @@ class MeasuredStep:
     """Follows one step through gradient, update and what is applied in the end.
 
     Args:
-        capture: the rows; its hooks are removed when the gradient is final.
+        capture: the rows; its hooks stay on until the step is taken, which may raise before.
         layers: the layers that `capture` watches.
         watch: what this run was seen to do so far.
         fail: called with a layer and the exception met while measuring it.
