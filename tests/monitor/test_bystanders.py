@@ -32,7 +32,9 @@ def losses(model: nn.Module, batch: Batch) -> Callable[..., Tensor]:
 
 def fake(model: nn.Module, batch: Batch) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        model(mode.from_tensor(batch[0]))
+        x = mode.from_tensor(batch[0])
+        model(x)
+    model(x)
 
 
 def meta(model: nn.Module, batch: Batch) -> None:
@@ -71,6 +73,7 @@ FUNCTIONS: dict[str, Callable[[nn.Module, Batch], object]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of fake parameters
 def test_a_function_over_the_model_is_looked_past(name: str) -> None:
     model, batch = mlp()
     expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
@@ -85,6 +88,33 @@ def test_a_function_over_the_model_is_looked_past(name: str) -> None:
             FUNCTIONS[name](model, batch)  # while a report waits
     assert len(monitor.reports) == 2
     same(monitor.reports[0], expected)
+
+
+class Kept(nn.Linear):
+    """To torch.fx not a leaf, which it would leave alone."""
+
+
+def test_a_layer_that_is_traced_through_is_looked_past() -> None:
+    model = nn.Sequential(Kept(5, 3))
+    with Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), on_error="raise"):
+        code = torch.fx.symbolic_trace(model).code
+    assert code == torch.fx.symbolic_trace(model).code
+
+
+def test_compiling_goes_past_what_waits_for_the_next_forward_pass() -> None:
+    """A model that is trained as it is and evaluated compiled."""
+    torch._dynamo.reset()
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        torch.compile(model, backend="eager", fullgraph=True)(batch[0])
+        assert monitor.latest is None
+        model(batch[0])
+        assert monitor.latest is not None
+    same(monitor.latest, expected)
 
 
 def test_what_is_traced_is_the_model_alone() -> None:
