@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from adiv_monitor.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
+from adiv_monitor.stepping import runs_hooks
 
 DEFAULT_MAX_ROWS = 1024
 
@@ -34,6 +35,7 @@ def check_arguments(
     model: object,
     optimizer: object,
     every_n_steps: int,
+    max_overhead: float | None,
     layers: object,
     max_rows: int | None,
     sinks: Sequence[object],
@@ -53,11 +55,22 @@ def check_arguments(
             f"Monitor(optimizer=…): got {type(optimizer).__name__}, expected a "
             "torch.optim.Optimizer or None (then call end_step() after each backward pass)"
         )
+    if optimizer is not None and not runs_hooks(optimizer):
+        raise TypeError(
+            f"Monitor(optimizer=…): got a {type(optimizer).__name__}, which runs no step hooks "
+            "(its __init__ never called that of torch.optim.Optimizer), expected the optimizer "
+            "that it steps through"
+        )
     for name, value in (("every_n_steps", every_n_steps), ("max_rows", max_rows), ("keep", keep)):
         if value is None and name == "max_rows":
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"Monitor({name}=…): got {value!r}, expected an integer of at least 1")
+    if max_overhead is not None and not _is_share(max_overhead):
+        raise ValueError(
+            f"Monitor(max_overhead=…): got {max_overhead!r}, expected a share of the training time "
+            "above 0 and below 1, such as 0.01 for 1 %, or None"
+        )
     if isinstance(layers, str):
         raise TypeError(
             f"Monitor(layers=…): got the string {layers!r}, expected a list: [{layers!r}]"
@@ -77,6 +90,10 @@ def check_arguments(
                 f"Monitor(sinks=…): got {sink!r}, expected a list of objects with the methods "
                 "write(report) and close()"
             )
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1
 
 
 def _several(value: object) -> TypeGuard[Sequence[object]]:

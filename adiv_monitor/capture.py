@@ -26,29 +26,9 @@ from adiv_monitor.accumulation import Accumulation
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.whole import squares
+from adiv_monitor.hook import Hook, ModuleHook, trains
 from adiv_monitor.layer_rows import Call, LayerRows
 from adiv_monitor.selection import Layer
-
-
-class Hook:
-    """A hook that stays behind when the model is copied or pickled."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what it was made of."""
-        return self.function(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
-        return Hook(_nothing)
-
-    def __reduce__(self) -> tuple[type["Hook"], tuple[Callable[..., None]]]:
-        return Hook, (_nothing,)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What is left of a hook in a copy of the model."""
 
 
 class Capture:
@@ -80,12 +60,11 @@ class Capture:
         self._fail = fail
         self._active = True  # hooks in graphs that are already built outlive their removal
         self._verdict = (-1, False)
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | ModuleHook] = []
         sharing: dict[nn.Parameter, list[Layer]] = defaultdict(list)
         for layer in layers:
-            hook = Hook(partial(self._guarded, layer, partial(self._on_forward, layer)))
-            handle = layer.module.register_forward_hook(hook, with_kwargs=True)
-            self._handles.append(handle)
+            hook = partial(self._guarded, layer, partial(self._on_forward, layer))
+            self._handles.append(ModuleHook(layer.module, hook, before=False))
             sharing[layer.parameters[0]].append(layer)
         self.accumulated = {
             parameter: Accumulation(
@@ -128,7 +107,7 @@ class Capture:
         return Hook(partial(self._guarded, layer, function))
 
     def _guarded(self, layer: Layer, function: Callable[..., None], *args: Any) -> None:
-        if not self._active or layer.path not in self.rows:
+        if not self._active or layer.path not in self.rows or not trains(args[-1]):
             return
         try:
             with torch.no_grad(), without_autocast(layer.parameters[0]):

@@ -1,7 +1,9 @@
 """Compiled models run eagerly while anything is armed: hooks of inner modules fire only then."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 import torch
 
@@ -26,3 +28,21 @@ def forced_eager() -> Iterator[None]:
         _holders -= 1
         if _holders == 0:
             _stance.close()
+
+
+def in_compiled_code() -> bool:
+    """Whether the caller is called by code that `torch.compile` made, held back though it may be.
+
+    That code is compiled for the hooks that are on the modules; others would have it recompiled.
+    """
+    from torch._dynamo.eval_frame import OptimizeContext  # loads the compiler: not on import
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        # Of several decorators in that file, this one's frames hold its context.
+        if frame.f_globals.get("__name__") == OptimizeContext.__module__ and isinstance(
+            frame.f_locals.get("self"), OptimizeContext
+        ):
+            return True
+        frame = frame.f_back
+    return False

@@ -42,7 +42,7 @@ class MeasuredStep:
     """Follows one step through gradient, update and what is applied in the end.
 
     Args:
-        capture: the rows; its hooks are removed when the gradient is final.
+        capture: the rows; its hooks stay on until the step is taken, which may raise before.
         layers: the layers that `capture` watches.
         watch: what this run was seen to do so far.
         fail: called with a layer and the exception met while measuring it.
@@ -95,7 +95,6 @@ class MeasuredStep:
         factors = self._factors(list(reached), scale)
         for layer, calls in reached.items():
             self._try(layer, self._begin, layer, calls, factors.get(layer.path), scale)
-        self._capture.detach()
         for path, found in totals.sums(self._all_rows, self._generator).items():
             self._measured[path].values |= found
         self._all_rows.clear()

@@ -22,13 +22,16 @@ from adiv_monitor.arguments import (
     check_choice,
     held_parameters,
 )
-from adiv_monitor.capture import Capture, Hook
-from adiv_monitor.eager import forced_eager
+from adiv_monitor.capture import Capture
+from adiv_monitor.eager import forced_eager, in_compiled_code
 from adiv_monitor.errors import AdivError
+from adiv_monitor.hook import Hook, NextForward
 from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.report import StepReport
-from adiv_monitor.selection import Layer, LayerChoice, Selection, select
+from adiv_monitor.schedule.schedule import make_schedule
+from adiv_monitor.selection import Layer, LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
+from adiv_monitor.stepping import is_within_own_step, stepping
 from adiv_monitor.updates import Watch
 
 _logger = logging.getLogger("adiv_monitor")
@@ -42,14 +45,18 @@ class Monitor:
     always measured; steps are optimizer steps, counted from 0.
 
     The report of a step is complete, and goes to the sinks, when the next forward pass begins
-    (until then code may still change the weights), for compiled models when the next optimizer step
-    begins, and at the latest when the monitor is closed.
+    (until then code may still change the weights), where compiled code calls the model when the
+    next optimizer step begins, and at the latest when the monitor is closed.
 
     Args:
         model: the model that is trained.
-        optimizer: the optimizer whose steps are measured, any `torch.optim.Optimizer`; None: only
-            what the gradient itself says is measured, and `end_step()` marks each step.
+        optimizer: the optimizer whose steps are measured, any `torch.optim.Optimizer`, or a wrapper
+            that holds one as its `optimizer` and runs no hooks; None: only what the gradient itself
+            says is measured, and `end_step()` marks each step.
         every_n_steps: measure each step whose number is a multiple of this.
+        max_overhead: the share of the training time that the monitor may take, such as 0.01: steps
+            are timed, and the interval between measured ones becomes the smallest, but not below
+            `every_n_steps` nor 16, that keeps to it. None: no clock has a say in what is measured.
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
         max_rows: rows to look at per layer and step, chosen at random; None: all of them.
         attainable: measure the ceiling `attainable_cosine` too, which looks at all rows.
@@ -80,6 +87,7 @@ class Monitor:
         optimizer: Optimizer | None,
         *,
         every_n_steps: int = 50,
+        max_overhead: float | None = None,
         layers: LayerChoice = None,
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
@@ -88,10 +96,14 @@ class Monitor:
         on_error: Literal["warn", "raise"] = "warn",
         seed: int = 0,
     ) -> None:
-        check_arguments(model, optimizer, every_n_steps, layers, max_rows, sinks, keep, on_error)
+        optimizer = stepping(optimizer)
+        check_arguments(
+            *(model, optimizer, every_n_steps, max_overhead, layers, max_rows),
+            *(sinks, keep, on_error),
+        )
         self._model = model
         self._optimizer = optimizer
-        self._every_n_steps = every_n_steps
+        self._schedule = make_schedule(every_n_steps, max_overhead)
         self._choice = layers
         self._max_rows = max_rows
         self._attainable = attainable
@@ -105,12 +117,14 @@ class Monitor:
         self._notes: list[str] = []
         self._state: Literal["new", "attached", "closed"] = "new"
         self._handles: list[RemovableHandle] = []  # on the optimizer
-        self._depth = 0  # of steps that call their base class's step
+        self._compiled = False  # was the model called by compiled code, when last measured?
         self._armed: _Armed | None = None
         self._pending: _Pending | None = None
         self.step = 0
         self.reports: deque[StepReport] = deque(maxlen=keep)
-        check_choice(self._select(), model, layers)
+        selection = self._select()
+        check_choice(selection, model, layers)
+        self._paths = " ".join(layer.path for layer in selection.layers)
 
     @property
     def latest(self) -> StepReport | None:
@@ -154,6 +168,7 @@ class Monitor:
             before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
             self._handles.append(self._optimizer.register_step_pre_hook(Hook(before)))
             self._handles.append(self._optimizer.register_step_post_hook(Hook(after)))
+        self._schedule.begin(self.step, trainable(self._model)[0], self._paths)
         self._safely(self._arm)
 
     def close(self) -> None:
@@ -194,12 +209,17 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs so that step numbers go on."""
-        return {"step": self.step, "generator": self._generator.bit_generator.state}
+        return {
+            "step": self.step,
+            "generator": self._generator.bit_generator.state,
+            "costs": self._schedule.costs(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting where the saved monitor was; before `attach`."""
         self.step = int(state["step"])
         self._generator.bit_generator.state = state["generator"]
+        self._schedule.resume(state.get("costs", ()))
 
     # --- the course of a measured step -----------------------------------------------------------
 
@@ -219,15 +239,16 @@ class Monitor:
         )
         self._armed = _Armed(capture, step, selection)
         self._armed.cleanup.enter_context(forced_eager())
+        modules = [layer.module for layer in selection.layers]
+        look = NextForward(modules, partial(self._safely, self._look), with_gradients=True)
+        self._armed.cleanup.callback(look.remove)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Every optimizer step begins here; only measured ones have something armed or pending."""
-        if _steps_within_steps(optimizer):
-            self._depth += 1
-            if self._depth > 1:
-                return None
+        if is_within_own_step(optimizer):
+            return None
         if self._pending is not None:
             self._safely(self._finish)
         if self._armed is None:
@@ -238,17 +259,21 @@ class Monitor:
         self, armed: "_Armed", optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Now, or where the step has a closure, when that has made them."""
+        armed.attempts += 1
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
+            armed.closure_calls = None
             armed.gradients_final(optimizer)
             return None
 
-        armed.has_closure = True
+        armed.closure_calls = 0
         weights = self._safely(armed.step.weights) or []
 
         def closure_then_read(*args: Any, **kwargs: Any) -> Any:
+            if armed.closure_calls:  # it will be refused: look at no more rows
+                armed.capture.detach()
             result = closure(*args, **kwargs)
-            armed.closure_calls += 1
+            armed.closure_calls = (armed.closure_calls or 0) + 1
             self._safely(armed.step.weights_moved, weights)
             if armed.closure_calls == 1:
                 armed.gradients_final(optimizer)
@@ -260,23 +285,26 @@ class Monitor:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Every optimizer step ends here."""
-        if _steps_within_steps(optimizer):
-            self._depth -= 1
-            if self._depth > 0:
-                return
+        if is_within_own_step(optimizer):
+            return
         if self._armed is not None:
             self._safely(self._stepped, self._armed)
         self._count()
 
     def _count(self) -> None:
         self.step += 1
-        if self.step % self._every_n_steps == 0:
+        if self._safely(self._schedule.step_ended, self.step):
             self._safely(self._arm)
 
     def _stepped(self, armed: "_Armed") -> None:
         """The parameters have moved: measure that, then wait for the next forward pass."""
         self._disarm()
-        if armed.has_closure and armed.closure_calls != 1:
+        if armed.attempts > 1:
+            self._notes.append(
+                "The optimizer's step raised before it was taken: what was done before it raised "
+                "is not in this report."
+            )
+        if armed.closure_calls not in (None, 1):
             self._notes.append(
                 f"Step {self.step} was not measured: the optimizer evaluated its closure "
                 f"{armed.closure_calls} times, so no single gradient belongs to its update."
@@ -286,17 +314,15 @@ class Monitor:
         elif self._optimizer is not None:
             armed.step.updated()
         self._pending = _Pending(armed.step, armed.selection, self.step)
-        if _compiled(self._model):  # a hook would become part of the compiled code
-            return
-        finish = Hook(self._finish_eagerly)
-        for layer in armed.selection.layers:
-            handle = layer.module.register_forward_pre_hook(finish)
-            self._pending.cleanup.callback(handle.remove)
+        if not self._compiled:  # a hook would become part of the compiled code
+            modules = [layer.module for layer in armed.selection.layers]
+            finish = NextForward(modules, partial(self._safely, self._finish))
+            self._pending.cleanup.callback(finish.remove)
 
-    def _finish_eagerly(self, *_: object) -> None:
-        """A forward pass begins; one that is being compiled must not trace what follows."""
-        if not torch.compiler.is_compiling():
-            self._safely(self._finish)
+    def _look(self) -> None:
+        """The forward pass of an armed step begins: when, and who called the model?"""
+        self._schedule.forward_begins()
+        self._compiled = in_compiled_code()
 
     def _disarm(self) -> None:
         if self._armed is not None:
@@ -324,6 +350,7 @@ class Monitor:
                 **{p: r for p, r in self._switched_off.items() if p in layers},
             },
             coverage=pending.selection.coverage(outcome.layers),
+            interval=self._schedule.interval,
             notes=(*self._notes, *outcome.notes),
             unmeasured=pending.selection.unmeasured(outcome.layers),
         )
@@ -407,8 +434,8 @@ class _Armed:
         self.capture = capture
         self.step = step
         self.selection = selection
-        self.has_closure = False
-        self.closure_calls = 0
+        self.attempts = 0  # at the optimizer's step: one that raises may be repeated
+        self.closure_calls: int | None = None  # during the last one; None: it had no closure
         self.cleanup = ExitStack()
 
     def gradients_final(self, optimizer: Optimizer) -> None:
@@ -427,16 +454,3 @@ class _Pending:
         self.selection = selection
         self.number = number
         self.cleanup = ExitStack()
-
-
-def _steps_within_steps(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step may call a base class's, for which torch runs hooks again."""
-    classes = type(optimizer).__mro__
-    return sum(hasattr(c.__dict__.get("step"), "hooked") for c in classes) > 1
-
-
-def _compiled(model: nn.Module) -> bool:
-    return any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        for module in model.modules()
-    )

@@ -208,6 +208,7 @@ class StepReport:
         notes: what else a reader must know to trust the numbers, one sentence each.
         unmeasured: the parameters that are trained and were asked for but lie in no measured layer,
             with the number of their elements.
+        interval: steps from one measured step to the next, as it stood at this one.
     """
 
     step: int
@@ -216,11 +217,13 @@ class StepReport:
     coverage: float
     notes: tuple[str, ...] = ()
     unmeasured: Mapping[str, int] = field(default_factory=dict)
+    interval: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as nested plain data."""
         return {
             "step": self.step,
+            "interval": self.interval,
             "coverage": self.coverage,
             "notes": list(self.notes),
             "unsupported": dict(self.unsupported),

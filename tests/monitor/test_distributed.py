@@ -1,4 +1,7 @@
-"""Two processes: each looks at its own rows, and at what the averaged gradient does to them."""
+"""Two processes: each looks at its own rows, and at what the averaged gradient does to them.
+
+They measure the same steps, and none waits for a process without a monitor.
+"""
 
 import socket
 from pathlib import Path
@@ -11,6 +14,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from adiv_monitor import Monitor
+from adiv_monitor.schedule import times
 
 WORLD = 2
 
@@ -37,12 +41,56 @@ def train(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
-def test_each_process_measures_its_rows_under_the_averaged_gradient(tmp_path: Path) -> None:
+FIRST = [(0, 16), (16, 16), (72, 36)]  # a cost of 4 plain steps at a bound of 1/10: 36
+# Which processes have a monitor, and the steps that each measures, with the interval.
+MONITORED = [([1], [[], FIRST[:2]]), ([0], [FIRST, []]), ([0, 1], [FIRST, FIRST])]
+
+
+def train_within_a_bound(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
+    steps = [measured_steps(rank if rank in ranks else None) for ranks, _ in MONITORED]
+    torch.save(steps, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
+    """By clocks that differ: to the second process a measured step seems to cost more."""
+    model, x, y = model_and_data()
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(parallel, optimizer, every_n_steps=16, max_overhead=0.1, on_error="raise")
+    seconds = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(times.HostClock, "now", lambda self: seconds)
+        if rank is not None:
+            monitor.attach()
+        for _ in range(100):
+            optimizer.zero_grad()
+            functional.cross_entropy(parallel(x), y).backward()
+            seconds += 1 + 4 * bool(model[0]._forward_hooks) * (1 + (rank or 0))
+            optimizer.step()
+    return [(report.step, report.interval) for report in monitor.reports]
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(train, (port, str(tmp_path)), nprocs=WORLD)
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
+def test_processes_agree_on_the_interval_and_wait_for_none(tmp_path: Path) -> None:
+    multiprocessing.spawn(train_within_a_bound, (free_port(), str(tmp_path)), nprocs=WORLD)
+    for rank in range(WORLD):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found == [expected[rank] for _, expected in MONITORED]
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
+def test_each_process_measures_its_rows_under_the_averaged_gradient(tmp_path: Path) -> None:
+    multiprocessing.spawn(train, (free_port(), str(tmp_path)), nprocs=WORLD)
     model, x, y = model_and_data()
     hidden = torch.tanh(model[0](x)).detach().requires_grad_()
     z = model[2](hidden)

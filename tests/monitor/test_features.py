@@ -104,10 +104,10 @@ def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
         features = rule.function(module, Rows(tuple(rule.layout(module, module(x)).shape[:-1])), x)
         assert not isinstance(features, DenseFeatures) or features.groups > 1
         return
-    for x in layouts(x).values():
-        whole = rule.whole(module, x)
-        rows = Rows(tuple(rule.layout(module, module(x)).shape[:-1]))
-        features = rule.function(module, rows, x)
+    for laid_out in layouts(x).values():
+        whole = rule.whole(module, laid_out)
+        rows = Rows(tuple(rule.layout(module, module(laid_out)).shape[:-1]))
+        features = rule.function(module, rows, laid_out)
         scale = features.scale()[:, 0]
         close = {"rtol": 1e-12, "atol": 1e-12}
         torch.testing.assert_close(

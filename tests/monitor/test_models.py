@@ -6,6 +6,7 @@ Every test compares with a plain run of the same step, or with the truth compute
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -119,6 +120,76 @@ def test_compiled_models_are_measured_and_not_recompiled(in_place: bool) -> None
     expected = one_step(plain, lambda m: loss_of(m, batch).backward())
     same(reports[0], expected)
     assert all(report.layers.keys() == expected.layers.keys() for report in reports)
+
+
+def in_function(model: nn.Module, batch: object, backend: Callable[..., object]) -> object:
+    return torch.compile(lambda: loss_of(model, batch), backend=backend)
+
+
+def block_by_block(model: nn.Module, batch: object, backend: Callable[..., object]) -> object:
+    model[0] = torch.compile(model[0], backend=backend)
+    model[2] = torch.compile(model[2], backend=backend)
+    return lambda: loss_of(model, batch)
+
+
+def under_checkpointing(model: nn.Module, batch: object, backend: Callable[..., object]) -> object:
+    """Not compiled at all, but checkpoint() is a function of which torch.compile keeps off."""
+    x, y = batch
+    return lambda: functional.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
+
+
+COMPILED = {
+    "a wrapper": lambda m, batch, b: partial(loss_of, torch.compile(m, backend=b), batch),
+    "a whole graph": lambda m, batch, b: partial(
+        loss_of, torch.compile(m, backend=b, fullgraph=True), batch
+    ),
+    "a function": in_function,
+    "blocks": block_by_block,
+    "none": under_checkpointing,
+}
+
+
+@pytest.mark.parametrize("way", COMPILED)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's, of inner blocks
+def test_what_trains_the_model_is_compiled_as_often_as_without_the_monitor(way: str) -> None:
+    """The monitor holds the raw model."""
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    def train(monitored: bool) -> tuple[int, list[int]]:
+        nonlocal graphs
+        torch._dynamo.reset()
+        graphs = 0
+        model, batch = mlp()
+        loss = COMPILED[way](model, batch, backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = Monitor(model, optimizer, every_n_steps=4, on_error="raise")
+        if monitored:
+            monitor.attach()
+        waits = []
+        for step in range(10):
+            if step in (0, 4) and way != "blocks":
+                with torch.no_grad():
+                    model(batch[0])  # evaluated as it is
+            optimizer.zero_grad()
+            loss().backward()
+            waits.append(len(monitor.reports))
+            optimizer.step()
+        monitor.close()
+        assert not monitored or all(len(report.layers) == 3 for report in monitor.reports)
+        return graphs, waits
+
+    plain, _ = train(monitored=False)
+    monitored, reports = train(monitored=True)
+    assert monitored == plain
+    assert bool(plain) == (way != "none")
+    # Complete when the next forward pass begins, or where it is compiled, at the next step.
+    late = way != "none"
+    assert reports == ([0, 0, 1, 1, 1, 1, 2, 2, 2, 2] if late else [0, 1, 1, 1, 1, 2, 2, 2, 2, 3])
 
 
 def test_a_raw_model_trained_through_a_compiled_one() -> None:

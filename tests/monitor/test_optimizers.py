@@ -5,6 +5,7 @@ Every test compares with a plain run of the same step, or with the truth compute
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -158,6 +159,134 @@ def test_a_step_within_a_step_counts_once() -> None:
             optimizer.step()
     assert [report.step for report in monitor.reports] == [0, 1, 2]
     same(monitor.reports[0], expected)
+
+
+def test_a_compiled_step_within_a_step_counts_once() -> None:
+    torch._dynamo.reset()
+    model, batch = mlp()
+    Inner(model.parameters())
+    optimizer = Outer(model.parameters())
+    step = torch.compile(optimizer.step, backend="eager")
+    with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            step()
+    assert [report.step for report in monitor.reports] == [0, 2]
+    assert monitor.step == 4
+
+
+class Holding(torch.optim.Optimizer):
+    """Steps through another optimizer, as Lookahead does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.optimizer = inner
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("followed", ["outer", "inner"])
+def test_an_optimizer_within_another_is_followed_if_asked_for(followed: str) -> None:
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+    inner = Outer(model.parameters())
+    optimizer = Holding(inner)
+    given = optimizer if followed == "outer" else inner
+    with Monitor(model, given, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    assert [report.step for report in monitor.reports] == [0, 1]
+    same(monitor.reports[0], expected)
+
+
+class Accelerated(torch.optim.Optimizer):
+    """Of the shape of Accelerate's: an optimizer by type that never became one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, object]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+        self.optimizer.zero_grad()
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+
+def test_a_wrapper_that_runs_no_hooks_is_seen_through() -> None:
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+    optimizer = Accelerated(Accelerated(torch.optim.SGD(model.parameters(), lr=0.1)))
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    assert [report.step for report in monitor.reports] == [0, 1]
+    same(monitor.reports[0], expected)
+
+
+class Unhooked(torch.optim.Optimizer):
+    """A base class that is never used itself, so that torch puts no hooks on its step."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    step = Inner.step
+
+
+def failing(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Of this optimizer, one whose first and third step raise when all is done but the update."""
+
+    class Failing(base):  # type: ignore[valid-type, misc]
+        count = 0
+
+        def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+            if closure is not None:
+                with torch.enable_grad():
+                    closure()
+            self.count += 1
+            if self.count in (1, 3):
+                raise RuntimeError("the optimizer's own error")
+            super().step()
+
+    return Failing
+
+
+@pytest.mark.parametrize("with_closure", [[True, True], [False, False], [True, False]])
+@pytest.mark.parametrize("base", [Unhooked, Outer])
+def test_a_step_that_raises_is_measured_when_it_is_taken(
+    base: type[torch.optim.Optimizer], with_closure: list[bool]
+) -> None:
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+    Inner(model.parameters())
+    optimizer = failing(base)(model.parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for raises in (True, False, True, False, False):
+            closed = with_closure[0 if raises else 1]
+            if not closed:
+                closure()
+            with pytest.raises(RuntimeError, match="own error") if raises else nullcontext():
+                optimizer.step(closure) if closed else optimizer.step()
+    assert [report.step for report in monitor.reports] == [0, 1, 2]
+    same(monitor.reports[0], expected)
+    retried = ["The optimizer's step raised" in "".join(r.notes) for r in monitor.reports]
+    assert retried == [True, True, False]
 
 
 class Replacing(torch.optim.SGD):

@@ -345,6 +345,8 @@ def bad_arguments() -> Iterator[tuple[str, Callable[[], object], type[Exception]
         TypeError,
         "expected a torch.optim.Optimizer or None",
     )
+    hollow = torch.optim.SGD.__new__(torch.optim.SGD)
+    yield "hollow", lambda: Monitor(model, hollow), TypeError, "SGD, which runs no step hooks"
     yield (
         "sink",
         lambda: Monitor(model, sgd, sinks=[print]),

@@ -1,0 +1,129 @@
+"""Hooks that only the training run sees: not its copies, and no function over the model."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.fx import Proxy
+
+
+class Hook:
+    """A hook of ours, on a module, a tensor or an optimizer.
+
+    Torch drops those on parameters and optimizers when it copies or pickles them; modules keep
+    theirs, so on them goes a `ModuleHook`.
+    """
+
+    __torch_unserializable__ = True  # a parameter sent to another process goes without a warning
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what it was made of."""
+        return self.function(*args, **kwargs)
+
+
+class ModuleHook:
+    """A forward hook that copies, pickles and `torch.jit.script` of the module don't see.
+
+    Args:
+        module: what it is put on.
+        function: called before the forward pass with (module, args), or after it with
+            (module, args, kwargs, output).
+        before: which of the two.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any], *, before: bool) -> None:
+        self._hooks: dict[int, Any]
+        self._tables: list[dict[int, Any]]
+        if before:
+            self._hooks = module._forward_pre_hooks
+            self._tables = [self._hooks]
+            self._handle = module.register_forward_pre_hook(Hook(function))
+        else:
+            self._hooks = module._forward_hooks
+            # Left in a copy, an entry here would change how a later hook of that number is called.
+            self._tables = [self._hooks, module._forward_hooks_with_kwargs]
+            self._handle = module.register_forward_hook(Hook(function), with_kwargs=True)
+        for table in self._tables:
+            _hide(table, self._hooks)
+
+    def remove(self) -> None:
+        """Take it off; the module is then as it was."""
+        self._handle.remove()
+        if Hook not in map(type, dict.values(self._hooks)):  # dict's own: ours hide in the table's
+            for table in self._tables:
+                vars(table).pop("__reduce_ex__", None)
+                vars(table).pop("values", None)
+
+
+class NextForward:
+    """Calls a function once, when a forward pass through any of the modules begins.
+
+    Args:
+        modules: any of which may be called first.
+        function: what is then called.
+        with_gradients: wait for a pass that records gradients; an evaluation is none.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        function: Callable[[], object],
+        *,
+        with_gradients: bool = False,
+    ) -> None:
+        self._function = function
+        self._with_gradients = with_gradients
+        self._hooks = [ModuleHook(module, self._begins, before=True) for module in modules]
+
+    def remove(self) -> None:
+        """Wait no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begins(self, module: nn.Module, args: object) -> None:
+        if trains(args) and (torch.is_grad_enabled() or not self._with_gradients):
+            self.remove()
+            self._function()
+
+
+def _hide(table: dict[int, Any], hooks: dict[int, Any]) -> None:
+    """Let those who copy, pickle or list a module's table of hooks find it without ours.
+
+    Torch itself, when it runs hooks, goes through the table's items.
+    """
+    # An OrderedDict, which the tables are, takes attributes; `copy` and `pickle` look there first.
+    vars(table)["__reduce_ex__"] = lambda protocol: _others(table, hooks).__reduce_ex__(protocol)
+    vars(table)["values"] = lambda: _others(table, hooks).values()
+
+
+def _others(table: dict[int, Any], hooks: dict[int, Any]) -> OrderedDict[int, Any]:
+    return OrderedDict((i, e) for i, e in table.items() if type(hooks.get(i)) is not Hook)
+
+
+def trains(value: object) -> bool:
+    """Whether what a hook is given belongs to a training step.
+
+    If not, it is a function over the model that runs, which the hook has to look past: a transform
+    of `torch.func` or a batched gradient, a trace, an export, or a run without data (fake and meta
+    tensors).
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or _is_traced():
+        return False
+    if not isinstance(value, Tensor):
+        return not isinstance(value, Proxy)
+    return torch._C._has_storage(value) and not value.is_meta and not is_fake(value)
+
+
+def _is_traced() -> bool:
+    """Whether a mode is on under which tensors are stand-ins, or what is done is written down."""
+    keys = torch._C._TorchDispatchModeKey
+    modes = (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in modes)

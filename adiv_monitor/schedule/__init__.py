@@ -1,0 +1,1 @@
+"""When to measure, and what that costs."""

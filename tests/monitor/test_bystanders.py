@@ -1,0 +1,172 @@
+"""What else is done with the model while a step is measured: copies, pickles, functions over it.
+
+None of them sees the monitor, and the step is measured as if they had not been.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from cases import loss_of
+from setups import mlp, one_step, same
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from adiv_monitor import Monitor
+
+Batch = tuple[Tensor, Tensor]
+
+
+def losses(model: nn.Module, batch: Batch) -> Callable[..., Tensor]:
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        outputs = torch.func.functional_call(model, parameters, (x,))
+        return nn.functional.cross_entropy(outputs, y)
+
+    return loss
+
+
+def fake(model: nn.Module, batch: Batch) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = mode.from_tensor(batch[0])
+        model(x)
+    model(x)
+
+
+def meta(model: nn.Module, batch: Batch) -> None:
+    state = {name: p.detach().to("meta").requires_grad_() for name, p in model.named_parameters()}
+    losses(model, batch)(state, batch[0].to("meta"), batch[1].to("meta")).backward()
+
+
+def batched_gradients(model: nn.Module, batch: Batch) -> None:
+    z = model(batch[0])
+    each = torch.eye(z.numel(), dtype=z.dtype).view(-1, *z.shape)
+    torch.autograd.grad(z, list(model.parameters()), each, is_grads_batched=True)
+
+
+FUNCTIONS: dict[str, Callable[[nn.Module, Batch], object]] = {
+    "jacrev": lambda model, batch: torch.func.jacrev(model)(batch[0]),
+    "jacfwd": lambda model, batch: torch.func.jacfwd(model)(batch[0]),
+    "hessian": lambda model, batch: torch.func.hessian(lambda x: model(x).sum())(batch[0]),
+    "gradients per sample": lambda model, batch: torch.func.vmap(
+        torch.func.grad(losses(model, batch)), in_dims=(None, 0, 0)
+    )(dict(model.named_parameters()), *batch),
+    "nothing batched in vmap": lambda model, batch: torch.func.vmap(
+        lambda factor: model(batch[0]).sum() * factor
+    )(torch.ones(2)),
+    "batched gradients": batched_gradients,
+    "export": lambda model, batch: torch.export.export(model, batch[:1]),
+    "strict export": lambda model, batch: torch.export.export(model, batch[:1], strict=True),
+    "make_fx": lambda model, batch: make_fx(model)(batch[0]),
+    "symbolic trace": lambda model, batch: torch.fx.symbolic_trace(model),
+    "jit.trace": lambda model, batch: torch.jit.trace(model, batch[:1]),
+    "jit.script": lambda model, batch: torch.jit.script(model),
+    "jit.script of a copy": lambda model, batch: torch.jit.script(copy.deepcopy(model)),
+    "fake tensors": fake,
+    "meta tensors": meta,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of fake parameters
+def test_a_function_over_the_model_is_looked_past(name: str) -> None:
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(2):
+            FUNCTIONS[name](model, batch)
+            loss_of(model, batch).backward()
+            FUNCTIONS[name](model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            FUNCTIONS[name](model, batch)  # while a report waits
+    assert len(monitor.reports) == 2
+    same(monitor.reports[0], expected)
+
+
+class Kept(nn.Linear):
+    """To torch.fx not a leaf, which it would leave alone."""
+
+
+def test_a_layer_that_is_traced_through_is_looked_past() -> None:
+    model = nn.Sequential(Kept(5, 3))
+    with Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), on_error="raise"):
+        code = torch.fx.symbolic_trace(model).code
+    assert code == torch.fx.symbolic_trace(model).code
+
+
+def test_compiling_goes_past_what_waits_for_the_next_forward_pass() -> None:
+    """A model that is trained as it is and evaluated compiled."""
+    torch._dynamo.reset()
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        torch.compile(model, backend="eager", fullgraph=True)(batch[0])
+        assert monitor.latest is None
+        model(batch[0])
+        assert monitor.latest is not None
+    same(monitor.latest, expected)
+
+
+def test_what_is_traced_is_the_model_alone() -> None:
+    model, batch = mlp()
+    plain = make_fx(model)(batch[0]).code
+    with Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), on_error="raise"):
+        assert make_fx(model)(batch[0]).code == plain
+
+
+def pickled(model: nn.Module) -> bytes:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    return stream.getvalue()
+
+
+COPIES: dict[str, Callable[[nn.Module], bytes]] = {
+    "pickle": pickle.dumps,
+    "pickle in Python": pickle._dumps,  # type: ignore[attr-defined]
+    "torch.save": pickled,
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_pickles_say_nothing_of_the_monitor(name: str) -> None:
+    model, batch = mlp()
+    kept = model[0].register_forward_hook(nothing)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        other = Monitor(model, optimizer, on_error="raise")
+        other.attach()
+        armed = COPIES[name](model), pickle.dumps(optimizer)
+        other.close()  # the first one's hooks stay hidden
+        armed += (COPIES[name](model),)
+        twin = pickle.loads(pickle.dumps(model))
+        loss_of(model, batch).backward()
+        optimizer.step()
+        waiting = COPIES[name](model)
+    for data in (*armed, waiting):
+        assert b"adiv_monitor" not in data
+    assert list(twin[0]._forward_hooks.values()) == [nothing]
+    assert not twin[0]._forward_hooks_with_kwargs
+    kept.remove()
+    assert not model[0]._forward_hooks
+    assert not vars(model[0]._forward_hooks)
+    assert not vars(model[0]._forward_pre_hooks)
+    assert monitor.latest is not None
+
+
+def nothing(module: nn.Module, args: object, output: object) -> None: ...
+
+
+def test_a_parameter_goes_to_another_process_without_a_warning() -> None:
+    model, _ = mlp()
+    with Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), on_error="raise"):
+        ForkingPickler.dumps(model.state_dict(keep_vars=True))  # a warning would be an error

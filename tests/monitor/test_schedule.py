@@ -1,0 +1,291 @@
+"""Which steps are measured under a bound on what that costs, by a clock that the tests turn."""
+
+import itertools
+import random
+from collections import deque
+
+import pytest
+import torch
+from cases import loss_of
+from setups import mlp
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.schedule import schedule, times
+from adiv_monitor.schedule.schedule import Bounded, interval
+from adiv_monitor.schedule.times import StepTimes
+from adiv_monitor.sinks import MemorySink
+
+
+class Clock:
+    """Goes on when it is told to; the device is `late` marks behind."""
+
+    def __init__(self, late: int = 0) -> None:
+        self.time = 0.0
+        self._marks: deque[float] = deque()
+        self._late = late
+
+    def now(self) -> float:
+        self._marks.append(self.time)
+        return self.time
+
+    def passed(self, start: float, end: float) -> float | None:
+        reached = list(self._marks)[: len(self._marks) - self._late]
+        return end - start if end in reached else None
+
+
+@pytest.mark.parametrize("cost", [0.3, 1, 2.5, 40])
+@pytest.mark.parametrize("bound", [0.001, 0.01, 0.25])
+def test_the_interval_is_the_smallest_within_the_bound(cost: float, bound: float) -> None:
+    def share(n: int) -> float:
+        return cost / (n + cost)
+
+    n = interval(cost, bound, least=1)
+    assert share(n) <= bound * (1 + 1e-12)
+    assert n == 1 or share(n - 1) > bound
+    assert interval(cost, bound, least=7 * n) == 7 * n
+
+
+def test_what_costs_nothing_is_done_at_the_least_interval() -> None:
+    assert interval(-0.1, 0.01, least=50) == 50
+
+
+def test_a_measured_step_is_timed_with_the_one_after_it() -> None:
+    clock = Clock()
+    steps = StepTimes(clock)
+    assert steps.costs() == []
+    for before, after in [(700, 9), (0, 2), (1, 1), (1, 1), (0.5, 4), (0, 1), (1, 1)]:
+        measured = after in (9, 4)
+        clock.time += before
+        if measured:
+            steps.forward_begins()
+        clock.time += after
+        steps.step_ended(measured=measured)
+    # 700 passed before the forward pass began: that counts as a plain step, which takes 2.
+    assert steps.costs() == [(2 + 9 + 2) / 2 - 2, (0.5 + 4 + 1) / 2 - 2]
+    assert steps.costs() == []
+
+
+def test_a_device_that_lags_behind_is_not_waited_for() -> None:
+    clock = Clock(late=3)
+    steps = StepTimes(clock)
+    found = []
+    for number in range(8):
+        if number == 0:
+            steps.forward_begins()
+        clock.time += 5 if number < 2 else 1
+        steps.step_ended(measured=number == 0)
+        found.append(steps.costs())
+    assert found == [[], [], [], [], [], [8], [], []]
+
+
+class Run:
+    """A run whose steps take `plain` seconds, and what is measured `cost` more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bounded: Bounded, start: int = 0) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr(schedule, "step_times", lambda parameter: StepTimes(self.clock))
+        self.spent = 0.0
+        self.measured = [start]
+        self.step = start
+        self._bounded = bounded
+        bounded.begin(start, torch.ones(1), "model")
+
+    def steps(self, count: int, plain: float = 1.0, cost: float = 3.0) -> None:
+        for _ in range(count):
+            since = self.step - self.measured[-1]
+            extra = {0: 2 / 3, 1: 1 / 3}.get(since, 0) * cost  # some of it in the step after it
+            self.spent += extra
+            self.clock.time += 0.25 * plain  # loads the batch
+            if since == 0:
+                self._bounded.forward_begins()
+            self.clock.time += 0.75 * plain + extra
+            self.step += 1
+            if self._bounded.step_ended(self.step):
+                self.measured.append(self.step)
+
+    def intervals(self) -> list[int]:
+        return [b - a for a, b in itertools.pairwise(self.measured)]
+
+
+def test_the_share_stays_within_the_bound_from_the_third_measured_step_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(monkeypatch, Bounded(50, 0.01))
+    run.steps(3)
+    assert run._bounded.interval == 50
+    for _ in range(3000):
+        run.steps(1)
+        if run.measured[-1] == run.step and len(run.measured) > 2:
+            assert run.spent / run.clock.time <= 0.01
+    assert run._bounded.interval == 297  # 3 · 99
+    assert run.measured == [0, 50, 594, 891, 1188, 1485, 1782, 2079, 2376, 2673, 2970]
+
+
+def test_what_is_cheap_enough_is_measured_at_the_least_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(monkeypatch, Bounded(50, 0.1))
+    run.steps(301)
+    assert run.measured == [0, 50, 100, 150, 200, 250, 300]
+    run = Run(monkeypatch, Bounded(1, 0.9))
+    run.steps(49)
+    assert run.measured == [0, 16, 32, 48]  # some plain steps are needed to compare with
+
+
+def test_a_slow_beginning_and_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps compile and fill caches; evaluation falls before any step."""
+    run = Run(monkeypatch, Bounded(50, 0.01))
+    chance = random.Random(0)
+    run.clock.time += 1000
+    run.steps(1)
+    run.steps(5, plain=60)
+    for _ in range(4000):
+        if chance.random() < 0.05:
+            run.clock.time += 500
+        run.steps(1)
+    assert set(run.intervals()[1:]) == {544, 297}
+
+
+def test_evaluation_before_every_measured_step_costs_it_a_step_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(monkeypatch, Bounded(50, 0.01))
+    for _ in range(4000):
+        if run.measured[-1] == run.step:
+            run.clock.time += 500
+        run.steps(1)
+    assert set(run.intervals()[2:]) == {372}  # 99 · 3.75: loading took a quarter of a step
+
+
+def test_the_interval_follows_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, Bounded(50, 0.01))
+    run.steps(2000)
+    run.steps(4000, plain=3.0)  # larger images: measuring them costs as much as ever
+    assert run.intervals()[1] == 544
+    assert run.intervals()[-1] == 99
+    run.steps(8000, cost=6.0)
+    assert run.intervals()[-1] == 594
+
+
+def test_a_resumed_run_knows_what_measuring_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, Bounded(50, 0.01))
+    run.steps(700)
+    costs = run._bounded.costs()
+    assert costs == pytest.approx([3, 3, 3])
+    resumed = Bounded(50, 0.01)
+    resumed.resume(costs)
+    run = Run(monkeypatch, resumed, start=700)
+    run.steps(700)
+    assert run.measured == [700, 997, 1294]
+
+
+class Slow(MemorySink):
+    """Takes three times as long as a step."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def write(self, report: StepReport) -> None:
+        super().write(report)
+        self._clock.time += 3
+
+
+BOUNDS: list[tuple[float | None, float, list[tuple[int, int]]]] = [
+    (None, 0, [(step, 20) for step in range(0, 172, 20)]),
+    (0.05, 0, [(0, 20), (20, 20), (114, 57), (171, 57)]),
+    (0.05, 100, [(0, 20), (20, 20), (152, 76)]),  # the pause counts as a fourth step
+]
+
+
+@pytest.mark.parametrize("bound, pause, expected", BOUNDS)
+def test_a_monitor_keeps_to_its_bound(
+    bound: float | None,
+    pause: float,
+    expected: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(times.HostClock, "now", lambda self: clock.now() if bound else 1 / 0)
+    model, batch = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sink = Slow(clock)
+    monitor = Monitor(
+        model, optimizer, every_n_steps=20, max_overhead=bound, sinks=[sink], on_error="raise"
+    )
+    with monitor:
+        for _ in range(172):
+            if model[0]._forward_hooks:
+                with torch.no_grad():
+                    model(batch[0])  # evaluation
+                clock.time += pause
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            clock.time += 1
+            optimizer.step()
+        saved = monitor.state_dict()
+    assert [(report.step, report.interval) for report in sink.reports] == expected
+    assert sink.reports[1].to_dict()["interval"] == 20
+    assert len(saved["costs"]) == (3 if bound else 0)
+    resumed = Monitor(model, optimizer, every_n_steps=20, max_overhead=bound)
+    resumed.load_state_dict(saved)
+    assert resumed.state_dict()["costs"] == saved["costs"]
+
+
+@pytest.mark.parametrize("value", [0, 1, -0.1, 1.5, True, float("nan"), "0.01"])
+def test_a_bound_is_a_share(value: object) -> None:
+    model, _ = mlp()
+    with pytest.raises(ValueError, match=r"above 0 and below 1, such as 0\.01 for 1 %"):
+        Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), max_overhead=value)
+
+
+class Event:
+    """A device's event that happens when it is told to."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.happened = False
+        self.stream: object = None
+
+    def record(self, stream: object) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.happened
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert self.happened
+        assert end.happened
+        return 250.0
+
+
+def test_a_device_is_asked_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    clock = times.DeviceClock(torch.device("cuda:1"))
+    start, end = clock.now(), clock.now()
+    assert clock.passed(start, end) is None
+    start.happened = True
+    assert clock.passed(start, end) is None
+    end.happened = True
+    assert clock.passed(start, end) == 0.25
+    assert end.stream == "stream of cuda:1"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_timing_never_synchronises() -> None:
+    steps = times.step_times(torch.ones(1, device="cuda"))
+    x = torch.randn(2000, 2000, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(40):
+            if number == 0:
+                steps.forward_begins()
+            for _ in range(9 if number < 2 else 3):
+                x = x @ x / 100
+            steps.step_ended(measured=number == 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    steps.step_ended(measured=False)
+    assert len(steps.costs()) == 1
