@@ -82,7 +82,11 @@ class Accumulation:
         self._handles.append(handle)
         hooks = handle.hooks_dict_ref()
         if first and hooks is not None:
-            hooks.move_to_end(handle.id, last=False)
+            # Torch runs them in the order in which they came into the dictionary.
+            others = {key: hook for key, hook in hooks.items() if key != handle.id}
+            for key in others:
+                del hooks[key]
+            hooks.update(others)
 
     def remove(self) -> None:
         """Take the hooks off."""

@@ -93,11 +93,10 @@ def by_ratio(of: Sum, by: Sum, exact: PerLayer) -> Sum:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = exact / by.total
         slope = of.total / by.total
+        total = of.total * ratio
         spread = ratio[:, None] * (of.spread - slope[:, None] * by.spread)
     known = np.isfinite(ratio)
-    return Sum(
-        np.where(known, of.total * ratio, of.total), np.where(known[:, None], spread, of.spread)
-    )
+    return Sum(np.where(known, total, of.total), np.where(known[:, None], spread, of.spread))
 
 
 def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample) -> Estimate:
@@ -113,7 +112,9 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         relative = np.zeros_like(numerator.spread)  # Σ_j p_j δS_j/S_j of every row
         own = np.zeros_like(rest)  # Σ_j p_j mean((δS_j/S_j)²)
         for factor, power in factors:
-            rest = rest * factor.total**power
+            # A zero that is divided by has no direction, whatever the parameters say besides.
+            total = np.where((factor.total == 0) & (power < 0), np.nan, factor.total)
+            rest = rest * total**power
             exact = factor.spread == 0
             deviation = np.where(exact, 0.0, factor.spread / factor.total[:, None])
             relative = relative + power * deviation

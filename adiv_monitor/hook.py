@@ -62,12 +62,13 @@ class ModuleHook:
 
 
 class NextForward:
-    """Calls a function once, when a forward pass through any of the modules begins.
+    """Calls a function once, when a forward pass through any of the modules begins or ends.
 
     Args:
         modules: any of which may be called first.
         function: what is then called.
         with_gradients: wait for a pass that records gradients; an evaluation is none.
+        ends: wait until the module has run.
     """
 
     def __init__(
@@ -76,17 +77,18 @@ class NextForward:
         function: Callable[[], object],
         *,
         with_gradients: bool = False,
+        ends: bool = False,
     ) -> None:
         self._function = function
         self._with_gradients = with_gradients
-        self._hooks = [ModuleHook(module, self._begins, before=True) for module in modules]
+        self._hooks = [ModuleHook(module, self._runs, before=not ends) for module in modules]
 
     def remove(self) -> None:
         """Wait no longer."""
         for hook in self._hooks:
             hook.remove()
 
-    def _begins(self, module: nn.Module, args: object) -> None:
+    def _runs(self, module: nn.Module, args: object, *others: object) -> None:
         if trains(args) and (torch.is_grad_enabled() or not self._with_gradients):
             self.remove()
             self._function()

@@ -316,7 +316,11 @@ class Monitor:
         self._pending = _Pending(armed.step, armed.selection, self.step)
         if not self._compiled:  # a hook would become part of the compiled code
             modules = [layer.module for layer in armed.selection.layers]
-            finish = NextForward(modules, partial(self._safely, self._finish))
+            # An embedding that keeps its rows short changes them when it looks them up.
+            renormed = [m for m in modules if getattr(m, "max_norm", None) is not None]
+            finish = NextForward(
+                renormed[-1:] or modules, partial(self._safely, self._finish), ends=bool(renormed)
+            )
             self._pending.cleanup.callback(finish.remove)
 
     def _look(self) -> None:

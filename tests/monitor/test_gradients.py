@@ -4,12 +4,15 @@ Every test compares with a plain run of the same step, or with the truth compute
 """
 
 import copy
+import math
+from collections.abc import Callable
 
 import pytest
+import reference
 import torch
 from cases import loss_of
 from setups import mlp, one_step, same
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor
@@ -239,3 +242,198 @@ def test_what_lies_between_the_entries_of_a_gradient_does_not_count() -> None:
         assert torch.equal(some(gradient), some(gradient.contiguous()))
     assert torch.equal(some(transposed), some(transposed.t()))  # in the order of memory
     assert some(transposed).data_ptr() == transposed.data_ptr()
+
+
+def test_gradients_looked_at_while_others_are_held_are_no_part_of_the_step() -> None:
+    """Norm logging, a Hessian-vector product, after the backward pass and between micro-batches."""
+    model, (x, y) = mlp()
+
+    def looked_at(model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        for part in (slice(0, 3), slice(3, 6)):
+            loss = functional.cross_entropy(model(x[part]), y[part]) / 2
+            loss.backward(retain_graph=True)
+            gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+            length = sum(g.square().sum() for g in gradients)
+            torch.autograd.grad(length, parameters)
+
+    def plain(model: nn.Module) -> None:
+        for part in (slice(0, 3), slice(3, 6)):
+            (functional.cross_entropy(model(x[part]), y[part]) / 2).backward()
+
+    expected = one_step(copy.deepcopy(model), plain)
+    found = one_step(model, looked_at)
+    same(found, expected)
+    assert not found.notes
+
+
+@pytest.mark.parametrize("max_rows", [None, 3])
+def test_the_loss_scale_is_told_from_the_whole_gradient(max_rows: int | None) -> None:
+    """Of padded images nearly every entry of the gradient is zero: spaced entries would miss it."""
+    model = nn.Linear(70_000, 3)
+    x = torch.zeros(8, 70_000)
+    x[:, 35_003] = torch.arange(8.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, max_rows=max_rows, on_error="raise") as monitor:
+        scaler.scale(functional.cross_entropy(model(x), torch.arange(8) % 3)).backward()
+        scaler.step(optimizer)
+    assert monitor.latest is not None
+    reading = monitor.latest.layers[""]
+    assert reading.gradient_factor == pytest.approx(2.0**-16)
+    assert 0.01 < reading.effective_lr < 10
+
+
+def test_clipping_after_every_micro_batch() -> None:
+    """The first micro-batch is clipped twice: its rows count by both factors."""
+    model, (x, y) = mlp()
+    parts = (slice(0, 3), slice(3, 6))
+    factors: list[float] = []
+
+    def clipped(model: nn.Module) -> None:
+        for part in parts:
+            functional.cross_entropy(model(x[part]), y[part]).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
+            factors.append(0.05 / (norm + 1e-6))
+
+    def weighed(model: nn.Module) -> None:
+        first, second = factors[-2:]
+        for part, factor in zip(parts, (first * second, second), strict=True):
+            (factor * functional.cross_entropy(model(x[part]), y[part])).backward()
+
+    found = one_step(copy.deepcopy(model), clipped)
+    assert all(factor < 0.9 for factor in factors)
+    same(found, one_step(model, weighed), loosely=True)
+    assert not found.notes
+    for reading in found.layers.values():
+        assert reading.gradient_factor == pytest.approx(factors[1])
+
+
+def weaken(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.1)
+
+
+@pytest.mark.parametrize("kind", ["before it is accumulated", "after"])
+def test_gradient_hooks_of_the_users(kind: str) -> None:
+    """What a hook multiplies the gradient by is part of the factor of its pass."""
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: (0.1 * loss_of(m, batch)).backward())
+    for parameter in model.parameters():
+        if kind == "after":
+            parameter.register_post_accumulate_grad_hook(weaken)
+        else:
+            parameter.register_hook(lambda g: 0.1 * g)
+    found = one_step(model, lambda m: loss_of(m, batch).backward())
+    same(found, expected, loosely=True)
+    assert not found.notes
+
+
+EDITS = {
+    "noise": lambda g: g.add_(torch.randn_like(g), alpha=g.norm().item()),
+    "per entry": lambda g: g.clamp_(-0.1 * g.abs().max(), 0.1 * g.abs().max()),
+    "ascent": lambda g: g.neg_(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_that_are_no_factor_are_told(edit: str) -> None:
+    """⟨d, G⟩ is then of the rows: the edited gradient knows nothing of it."""
+    model, batch = mlp()
+
+    def edited(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            EDITS[edit](parameter.grad)
+
+    found = one_step(model, lambda m: loss_of(m, batch).backward(), edited)
+    assert any("changed since the backward pass" in note for note in found.notes)
+    if edit == "ascent":
+        for reading in found.layers.values():
+            assert reading.update_cosine == pytest.approx(reading.gradient_cosine)
+            assert reading.update_cosine < 0
+
+
+def penalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    penalty = sum(p.square().sum() for p in model.parameters() if p.dim() > 1)
+    (loss_of(model, batch) + 0.1 * penalty).backward()
+
+
+def used_outside(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    hidden = functional.linear(batch[0], model[0].weight).square().sum()
+    (loss_of(model, batch) + hidden).backward()
+
+
+@pytest.mark.parametrize("backward", [penalised, used_outside])
+def test_gradients_that_hold_more_than_the_rows_are_told(
+    backward: Callable[[nn.Module, tuple[Tensor, Tensor]], None],
+) -> None:
+    """Then the cosines are those of the rows, as the slow reference takes them."""
+    model, batch = mlp()
+    twin = copy.deepcopy(model)
+    truth = reference.take_step(
+        twin, torch.optim.SGD(twin.parameters(), lr=0.1), lambda m: backward(m, batch)
+    )
+    found = one_step(model, lambda m: backward(m, batch), max_rows=None)
+    assert any("holds more than these rows" in note for note in found.notes)
+    expected = reference.measures(truth["0"])
+    reading = found.layers["0"]
+    for name in ("update_cosine", "effective_lr", "update_ratio", "descent"):
+        assert getattr(reading, name) == pytest.approx(expected[name], rel=1e-9)
+
+
+def test_a_penalty_is_told_from_sampled_rows_too() -> None:
+    """At the second measured step, since a sample may be a freak once."""
+    model = nn.Linear(6, 4).double()
+    x, y = torch.randn(500, 6, dtype=torch.float64), torch.randint(4, (500,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, every_n_steps=1, max_rows=200, on_error="raise") as monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), y) + model.weight.square().sum()
+            loss.backward()
+            optimizer.step()
+    notes = [report.notes for report in monitor.reports]
+    assert not notes[0]
+    assert all("holds more" in of_step[0] for of_step in notes[1:])
+
+
+def test_gradients_set_by_hand() -> None:
+    """As `autograd.grad` gave them they are as good as accumulated; changed, they aren't."""
+    model, batch = mlp()
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+
+    def by_hand(model: nn.Module, factor: float) -> None:
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(loss_of(model, batch), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient if factor == 1 else gradient * factor
+
+    same(one_step(copy.deepcopy(model), lambda m: by_hand(m, 1)), expected)
+    found = one_step(model, lambda m: by_hand(m, 0.5))
+    assert any("set by hand" in note for note in found.notes)
+    for path, reading in found.layers.items():
+        assert math.isnan(reading.gradient_factor)
+        assert math.isnan(reading.effective_lr)
+        assert reading.gradient_cosine == pytest.approx(expected.layers[path].gradient_cosine)
+
+
+def test_a_gradient_that_was_there_before_is_told() -> None:
+    """Left over from a step before the monitor came, and never zeroed."""
+    model, batch = mlp()
+    loss_of(model, batch).backward()
+    found = one_step(model, lambda m: loss_of(m, batch).backward())
+    assert any("holds more than these rows" in note for note in found.notes)
+
+
+def test_a_rate_of_zero_harms_nobody_and_helps_nobody() -> None:
+    model, batch = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        loss_of(model, batch).backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    for reading in monitor.latest.layers.values():
+        assert math.isnan(reading.harmed_fraction)
+        assert math.isnan(reading.row_cosine_mean)
+        assert math.isnan(reading.update_cosine)
+        assert reading.effective_lr == reading.update_ratio == reading.descent == 0

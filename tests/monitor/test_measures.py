@@ -152,7 +152,7 @@ def test_sums_of_many_alike_entries_do_not_drift() -> None:
     wide = torch.full((20, 30_000), 0.1)
     found = dots.of_rows([wide, 7 * wide])
     expected = 30_000 * value**2 * torch.tensor([[1.0, 7.0], [7.0, 49.0]])
-    torch.testing.assert_close(found, expected.expand(20, 2, 2), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found, expected.expand(20, 2, 2), rtol=1e-4, atol=0)
 
 
 def random_layer(random: np.random.Generator, rows: int, groups: int = 1) -> Numbers:

@@ -107,25 +107,57 @@ def test_projections_after_the_step(projection: str, through_data: bool) -> None
         assert (values[0] < 0.999) == (projection != "none")
 
 
-def test_a_projection_that_begins_later_is_noticed() -> None:
+CHANGES: dict[str, Projection] = {
+    "shorter": lambda w: 0.9 * w,
+    "rows permuted": lambda w: w.flip(0),
+    "entries permuted": lambda w: w.flip(1),
+    "one entry": lambda w: w + 0.5 * (torch.arange(w.numel()) == 3).view(w.shape),
+}
+
+
+@pytest.mark.parametrize("width", [6, 3000], ids=["small", "large"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_projection_that_begins_later_is_noticed(change: str, width: int) -> None:
     """Its first report says what is missing; the next one has it."""
-    model = nn.Linear(6, 4).double()
+    model = nn.Linear(width, 4).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(8, 6, dtype=torch.float64)
+    x = torch.randn(8, width, dtype=torch.float64)
     with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
         for step in range(5):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
             if step >= 2:
-                model.weight.data *= 0.9
+                model.weight.data = CHANGES[change](model.weight.data)
     readings: list[LayerReading] = [report.layers[""] for report in monitor.reports]
     assert readings[1].projection_cosine == 1
     assert readings[2].projection_cosine is None
     assert "weights changed after the optimizer's step" in monitor.reports[2].notes[0]
     for reading in readings[3:]:
         assert reading.projection_cosine is not None
-        assert reading.projection_cosine < 0.9
+        assert reading.projection_cosine < 1 - 1e-12
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_an_embedding_that_keeps_its_rows_short(max_norm: float | None) -> None:
+    """It changes them when it looks them up: what was applied is known only then."""
+    model = nn.Sequential(nn.Embedding(7, 3, max_norm=max_norm), nn.Linear(3, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    tokens = torch.arange(7)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(tokens).square().sum().neg().backward()
+            before = model[0].weight.detach().clone()
+            optimizer.step()
+            u = model[0].weight.detach() - before
+        assert len(monitor.reports) == 2
+        model(tokens)
+        a = model[0].weight.detach() - before
+        assert len(monitor.reports) == 3
+    reading = monitor.reports[2].layers["0"]
+    assert reading.projection_cosine == pytest.approx(cosine(a, u))
+    assert (reading.projection_cosine < 0.99) == (max_norm is not None)
 
 
 class Inner(torch.optim.Optimizer):
