@@ -11,7 +11,7 @@ from adiv_monitor.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.stepping import runs_hooks
 
-DEFAULT_MAX_ROWS = 1024
+DEFAULT_MAX_ROWS = 128
 
 
 def held_parameters(model: nn.Module, optimizer: Optimizer | None) -> dict[int, Tensor] | None:

@@ -12,6 +12,7 @@ Everything is float64 numpy on the host, of any number of layers at once: arrays
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,16 @@ class Estimate(NamedTuple):
 
     value: PerLayer
     error: PerLayer
+
+
+def variance_share(seen: PerLayer, total: PerLayer) -> PerLayer:
+    """(1 − R/T)/(R − 1): what is left of the rows' variance in the variance of their mean.
+
+    0 when all rows were looked at, infinite for one row of several.
+    """
+    rest = 1 - seen / np.maximum(total, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(rest > 0, rest / (seen - 1), 0.0)
 
 
 @dataclass(frozen=True)
@@ -45,15 +56,10 @@ class Sample:
         """R, rows looked at."""
         return int(self.active.shape[1])
 
-    @property
+    @cached_property
     def variance_share(self) -> PerLayer:
-        """(1 − R/T)/(R − 1): what is left of the rows' variance in the variance of their mean.
-
-        0 when all rows were looked at, infinite for one row of several.
-        """
-        rest = 1 - self.seen / np.maximum(self.total, 1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(rest > 0, rest / np.float64(self.seen - 1), 0.0)
+        """`variance_share` of these rows."""
+        return variance_share(np.full(len(self.total), float(self.seen)), self.total)
 
 
 @dataclass(frozen=True)

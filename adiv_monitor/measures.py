@@ -159,20 +159,20 @@ def scale_cv(squared: PerLayer, sums: PerLayer, count: PerLayer) -> PerLayer:
 
 
 def scale_cv_of_rows(
-    sums: PerRow, squares: PerRow, per_row: float, pivot: PerLayer, sample: Sample
+    sums: PerRow, squares: PerRow, groups: PerLayer, pivot: PerLayer, sample: Sample
 ) -> Estimate:
     """`scale_cv` from sampled rows.
 
     Args:
         sums: Σ (‖φ_r‖² − pivot) over the row's groups.
         squares: Σ (‖φ_r‖² − pivot)² over the row's groups.
-        per_row: how many groups there are.
+        groups: how many groups there are.
         pivot: a number near the scales of each layer, so that nothing cancels.
         sample: the rows looked at.
     """
-    rows = sample.active
+    rows, per_row = sample.active, groups[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
-        count = rows.sum(1) * per_row
+        count = rows.sum(1) * groups
         shift = np.where(rows, sums, 0.0).sum(1) / count
         variance = np.maximum(np.where(rows, squares, 0.0).sum(1) / count - shift**2, 0.0)
         mean = pivot + shift

@@ -20,6 +20,7 @@ from adiv_monitor.estimates import (
     mean_of_active,
     over_rows,
     quantiles,
+    variance_share,
 )
 from adiv_monitor.features.rows import Index
 from adiv_monitor.report import QUANTILE_LEVELS
@@ -91,13 +92,23 @@ def measure(layers: Mapping[str, Numbers]) -> dict[str, Measured]:
     """Every measure of every layer."""
     alike: dict[object, list[str]] = defaultdict(list)
     for path, numbers in layers.items():
-        shapes = tuple((name, array.shape) for name, array in sorted(numbers.values.items()))
-        kind = numbers.vectors, numbers.groups, numbers.bias_alone, tuple(numbers.dots), shapes
+        names = tuple(sorted(numbers.values))
+        kind = numbers.rows_seen, numbers.vectors, numbers.bias_alone, names, tuple(numbers.dots)
         alike[kind].append(path)
     found: dict[str, Measured] = {}
     for paths in alike.values():
         found |= zip(paths, _measure_alike([layers[path] for path in paths]), strict=True)
     return {path: found[path] for path in layers}
+
+
+def _stacked(arrays: Sequence[Array | Index], fill: float = np.nan) -> Array:
+    """All of them in one array; rows of different length are filled up."""
+    if len({array.shape for array in arrays}) == 1:
+        return np.stack(arrays)
+    stacked = np.full((len(arrays), max(map(len, arrays))), fill)
+    for row, array in zip(stacked, arrays, strict=True):
+        row[: len(array)] = array
+    return stacked
 
 
 class _Together:
@@ -106,7 +117,8 @@ class _Together:
     def __init__(self, layers: Sequence[Numbers]) -> None:
         self.layers = layers
         first = layers[0]
-        self.values = {n: np.stack([x.values[n] for x in layers]) for n in first.values}
+        self.values = {n: _stacked([x.values[n] for x in layers]) for n in first.values}
+        self.groups = np.array([float(x.groups) for x in layers])
         self.dots = {n: np.array([x.dots[n] for x in layers]) for n in first.dots}
         factor = np.array([x.factor for x in layers])
         self.unit = np.where(np.isnan(factor), 1.0, factor)
@@ -151,17 +163,14 @@ class _Together:
         """‖G‖² over all rows; None where only the sample tells."""
         if "G_norms" not in self.values:
             return self.whole("G_G")
-        norms = self.values["G_norms"].reshape(len(self.layers), -1) * self.unit[:, None]
-        found: PerLayer = (norms**2).sum(1)
+        found: PerLayer = np.nansum(self.values["G_norms"] ** 2, axis=1) * self.unit**2
         return found
 
     def whole(self, name: str, power: int = 2) -> PerLayer | None:
         """What a pass over all rows summed up, in the units of the optimizer's gradient."""
         if name not in self.values:
             return None
-        # Sums of micro-batches come one by one.
-        parts = self.values[name].reshape(len(self.layers), -1)
-        found: PerLayer = parts.sum(1) * self.unit**power
+        found: PerLayer = self.values[name].reshape(len(self.layers)) * self.unit**power
         return found
 
 
@@ -277,7 +286,7 @@ def _exactly(total: PerLayer | None, like: Sum) -> Sum:
 
 def _of_all_scales(x: _Together) -> dict[str, Estimate]:
     """Mean, spread and largest: of all rows where a pass over them told, else from the sample."""
-    groups = x.layers[0].groups
+    groups = x.groups[:, None]
     if (sums := x.whole("scale_sum", 0)) is not None:
         count, deviation = _active(x), x.whole("scale_deviation", 0)
         assert deviation is not None
@@ -292,11 +301,11 @@ def _of_all_scales(x: _Together) -> dict[str, Estimate]:
     pivot, shifted, squares, largest = _scales_of_rows(x)
     active = x.sample.active
     means = (pivot[:, None] + shifted / groups) * groups
-    count_of_active = over_rows(active * float(groups), x.sample)
+    count_of_active = over_rows(active * groups, x.sample)
     sum_of_active = over_rows(np.where(active, means, 0.0), x.sample)
     return {
         "scale_mean": measures.scale_mean(sum_of_active, count_of_active, x.sample),
-        "scale_cv": measures.scale_cv_of_rows(shifted, squares, groups, pivot, x.sample),
+        "scale_cv": measures.scale_cv_of_rows(shifted, squares, x.groups, pivot, x.sample),
         "scale_max": measures.scale_max_of_rows(largest, x.sample),
     }
 
@@ -319,16 +328,14 @@ def _scales_of_rows(x: _Together) -> tuple[PerLayer, PerRow, PerRow, PerRow]:
 
 def _scale_distribution(x: _Together) -> dict[str, tuple[Array, Array]]:
     if "scale_entries" in x.values:
-        entries = x.values["scale_entries"]
-        looked_at = np.minimum(entries.shape[1], x.sample.total)
-        sample = Sample(x.sample.total, np.isnan(entries))
-        assert (looked_at == entries.shape[1]).all()
-        return {"scale": quantiles(entries, LEVELS, sample.variance_share)}
+        looked_at = np.array([float(len(layer.values["scale_entries"])) for layer in x.layers])
+        share = variance_share(looked_at, x.sample.total)
+        return {"scale": quantiles(x.values["scale_entries"], LEVELS, share)}
     if "scale" in x.values:
         entries = np.where(x.sample.active, x.values["scale"], np.nan)
     elif "scale_entries_of_rows" in x.values:
-        rows = np.stack([_rows_of_entries(layer) for layer in x.layers])
-        active = np.take_along_axis(x.sample.active, rows, 1)
+        rows = _stacked([_rows_of_entries(layer) for layer in x.layers], fill=0)
+        active = np.take_along_axis(x.sample.active, rows.astype(np.int64), 1)
         entries = np.where(active, x.values["scale_entries_of_rows"], np.nan)
     else:
         return {}

@@ -35,9 +35,11 @@ class Transfer:
             places = [i for i, tensor in enumerate(self._tensors) if tensor.device == device]
             parts = [self._tensors[i] for i in places]
             packed = torch.cat([part.reshape(-1) for part in parts]).cpu().numpy()
-            ends = np.cumsum([part.numel() for part in parts])[:-1]
-            for i, numbers in zip(places, np.split(packed, ends), strict=True):
-                self._arrays[i] = numbers.astype(np.float64).reshape(self._tensors[i].shape)
+            numbers = packed.astype(np.float64)
+            end = 0
+            for i, part in zip(places, parts, strict=True):
+                start, end = end, end + part.numel()
+                self._arrays[i] = numbers[start:end].reshape(part.shape)
         self._tensors.clear()
 
     def get(self, places: Mapping[Outer, Mapping[Inner, int]]) -> dict[Outer, dict[Inner, Array]]:

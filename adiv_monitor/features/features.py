@@ -117,6 +117,8 @@ class DenseFeatures:
         blocks = weight.reshape(groups, -1, n_feat)
         if n_feat == 1 and blocks.shape[1] == 1:
             return self.phi[..., 0] * blocks[:, 0, 0]
+        if blocks.shape[1] == 1:  # a depthwise convolution
+            return (self.phi * blocks[:, 0]).sum(-1)
         return torch.einsum("rgp,gnp->rgn", self.phi, blocks).flatten(1)
 
     def by_bias(self, bias: Tensor) -> Float[Tensor, "rows n_total"] | None:
