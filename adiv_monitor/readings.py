@@ -331,16 +331,19 @@ def _scale_distribution(x: _Together) -> dict[str, tuple[Array, Array]]:
         looked_at = np.array([float(len(layer.values["scale_entries"])) for layer in x.layers])
         share = variance_share(looked_at, x.sample.total)
         return {"scale": quantiles(x.values["scale_entries"], LEVELS, share)}
+    share = x.sample.variance_share
     if "scale" in x.values:
         entries = np.where(x.sample.active, x.values["scale"], np.nan)
     elif "scale_entries_of_rows" in x.values:
         rows = _stacked([_rows_of_entries(layer) for layer in x.layers], fill=0)
         active = np.take_along_axis(x.sample.active, rows.astype(np.int64), 1)
         entries = np.where(active, x.values["scale_entries_of_rows"], np.nan)
+        looked_at = np.array([float(len(r)) for r in map(_rows_of_entries, x.layers)])
+        share = share + variance_share(looked_at, x.sample.seen * x.groups)
     else:
         return {}
     # Entries of one row may be alike, so that they count as one.
-    return {"scale": quantiles(entries, LEVELS, x.sample.variance_share)}
+    return {"scale": quantiles(entries, LEVELS, share)}
 
 
 def _rows_of_entries(layer: Numbers) -> Index:

@@ -1,0 +1,144 @@
+"""What few rows say of all: unbiased, as sure as they claim, blind to rows that ask for nothing.
+
+Invariants 8 and 9 of the definitions, on an MLP, a CNN, a transformer on pictures and a causal
+language model.
+"""
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import GPT, ViT
+from setups import EXACT
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adiv_monitor import Monitor, StepReport
+
+IDLE = -100  # what cross_entropy leaves out
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 4)
+    )
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, groups=8),
+        nn.Conv2d(8, 6, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 4),
+    )
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x)
+    return functional.cross_entropy(out.flatten(0, -2), y.flatten(), ignore_index=IDLE)
+
+
+def pictures(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, 12, 12, dtype=torch.float64), torch.randint(4, (n,))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
+    "mlp": (mlp, lambda: (torch.randn(400, 8, dtype=torch.float64), torch.randint(4, (400,)))),
+    "cnn": (cnn, lambda: pictures(16)),
+    "vit": (lambda: ViT(side=12, patch=3, channels=3, width=16, depth=1), lambda: pictures(24)),
+    "gpt": (
+        lambda: GPT(vocabulary=11, length=20, width=16, depth=1, heads=2),
+        lambda: tuple(torch.randint(11, (2, 20, 20))),
+    ),
+}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+
+class Step:
+    """One step that can be measured as often as is asked."""
+
+    def __init__(self, case: str, optimizer: str) -> None:
+        torch.manual_seed(1)
+        build, data = CASES[case]
+        self.model = build().double()
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.x, self.y = data()
+        for _ in range(3):  # so that the optimizer has something to remember
+            self.optimizer.zero_grad()
+            loss_of(self.model, self.x, self.y).backward()
+            self.optimizer.step()
+
+    def measured(self, max_rows: int | None, seed: int = 0, padding: int = 0) -> StepReport:
+        """The next step; with so many idle samples more."""
+        model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        x = torch.cat([self.x, self.x[:padding]])
+        y = torch.cat([self.y, torch.full_like(self.y[:padding], IDLE)])
+        with Monitor(model, optimizer, max_rows=max_rows, seed=seed, on_error="raise") as monitor:
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        return monitor.latest
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_idle_rows_change_nothing(case: str, optimizer: str) -> None:
+    """Invariant 8: only their own share, and how many rows there are."""
+    step = Step(case, optimizer)
+    plain, padded = step.measured(None), step.measured(None, padding=8)
+    for path, reading in padded.layers.items():
+        expected = plain.layers[path]
+        # Positions are looked up once for all samples.
+        assert reading.rows_total > expected.rows_total or reading.kind == "embedding"
+        idle = reading.rows_total - expected.rows_total + expected.rows_without_gradient
+        assert reading.idle_share == pytest.approx(idle / reading.rows_total)
+        for name, value in reading.measures().items():
+            if name in reading.standard_error:  # quantiles of some of very many scales
+                assert name.startswith("scale_p")
+                off = 6 * (reading.standard_error[name] + expected.standard_error[name])
+                assert value == pytest.approx(getattr(expected, name), abs=off), f"{name} of {path}"
+            elif name != "idle_share":
+                assert value == pytest.approx(getattr(expected, name), **EXACT), f"{name} of {path}"
+
+
+# Quantiles and largest values are not smooth sums: their errors are rough.
+ROUGH = ("p05", "p50", "p95", "max")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_sampled_readings_know_how_far_off_they_are(case: str, optimizer: str) -> None:
+    """Invariant 9: unbiased, and within three errors of all rows in 99 % of the draws."""
+    step = Step(case, optimizer)
+    truth, draws = step.measured(None), 40
+    deviations: dict[str, list[float]] = defaultdict(list)
+    for seed in range(draws):
+        report = step.measured(100, seed=seed)
+        for path, reading in report.layers.items():
+            exact = truth.layers[path]
+            for name, value in reading.measures().items():
+                error = reading.standard_error.get(name, 0.0)
+                if name.endswith(ROUGH):
+                    continue
+                if error == 0 or math.isnan(error):
+                    assert value == pytest.approx(getattr(exact, name), rel=1e-7, abs=1e-9)
+                else:
+                    deviations[name].append((value - getattr(exact, name)) / error)
+    assert deviations.keys() >= {"update_cosine", "gradient_cosine", "interference_ratio"}
+    every = [d for found in deviations.values() for d in found]
+    assert sum(abs(d) > 3 for d in every) < 0.01 * len(every)
+    for name, found in deviations.items():
+        mean = sum(found) / len(found)
+        # Layers of one draw look at related rows: not as many independent deviations as there are.
+        assert abs(mean) < 4 / math.sqrt(draws), name
