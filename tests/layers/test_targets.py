@@ -31,7 +31,8 @@ def test_kernels_compile_well(target, tmp_path):
     assert len(found) > 90
     for case, usage in found.items():
         assert usage["spilled"] == 0, (case, usage)
-        # Two programs of 8 warps at least; an AMD multiprocessor has room for more.
-        assert usage["registers"] <= (128 if target.startswith("sm") else 160), (case, usage)
+        # Two programs of 8 warps or four of 4 at least; an AMD multiprocessor has room for more.
+        few = usage["registers"] * usage["threads"] <= 2**14 * 2
+        assert few or usage["registers"] <= (128 if target[:2] == "sm" else 160), (case, usage)
         assert usage["loads"] >= usage["least_loads"], (case, usage)
         assert usage["stores"] >= usage["least_stores"], (case, usage)
