@@ -5,7 +5,7 @@ TORCH_INDEX ?=# e.g. https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint bench mutants clean
+.PHONY: demo test lint bench gpu mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -29,6 +29,10 @@ mutants: $(VENV)/.mutants
 $(VENV)/.demo: EXTRAS = lightning,tensorboard,audit,examples
 $(VENV)/.dev: EXTRAS = dev
 $(VENV)/.mutants: EXTRAS = dev,mutants
+
+# All that is to be measured on a GPU, into tests/benchmarks/results/gpu.md; PART=rows: this alone.
+gpu: $(VENV)/.dev
+	$(BIN)/python tests/benchmarks/gpu.py $(if $(PART),--only $(PART))
 
 # The stamps are touched last: an interrupted installation is done again, a finished one is not.
 $(VENV)/.demo $(VENV)/.dev $(VENV)/.mutants: pyproject.toml

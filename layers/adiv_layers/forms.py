@@ -1,10 +1,47 @@
 """What α, β and eps mean for the divisor of a row: plain numbers, checked."""
 
 import math
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
+
+_LEAST, _MOST = 1e-18, 1e18  # whose squares float32 can still add to those of a row
+
+
+class Correction(NamedTuple):
+    """What a structural form does with Wφ and b, φ being a row or a patch.
+
+    z = f·(Wφ + shift·b), f = gain/√(‖φ‖² + constant), where constant > 0 (affine-like);
+    z = f·Wφ + shift·b, f = gain/max(‖φ‖, eps), where constant is 0 (norm-like).
+    """
+
+    gain: float
+    shift: float
+    constant: float
+    eps: float
+
+    def limit(self, factor: Tensor) -> float:
+        """The |f| from which on eps holds f, so that it no longer depends on φ; 0: none."""
+        if self.constant > 0:
+            return 0.0
+        return float(abs(self.gain) * (1.0 - 1e-6) / least_square(self.eps, factor) ** 0.5)
+
+    def split(self, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What is added before and what after the product with f."""
+        shifted = times(bias, self.shift)
+        return (shifted, None) if self.constant > 0 else (None, shifted)
+
+
+def affine_like(alpha: float, beta: float) -> Correction:
+    """(αWφ + βb)/√(α²‖φ‖² + β²) = f·(Wφ + β/α·b), f = ±1/√(‖φ‖² + (β/α)²)."""
+    offset, sign = affine_like_constants(alpha, beta)
+    return Correction(sign, sign * offset, offset * offset, 1.0)
+
+
+def norm_like(alpha: float, beta: float, eps: float, dtype: torch.dtype) -> Correction:
+    """αWφ/s + βb: see `norm_like_gain`."""
+    return Correction(norm_like_gain(alpha, beta), beta, 0.0, representable(eps, dtype))
 
 
 def affine_like_constants(alpha: float, beta: float) -> tuple[float, float]:
@@ -16,7 +53,13 @@ def affine_like_constants(alpha: float, beta: float) -> tuple[float, float]:
             f"affine-like: alpha={alpha}, beta={beta}; both must be finite and not 0. "
             "To do without the bias pass bias=None, or use the norm-like form."
         )
-    return beta / abs(alpha), 1.0 if alpha > 0.0 else -1.0
+    offset = beta / abs(alpha)
+    if not _LEAST <= abs(offset) <= _MOST:
+        raise ValueError(
+            f"affine-like: alpha={alpha}, beta={beta}; |beta/alpha| must be in "
+            f"[{_LEAST}, {_MOST}], or its square is lost in float32."
+        )
+    return offset, 1.0 if alpha > 0.0 else -1.0
 
 
 def norm_like_gain(alpha: float, beta: float) -> float:
@@ -66,3 +109,8 @@ def times(parameter: None, factor: float) -> None: ...
 def times(parameter: Tensor | None, factor: float) -> Tensor | None:
     """A weight or bias, if there is one, multiplied by a factor."""
     return parameter if parameter is None or factor == 1.0 else parameter * factor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are taken in: float32, and float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -9,7 +9,7 @@ corrections make the scale the same for every row.
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_layers.forms import affine_like_constants, norm_like_gain, representable, times
+from adiv_layers.forms import affine_like, norm_like
 from adiv_layers.gradient_only import gradient_only_linear
 from adiv_layers.gradient_only_conv import gradient_only_conv
 from adiv_layers.ops import unit_rows
@@ -50,11 +50,9 @@ def affine_like_linear(
         (..., n_out). Zero rows give b (−b for β < 0).
 
     Raises:
-        ValueError: alpha or beta is 0 or not finite.
+        ValueError: alpha or beta is 0 or not finite, or one is 1e18 times the other.
     """
-    offset, sign = affine_like_constants(alpha, beta)
-    constant = offset * offset
-    return scaled_linear(input, times(weight, sign), times(bias, offset), constant, eps=1.0)
+    return scaled_linear(input, weight, bias, affine_like(alpha, beta))
 
 
 def norm_like_linear(
@@ -85,8 +83,7 @@ def norm_like_linear(
     Raises:
         ValueError: alpha is 0 or not finite, beta is outside [−1, 1], or eps is not positive.
     """
-    weight, bias = times(weight, norm_like_gain(alpha, beta)), times(bias, beta)
-    return scaled_linear(input, weight, bias, 0.0, representable(eps, input.dtype))
+    return scaled_linear(input, weight, bias, norm_like(alpha, beta, eps, input.dtype))
 
 
 def l2_norm(
@@ -102,7 +99,7 @@ def l2_norm(
     Returns:
         The input's shape. Zero rows stay zero.
     """
-    eps = representable(eps, input.dtype)
+    form = norm_like(1.0, 1.0, eps, input.dtype)
     if dim in (-1, input.dim() - 1):
-        return unit_rows(input, 0.0, eps=eps)[0]
-    return unit_rows(input.movedim(dim, -1), 0.0, eps=eps)[0].movedim(-1, dim)
+        return unit_rows(input, form)[0]
+    return unit_rows(input.movedim(dim, -1), form)[0].movedim(-1, dim)

@@ -19,11 +19,12 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from adiv_layers.autocast import autocast_dtype, without_autocast
 from adiv_layers.forms import least_square, representable
+from adiv_layers.kernels.choice import kernels_for
 from adiv_layers.kernels.launch import KernelError
-from adiv_layers.ops import row_gradients, usable
 
 LinearForm = Literal["proportional", "disproportional", "batch"]
 LINEAR_FORMS = get_args(LinearForm)
@@ -56,9 +57,22 @@ def gradient_only_linear(
     """
     check_gradient_form(form, LINEAR_FORMS, eps, damping)
     input, weight, bias = as_autocast(input, weight, bias)
-    function = _GradientOnlyLinear if torch.compiler.is_compiling() else _WithForwardMode
+    function = flavour(_GradientOnlyLinear, _WithForwardMode, _AtOnce)
     output: Tensor = function.apply(input, weight, bias, form, eps, damping)
     return output
+
+
+def flavour(plain: Any, with_forward_mode: Any, at_once: Any) -> Any:
+    """Which of three versions of an autograd function to use, here and now.
+
+    torch.compile takes no function that has a forward mode; `torch.func` transforms and
+    forward-mode derivatives need a separate `setup_context`, which costs three times the call.
+    """
+    if torch.compiler.is_compiling():
+        return plain
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return with_forward_mode
+    return at_once
 
 
 def check_gradient_form(
@@ -121,6 +135,27 @@ class _WithForwardMode(_GradientOnlyLinear):
         return total(parts)
 
 
+class _AtOnce(torch.autograd.Function):
+    """The same where nobody transforms it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: str,
+        eps: float,
+        damping: float,
+    ) -> Tensor:
+        ctx.settings = form, eps, damping
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(input, weight)
+        return F.linear(input, weight, bias)
+
+    backward = _GradientOnlyLinear.backward
+
+
 def row_factor(squares: Tensor, form: str, has_bias: bool, eps: float) -> Tensor:
     """What multiplies g xᵀ of a row: 1/(‖x‖² + 1), 1/(2‖x‖²), or 1/‖x‖² without a bias."""
     if form == "proportional" and has_bias:
@@ -135,10 +170,12 @@ def _per_row_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of weight and bias, every row's share multiplied by its factor."""
     by_features = form == "proportional" and has_bias
-    if usable(rows, grad) and not torch.is_grad_enabled():
-        gain = 0.5 if has_bias and not by_features else 1.0
+    if not torch.is_grad_enabled() and (kernels := kernels_for(rows, grad)) is not None:
         with suppress(KernelError):
-            return row_gradients(rows, grad, 1.0 if by_features else 0.0, eps, gain, has_bias)
+            found: tuple[Tensor, Tensor | None] = kernels.row_gradients(
+                rows, grad, has_bias, form == "proportional", eps
+            )
+            return found
     squares = rows.to(_wide(rows.dtype)).square().sum(-1, keepdim=True)
     factor = row_factor(squares, form, has_bias, eps)
     # Multiply whichever is narrower; but near x = 0 only x/‖x‖² is sure to be finite.

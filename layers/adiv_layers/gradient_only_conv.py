@@ -1,12 +1,22 @@
 """Gradient-only corrections of convolutions, a row being a patch: see `gradient_only.py`."""
 
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from adiv_layers.forms import representable
-from adiv_layers.gradient_only import as_autocast, check_gradient_form, row_factor, total
+from adiv_layers.gradient_only import (
+    as_autocast,
+    check_gradient_form,
+    flavour,
+    row_factor,
+    total,
+)
+from adiv_layers.kernels.choice import kernels_for
+from adiv_layers.kernels.launch import KernelError
+from adiv_layers.kernels.maps import Patches
 from adiv_layers.patch_norm import (
     CONVOLUTIONS,
     Geometry,
@@ -62,7 +72,7 @@ def gradient_only_conv(
     dilation = per_dimension(dilation, space)
     input, padding = in_numbers(input, weight, padding, dilation)
     geometry = (per_dimension(stride, space), padding, dilation, groups)
-    function = _GradientOnlyConv if torch.compiler.is_compiling() else _WithForwardMode
+    function = flavour(_GradientOnlyConv, _WithForwardMode, _AtOnce)
     output: Tensor = function.apply(input, weight, bias, geometry, form, eps)
     return output
 
@@ -95,17 +105,9 @@ class _GradientOnlyConv(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_input = _conv_backward(ctx.geometry, grad, input, weight, (True, False, False))
         if any(ctx.needs_input_grad[1:3]):
-            space, groups = weight.dim() - 2, ctx.geometry[-1]
-            squares = patch_squares(input, weight, *ctx.geometry)
-            eps = representable(ctx.eps, input.dtype)
-            factor = row_factor(squares, ctx.form, ctx.has_bias, eps)
-            scaled = scale_channels(grad, factor, groups, space)
-            grad_weight = _conv_backward(ctx.geometry, scaled, input, weight, (False, True, False))
-            positions = [0, *range(2, space + 2)]
-            if ctx.form == "disproportional":
-                grad_bias = 0.5 * grad.sum(positions)
-            else:
-                grad_bias = scaled.sum(positions)
+            grad_weight, grad_bias = _per_patch_gradients(
+                input, weight, grad, ctx.geometry, ctx.form, ctx.has_bias, ctx.eps
+            )
         return grad_input, grad_weight, grad_bias if ctx.has_bias else None, None, None, None
 
 
@@ -125,6 +127,57 @@ class _WithForwardMode(_GradientOnlyConv):
             None if d_bias is None else d_bias.view(-1, *[1] * space),
         ]
         return total(parts)
+
+
+class _AtOnce(torch.autograd.Function):
+    """The same where nobody transforms it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        form: str,
+        eps: float,
+    ) -> Tensor:
+        ctx.geometry, ctx.form, ctx.eps = geometry, form, eps
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(input, weight)
+        return CONVOLUTIONS[weight.dim() - 2](input, weight, bias, *geometry)
+
+    backward = _GradientOnlyConv.backward
+
+
+def _per_patch_gradients(
+    input: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    geometry: Geometry,
+    form: str,
+    has_bias: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of weight and bias, every patch's share multiplied by its factor."""
+    eps, space = representable(eps, input.dtype), weight.dim() - 2
+    stride, padding, dilation, groups = geometry
+    patches = Patches(list(weight.shape[2:]), list(stride), list(padding), list(dilation), groups)
+    kernels = None if torch.is_grad_enabled() else kernels_for(input, weight, grad)
+    if kernels is not None and patches.suits(input, weight):
+        with suppress(KernelError):
+            found: tuple[Tensor, Tensor | None] = kernels.patch_gradients(
+                patches, input, weight, grad, has_bias, form == "proportional", eps
+            )
+            return found
+    squares = patch_squares(input, weight, *geometry)
+    factor = row_factor(squares, form, has_bias, eps)
+    scaled = scale_channels(grad, factor, groups, space)
+    grad_weight = _conv_backward(geometry, scaled, input, weight, (False, True, False))
+    positions = [0, *range(2, space + 2)]
+    if form == "disproportional":
+        return grad_weight, 0.5 * grad.sum(positions)
+    return grad_weight, scaled.sum(positions)
 
 
 def _conv_backward(

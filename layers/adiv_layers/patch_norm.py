@@ -8,15 +8,15 @@ from torch import Tensor
 
 from adiv_layers.autocast import without_autocast
 from adiv_layers.forms import (
-    affine_like_constants,
+    Correction,
+    affine_like,
     check_form,
     least_square,
-    norm_like_gain,
-    representable,
+    norm_like,
     times,
 )
 from adiv_layers.kernels.maps import Patches
-from adiv_layers.ops import scaled
+from adiv_layers.ops import output_scaled
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -68,35 +68,31 @@ def patch_norm_conv(
     stride, dilation = per_dimension(stride, space), per_dimension(dilation, space)
     input, padding = in_numbers(input, weight, padding, dilation)
     if form == "affine-like":
-        offset, gain = affine_like_constants(alpha, beta)
-        constant, bias = offset * offset, times(bias, offset)
+        correction = affine_like(alpha, beta)
     else:
-        gain, eps = norm_like_gain(alpha, beta), representable(eps, input.dtype)
-        constant, bias = 0.0, times(bias, beta)
+        correction = norm_like(alpha, beta, eps, input.dtype)
     patches = Patches(
         *(list(weight.shape[2:]), list(stride), list(padding), list(dilation)), groups
     )
     geometry = (stride, padding, dilation, groups)
-    plain = partial(_plain, geometry=geometry, constant=constant, eps=eps)
-    return scaled(patches, plain, input, times(weight, gain), bias, constant, eps)
+    plain = partial(_plain, geometry=geometry, form=correction)
+    return output_scaled(patches, plain, input, weight, bias, correction)
 
 
 def _plain(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    geometry: Geometry,
-    constant: float,
-    eps: float,
+    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, form: Correction
 ) -> Tensor:
-    """(W·patch + b)·r, or W·patch·r + b where constant is 0."""
+    """f·(W·patch + shift·b), or f·W·patch + shift·b where the constant is 0."""
     space = weight.dim() - 2
-    inner, outer = (bias, None) if constant > 0 else (None, bias)
-    numerator = CONVOLUTIONS[space](input, weight, inner, *geometry)
+    before, after = form.split(bias)
+    numerator = CONVOLUTIONS[space](input, weight, before, *geometry)
     squares = patch_squares(input, weight, *geometry)
-    squares = squares + constant if constant > 0 else squares.clamp_min(least_square(eps, squares))
-    output = scale_channels(numerator, squares.rsqrt(), geometry[-1], space)
-    return output if outer is None else output + outer.to(output.dtype).view(-1, *[1] * space)
+    if form.constant > 0:
+        squares = squares + form.constant
+    else:
+        squares = squares.clamp_min(least_square(form.eps, squares))
+    output = scale_channels(numerator, times(squares.rsqrt(), form.gain), geometry[-1], space)
+    return output if after is None else output + after.to(output.dtype).view(-1, *[1] * space)
 
 
 def patch_squares(

@@ -1,9 +1,9 @@
-"""Linear maps of scaled rows, (Wx + b)·r or Wx·r + b: which way is cheapest, here and now.
+"""Linear maps of scaled rows, f·(Wx + b) or f·Wx + b: which way is cheapest, here and now.
 
 Dividing the input touches every input five times in forward and backward, dividing the output
-every input and every output four times: that is cheaper where n_in > 4 n_out. On the CPU both have
-a backward by hand, because autograd's own would pass over the input ten times; it is the plain
-expression that is differentiated where someone differentiates twice, compiles or transforms.
+every input and every output four times. On the CPU both have a backward by hand, because autograd's
+own would pass over the input ten times; it is the plain expression that is differentiated where
+someone differentiates twice, compiles or transforms.
 """
 
 from collections.abc import Callable
@@ -15,56 +15,59 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adiv_layers.autocast import autocast_dtype
-from adiv_layers.forms import least_square
+from adiv_layers.forms import Correction, least_square, times
 from adiv_layers.kernels.maps import Rows
-from adiv_layers.ops import linear_plus_factor, scaled, unit_rows, usable
+from adiv_layers.ops import input_scaled, output_scaled, small_linear, unit_rows, with_kernels
 
 
-def scaled_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, constant: float, eps: float
-) -> Tensor:
-    """(Wx + b)·r with r = 1/√(‖x‖² + constant); Wx·r + b with r = 1/max(‖x‖, eps) for constant 0.
+def scaled_linear(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction) -> Tensor:
+    """f·(Wx + shift·b), or f·Wx + shift·b where the constant is 0: see `Correction`.
 
     Args:
         input: (..., n_in).
         weight: (n_out, n_in).
         bias: (n_out,).
-        constant: what is added to the squared length, at least 0.
-        eps: shortest length to divide by, where constant is 0.
+        form: what f and shift are.
 
     Returns:
         (..., n_out).
     """
-    # In fp16 Wx could overflow before it is divided.
-    dtype = autocast_dtype(input) or input.dtype
-    narrow = weight.shape[1] > 4 * weight.shape[0] and dtype != torch.float16
-    if not usable(input, weight, bias) and _by_hand(input):
-        function = _OutputScaled if narrow else _InputScaled
-        output: Tensor = function.apply(input, weight, bias, constant, eps)
+    on_kernels = with_kernels(input, weight, bias)
+    by_output = _by_output(input, weight, bias, form, on_kernels)
+    if not on_kernels and _by_hand(input):
+        function = _OutputScaled if by_output else _InputScaled
+        output: Tensor = function.apply(input, weight, bias, form)
         return output
-    if not narrow:
-        return _scale_input(input, weight, bias, constant, eps)
-    plain = partial(_scale_output, constant=constant, eps=eps)
-    return scaled(Rows(), plain, input, weight, bias, constant, eps)
+    plain = partial(_scale_output, form=form)
+    if on_kernels and (small := small_linear(plain, input, weight, bias, form)) is not None:
+        return small
+    if by_output:
+        return output_scaled(Rows(), plain, input, weight, bias, form)
+    return input_scaled(input, weight, bias, form)
 
 
-def _scale_input(
-    input: Tensor, weight: Tensor, bias: Tensor | None, constant: float, eps: float
-) -> Tensor:
-    unit, inverse = unit_rows(input, constant, eps)
-    if bias is None or constant == 0:
-        return F.linear(unit, weight, bias)
-    return linear_plus_factor(unit, inverse, weight, bias)
+def _by_output(
+    input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction, on_kernels: bool
+) -> bool:
+    """Whether dividing the output is cheaper: where n_in > 4 n_out, see the top of this file.
+
+    Adding f·b behind the product is two more passes over the output, and then n_in > 2 n_out is
+    enough; the kernels spare them unless there are fewer rows than inputs.
+    """
+    n_out, n_in = weight.shape
+    if (autocast_dtype(input) or input.dtype) == torch.float16:
+        return False  # Wx could overflow before it is divided
+    if bias is None or form.constant == 0 or (on_kernels and input.numel() >= n_in * n_in):
+        return n_in > 4 * n_out
+    return n_in > 2 * n_out
 
 
-def _scale_output(
-    input: Tensor, weight: Tensor, bias: Tensor | None, constant: float, eps: float
-) -> Tensor:
-    _, inverse = unit_rows(input, constant, eps)
-    inner, outer = (bias, None) if constant > 0 else (None, bias)
-    output = F.linear(input, weight, inner)
-    output = (output * inverse).to(output.dtype)
-    return output if outer is None else output + outer.to(output.dtype)
+def _scale_output(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction) -> Tensor:
+    _, factor = unit_rows(input, form)
+    before, after = form.split(bias)
+    output = F.linear(input, weight, before)
+    output = (output * factor).to(output.dtype)
+    return output if after is None else output + after.to(output.dtype)
 
 
 def _by_hand(input: Tensor) -> bool:
@@ -83,96 +86,97 @@ def _by_hand(input: Tensor) -> bool:
 
 
 class _InputScaled(torch.autograd.Function):
-    """Wx̂ + r·b, or Wx̂ + b for constant 0, of x̂ = r·x."""
+    """Wx̂ + f·shift·b, or Wx̂ + shift·b for constant 0, of x̂ = f·x."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, constant: float, eps: float
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction
     ) -> Tensor:
-        inverse = _inverse_length(input, constant, eps)
-        unit = input * inverse
-        ctx.save_for_backward(input, weight, bias, inverse, unit)
-        ctx.settings = constant, eps
-        if bias is None or constant == 0:
-            return F.linear(unit, weight, bias)
-        return F.linear(unit, weight).addcmul_(inverse, bias)
+        factor = _factor(input, form)
+        unit = input * factor
+        ctx.save_for_backward(input, weight, bias, factor, unit)
+        ctx.form = form
+        if bias is None or form.constant == 0:
+            return F.linear(unit, weight, times(bias, form.shift))
+        return F.linear(unit, weight).addcmul_(factor, bias, value=form.shift)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, bias, inverse, unit = ctx.saved_tensors
-        constant, eps = ctx.settings
-        needed = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # someone differentiates twice: r must be seen to depend on x
-            plain = partial(_scale_input, constant=constant, eps=eps)
-            return *_differentiable(plain, (input, weight, bias), needed, grad), None, None
+        input, weight, bias, factor, unit = ctx.saved_tensors
+        form, needed = ctx.form, ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # someone differentiates twice: f must be seen to depend on x
+            plain = partial(input_scaled, form=form)
+            return *_differentiable(plain, (input, weight, bias), needed, grad), None
         rows = grad.reshape(-1, grad.shape[-1])
         grad_input = grad_weight = grad_bias = None
         if needed[0]:
             grad_input = grad @ weight
             pull = torch.linalg.vecdot(grad_input, unit).unsqueeze(-1)
-            if bias is not None and constant > 0:
-                pull += inverse * (grad @ bias).unsqueeze(-1)
-            pull = _where_r_varies(pull, inverse, constant, eps)
-            grad_input.addcmul_(unit, pull, value=-1).mul_(inverse)
+            if bias is not None and form.constant > 0:
+                pull.addcmul_(factor, (grad @ bias).unsqueeze(-1), value=form.shift)
+            pull = _where_it_varies(pull, factor, form)
+            grad_input.addcmul_(unit, pull, value=-1 / form.gain**2).mul_(factor)
         if needed[1]:
             grad_weight = rows.t() @ unit.reshape(-1, unit.shape[-1])
         if needed[2]:
-            grad_bias = rows.t() @ inverse.reshape(-1) if constant > 0 else rows.sum(0)
-        return grad_input, grad_weight, grad_bias, None, None
+            total = rows.t() @ factor.reshape(-1) if form.constant > 0 else rows.sum(0)
+            grad_bias = times(total, form.shift)
+        return grad_input, grad_weight, grad_bias, None
 
 
 class _OutputScaled(torch.autograd.Function):
-    """(Wx + b)·r, or Wx·r + b for constant 0.
+    """f·(Wx + shift·b), or f·Wx + shift·b for constant 0.
 
     It saves the product before its scaling, so that what comes after may overwrite the output.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, constant: float, eps: float
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction
     ) -> Tensor:
-        inverse = _inverse_length(input, constant, eps)
-        product = F.linear(input, weight, bias if constant > 0 else None)
-        ctx.save_for_backward(input, weight, bias, inverse, product)
-        ctx.settings = constant, eps
-        output: Tensor = product * inverse
-        return output if bias is None or constant > 0 else output.add_(bias)
+        factor = _factor(input, form)
+        before, after = form.split(bias)
+        product = F.linear(input, weight, before)
+        ctx.save_for_backward(input, weight, bias, factor, product)
+        ctx.form = form
+        output: Tensor = product * factor
+        return output if after is None else output.add_(after)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, bias, inverse, product = ctx.saved_tensors
-        constant, eps = ctx.settings
-        needed = ctx.needs_input_grad[:3]
+        input, weight, bias, factor, product = ctx.saved_tensors
+        form, needed = ctx.form, ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
-            plain = partial(_scale_output, constant=constant, eps=eps)
-            return *_differentiable(plain, (input, weight, bias), needed, grad), None, None
-        scaled_grad = grad * inverse
+            plain = partial(_scale_output, form=form)
+            return *_differentiable(plain, (input, weight, bias), needed, grad), None
+        scaled_grad = grad * factor
         rows = scaled_grad.reshape(-1, grad.shape[-1])
         grad_input = grad_weight = grad_bias = None
         if needed[0]:
-            pull = torch.linalg.vecdot(scaled_grad, product).unsqueeze(-1) * inverse.square()
-            pull = _where_r_varies(pull, inverse, constant, eps)
-            grad_input = (scaled_grad @ weight).addcmul_(input, pull, value=-1)
+            pull = torch.linalg.vecdot(scaled_grad, product).unsqueeze(-1) * factor.square()
+            pull = _where_it_varies(pull, factor, form)
+            grad_input = (scaled_grad @ weight).addcmul_(input, pull, value=-1 / form.gain**2)
         if needed[1]:
             grad_weight = rows.t() @ input.reshape(-1, input.shape[-1])
         if needed[2]:
-            grad_bias = (rows if constant > 0 else grad.reshape(-1, grad.shape[-1])).sum(0)
-        return grad_input, grad_weight, grad_bias, None, None
+            total = rows if form.constant > 0 else grad.reshape(-1, grad.shape[-1])
+            grad_bias = times(total.sum(0), form.shift)
+        return grad_input, grad_weight, grad_bias, None
 
 
-def _inverse_length(input: Tensor, constant: float, eps: float) -> Tensor:
+def _factor(input: Tensor, form: Correction) -> Tensor:
     length: Tensor = torch.linalg.vector_norm(input, dim=-1, keepdim=True)
-    if constant > 0:
-        return (length * length + constant).rsqrt_()
-    return length.clamp_min_(least_square(eps, length) ** 0.5).reciprocal_()
+    if form.constant > 0:
+        factor = (length * length + form.constant).rsqrt_()
+    else:
+        factor = length.clamp_min_(least_square(form.eps, length) ** 0.5).reciprocal_()
+    return factor if form.gain == 1.0 else factor.mul_(form.gain)
 
 
-def _where_r_varies(pull: Tensor, inverse: Tensor, constant: float, eps: float) -> Tensor:
-    """The pull of r on x; none where eps holds r."""
-    if constant > 0:
-        return pull
-    limit = (1 - 1e-6) / least_square(eps, inverse) ** 0.5
-    return pull.masked_fill(inverse >= limit, 0.0)
+def _where_it_varies(pull: Tensor, factor: Tensor, form: Correction) -> Tensor:
+    """The pull of f on x; none where eps holds f."""
+    limit = form.limit(factor)
+    return pull if limit == 0 else pull.masked_fill(factor.abs() >= limit, 0.0)
 
 
 def _differentiable(

@@ -16,6 +16,8 @@ from adiv_layers import (
 )
 from torch import Tensor, nn
 
+MODES = {"cpu": ("eager", "compiled"), "cuda": ("eager", "graph", "compiled")}
+
 
 @dataclass(frozen=True)
 class Contest:
@@ -29,7 +31,7 @@ class Contest:
     layers: dict[str, Callable[[], nn.Module]]
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
-    modes: tuple[str, ...] = ("eager", "compiled")
+    modes: tuple[str, ...] = MODES["cpu"]
     rounds: int = 25
 
 
@@ -45,7 +47,8 @@ def linear_contest(rows: int, n_in: int, n_out: int, device: str, dtype: torch.d
     }
     if device == "cuda":
         layers |= third_party(n_in, n_out)
-    return Contest(f"{rows}, {n_in} → {n_out}", (rows, n_in), layers, device, dtype)
+    shape, modes = (rows, n_in), MODES[device]
+    return Contest(f"{rows}, {n_in} → {n_out}", shape, layers, device, dtype, modes)
 
 
 def third_party(n_in: int, n_out: int) -> dict[str, Callable[[], nn.Module]]:
@@ -81,6 +84,7 @@ def conv_contest(images: int, device: str, dtype: torch.dtype) -> Contest:
         },
         device,
         dtype,
+        MODES[device],
     )
 
 
@@ -121,10 +125,11 @@ def attention_contest(
         },
         device,
         dtype,
+        MODES[device],
     )
 
 
-def mlp_contest(device: str, modes: tuple[str, ...]) -> Contest:
+def mlp_contest(device: str) -> Contest:
     """A small network, in which the number of operations counts more than the arithmetic."""
 
     def mlp(linear: type[nn.Linear], norm: Callable[[int], nn.Module] | None = None) -> nn.Module:
@@ -141,7 +146,7 @@ def mlp_contest(device: str, modes: tuple[str, ...]) -> Contest:
         "AffineLikeLinear": lambda: mlp(AffineLikeLinear),
         "NormLikeLinear": lambda: mlp(NormLikeLinear),
     }
-    return Contest("MLP 3072-32-32-10, batch 32", (32, 3072), layers, device, modes=modes)
+    return Contest("MLP 3072-32-32-10, batch 32", (32, 3072), layers, device, modes=MODES[device])
 
 
 CUDA = [
@@ -150,12 +155,12 @@ CUDA = [
     linear_contest(65536, 768, 3072, "cuda", torch.bfloat16),
     conv_contest(128, "cuda", torch.bfloat16),
     attention_contest(16, 1024, 1024, "cuda", torch.bfloat16),
-    mlp_contest("cuda", ("graph",)),
+    mlp_contest("cuda"),
 ]
 CPU = [
     linear_contest(512, 3072, 512, "cpu", torch.float32),
     linear_contest(2048, 768, 3072, "cpu", torch.float32),
     conv_contest(16, "cpu", torch.float32),
     attention_contest(8, 128, 256, "cpu", torch.float32),
-    mlp_contest("cpu", ("eager", "compiled")),
+    mlp_contest("cpu"),
 ]

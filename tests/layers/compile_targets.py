@@ -9,11 +9,14 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import torch
 import triton
-from adiv_layers.kernels import channels, patch, rows
+import triton.language as tl
+from adiv_layers.forms import Correction
+from adiv_layers.kernels import channels, launch, patch, rows, small
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -30,7 +33,8 @@ def record(kernel, grid, anchor, *arguments, **options):
     launches.append((kernel, arguments, options))
 
 
-rows.run = channels.run = patch.run = record
+rows.run = channels.run = patch.run = small.run = record
+launch._multiprocessors = lambda _: 132  # as many as an H100 has
 
 
 def empty(*shape, dtype):
@@ -38,49 +42,90 @@ def empty(*shape, dtype):
 
 
 def row_cases(dtype, wide, widths):
-    """Launch row kernels; yield name and how many operands are read and written in full."""
+    """Launch row kernels; yield name, how many operands are read and written in full, how many
+    bytes an access should take.
+    """
     for width in widths:
-        x, r = empty(8192, width, dtype=dtype), empty(8192, 1, dtype=wide)
-        rows.unit_rows(x, r, x, 1.0, 1e-24, False)
-        yield f"unit_rows {width}", 1, 1
-        rows.unit_rows_backward(x, x, r, r, x, 0.0, True)
-        yield f"unit_rows_backward {width}", 2, 1
+        access = 2 ** min(4, ((width & -width) * dtype.itemsize).bit_length() - 1)
+        x, r = empty(8192, width, dtype=dtype), empty(8192, dtype=wide)
+        settings = {"gain": 1.0, "constant": 1.0, "floor": 1e-24}
+        rows.unit_rows(x, r, x, **settings)
+        yield f"unit_rows {width}", 1, 1, access
+        room = empty(8192, (width // 8 + 1) * 8, dtype=dtype)
+        rows.unit_rows(x, r, room, column=1.0, **settings)
+        yield f"unit_rows with a column {width}", 1, 0 if access < 16 else 1, access
+        shift = {"share": 1.0, "limit": 0.0, "shift": 1.0}
+        rows.unit_rows_backward(x, x, r, empty(4, 8192, dtype=wide), x, is_unit=True, **shift)
+        yield f"unit_rows_backward {width}", 2, 1, access
+        if width <= 4096:
+            rows.pack(empty(512, width, dtype=dtype), empty(512, dtype=dtype), room)
+            yield f"pack {width}", 0, 0, 0
 
 
-def channel_cases(dtype, wide):
-    """Launch the kernels over channels, for rows and for both layouts of a convolution."""
-    layouts = {
-        "rows": empty(8192, 4096, dtype=dtype).t().unsqueeze(0),
-        "contiguous": empty(128, 64, 1024, dtype=dtype),
-        "channels last": empty(128, 1024, 64, dtype=dtype).transpose(1, 2),
-    }
-    for name, x in layouts.items():
-        r = empty(x.shape[0], 1, x.shape[2], dtype=wide)
-        bias = empty(1, x.shape[1], 1, dtype=dtype).expand_as(x)
-        channels.gate(x, r, bias, scaled=None, total=True)
-        yield f"gate, bias, {name}", 1, 0
-        channels.gate(x, r, x, scaled=x, total=True, curved=True)
-        yield f"gate, {name}", 2, 1
-        channels.blend(x, x, r, x, sign=-1.0)
-        yield f"blend, {name}", 2, 1
-        channels.square_sum(x, r)
-        yield f"square_sum, {name}", 1, 0
+def linear_cases(dtype, wide, widths):
+    """Launch the kernels over channels for rows of outputs."""
+    for width in widths:
+        access = 2 ** min(4, ((width & -width) * dtype.itemsize).bit_length() - 1)
+        x = empty(8192, width, dtype=dtype).t().unsqueeze(0)
+        yield from channel_cases(f"rows of {width}", x, dtype, wide, access)
+
+
+def conv_cases(dtype, wide):
+    """Launch them for both layouts of images, small ones of odd sizes among them."""
+    for size, access in ((32, 16), (14, 8), (7, 2)):
+        x = empty(128, 64, size * size, dtype=dtype)
+        yield from channel_cases(f"contiguous {size}×{size}", x, dtype, wide, access)
+        x = empty(128, size * size, 64, dtype=dtype).transpose(1, 2)
+        yield from channel_cases(f"channels last {size}×{size}", x, dtype, wide, 16)
+
+
+def channel_cases(name, x, dtype, wide, access):
+    r = empty(x.shape[0], 1, x.shape[2], dtype=wide)
+    bias = empty(1, x.shape[1], 1, dtype=dtype).expand_as(x)
+    if name.startswith("rows"):
+        channels.gate(x, r, bias, total=True)
+        yield f"gate, bias, {name}", 1, 0, access
+    channels.gate(x, r, x, scaled=x, total=True, curve=1.0)
+    yield f"gate, {name}", 2, 1, access
+    channels.blend(x, x, r, x, gain=-1.0)
+    yield f"blend, {name}", 2, 1, access
+    channels.square_sum(x, r)
+    yield f"square_sum, {name}", 1, 0, access
+    channels.add_up(empty(528, x.shape[1], dtype=wide), bias)
+    yield f"add_up, {name}", 0, 0, 0
 
 
 def patch_cases(wide):
     """Launch the box filters; they move too little to ask for wide loads."""
     q, geometry = empty(128, 1, 1, 32, 32, dtype=wide), [1, 3, 3, 1, 1, 1, 0, 1, 1, 1, 1, 1]
-    patch.box(q, q, geometry, 1.0, 1e-24)
-    yield "box", 0, 0
+    patch.box(q, q, geometry, gain=1.0, constant=1.0, floor=1e-24)
+    yield "box", 0, 0, 0
     patch.box_transposed(q, q, geometry)
-    yield "box_transposed", 0, 0
+    yield "box_transposed", 0, 0, 0
+
+
+def small_cases(dtype):
+    """Launch the kernels for few rows by a small weight; they move too little to ask, too."""
+    form = Correction(1.0, 1.0, 1.0, 1.0)
+    for count, n_in, n_out in ((32, 3072, 32), (32, 32, 10), (64, 512, 512), (5, 100, 33)):
+        x, w, z = (empty(*s, dtype=dtype) for s in ((count, n_in), (n_out, n_in), (count, n_out)))
+        y, r, b = empty(count, n_out, dtype=torch.float32), empty(count, dtype=torch.float32), w[0]
+        small.small_forward(x, w, w[:, 0], z, y, form)
+        if n_in > small.INPUTS:
+            yield f"small finish {count} {n_in} {n_out}", 0, 0, 0
+        yield f"small forward {count} {n_in} {n_out}", 0, 0, 0
+        small.small_backward(z, x, w, y, r, form, x, w, b)
+        yield f"small backward {count} {n_in} {n_out}", 0, 0, 0
 
 
 def cases():
-    single = torch.float32
-    yield torch.bfloat16, row_cases(torch.bfloat16, single, (64, 768, 4096, 16384, 65536))
-    yield torch.bfloat16, channel_cases(torch.bfloat16, single)
-    yield single, row_cases(single, single, (16384,))
+    single, half = torch.float32, torch.bfloat16
+    yield half, row_cases(half, single, (64, 768, 1000, 1001, 4096, 16384, 65536))
+    yield half, linear_cases(half, single, (1000, 1001, 4096))
+    yield half, conv_cases(half, single)
+    yield half, small_cases(half)
+    yield single, small_cases(single)
+    yield single, row_cases(single, single, (1001, 16384))
     yield single, patch_cases(single)
     yield torch.float64, row_cases(torch.float64, torch.float64, (8192, 65536))
 
@@ -92,6 +137,7 @@ def build(kernel, arguments, options, target):
     for i, parameter in enumerate(kernel.params):
         value = values[parameter.name]
         if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            value = value.value if isinstance(value, tl.constexpr) else value
             signature[parameter.name], constants[(i,)] = "constexpr", value
             continue
         pointer = isinstance(value, torch.Tensor)
@@ -116,19 +162,30 @@ def nvidia_usage(compiled):
     return {
         "registers": used["REG"],
         "spilled": used["STACK"] + used["LOCAL"],
-        "loads": len(re.findall(r"ld\.global\S*\.(?:v4\.b32|v2\.b64)", ptx)),
-        "stores": len(re.findall(r"st\.global\S*\.(?:v4\.b32|v2\.b64)", ptx)),
+        "loads": accesses(ptx, "ld"),
+        "stores": accesses(ptx, "st"),
     }
+
+
+def accesses(ptx, kind):
+    """How many bytes of global memory a thread moves in one instruction: how often it does."""
+    found = re.findall(rf"{kind}\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
+    return Counter(int(count or 1) * int(bits) // 8 for count, bits in found)
 
 
 def amd_usage(compiled):
     text = compiled.asm["amdgcn"]
     used = {key: int(n) for key, n in re.findall(r"\.(vgpr_count|\w+_spill_count):\s*(\d+)", text)}
+    sizes = {"dwordx4": 16, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2, "short_d16": 2}
+    moved = {
+        kind: Counter(sizes.get(size, 0) for size in re.findall(rf"_{kind}_(\w+)", text))
+        for kind in ("load", "store")
+    }
     return {
         "registers": used["vgpr_count"],
         "spilled": used["vgpr_spill_count"] + used["sgpr_spill_count"],
-        "loads": len(re.findall(r"load_dwordx4", text)),
-        "stores": len(re.findall(r"store_dwordx4", text)),
+        "loads": moved["load"],
+        "stores": moved["store"],
     }
 
 
@@ -136,14 +193,18 @@ def main(name):
     target, usage = TARGETS[name], nvidia_usage if name.startswith("sm") else amd_usage
     found = {}
     for dtype, launched in cases():
-        for case, loads, stores in launched:
+        for case, loads, stores, access in launched:
             kernel, arguments, options = launches.pop()
             shape = [options[k] for k in ("ROWS", "POSITIONS", "BLOCK", "CHANNELS") if k in options]
             threads = target.warp_size * options.get("num_warps", 4)
-            vectors = int(torch.Size(shape).numel()) * dtype.itemsize // threads // 16
-            found[f"{case}, {dtype}"] = usage(build(kernel, arguments, options, target)) | {
-                "least_loads": loads * vectors,
-                "least_stores": stores * vectors,
+            moved = int(torch.Size(shape).numel()) * dtype.itemsize // threads
+            used = usage(build(kernel, arguments, options, target))
+            found[f"{case}, {dtype}"] = used | {
+                "loads": used["loads"][access],
+                "stores": used["stores"][access],
+                "least_loads": loads * moved // max(access, 1),
+                "least_stores": stores * moved // max(access, 1),
+                "threads": threads,
             }
     print(json.dumps(found))
 

@@ -8,14 +8,12 @@ import os
 
 import torch
 import triton.language as tl
-from adiv_layers.kernels import functions, library
+from adiv_layers.kernels import choice
 from triton.runtime import interpreter
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "these tests are run by test_kernels.py"
 
-for name, implementation in library.IMPLEMENTATIONS.items():
-    torch.library.impl(f"adiv_layers::{name}", "CPU", implementation)
-functions.DEVICES.add("cpu")
+choice.DEVICES.add("cpu")
 
 _convert = interpreter._convert_float
 
@@ -29,6 +27,19 @@ def _convert_float(data, source, target, *rest):
 
 interpreter._convert_float = _convert_float
 
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _create_dot_of_bfloat16(self, a, b, d, *rest):
+    """The interpreter multiplies the bits of bfloat16 as if they were numbers."""
+    if a.dtype == b.dtype == tl.bfloat16:
+        wide = [(t.data.astype("uint32") << 16).view("float32") for t in (a, b)]
+        a, b = (interpreter.TensorHandle(data, tl.float32) for data in wide)
+    return _create_dot(self, a, b, d, *rest)
+
+
+interpreter.InterpreterBuilder.create_dot = _create_dot_of_bfloat16
+
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 DTYPES = [FLOAT64, FLOAT32, BFLOAT16, FLOAT16]
 
@@ -36,11 +47,11 @@ DTYPES = [FLOAT64, FLOAT32, BFLOAT16, FLOAT16]
 @contextlib.contextmanager
 def plain():
     """Inside, every operation is its plain expression."""
-    functions.DEVICES.discard("cpu")
+    choice.DEVICES.discard("cpu")
     try:
         yield
     finally:
-        functions.DEVICES.add("cpu")
+        choice.DEVICES.add("cpu")
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ def test_the_kernels_are_used_and_the_layout_kept(form):
     inputs, settings = tensors("2d")
     x = channels_last(inputs[0]).requires_grad_()
     z = patch_norm(*settings, form)(x, *inputs[1:])
-    assert isinstance(z.grad_fn, functions.Scaled._backward_cls)
+    assert isinstance(z.grad_fn, functions.OutputScaled._backward_cls)
     z.relu_().sum().backward()  # the output is nobody's view, and not needed any more
 
 

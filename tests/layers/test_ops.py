@@ -6,10 +6,15 @@ import sys
 import pytest
 import torch
 from adiv_layers import ops
+from adiv_layers.forms import Correction
 from torch.autograd import gradcheck, gradgradcheck
 
 CONSTANTS = [1.0, 0.3, 0.0]
 HALVES = [torch.float16, torch.bfloat16]
+
+
+def form(constant):
+    return Correction(1.0, 1.0, constant, 1e-12)
 
 
 def unit_row(x, constant, eps=1e-12):
@@ -22,7 +27,7 @@ def unit_row(x, constant, eps=1e-12):
 @pytest.mark.parametrize("constant", CONSTANTS)
 def test_every_row_follows_the_formula(constant):
     x = torch.randn(2, 3, 7, dtype=torch.float64) * 3
-    unit, r = ops.unit_rows(x, constant)
+    unit, r = ops.unit_rows(x, form(constant))
     assert unit.shape == (2, 3, 7) and r.shape == (2, 3, 1)
     expected = [unit_row(row, constant) for row in x.flatten(0, 1)]
     torch.testing.assert_close(unit.flatten(0, 1), torch.tensor([u for u, _ in expected]).double())
@@ -32,15 +37,15 @@ def test_every_row_follows_the_formula(constant):
 @pytest.mark.parametrize("constant", CONSTANTS)
 def test_first_and_second_derivatives(constant):
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(lambda x: ops.unit_rows(x, constant), x)
-    assert gradgradcheck(lambda x: ops.unit_rows(x, constant), x)
+    assert gradcheck(lambda x: ops.unit_rows(x, form(constant)), x)
+    assert gradgradcheck(lambda x: ops.unit_rows(x, form(constant)), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("constant", CONSTANTS)
 def test_zero_rows_have_finite_first_and_second_derivatives(constant, dtype):
     x = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
-    unit, r = ops.unit_rows(x, constant)
+    unit, r = ops.unit_rows(x, form(constant))
     assert (unit == 0).all() and r.isfinite().all()
     (first,) = torch.autograd.grad(unit.sum() + r.sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -50,7 +55,7 @@ def test_zero_rows_have_finite_first_and_second_derivatives(constant, dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_sums_in_half_precision_are_taken_in_single(dtype):
     x = torch.full((1, 4096), 100.0, dtype=dtype)  # in float16 ‖x‖² would be infinite
-    unit, r = ops.unit_rows(x, 0.0)
+    unit, r = ops.unit_rows(x, form(0.0))
     assert unit.dtype == dtype and r.dtype == torch.float32
     torch.testing.assert_close(r.item(), 1 / 6400, rtol=1e-6, atol=0)
     torch.testing.assert_close(unit, torch.full_like(x, 1 / 64))
@@ -59,17 +64,17 @@ def test_sums_in_half_precision_are_taken_in_single(dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_autocast_narrows_the_rows_but_not_their_factor(dtype):
     x = torch.randn(3, 50)
-    expected, factor = ops.unit_rows(x, 1.0)
+    expected, factor = ops.unit_rows(x, form(1.0))
     with torch.autocast("cpu", dtype=dtype):
-        unit, r = ops.unit_rows(x, 1.0)
-        wide, _ = ops.unit_rows(x.double(), 1.0)
+        unit, r = ops.unit_rows(x, form(1.0))
+        wide, _ = ops.unit_rows(x.double(), form(1.0))
     assert torch.equal(unit, expected.to(dtype)) and torch.equal(r, factor)
     assert wide.dtype == torch.float64
 
 
 def test_affine_like_map_of_unit_rows():
     x, weight, bias = (torch.randn(s, dtype=torch.float64) for s in ((2, 4, 5), (3, 5), (3,)))
-    z = ops.linear_plus_factor(*ops.unit_rows(x, 1.0), weight, bias)
+    z = ops.input_scaled(x, weight, bias, form(1.0))
     expected = (x @ weight.t() + bias) / (x.square().sum(-1, keepdim=True) + 1).sqrt()
     torch.testing.assert_close(z, expected)
 
@@ -82,13 +87,13 @@ def test_without_kernels_scaled_is_the_plain_expression():
         seen.append(inputs)
         return x
 
-    assert ops.scaled(ops.Rows(), plain, x, weight, bias, 1.0, 1.0) is x
+    assert ops.output_scaled(ops.Rows(), plain, x, weight, bias, form(1.0)) is x
     assert seen == [(x, weight, bias)]
 
 
 def test_no_kernels_without_a_gpu():
-    assert not ops.usable(torch.randn(2, 3))
-    assert not ops.usable(torch.randn(2, 3), None, torch.randn(3, device="meta"))
+    assert not ops.with_kernels(torch.randn(2, 3))
+    assert not ops.with_kernels(torch.randn(2, 3), None, torch.randn(3, device="meta"))
 
 
 def test_triton_is_not_imported_before_it_is_needed():

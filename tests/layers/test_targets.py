@@ -1,4 +1,7 @@
-"""Every kernel compiles for the GPUs it is meant for, without one: no spills, 128-bit accesses."""
+"""Every kernel compiles for the GPUs it is meant for, without one: no spills, wide accesses.
+
+An access takes 16 bytes, or as many as the widths divide: 8 at 14×14, 2 at 7×7 and 1,001.
+"""
 
 import inspect
 import json
@@ -25,9 +28,11 @@ def test_kernels_compile_well(target, tmp_path):
     finished = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-5_000:]
     found = json.loads(finished.stdout)
-    assert len(found) > 20
+    assert len(found) > 90
     for case, usage in found.items():
         assert usage["spilled"] == 0, (case, usage)
-        assert usage["registers"] <= 128, (case, usage)  # two programs of 8 warps at least
+        # Two programs of 8 warps or four of 4 at least; an AMD multiprocessor has room for more.
+        few = usage["registers"] * usage["threads"] <= 2**14 * 2
+        assert few or usage["registers"] <= (128 if target[:2] == "sm" else 160), (case, usage)
         assert usage["loads"] >= usage["least_loads"], (case, usage)
         assert usage["stores"] >= usage["least_stores"], (case, usage)

@@ -6,13 +6,37 @@ layer: one image, whose positions are the rows. Strides are read, never assumed,
 sliced and expanded tensors are right as they are; the tile merely follows the fast direction.
 Offsets are 64-bit, so tensors may hold more than 2³¹ elements. Sums are taken in the dtype of the
 factor, and in a fixed order: two runs agree bit by bit.
+
+All sizes but the strides of the fast direction come divided by UNIT, a power of two that divides
+them, so that the compiler sees how wide an access may be.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adiv_layers.kernels.launch import Tile, divide_up, run, strided_tile, workers
+from adiv_layers.kernels.launch import Tile, divide_up, run, strided_tile, unit_of, workers
+
+
+@triton.jit
+def offset_of(
+    image,
+    position,
+    channel,
+    image_stride,
+    channel_stride,
+    position_stride,
+    CHANNELS_FAST: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Where a tile of positions × channels of an image lies."""
+    if CHANNELS_FAST:
+        tile = (position * (position_stride * UNIT))[:, None] + (channel * channel_stride)[None, :]
+    else:
+        tile = (position * position_stride)[:, None] + (channel * (channel_stride * UNIT))[None, :]
+    return image * (image_stride * UNIT) + tile
 
 
 @triton.jit
@@ -35,17 +59,22 @@ def gate_kernel(
     scaled_image,
     scaled_channel,
     scaled_position,
-    CURVED: tl.constexpr,
+    CURVE: tl.constexpr,
     LIMIT: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    CHANNELS_FAST: tl.constexpr,
+    UNIT: tl.constexpr,
     POSITIONS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Write scaled = r·g, dots = Σ_c g·other and sums = Σ_positions g or r·g in one pass over g.
+    """Write scaled = f·g, dots = Σ_c g·other and sums = Σ_positions g or f·g in one pass over g.
 
-    What is None is left out. CURVED multiplies dots by r³, and by 0 where r has reached LIMIT.
-    A program keeps its channels and walks over positions; it writes one row of `sums`.
+    What is None is left out. Where CURVE is not 0 dots are times CURVE·f³, and 0 where |f| has
+    reached LIMIT. A program keeps its channels and walks over positions; it writes one row of
+    `sums`.
     """
+    channels = channels * UNIT if CHANNELS_FAST else channels
+    positions = positions if CHANNELS_FAST else positions * UNIT
     group = tl.program_id(1)
     part = tl.program_id(2)
     wide = factor.dtype.element_ty
@@ -61,30 +90,48 @@ def gate_kernel(
         within = position < positions
         mask = within[:, None] & among[None, :]
         place = (image * tl.num_programs(1) + group) * positions + position
-        r = tl.load(factor + place, mask=within, other=0.0)
-        offset = position[:, None] * g_position + channel[None, :] * g_channel
-        slope = tl.load(g + image * g_image + offset, mask=mask, other=0.0).to(wide)
+        f = tl.load(factor + place, mask=within, other=0.0)
+        own = offset_of(image, position, channel, g_image, g_channel, g_position,
+                        CHANNELS_FAST, UNIT)  # fmt: skip
+        slope = tl.load(g + own, mask=mask, other=0.0).to(wide)
         if other is not None:
-            offset = position[:, None] * other_position + channel[None, :] * other_channel
-            value = tl.load(other + image * other_image + offset, mask=mask, other=0.0).to(wide)
+            own = offset_of(image, position, channel, other_image, other_channel, other_position,
+                            CHANNELS_FAST, UNIT)  # fmt: skip
+            value = tl.load(other + own, mask=mask, other=0.0).to(wide)
             dot = tl.sum(slope * value, 1)
-            if CURVED:
-                dot *= r * r * r
+            if CURVE != 0:
+                dot *= CURVE * f * f * f
                 if LIMIT > 0:
-                    dot = tl.where(r < LIMIT, dot, 0.0)
+                    dot = tl.where(tl.abs(f) < LIMIT, dot, 0.0)
             before = part.to(tl.int64) * images * tl.num_programs(1) * positions
             tl.store(dots + before + place, dot, mask=within)
-        weighted = slope * r[:, None]
+        weighted = slope * f[:, None]
         if scaled is not None:
-            offset = position[:, None] * scaled_position + channel[None, :] * scaled_channel
-            target = scaled + image * scaled_image + offset
-            tl.store(target, weighted.to(scaled.dtype.element_ty), mask=mask)
+            own = offset_of(image, position, channel, scaled_image, scaled_channel,
+                            scaled_position, CHANNELS_FAST, UNIT)  # fmt: skip
+            tl.store(scaled + own, weighted.to(scaled.dtype.element_ty), mask=mask)
         if sums is not None:
             total += weighted if WEIGHTED else slope
         step += tl.num_programs(0)
     if sums is not None:
         row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) * channels
         tl.store(sums + row + channel, tl.sum(total, 0), mask=among)
+
+
+@triton.jit
+def add_up_kernel(parts, total, count, width, GAIN: tl.constexpr, COUNT: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    """Write total = GAIN·Σ over the rows of `parts` (count, width)."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    among = column < width
+    sums = tl.zeros((COUNT, BLOCK), parts.dtype.element_ty)
+    for start in range(0, count, COUNT):
+        row = start + tl.arange(0, COUNT)
+        mask = (row < count)[:, None] & among[None, :]
+        place = row.to(tl.int64)[:, None] * width + column[None, :]
+        sums += tl.load(parts + place, mask=mask, other=0.0)
+    result = GAIN * tl.sum(sums, 0)
+    tl.store(total + column, result.to(total.dtype.element_ty), mask=among)
 
 
 @triton.jit
@@ -103,11 +150,15 @@ def blend_kernel(
     other_image,
     other_channel,
     other_position,
-    SIGN: tl.constexpr,
+    GAIN: tl.constexpr,
+    CHANNELS_FAST: tl.constexpr,
+    UNIT: tl.constexpr,
     POSITIONS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Write r·a + shift or, where there is an other, a + SIGN·r·other, with the strides of a."""
+    """Write f·a + GAIN·shift or, where there is an other, a + GAIN·f·other, as a is laid out."""
+    channels = channels * UNIT if CHANNELS_FAST else channels
+    positions = positions if CHANNELS_FAST else positions * UNIT
     group = tl.program_id(1)
     wide = factor.dtype.element_ty
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
@@ -119,17 +170,17 @@ def blend_kernel(
     within = position < positions
     mask = within[:, None] & among[None, :]
     place = (image * tl.num_programs(1) + group) * positions + position
-    r = tl.load(factor + place, mask=within, other=0.0)[:, None]
-    own = image * a_image + position[:, None] * a_position + channel[None, :] * a_channel
+    f = tl.load(factor + place, mask=within, other=0.0)[:, None]
+    own = offset_of(image, position, channel, a_image, a_channel, a_position, CHANNELS_FAST, UNIT)
     value = tl.load(a + own, mask=mask, other=0.0).to(wide)
     if other is not None:
-        offset = position[:, None] * other_position + channel[None, :] * other_channel
-        second = tl.load(other + image * other_image + offset, mask=mask, other=0.0).to(wide)
-        value += SIGN * r * second
+        second = offset_of(image, position, channel, other_image, other_channel, other_position,
+                           CHANNELS_FAST, UNIT)  # fmt: skip
+        value += GAIN * f * tl.load(other + second, mask=mask, other=0.0).to(wide)
     else:
-        value *= r
+        value *= f
         if shift is not None:
-            value += tl.load(shift + channel, mask=among, other=0.0).to(wide)[None, :]
+            value += GAIN * tl.load(shift + channel, mask=among, other=0.0).to(wide)[None, :]
     tl.store(result + own, value.to(result.dtype.element_ty), mask=mask)
 
 
@@ -143,10 +194,14 @@ def square_sum_kernel(
     x_image,
     x_channel,
     x_position,
+    CHANNELS_FAST: tl.constexpr,
+    UNIT: tl.constexpr,
     POSITIONS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     """Write Σ_c x² over the channels of a group."""
+    channels = channels * UNIT if CHANNELS_FAST else channels
+    positions = positions if CHANNELS_FAST else positions * UNIT
     group = tl.program_id(1)
     wide = sums.dtype.element_ty
     step = tl.program_id(0).to(tl.int64)
@@ -158,8 +213,9 @@ def square_sum_kernel(
         channel = start + tl.arange(0, CHANNELS)
         mask = within[:, None] & (channel < channels)[None, :]
         channel = (group * channels + channel).to(tl.int64)
-        offset = position[:, None] * x_position + channel[None, :] * x_channel
-        value = tl.load(x + image * x_image + offset, mask=mask, other=0.0).to(wide)
+        own = offset_of(image, position, channel, x_image, x_channel, x_position,
+                        CHANNELS_FAST, UNIT)  # fmt: skip
+        value = tl.load(x + own, mask=mask, other=0.0).to(wide)
         total += value * value
     place = (image * tl.num_programs(1) + group) * positions + position
     tl.store(sums + place, tl.sum(total, 1), mask=within)
@@ -168,22 +224,23 @@ def square_sum_kernel(
 def gate(
     g: Tensor,
     factor: Tensor,
-    other: Tensor | None,
+    other: Tensor | None = None,
     *,
-    scaled: Tensor | None,
-    total: bool,
-    curved: bool = False,
+    scaled: Tensor | None = None,
+    total: bool = False,
+    curve: float = 0.0,
     limit: float = 0.0,
     weighted: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill `scaled`; return dots (images, groups, positions) and sums (channels,), or None.
+    """Fill `scaled`; return dots and sums as partial sums, their first dimension, or None.
 
-    g, other, scaled: (images, channels, positions). factor: (images, groups, positions).
+    g, other, scaled: (images, channels, positions). factor: (images, groups, positions),
+    contiguous. Dots: (parts, images, groups, positions). Sums: (programs, channels).
     """
     (images, channels, positions), groups = g.shape, factor.shape[1]
-    tile = _tile(g, channels // groups)
-    parts = divide_up(channels // groups, tile.channels)
-    steps = images * divide_up(positions, tile.positions)
+    layout = _layout(channels // groups, g, other, scaled)
+    parts = divide_up(channels // groups, layout.tile.channels)
+    steps = images * divide_up(positions, layout.tile.positions)
     programs = workers(g, steps, groups * parts)
     dots = None if other is None else factor.new_empty(parts, images, groups, positions)
     sums = factor.new_empty(programs, channels) if total else None
@@ -192,25 +249,31 @@ def gate(
         (programs, groups, parts),
         g,
         g,
-        factor.contiguous(),
+        factor,
         other,
         scaled,
         dots,
         sums,
         images,
-        channels // groups,
-        positions,
-        *g.stride(),
-        *_strides(other),
-        *_strides(scaled),
-        CURVED=curved,
+        *layout.sizes,
+        *layout.strides(g),
+        *layout.strides(other),
+        *layout.strides(scaled),
+        CURVE=curve,
         LIMIT=limit,
         WEIGHTED=weighted,
-        POSITIONS=tile.positions,
-        CHANNELS=tile.channels,
-        num_warps=tile.warps,
+        **layout.options,
     )
-    return _add_up(dots), _add_up(sums)
+    return dots, sums
+
+
+def add_up(parts: Tensor, like: Tensor, gain: float = 1.0) -> Tensor:
+    """gain·Σ over the rows of `parts` (count, width), in the dtype of `like`."""
+    count, width = parts.shape
+    total = like.new_empty(width)
+    grid = (divide_up(width, 32),)
+    run(add_up_kernel, grid, parts, parts, total, count, width, GAIN=gain, COUNT=64, BLOCK=32)
+    return total
 
 
 def blend(
@@ -219,65 +282,86 @@ def blend(
     factor: Tensor,
     other: Tensor | None = None,
     shift: Tensor | None = None,
-    sign: float = 1.0,
+    gain: float = 1.0,
 ) -> None:
-    """Fill `result`, which has the strides of a (images, channels, positions) or is a itself."""
+    """Fill `result`, which has the strides of a (images, channels, positions) or is a itself.
+
+    f·a + gain·shift (one number per channel), or a + gain·f·other.
+    """
     (images, channels, positions), groups = a.shape, factor.shape[1]
-    tile = _tile(a, channels // groups)
-    tiles = divide_up(positions, tile.positions)
+    layout = _layout(channels // groups, a, other, None)
+    tiles = divide_up(positions, layout.tile.positions)
     run(
         blend_kernel,
-        (images * tiles, groups, divide_up(channels // groups, tile.channels)),
+        (images * tiles, groups, divide_up(channels // groups, layout.tile.channels)),
         a,
         a,
         result,
-        factor.contiguous(),
+        factor,
         other,
         None if shift is None else shift.contiguous(),
-        channels // groups,
-        positions,
+        *layout.sizes,
         tiles,
-        *a.stride(),
-        *_strides(other),
-        SIGN=sign,
-        POSITIONS=tile.positions,
-        CHANNELS=tile.channels,
-        num_warps=tile.warps,
+        *layout.strides(a),
+        *layout.strides(other),
+        GAIN=gain,
+        **layout.options,
     )
 
 
 def square_sum(x: Tensor, sums: Tensor) -> None:
     """Fill `sums` (images, groups, positions), contiguous, from x (images, channels, positions)."""
     (images, channels, positions), groups = x.shape, sums.shape[1]
-    tile = _tile(x, channels // groups)
-    tiles = divide_up(positions, tile.positions)
+    layout = _layout(channels // groups, x, None, None)
+    tiles = divide_up(positions, layout.tile.positions)
     run(
         square_sum_kernel,
         (images * tiles, groups),
         x,
         x,
         sums,
-        channels // groups,
-        positions,
+        *layout.sizes,
         tiles,
-        *x.stride(),
-        POSITIONS=tile.positions,
-        CHANNELS=tile.channels,
-        num_warps=tile.warps,
+        *layout.strides(x),
+        **layout.options,
     )
 
 
-def _tile(x: Tensor, channels: int) -> Tile:
-    """The tile for x (images, all channels, positions), so many channels to a group."""
-    return strided_tile(channels, x.shape[2], x.stride(1) < x.stride(2))
+class _Layout(NamedTuple):
+    """How tiles follow the memory of the tensors of a launch."""
+
+    tile: Tile
+    channels_fast: bool
+    unit: int
+    sizes: tuple[int, int]
+    options: dict[str, int]
+
+    def strides(self, x: Tensor | None) -> tuple[int, int, int]:
+        """Strides of images, channels and positions, all but the fast one divided by the unit."""
+        if x is None:
+            return 0, 0, 0
+        image, channel, position = x.stride()
+        if self.channels_fast:
+            return image // self.unit, channel, position // self.unit
+        return image // self.unit, channel // self.unit, position
 
 
-def _strides(x: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if x is None else x.stride()
-
-
-def _add_up(parts: Tensor | None) -> Tensor | None:
-    """The sum of the partial sums, which is only a view where there is one of them."""
-    if parts is None or len(parts) == 1:
-        return None if parts is None else parts[0]
-    return parts.sum(0)
+def _layout(channels: int, x: Tensor, second: Tensor | None, third: Tensor | None) -> _Layout:
+    """The layout for x and its like (images, all channels, positions); `channels` to a group."""
+    positions, fast = x.shape[2], x.stride(1) < x.stride(2)
+    sizes = [channels if fast else positions]
+    for tensor in (x, second, third):
+        if tensor is not None:
+            image, channel, position = tensor.stride()
+            sizes += [image, position if fast else channel]
+    unit = unit_of(*sizes)
+    tile = strided_tile(channels, positions, fast, unit)
+    options = {
+        "CHANNELS_FAST": fast,
+        "UNIT": unit,
+        "POSITIONS": tile.positions,
+        "CHANNELS": tile.channels,
+        "num_warps": tile.warps,
+    }
+    divided = (channels // unit, positions) if fast else (channels, positions // unit)
+    return _Layout(tile, fast, unit, divided, options)

@@ -1,13 +1,10 @@
-"""Autograd functions around the kernels, and when to use them.
+"""Autograd functions around the kernels, for tensors that `choice.kernels_for` lets through.
 
-Each is to be used only where `usable` says so. Their backwards, too, turn to differentiable PyTorch
-where someone differentiates twice or maps over gradients. None saves its output, so the layer may
-be followed by an operation that overwrites it.
+Their backwards turn to differentiable PyTorch where someone differentiates twice or maps over
+gradients, and where a kernel does not start. None saves its output, unless nobody but another of
+these functions sees it, so a layer may be followed by an operation that overwrites its output.
 """
 
-import functools
-import math
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,143 +12,163 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function, forward_ad
-from torch.nn import Parameter
+from torch.autograd import Function
 
-from adiv_layers.kernels import library
-from adiv_layers.kernels.launch import KernelError
+from adiv_layers.forms import Correction, accumulation_dtype, least_square, times
+from adiv_layers.kernels import channels, rows
+from adiv_layers.kernels.gradients import patch_gradients, row_gradients, scaled_gradient
+from adiv_layers.kernels.launch import KernelError, divide_up
 from adiv_layers.kernels.maps import Patches, Rows, columns
+from adiv_layers.kernels.plain import differentiable, usable_backward
+from adiv_layers.kernels.small_linear import SmallLinear, is_small
 
-DEVICES = {"cuda"}
-_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-
-
-def usable(*tensors: Tensor | None) -> bool:
-    """Whether the kernels can run on these tensors, here and now.
-
-    Not under torch.compile, export or tracing, which want to see plain expressions; not under
-    `torch.func` transforms or forward-mode derivatives, for which the kernels have no rule; not on
-    subclasses (DTensor, fakes), whose data is not theirs to read.
-    """
-    present = [t for t in tensors if t is not None]
-    device = present[0].device
-    return (
-        device.type in DEVICES
-        and all(_plain(t) and t.device == device for t in present)
-        and not torch.compiler.is_compiling()
-        and not torch._C._get_tracing_state()  # torch.jit.trace
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and _importable()
-    )
-
-
-def _plain(x: Tensor) -> bool:
-    """Whether this is a tensor that a kernel can read, and not an empty one."""
-    return (type(x) is Tensor or type(x) is Parameter) and x.dtype in _DTYPES and x.numel() > 0
-
-
-@functools.cache
-def _importable() -> bool:
-    """Whether there is a Triton to write kernels in; without one, said once, all is plain."""
-    try:
-        from adiv_layers.kernels import channels, patch, rows  # noqa: F401
-    except Exception as cause:  # whatever is broken: the plain expressions still work
-        warnings.warn(
-            f"adiv_layers: no Triton kernels ({cause!r}); plain PyTorch is used instead.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return False
-    return True
-
-
-def _usable_backward(g: Tensor) -> bool:
-    return not torch.is_grad_enabled() and usable(g)
-
-
-def floor_of(eps: float, dtype: torch.dtype) -> float:
-    """The least ‖x‖² to divide by: eps², kept above what would be flushed to zero."""
-    return max(eps * eps, float(torch.finfo(library.accumulation_dtype(dtype)).tiny))
-
-
-def _limit(floor: float, constant: float) -> float:
-    """The r from which on ‖x‖² was that least one, so that r no longer depends on x; 0: none."""
-    return 0.0 if constant > 0 else (1.0 - 1e-6) / math.sqrt(floor)
+__all__ = [
+    "InputScaled",
+    "OutputScaled",
+    "SmallLinear",
+    "UnitRows",
+    "is_small",
+    "patch_gradients",
+    "row_gradients",
+]
 
 
 class UnitRows(Function):
-    """x -> x̂, r; saves x and r, so that x̂ may be overwritten."""
+    """x -> x̂ = f·x, f; saves x and f, so that x̂ may be overwritten."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, constant: float, eps: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, form: Correction, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """One read of x, one write of x̂."""
-        floor = floor_of(eps, x.dtype)
-        unit, factor = library.unit_rows(x, constant, floor, dtype, False)
+        unit = x.new_empty(x.shape, dtype=dtype)
+        factor = _unit_rows(x, unit.view(-1, x.shape[-1]), form, 0.0)
         ctx.save_for_backward(x, factor)
-        ctx.limit = _limit(floor, constant)
+        ctx.form = form
         ctx.set_materialize_grads(False)
         return unit, factor
 
     @staticmethod
     def backward(ctx: Any, u: Tensor | None, gamma: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradient r(u − (u·x̂ + rγ)x̂) of x, from the gradients u of x̂ and γ of r."""
+        """Gradient of x from the gradients u of x̂ and γ of f, see `_through_unit`."""
         x, factor = ctx.saved_tensors
         if u is None and gamma is None:
-            return None, None, None, None
-        if u is not None and _usable_backward(u):
+            return None, None, None
+        if u is not None and usable_backward(u):
+            dx = u.new_empty(u.shape, dtype=x.dtype)
             with suppress(KernelError):
-                dx = library.unit_rows_backward(u, x, factor, gamma, ctx.limit, False, x.dtype)
-                return dx, None, None, None
+                terms = None if gamma is None else gamma.reshape(1, -1).contiguous()
+                _unit_rows_backward(u, x, factor, terms, dx, ctx.form, is_unit=False)
+                return dx, None, None
         unit = factor * x.to(factor.dtype)
-        u = torch.zeros_like(unit) if u is None else u.to(factor.dtype)
-        along = (u * unit).sum(-1, keepdim=True)
-        if gamma is not None:
-            along = along + factor * gamma
-        if ctx.limit > 0:
-            along = along.masked_fill(factor >= ctx.limit, 0.0)
-        return (factor * (u - along * unit)).to(x.dtype), None, None, None
+        return _through_unit(u, gamma, unit, factor, ctx.form).to(x.dtype), None, None
 
 
-class AddFactor(Function):
-    """x̂, r, W, b -> Wx̂ + r·b; after `UnitRows` it saves no activation of its own."""
+class InputScaled(Function):
+    """x, W, b -> z = Wx̂ + f·shift·b, or Wx̂ + shift·b where the constant is 0; x̂ and f.
+
+    x̂ and f are outputs for derivatives of derivatives alone: they are what is saved, and through
+    them the saved ones depend on x, which itself need not be kept.
+    """
 
     @staticmethod
-    def forward(ctx: Any, unit: Tensor, factor: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """The matrix product, then r·b in place."""
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: Correction,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x̂ in one pass, then one product, into whose sum b goes as one more column."""
+        width = x.shape[-1]
+        count = x.numel() // width
+        inside = bias if form.constant > 0 else None
+        # [x̂, f·shift] · [W, b] costs a copy of W, adding f·shift·b a pass over z.
+        column = inside is not None and count >= width
+        room = 8 * divide_up(width + 1, 8) if column else width
+        whole = x.new_empty((*x.shape[:-1], room), dtype=dtype)
+        factor = _unit_rows(x, whole.view(-1, room), form, form.shift if column else 0.0)
+        unit = whole[..., :width]
+        if inside is None:
+            z = F.linear(unit, weight, times(bias, form.shift))
+        elif column:
+            packed = weight.new_empty(len(weight), room)
+            rows.pack(weight, inside, packed)
+            z = F.linear(whole, packed)
+        else:
+            z = F.linear(unit, weight)
+            target = columns(z)
+            other = inside.view(1, -1, 1).expand_as(target)
+            channels.blend(target, target, factor.view(1, 1, -1), other, gain=form.shift)
         ctx.save_for_backward(unit, factor, weight, bias)
-        output = F.linear(unit, weight)
-        target = columns(output)
-        library.add_(target, factor.view(1, 1, -1), bias.view(1, -1, 1).expand_as(target), 1.0)
-        return output
+        ctx.form, ctx.dtype = form, x.dtype
+        ctx.set_materialize_grads(False)
+        return z, unit, factor
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients gW, g·b, gᵀx̂ and Σ r·g; the second and the fourth in one pass over g."""
+    def backward(
+        ctx: Any, g: Tensor | None, u: Tensor | None, gamma: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of x, W and b; γ and that of b in one pass over g."""
         unit, factor, weight, bias = ctx.saved_tensors
-        _, needs_gamma, _, needs_db = ctx.needs_input_grad
-        du, dw = Rows().backward(g, unit, weight, ctx.needs_input_grad[::2])
-        gamma = db = None
-        if not (needs_gamma or needs_db):
-            return du, None, dw, None
-        if _usable_backward(g):
-            upstream = columns(g)
-            other = bias.view(1, -1, 1).expand_as(upstream) if needs_gamma else None
+        form, needed = ctx.form, ctx.needs_input_grad[:3]
+        if g is not None and u is None and gamma is None and usable_backward(g):
             with suppress(KernelError):
-                _, gamma, db = library.gate(
-                    upstream, factor.view(1, 1, -1), other, False, needs_db, False, 0.0, True
-                )
-        if gamma is None or db is None:
-            gamma = (g * bias.to(factor.dtype)).sum(-1, keepdim=True)
-            db = (g * factor).reshape(-1, g.shape[-1]).sum(0)
-        gamma = gamma.reshape(factor.shape) if needs_gamma else None
-        return du, gamma, dw, db.to(bias.dtype) if needs_db else None
+                saved = unit, factor, weight, bias
+                return *_input_scaled_backward(g, *saved, form, needed, ctx.dtype), None, None
+        dx = dw = db = None
+        inside = form.constant > 0
+        if g is not None:
+            flat = g.reshape(-1, g.shape[-1])
+            if needed[0]:
+                u = g @ weight if u is None else u + g @ weight
+                if bias is not None and inside:
+                    along = form.shift * (g * bias.to(factor.dtype)).sum(-1, keepdim=True)
+                    gamma = along if gamma is None else gamma + along
+            if needed[1]:
+                dw = flat.t() @ unit.reshape(-1, unit.shape[-1])
+            if needed[2] and bias is not None:
+                terms = g * factor if inside else g
+                db = form.shift * terms.reshape(flat.shape).sum(0).to(bias.dtype)
+        if needed[0] and not (u is None and gamma is None):
+            dx = _through_unit(u, gamma, unit.to(factor.dtype), factor, form).to(ctx.dtype)
+        return dx, dw, db, None, None
 
 
-class Scaled(Function):
-    """x, W, b -> r∘(map of x + b), or r∘(map of x) + b where constant is 0.
+def _input_scaled_backward(
+    g: Tensor,
+    unit: Tensor,
+    factor: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    form: Correction,
+    needed: tuple[bool, ...],
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, ...]:
+    """The same by kernels."""
+    flat, width = g.reshape(-1, g.shape[-1]), unit.shape[-1]
+    dx = dw = db = dots = None
+    if bias is not None and form.constant > 0:
+        if needed[0] or needed[2]:
+            upstream = columns(flat)
+            other = bias.view(1, -1, 1).expand_as(upstream) if needed[0] else None
+            f = factor.view(1, 1, -1)
+            dots, sums = channels.gate(upstream, f, other, total=needed[2])
+            db = None if sums is None else channels.add_up(sums, bias, form.shift)
+    elif needed[2]:
+        db = times(flat.sum(0), form.shift)
+    if needed[0]:
+        u = flat @ weight
+        dx = u if u.dtype == dtype else u.new_empty(u.shape, dtype=dtype)
+        terms = None if dots is None else dots.view(len(dots), -1)
+        _unit_rows_backward(u, unit, factor, terms, dx, form, is_unit=True)
+        dx = dx.view(unit.shape)
+    if needed[1]:
+        dw = flat.t() @ unit.reshape(-1, width)
+    return dx, dw, db
+
+
+class OutputScaled(Function):
+    """x, W, b -> f∘(map of x + shift·b), or f∘(map of x) + shift·b where the constant is 0.
 
     plain: the same as a differentiable expression of x, W and b.
     """
@@ -164,52 +181,82 @@ class Scaled(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        constant: float,
-        eps: float,
+        form: Correction,
     ) -> Tensor:
         """The map, then one pass over its output."""
-        floor = floor_of(eps, x.dtype)
-        inner, outer = (bias, None) if constant > 0 else (None, bias)
-        factor = linear_map.factor(x, constant, floor)
-        y = linear_map.forward(x, weight, inner)
-        output = y.new_empty_strided(y.shape, y.stride())
-        library.scale_(linear_map.view(output), linear_map.view(y), factor, outer)
+        factor = linear_map.factor(x, form.gain, form.constant, form.eps)
+        inner = bias if form.constant == 0 else times(bias, form.shift)
+        y = linear_map.forward(x, weight, inner if form.constant > 0 else None)
+        z = y.new_empty_strided(y.shape, y.stride())
+        outer = None if form.constant > 0 else bias
+        view = linear_map.view(y)
+        channels.blend(view, linear_map.view(z), factor, shift=outer, gain=form.shift)
         ctx.save_for_backward(x, weight, bias, factor, y)
-        ctx.settings = linear_map, plain, constant, _limit(floor, constant)
-        return output
+        ctx.settings = linear_map, plain, form
+        return z
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the map at h = r·g, less what x does to r (eqn 33)."""
+        """Gradients of the map at h = f·g, less what x does to f (eqn 33)."""
         x, weight, bias, factor, y = ctx.saved_tensors
-        linear_map, plain, constant, limit = ctx.settings
+        linear_map, plain, form = ctx.settings
         needed = ctx.needs_input_grad[2:5]
-        # norm-like: the bias is added after the scaling, and its gradient sums g itself
-        other, weighted = linear_map.view(y) if needed[0] else None, constant > 0
-        if _usable_backward(g):
+        if usable_backward(g):
             with suppress(KernelError):
+                other = linear_map.view(y) if needed[0] else None
                 upstream = linear_map.view(g)
-                h, c, db = library.gate(
-                    upstream, factor, other, True, needed[2], True, limit, weighted
-                )
+                # norm-like: the bias is added after the scaling, and its gradient sums g itself
+                h, dots, db = scaled_gradient(
+                    upstream, factor, other, bias if needed[2] else None, form.shift,
+                    curve=1.0 / form.gain**2, limit=form.limit(factor),
+                    weighted=form.constant > 0,
+                )  # fmt: skip
                 dx, dw = linear_map.backward(linear_map.restore(h, y), x, weight, needed[:2])
-                if dx is not None:
+                if dx is not None and dots is not None:
+                    c = dots[0] if len(dots) == 1 else dots.sum(0)
+                    to = linear_map.view(dx)
                     spread = linear_map.spread(c, x)
-                    library.add_(linear_map.view(dx), spread, linear_map.view(x), -1.0)
-                return None, None, dx, dw, db.to(bias.dtype) if needed[2] else None, None, None
-        return None, None, *_differentiable(plain, (x, weight, bias), needed, g), None, None
+                    channels.blend(to, to, spread, linear_map.view(x), gain=-1.0)
+                return None, None, dx, dw, db, None
+        return None, None, *differentiable(plain, (x, weight, bias), needed, g), None
 
 
-def _differentiable(
-    plain: Callable[..., Tensor],
-    inputs: tuple[Tensor | None, ...],
-    needed: tuple[bool, ...],
-    g: Tensor,
-) -> list[Tensor | None]:
-    """The gradients of a plain expression, which can be differentiated again."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        output = plain(*inputs)
-    wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
-    gradients = iter(torch.autograd.grad(output, wanted, g, create_graph=again))
-    return [next(gradients) if need else None for need in needed]
+def _unit_rows(x: Tensor, unit: Tensor, form: Correction, column: float) -> Tensor:
+    """Fill `unit`, return f (…, 1)."""
+    factor = x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x.dtype))
+    floor = least_square(form.eps, factor)
+    rows.unit_rows(
+        x, factor, unit, gain=form.gain, constant=form.constant, floor=floor, column=column
+    )
+    return factor
+
+
+def _unit_rows_backward(
+    u: Tensor,
+    x: Tensor,
+    factor: Tensor,
+    terms: Tensor | None,
+    dx: Tensor,
+    form: Correction,
+    is_unit: bool,
+) -> None:
+    """Fill `dx` as `_through_unit` would; the terms of γ are still without the shift if is_unit."""
+    share, limit = 1.0 / form.gain**2, form.limit(factor)
+    shift = form.shift if is_unit else 1.0
+    rows.unit_rows_backward(
+        u, x, factor, terms, dx, share=share, limit=limit, is_unit=is_unit, shift=shift
+    )
+
+
+def _through_unit(
+    u: Tensor | None, gamma: Tensor | None, unit: Tensor, factor: Tensor, form: Correction
+) -> Tensor:
+    """f(u − (u·x̂ + fγ)x̂/gain²), the gradient of x from those of x̂ and f; fu where eps holds f."""
+    u = torch.zeros_like(unit) if u is None else u.to(factor.dtype)
+    along = (u * unit).sum(-1, keepdim=True)
+    if gamma is not None:
+        along = along + factor * gamma
+    limit = form.limit(factor)
+    if limit > 0:
+        along = along.masked_fill(factor.abs() >= limit, 0.0)
+    return factor * (u - along * unit / form.gain**2)

@@ -1,6 +1,7 @@
 """How large a kernel's tiles are, how many programs it gets, and on which device it starts."""
 
 import functools
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -38,15 +39,23 @@ def rows_tile(width: int, dtype: torch.dtype) -> Rows:
     return Rows(rows, block, _warps(rows * block, 16))
 
 
-def strided_tile(channels: int, positions: int, channels_fast: bool) -> Tile:
-    """The tile for channels × positions, long in the direction that memory runs."""
+def strided_tile(channels: int, positions: int, channels_fast: bool, unit: int) -> Tile:
+    """The tile for channels × positions, long in the direction that memory runs.
+
+    Where fewer than 4 elements stay together every one has an address of its own in a register,
+    so a thread takes half as many.
+    """
     if channels_fast:
         across = min(power_of_two(channels), _ACROSS)
         along = min(power_of_two(positions), _TILE // across)
     else:
         along = min(power_of_two(positions), _ALONG)
         across = min(power_of_two(channels), _TILE // along)
-    return Tile(along, across, _warps(along * across, 8))
+    if unit < 4:
+        along, across = (max(1, along // 2), across) if channels_fast else (along, across // 2)
+    return Tile(
+        along, max(1, across), _warps(2 * along * across if unit < 4 else along * across, 8)
+    )
 
 
 def workers(tensor: Tensor, steps: int, columns: int) -> int:
@@ -133,6 +142,11 @@ def _tell(kernel: Any, device: torch.device, cause: Exception, passing: bool) ->
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def unit_of(*sizes: int) -> int:
+    """The power of two, at most 8, that divides all sizes: so many elements stay together."""
+    return math.gcd(8, *sizes)
 
 
 def power_of_two(n: int) -> int:

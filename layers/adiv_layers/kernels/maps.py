@@ -1,7 +1,8 @@
 """The two linear maps whose outputs are scaled, rows and patches, and where their pieces lie.
 
 The kernels see (images, channels, positions). Rows are one image, whose positions are the rows; of
-a convolution the positions are all spatial positions.
+a convolution the positions are all spatial positions. Triton is imported when a factor is first
+asked for.
 """
 
 from typing import NamedTuple
@@ -10,12 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adiv_layers.kernels import library
+from adiv_layers.forms import accumulation_dtype, least_square
 
 
 def columns(rows: Tensor) -> Tensor:
     """Rows (..., features) as (1, features, rows)."""
     return rows.reshape(-1, rows.shape[-1]).t().unsqueeze(0)
+
+
+def space_out(space: list[int], geometry: list[int]) -> list[int]:
+    """Spatial sizes of a convolution's output.
+
+    geometry: kernel size, stride, padding, dilation, each of the length of `space`.
+    """
+    n = len(space)
+    kernel, stride, padding, dilation = (geometry[i * n : (i + 1) * n] for i in range(4))
+    return [
+        (space[i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1
+        for i in range(n)
+    ]
 
 
 class Rows:
@@ -33,17 +47,24 @@ class Rows:
         """A view that was made of the output, or of its like, in the output's own shape."""
         return view.squeeze(0).t().reshape(output.shape)
 
-    def factor(self, x: Tensor, constant: float, floor: float) -> Tensor:
-        """Factor r of every row."""
-        factor: Tensor = library.row_factor(x, constant, floor, False)
-        return factor.view(1, 1, -1)
+    def factor(
+        self, x: Tensor, gain: float, constant: float, eps: float, squared: bool = False
+    ) -> Tensor:
+        """Factor f of every row: see `rows.factor_of`."""
+        from adiv_layers.kernels import rows
+
+        shape = (1, 1, x.numel() // x.shape[-1])
+        factor = x.new_empty(shape, dtype=accumulation_dtype(x.dtype))
+        floor = least_square(eps, factor)
+        rows.unit_rows(x, factor, None, gain=gain, constant=constant, floor=floor, squared=squared)
+        return factor
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The map itself."""
         return F.linear(x, weight, bias)
 
     def backward(
-        self, h: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, bool]
+        self, h: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of x and W, if needed, where h is the output's."""
         dx = h @ weight if needed[0] else None
@@ -78,12 +99,18 @@ class Patches(NamedTuple):
         """A view that was made of the output, or of its like, in the output's own shape."""
         return view.view(output.shape)
 
-    def factor(self, x: Tensor, constant: float, floor: float) -> Tensor:
-        """Factor r of every patch."""
-        space = _three(list(x.shape[2:]), 1)
-        volume = x.reshape(*x.shape[:2], *space)
-        geometry = self._geometry()
-        factor: Tensor = library.patch_factor(volume, self.groups, geometry, constant, floor)
+    def factor(
+        self, x: Tensor, gain: float, constant: float, eps: float, squared: bool = False
+    ) -> Tensor:
+        """Factor f of every patch: see `rows.factor_of`."""
+        from adiv_layers.kernels import channels, patch
+
+        space, geometry = _three(list(x.shape[2:]), 1), self._geometry()
+        q = x.new_empty((len(x), self.groups, *space), dtype=accumulation_dtype(x.dtype))
+        channels.square_sum(x.flatten(2), q.flatten(2))
+        factor = q.new_empty(len(x), self.groups, *space_out(space, geometry))
+        floor = least_square(eps, factor)
+        patch.box(q, factor, geometry, gain=gain, constant=constant, floor=floor, squared=squared)
         return factor.flatten(2)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -91,7 +118,7 @@ class Patches(NamedTuple):
         return torch.convolution(x, weight, bias, *self._settings())
 
     def backward(
-        self, h: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, bool]
+        self, h: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of x and W, if needed, where h is the output's."""
         dx, dw, _ = torch.ops.aten.convolution_backward(
@@ -101,10 +128,11 @@ class Patches(NamedTuple):
 
     def spread(self, c: Tensor, x: Tensor) -> Tensor:
         """What patches collected for the squares they saw, at the positions that they hold."""
-        space = _three(list(x.shape[2:]), 1)
-        geometry = self._geometry()
-        volume = c.view(*c.shape[:2], *library.space_out(space, geometry))
-        spread: Tensor = library.box_transposed(volume, space, geometry)
+        from adiv_layers.kernels import patch
+
+        space, geometry = _three(list(x.shape[2:]), 1), self._geometry()
+        spread = c.new_empty(*c.shape[:2], *space)
+        patch.box_transposed(c.view(*c.shape[:2], *space_out(space, geometry)), spread, geometry)
         return spread.flatten(2)
 
     def _geometry(self) -> list[int]:

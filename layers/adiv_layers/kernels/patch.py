@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from adiv_layers.kernels.launch import divide_up, run
+from adiv_layers.kernels.rows import factor_of
 
 _BLOCK = 256
 
@@ -38,11 +39,13 @@ def box_kernel(
     depth_dilation,
     height_dilation,
     width_dilation,
+    GAIN: tl.constexpr,
     CONSTANT: tl.constexpr,
     FLOOR: tl.constexpr,
+    SQUARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write r = 1/√(Σ_patch q + CONSTANT), or 1/√max(Σ_patch q, FLOOR) if CONSTANT is 0."""
+    """Write the factor of every patch, whose ‖patch‖² is Σ_patch q: see `rows.factor_of`."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < elements
     x = (index % width_out) * width_stride - width_padding
@@ -63,11 +66,8 @@ def box_kernel(
                 xi = x + i * width_dilation
                 mask = y_in & (xi >= 0) & (xi < width_in)
                 square += tl.load(q + line + xi, mask=mask, other=0.0)
-    if CONSTANT > 0:
-        square += CONSTANT
-    else:
-        square = tl.where(square < FLOOR, FLOOR, square)  # which, unlike a maximum, keeps NaN
-    tl.store(factor + index, tl.rsqrt(square), mask=inside)
+    f = factor_of(square, GAIN, CONSTANT, FLOOR, SQUARED)
+    tl.store(factor + index, f, mask=inside)
 
 
 @triton.jit
@@ -122,8 +122,17 @@ def box_transposed_kernel(
     tl.store(spread + index, total, mask=inside)
 
 
-def box(q: Tensor, factor: Tensor, geometry: list[int], constant: float, floor: float) -> None:
-    """Fill `factor` (images, groups, *space_out) from q (images, groups, *space_in).
+def box(
+    q: Tensor,
+    factor: Tensor,
+    geometry: list[int],
+    *,
+    gain: float,
+    constant: float,
+    floor: float,
+    squared: bool = False,
+) -> None:
+    """Fill `factor` (images, groups, *space_out) from q (images, groups, *space_in), contiguous.
 
     geometry: kernel size, stride, padding and dilation, each of the same three dimensions.
     """
@@ -131,25 +140,27 @@ def box(q: Tensor, factor: Tensor, geometry: list[int], constant: float, floor: 
         box_kernel,
         (divide_up(factor.numel(), _BLOCK),),
         q,
-        q.contiguous(),
+        q,
         factor,
         factor.numel(),
         *q.shape[-3:],
         *factor.shape[-3:],
         *geometry,
+        GAIN=gain,
         CONSTANT=constant,
         FLOOR=floor,
+        SQUARED=squared,
         BLOCK=_BLOCK,
     )
 
 
 def box_transposed(c: Tensor, spread: Tensor, geometry: list[int]) -> None:
-    """Fill `spread` (images, groups, *space_in) from c (images, groups, *space_out)."""
+    """Fill `spread` (images, groups, *space_in) from c (images, groups, *space_out), contiguous."""
     run(
         box_transposed_kernel,
         (divide_up(spread.numel(), _BLOCK),),
         c,
-        c.contiguous(),
+        c,
         spread,
         spread.numel(),
         *spread.shape[-3:],

@@ -1,15 +1,32 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels over rows that lie contiguous in memory: x̂ = r·x with its factor, and its backward.
+"""Kernels over rows that lie contiguous in memory: x̂ = f·x with its factor, and its backward.
 
-Row offsets are 64-bit, so tensors may hold more than 2³¹ elements. Values are widened straight
-after the load: sums are taken in the dtype of r, float32 or float64.
+f = GAIN/√(‖x‖² + CONSTANT), or GAIN/√max(‖x‖², FLOOR) where CONSTANT is 0. Row offsets are 64-bit,
+so tensors may hold more than 2³¹ elements. Values are widened straight after the load: sums are
+taken in the dtype of f, float32 or float64. Widths and strides come divided by a power of two
+that divides them all, so that the compiler sees how wide an access may be.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adiv_layers.kernels.launch import divide_up, rows_tile, run
+from adiv_layers.kernels.launch import divide_up, power_of_two, rows_tile, run, unit_of
+
+
+@triton.jit
+def factor_of(
+    square, GAIN: tl.constexpr, CONSTANT: tl.constexpr, FLOOR: tl.constexpr, SQUARED: tl.constexpr
+):
+    """Factor f of rows with this ‖x‖².
+
+    SQUARED: GAIN·r² and, without a constant, 0 for rows that are shorter than the floor and so
+    have no direction.
+    """
+    # Compared, not clamped: a maximum would turn NaN into the floor.
+    short = square < (-1.0 if CONSTANT > 0 else FLOOR)
+    square = square + CONSTANT if CONSTANT > 0 else tl.where(short, FLOOR, square)
+    return tl.where(short, 0.0, GAIN / square) if SQUARED else GAIN * tl.rsqrt(square)
 
 
 @triton.jit
@@ -19,23 +36,28 @@ def unit_rows_kernel(
     factor,
     rows,
     width,
-    stride,
+    x_stride,
+    unit_stride,
+    GAIN: tl.constexpr,
     CONSTANT: tl.constexpr,
     FLOOR: tl.constexpr,
     SQUARED: tl.constexpr,
+    COLUMN: tl.constexpr,
+    UNIT: tl.constexpr,
+    OWN_UNIT: tl.constexpr,
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write factor = r and, unless `unit` is None, unit = factor·x.
+    """Write factor = f and, unless `unit` is None, unit = f·x.
 
-    r = 1/√(‖x‖² + CONSTANT), or 1/√max(‖x‖², FLOOR) where CONSTANT is 0. If SQUARED the factor is
-    r², and without a constant 0 for rows shorter than the floor, which have no direction.
+    Where COLUMN is not 0, f·COLUMN follows every row of `unit`, and zeros up to its stride.
     """
+    width = width * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     column = tl.arange(0, BLOCK)
-    source = x + row[:, None] * stride + column[None, :]
+    source = x + row[:, None] * (x_stride * UNIT) + column[None, :]
     wide = factor.dtype.element_ty
     if WHOLE:
         mask = inside[:, None] & (column < width)[None, :]
@@ -47,25 +69,36 @@ def unit_rows_kernel(
             mask = inside[:, None] & (start + column < width)[None, :]
             values = tl.load(source + start, mask=mask, other=0.0).to(wide)
             squares += values * values
-    square = tl.sum(squares, 1)
-    # Compared, not clamped: tl.maximum would turn NaN into the floor.
-    short = square < (-1.0 if CONSTANT > 0 else FLOOR)
-    square = square + CONSTANT if CONSTANT > 0 else tl.where(short, FLOOR, square)
-    if SQUARED:
-        r = tl.where(short, 0.0, 1.0 / square)
-    else:
-        r = tl.rsqrt(square)
-    tl.store(factor + row, r, mask=inside)
+    f = factor_of(tl.sum(squares, 1), GAIN, CONSTANT, FLOOR, SQUARED)
+    tl.store(factor + row, f, mask=inside)
     if unit is not None:
-        target = unit + row[:, None] * width + column[None, :]
+        own = unit + row[:, None] * (unit_stride * OWN_UNIT)
         kind = unit.dtype.element_ty
+        end = unit_stride * OWN_UNIT if COLUMN != 0 else width
+        shifted = f * COLUMN
         if WHOLE:
-            tl.store(target, (values * r[:, None]).to(kind), mask=mask)
+            mask = inside[:, None] & (column < end)[None, :]
+            result = values * f[:, None]
+            if COLUMN != 0:
+                last = (column == width)[None, :]
+                result = tl.where(last, shifted[:, None], tl.where(mask, result, 0.0))
+            tl.store(own + column[None, :], result.to(kind), mask=mask)
+            if COLUMN != 0:
+                tail = BLOCK + tl.arange(0, 8)  # rows of BLOCK elements leave no room for it above
+                mask = inside[:, None] & (tail < end)[None, :]
+                result = tl.where((tail == width)[None, :], shifted[:, None], 0.0)
+                tl.store(own + tail[None, :], result.to(kind), mask=mask)
         else:
-            for start in range(0, width, BLOCK):
-                mask = inside[:, None] & (start + column < width)[None, :]
+            for start in range(0, end, BLOCK):
+                here = start + column
+                mask = inside[:, None] & (here < width)[None, :]
                 values = tl.load(source + start, mask=mask, other=0.0).to(wide)
-                tl.store(target + start, (values * r[:, None]).to(kind), mask=mask)
+                result = values * f[:, None]
+                if COLUMN != 0:
+                    last = (here == width)[None, :]
+                    result = tl.where(last, shifted[:, None], tl.where(mask, result, 0.0))
+                mask = inside[:, None] & (here < end)[None, :]
+                tl.store(own + here[None, :], result.to(kind), mask=mask)
 
 
 @triton.jit
@@ -77,65 +110,116 @@ def unit_rows_backward_kernel(
     dx,
     rows,
     width,
-    stride,
+    parts,
+    u_stride,
     x_stride,
-    UNIT: tl.constexpr,
+    SHARE: tl.constexpr,
+    SHIFT: tl.constexpr,
     LIMIT: tl.constexpr,
+    IS_UNIT: tl.constexpr,
+    UNIT: tl.constexpr,
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write dx = r(u − (u·x̂ + rγ)x̂); where r has reached LIMIT it is a constant, and dx = ru.
+    """Write dx = f(u − SHARE·(u·x̂ + SHIFT·fγ)x̂); where |f| has reached LIMIT it is constant: fu.
 
-    x holds the rows x, or x̂ if UNIT.
+    gamma holds γ as `parts` rows of terms. x holds the rows x, or x̂ if IS_UNIT. dx may be u.
     """
+    width = width * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     column = tl.arange(0, BLOCK)
-    upstream = u + row[:, None] * stride + column[None, :]
-    rows_of_x = x + row[:, None] * x_stride + column[None, :]
+    upstream = u + row[:, None] * (u_stride * UNIT) + column[None, :]
+    source = x + row[:, None] * (x_stride * UNIT) + column[None, :]
     target = dx + row[:, None] * width + column[None, :]
-    r = tl.load(factor + row, mask=inside, other=0.0)
+    f = tl.load(factor + row, mask=inside, other=0.0)
     wide = factor.dtype.element_ty
     if WHOLE:
         mask = inside[:, None] & (column < width)[None, :]
         slope = tl.load(upstream, mask=mask, other=0.0).to(wide)
-        values = tl.load(rows_of_x, mask=mask, other=0.0).to(wide)
+        values = tl.load(source, mask=mask, other=0.0).to(wide)
         products = slope * values
     else:
         products = tl.zeros((ROWS, BLOCK), wide)
         for start in range(0, width, BLOCK):
             mask = inside[:, None] & (start + column < width)[None, :]
             slope = tl.load(upstream + start, mask=mask, other=0.0).to(wide)
-            values = tl.load(rows_of_x + start, mask=mask, other=0.0).to(wide)
+            values = tl.load(source + start, mask=mask, other=0.0).to(wide)
             products += slope * values
-    to_unit = 1.0 if UNIT else r
+    to_unit = 1.0 if IS_UNIT else f
     along = tl.sum(products, 1) * to_unit
     if gamma is not None:
-        along += r * tl.load(gamma + row, mask=inside, other=0.0)
+        place = row
+        for _ in range(parts):
+            along += SHIFT * f * tl.load(gamma + place, mask=inside, other=0.0)
+            place += rows
     if LIMIT > 0:
-        along = tl.where(r < LIMIT, along, 0.0)
-    pull = along * to_unit
+        along = tl.where(tl.abs(f) < LIMIT, along, 0.0)
+    pull = SHARE * along * to_unit
     kind = dx.dtype.element_ty
     if WHOLE:
-        result = r[:, None] * (slope - pull[:, None] * values)
+        result = f[:, None] * (slope - pull[:, None] * values)
         tl.store(target, result.to(kind), mask=mask)
     else:
         for start in range(0, width, BLOCK):
             mask = inside[:, None] & (start + column < width)[None, :]
             slope = tl.load(upstream + start, mask=mask, other=0.0).to(wide)
-            values = tl.load(rows_of_x + start, mask=mask, other=0.0).to(wide)
-            result = r[:, None] * (slope - pull[:, None] * values)
+            values = tl.load(source + start, mask=mask, other=0.0).to(wide)
+            result = f[:, None] * (slope - pull[:, None] * values)
             tl.store(target + start, result.to(kind), mask=mask)
 
 
+@triton.jit
+def pack_kernel(
+    weight,
+    bias,
+    packed,
+    rows,
+    width,
+    weight_stride,
+    packed_stride,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write rows [w, b, 0, …, 0] of `packed` from rows w of the weight and the numbers of b."""
+    width = width * UNIT
+    end = packed_stride * 8
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    kind = packed.dtype.element_ty
+    mask = inside[:, None] & (column < width)[None, :]
+    source = weight + row[:, None] * (weight_stride * UNIT) + column[None, :]
+    values = tl.load(source, mask=mask, other=0.0).to(kind)
+    shift = tl.load(bias + row, mask=inside, other=0.0).to(kind)
+    values = tl.where((column == width)[None, :], shift[:, None], values)
+    mask = inside[:, None] & (column < end)[None, :]
+    tl.store(packed + row[:, None] * end + column[None, :], values, mask=mask)
+
+
 def unit_rows(
-    x: Tensor, factor: Tensor, unit: Tensor | None, constant: float, floor: float, squared: bool
+    x: Tensor,
+    factor: Tensor,
+    unit: Tensor | None,
+    *,
+    gain: float,
+    constant: float,
+    floor: float,
+    squared: bool = False,
+    column: float = 0.0,
 ) -> None:
-    """Fill `factor` (…, 1) and `unit` (…, width), contiguous, from x (…, width)."""
+    """Fill `factor` (rows,) and `unit` (rows, width or more) from x (…, width).
+
+    column: what is written behind x̂, times f; 0: nothing, and `unit` is as wide as x.
+    """
     flat = _rows(x)
     rows, width = flat.shape
     tile = rows_tile(width, factor.dtype)
+    common = unit_of(width, flat.stride(0))
+    own = width if unit is None else unit.shape[1]
+    own_common = unit_of(own)
     run(
         unit_rows_kernel,
         (divide_up(rows, tile.rows),),
@@ -144,11 +228,16 @@ def unit_rows(
         unit,
         factor,
         rows,
-        width,
-        flat.stride(0),
+        width // common,
+        flat.stride(0) // common,
+        own // own_common,
+        GAIN=gain,
         CONSTANT=constant,
         FLOOR=floor,
         SQUARED=squared,
+        COLUMN=column,
+        UNIT=common,
+        OWN_UNIT=own_common,
         WHOLE=tile.block >= width,
         ROWS=tile.rows,
         BLOCK=tile.block,
@@ -162,28 +251,39 @@ def unit_rows_backward(
     factor: Tensor,
     gamma: Tensor | None,
     dx: Tensor,
+    *,
+    share: float,
     limit: float,
     is_unit: bool,
+    shift: float = 1.0,
 ) -> None:
-    """Fill `dx` (…, width), contiguous, from the gradients u of x̂ and gamma of r; x is x̂ or x."""
+    """Fill `dx` (…, width), contiguous, from the gradients u of x̂ and γ of f; x is x̂ or x.
+
+    gamma: (parts, rows), shift times whose sum over parts is γ, or None. dx may be u.
+    """
     flat, source = _rows(u), _rows(x)
     rows, width = flat.shape
     tile = rows_tile(width, factor.dtype)
+    common = unit_of(width, flat.stride(0), source.stride(0))
     run(
         unit_rows_backward_kernel,
         (divide_up(rows, tile.rows),),
         u,
         flat,
         source,
-        factor.contiguous(),
-        None if gamma is None else gamma.contiguous(),
+        factor,
+        gamma,
         dx,
         rows,
-        width,
-        flat.stride(0),
-        source.stride(0),
-        UNIT=is_unit,
+        width // common,
+        0 if gamma is None else gamma.shape[0],
+        flat.stride(0) // common,
+        source.stride(0) // common,
+        SHARE=share,
+        SHIFT=shift,
         LIMIT=limit,
+        IS_UNIT=is_unit,
+        UNIT=common,
         WHOLE=tile.block >= width,
         ROWS=tile.rows,
         BLOCK=tile.block,
@@ -191,7 +291,32 @@ def unit_rows_backward(
     )
 
 
+def pack(weight: Tensor, bias: Tensor, packed: Tensor) -> None:
+    """Fill `packed` (n_out, a multiple of 8 that is more than n_in) from weight and bias."""
+    weight = _rows(weight)
+    rows, width = weight.shape
+    end = packed.shape[1]
+    common = unit_of(width, weight.stride(0))
+    block = min(1024, power_of_two(end))
+    tile_rows = 2048 // block
+    run(
+        pack_kernel,
+        (divide_up(rows, tile_rows), divide_up(end, block)),
+        weight,
+        weight,
+        bias.contiguous(),
+        packed,
+        rows,
+        width // common,
+        weight.stride(0) // common,
+        end // 8,
+        UNIT=common,
+        ROWS=tile_rows,
+        BLOCK=block,
+    )
+
+
 def _rows(x: Tensor) -> Tensor:
     """Rows as (rows, width) with neighbouring columns side by side, which the kernels rely on."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()

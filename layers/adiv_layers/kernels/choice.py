@@ -1,0 +1,57 @@
+"""When the kernels are used, and the Triton behind them, which is imported only then."""
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+DEVICES = {"cuda"}
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+def kernels_for(*tensors: Tensor | None) -> Any:
+    """The module of functions on kernels if they can run on these tensors, here and now, or None.
+
+    Not under torch.compile, export, tracing or a dispatch mode, which want to see plain
+    expressions; not under `torch.func` transforms or forward-mode derivatives, for which the
+    kernels have no rule; not on subclasses (DTensor, fakes), whose data is not theirs to read.
+    """
+    first = tensors[0]
+    if first is None or first.device.type not in DEVICES:
+        return None
+    device = first.device
+    if (
+        all(t is None or (_plain(t) and t.device == device) for t in tensors)
+        and not torch.compiler.is_compiling()
+        and not torch._C._get_tracing_state()  # torch.jit.trace
+        and not torch._C._are_functorch_transforms_active()
+        and _get_current_dispatch_mode() is None
+        and forward_ad._current_level < 0
+    ):
+        return _functions()
+    return None
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether this is a tensor that a kernel can read, and not an empty one."""
+    return (type(x) is Tensor or type(x) is Parameter) and x.dtype in _DTYPES and x.numel() > 0
+
+
+@functools.cache
+def _functions() -> Any:
+    """The functions on kernels; without a Triton, said once, there are none."""
+    try:
+        from adiv_layers.kernels import functions
+    except Exception as cause:  # whatever is broken: the plain expressions still work
+        warnings.warn(
+            f"adiv_layers: no Triton kernels ({cause!r}); plain PyTorch is used instead.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return functions

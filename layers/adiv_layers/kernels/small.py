@@ -1,0 +1,238 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Corrected linear maps of few rows by a small weight, where launches cost more than arithmetic.
+
+The rows' lengths are summed in the loop of the matrix product, so the forward pass is one kernel
+(two where the rows are wide and shared among programs), and the backward pass one: every program
+takes some of the inputs and all rows and outputs. What several programs know (f, the gradient of
+b) they all write, and all the same.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from adiv_layers.forms import Correction, least_square
+from adiv_layers.kernels.launch import divide_up, power_of_two, run
+from adiv_layers.kernels.rows import factor_of
+
+ROWS = 64  # the most rows there may be
+INPUTS = 256  # inputs that one program of the forward pass sums over
+_BLOCK, _OUT = 64, 32  # inputs and outputs of a tile
+
+
+@triton.jit
+def finish(
+    product, square, bias, z, y, factor, row, out, rows, n_out,
+    GAIN: tl.constexpr, SHIFT: tl.constexpr, CONSTANT: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    """From Wx and ‖x‖² of a tile: z, y = what f multiplies in it (if wanted), and f."""
+    f = factor_of(square, GAIN, CONSTANT, FLOOR, False)
+    shift = tl.zeros_like(product)
+    if bias is not None:
+        shift += SHIFT * tl.load(bias + out, mask=out < n_out, other=0.0).to(tl.float32)[None, :]
+    product = product + shift if CONSTANT > 0 else product
+    result = f[:, None] * product
+    result = result if CONSTANT > 0 else result + shift
+    place = row[:, None] * n_out + out[None, :]
+    mask = (row < rows)[:, None] & (out < n_out)[None, :]
+    tl.store(z + place, result.to(z.dtype.element_ty), mask=mask)
+    if y is not None:
+        tl.store(y + place, product, mask=mask)
+    tl.store(factor + row, f, mask=row < rows)
+
+
+@triton.jit
+def forward_kernel(
+    x, weight, bias, z, y, factor, products, squares, rows, n_in, n_out, x_stride, w_stride,
+    GAIN: tl.constexpr, SHIFT: tl.constexpr, CONSTANT: tl.constexpr, FLOOR: tl.constexpr,
+    NARROW: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Wx and ‖x‖² over INPUTS inputs: `finish`ed, or written as one term of their sums."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    out = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    part = tl.program_id(2)
+    product = tl.zeros((ROWS, OUT), tl.float32)
+    square = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, INPUTS, BLOCK):
+        column = part * INPUTS + start + tl.arange(0, BLOCK)
+        mask = (row < rows)[:, None] & (column < n_in)[None, :]
+        values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0)
+        mask = (out < n_out)[None, :] & (column < n_in)[:, None]
+        filters = tl.load(weight + out[None, :] * w_stride + column[:, None], mask=mask, other=0.0)
+        wide = values.to(tl.float32)
+        square += tl.sum(wide * wide, 1)
+        product = tl.dot(values.to(NARROW), filters.to(NARROW), product, input_precision="ieee")
+    if products is None:
+        finish(product, square, bias, z, y, factor, row, out, rows, n_out,
+               GAIN, SHIFT, CONSTANT, FLOOR)  # fmt: skip
+    else:
+        place = (part * rows + row)[:, None] * n_out + out[None, :]
+        mask = (row < rows)[:, None] & (out < n_out)[None, :]
+        tl.store(products + place, product, mask=mask)
+        tl.store(squares + part * rows + row, square, mask=row < rows)
+
+
+@triton.jit
+def finish_kernel(
+    products, squares, bias, z, y, factor, parts, rows, n_out,
+    GAIN: tl.constexpr, SHIFT: tl.constexpr, CONSTANT: tl.constexpr, FLOOR: tl.constexpr,
+    ROWS: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """Add up the terms of Wx and ‖x‖², and `finish`."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    out = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    mask = (row < rows)[:, None] & (out < n_out)[None, :]
+    product = tl.zeros((ROWS, OUT), tl.float32)
+    square = tl.zeros((ROWS,), tl.float32)
+    for part in range(parts):
+        place = (part * rows + row)[:, None] * n_out + out[None, :]
+        product += tl.load(products + place, mask=mask, other=0.0)
+        square += tl.load(squares + part * rows + row, mask=row < rows, other=0.0)
+    finish(product, square, bias, z, y, factor, row, out, rows, n_out,
+           GAIN, SHIFT, CONSTANT, FLOOR)  # fmt: skip
+
+
+@triton.jit
+def backward_kernel(
+    g, x, weight, y, factor, dx, dw, db, rows, n_in, n_out, g_row, g_out, x_stride, w_stride,
+    SHIFT: tl.constexpr, SHARE: tl.constexpr, LIMIT: tl.constexpr, WEIGHTED: tl.constexpr,
+    NARROW: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of BLOCK inputs from h = f·g: dx = hW − SHARE·f³(g·y)x, dw = hᵀx; of b: SHIFT·Σ h.
+
+    What is None is left out. Not WEIGHTED: that of b is SHIFT·Σ g. Where |f| has reached LIMIT it
+    is constant.
+    """
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    f = tl.load(factor + row, mask=row < rows, other=0.0)
+    mask = (row < rows)[:, None] & (column < n_in)[None, :]
+    values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0)
+    result = tl.zeros((ROWS, BLOCK), tl.float32)
+    along = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, n_out, OUT):
+        out = start + tl.arange(0, OUT)
+        among = (row < rows)[:, None] & (out < n_out)[None, :]
+        place = row[:, None] * g_row + out[None, :] * g_out
+        slope = tl.load(g + place, mask=among, other=0.0).to(tl.float32)
+        h = f[:, None] * slope
+        filters = (out < n_out)[:, None] & (column < n_in)[None, :]
+        if dx is not None:
+            other = tl.load(y + row[:, None] * n_out + out[None, :], mask=among, other=0.0)
+            along += tl.sum(slope * other, 1)
+            w = tl.load(weight + out[:, None] * w_stride + column[None, :], mask=filters, other=0.0)
+            result = tl.dot(h.to(NARROW), w.to(NARROW), result, input_precision="ieee")
+        if dw is not None:
+            total = tl.dot(tl.trans(h.to(NARROW)), values.to(NARROW), input_precision="ieee")
+            own = dw + out[:, None] * n_in + column[None, :]
+            tl.store(own, total.to(dw.dtype.element_ty), mask=filters)
+        if db is not None:
+            terms = SHIFT * tl.sum(h if WEIGHTED else slope, 0)
+            tl.store(db + out, terms.to(db.dtype.element_ty), mask=out < n_out)
+    if dx is not None:
+        c = SHARE * f * f * f * along
+        if LIMIT > 0:
+            c = tl.where(tl.abs(f) < LIMIT, c, 0.0)
+        result -= c[:, None] * values.to(tl.float32)
+        own = dx + row[:, None] * n_in + column[None, :]
+        tl.store(own, result.to(dx.dtype.element_ty), mask=mask)
+
+
+_NARROW = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def small_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, y: Tensor | None, form: Correction
+) -> Tensor:
+    """Fill z and y (rows, n_out) from x (rows, n_in) and weight (n_out, n_in); return f (rows,).
+
+    z holds the map in the dtype in which products are taken, y what f multiplies in it, float32.
+    """
+    (rows, n_in), n_out = x.shape, len(weight)
+    factor = x.new_empty(rows, dtype=torch.float32)
+    tile = min(ROWS, max(16, power_of_two(rows)))
+    parts = divide_up(n_in, INPUTS)
+    grid = (divide_up(rows, tile), divide_up(n_out, _OUT))
+    products = squares = None
+    if parts > 1:
+        products = x.new_empty((parts, rows, n_out), dtype=torch.float32)
+        squares = x.new_empty((parts, rows), dtype=torch.float32)
+    settings = {
+        "GAIN": form.gain,
+        "SHIFT": form.shift,
+        "CONSTANT": form.constant,
+        "FLOOR": least_square(form.eps, factor),
+        "ROWS": tile,
+        "OUT": _OUT,
+    }
+    run(
+        forward_kernel,
+        (*grid, parts),
+        x,
+        x,
+        weight,
+        bias,
+        z,
+        y,
+        factor,
+        products,
+        squares,
+        rows,
+        n_in,
+        n_out,
+        x.stride(0),
+        weight.stride(0),
+        NARROW=_NARROW[z.dtype],
+        INPUTS=min(INPUTS, divide_up(n_in, _BLOCK) * _BLOCK),
+        BLOCK=_BLOCK,
+        **settings,
+    )
+    if products is not None:
+        sizes = parts, rows, n_out
+        run(finish_kernel, grid, x, products, squares, bias, z, y, factor, *sizes, **settings)
+    return factor
+
+
+def small_backward(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor | None,
+    factor: Tensor,
+    form: Correction,
+    dx: Tensor | None,
+    dw: Tensor | None,
+    db: Tensor | None,
+) -> None:
+    """Fill dx, dw and db, contiguous, those that there are, from the gradients g of z."""
+    (rows, n_in), n_out = x.shape, len(weight)
+    run(
+        backward_kernel,
+        (divide_up(n_in, 32),),
+        g,
+        g,
+        x,
+        weight,
+        y,
+        factor,
+        dx,
+        dw,
+        db,
+        rows,
+        n_in,
+        n_out,
+        *g.stride(),
+        x.stride(0),
+        weight.stride(0),
+        SHIFT=form.shift,
+        SHARE=1.0 / form.gain**2,
+        LIMIT=form.limit(factor),
+        WEIGHTED=form.constant > 0,
+        NARROW=_NARROW[g.dtype],
+        ROWS=max(16, power_of_two(rows)),
+        OUT=16,
+        BLOCK=32,
+        num_warps=8,  # with 4, float32 products of 64 rows spill
+    )

@@ -1,0 +1,82 @@
+"""The autograd function around the kernels for few rows by a small weight."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from adiv_layers.forms import Correction
+from adiv_layers.kernels import small
+from adiv_layers.kernels.launch import KernelError
+from adiv_layers.kernels.plain import differentiable, usable_backward
+
+_NUMBERS, _OUTPUTS = (
+    2**18,
+    512,
+)  # the most of a weight for which launches cost more than its product
+
+
+def is_small(x: Tensor, weight: Tensor) -> bool:
+    """Whether these kernels are the ones for x (…, n_in) and weight: by shape and precision."""
+    n_out, n_in = weight.shape
+    return (
+        x.numel() <= small.ROWS * n_in
+        and n_out <= _OUTPUTS
+        and n_out * n_in <= _NUMBERS
+        and x.dtype != torch.float64
+        and weight.dtype != torch.float64
+    )
+
+
+class SmallLinear(Function):
+    """x, W, b -> f·(Wx + shift·b), or f·Wx + shift·b where the constant is 0.
+
+    plain: the same as a differentiable expression of x, W and b. Under autocast everything is
+    narrowed where it is multiplied, and nothing before.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plain: Callable[..., Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: Correction,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """One kernel, or two."""
+        flat, weight_rows = _rows(x), _rows(weight)
+        z = x.new_empty((*x.shape[:-1], len(weight)), dtype=dtype)
+        y = torch.empty_like(z, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        b = None if bias is None else bias.contiguous()
+        factor = small.small_forward(flat, weight_rows, b, z, y, form)
+        ctx.save_for_backward(x, weight, bias, factor, y)
+        ctx.settings = plain, form
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """One kernel."""
+        x, weight, bias, factor, y = ctx.saved_tensors
+        plain, form = ctx.settings
+        needed = ctx.needs_input_grad[1:4]
+        if usable_backward(g):
+            made = [
+                torch.empty_like(t, memory_format=torch.contiguous_format) if need else None
+                for t, need in zip((x, weight, bias), needed, strict=True)
+            ]
+            flat = g.reshape(-1, g.shape[-1])
+            with suppress(KernelError):
+                small.small_backward(flat, _rows(x), _rows(weight), y, factor, form, *made)
+                return None, *made, None, None
+        return None, *differentiable(plain, (x, weight, bias), needed, g), None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Rows as (rows, width) with neighbouring columns side by side, which the kernels rely on."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()

@@ -1,0 +1,117 @@
+"""How many kernels a step starts, counted: Triton's by the launcher, PyTorch's by the profiler.
+
+The kernels are not run, so nothing here looks at results. A copy or a view is no kernel.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+pytest.importorskip("triton", reason="without Triton there are no kernels")
+
+from adiv_layers import (
+    AffineLikeLinear,
+    GradientOnlyConv2d,
+    GradientOnlyLinear,
+    L2Norm,
+    NormLikeLinear,
+    PatchNormConv2d,
+)
+from adiv_layers.kernels import channels, choice, patch, rows, small
+
+# What PyTorch does on a GPU by one kernel; all else that a step calls makes or views tensors.
+BY_ONE_KERNEL = {
+    *("aten::mm", "aten::addmm", "aten::sum", "aten::mul", "aten::mul_", "aten::add"),
+    *("aten::rsqrt", "aten::clamp_min", "aten::addr"),
+    *("aten::convolution", "aten::convolution_backward", "aten::tanh", "aten::tanh_backward"),
+}
+HALF = 0.5**0.5
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Names of the Triton kernels that would have been started."""
+    names = []
+    for module in (rows, channels, patch, small):
+        monkeypatch.setattr(module, "run", lambda kernel, *_, **__: names.append(kernel.__name__))
+    monkeypatch.setattr(choice, "DEVICES", {"cpu"})
+    return names
+
+
+def counted(layer, x, started):
+    """Kernels of forward and backward."""
+    upstream = torch.ones_like(layer(x))
+    started.clear()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        output = layer(x)
+        torch.autograd.backward(output, upstream, inputs=[x, *layer.parameters()])
+    for parameter in [x, *layer.parameters()]:
+        parameter.grad = None
+    names = started + [e.name for e in profiler.events() if e.name in BY_ONE_KERNEL]
+    return len(names), names
+
+
+LINEAR = {  # rows, n_in, n_out; what a layer of torch starts: 1 forward, 3 backward
+    "many rows": (4096, 1024, 1024),
+    "fewer rows than inputs": (512, 1024, 1024),
+    "narrow output": (512, 1024, 100),
+}
+CASES = [
+    # unit rows, [W, b], product; γ and Σ f·g, its sum, two products, dx
+    (AffineLikeLinear, {}, "many rows", 8),
+    (AffineLikeLinear, {"alpha": 2.0, "beta": 0.3}, "many rows", 8),
+    # unit rows, product, f·b added; the same backward
+    (AffineLikeLinear, {}, "fewer rows than inputs", 8),
+    # factor, product, scaling; gate, sum of the bias's, two products, dx corrected
+    (AffineLikeLinear, {}, "narrow output", 8),
+    # unit rows, product; sum of the bias's, two products, dx
+    (NormLikeLinear, {}, "many rows", 6),
+    # ... and β·b, β·Σ g
+    (NormLikeLinear, {"alpha": HALF, "beta": HALF}, "many rows", 8),
+    # product; two products, r²x, Σ r²g, its sum
+    (GradientOnlyLinear, {}, "many rows", 6),
+    # product; two products, r²x/2, Σ g, half of it
+    (GradientOnlyLinear, {"form": "disproportional"}, "many rows", 6),
+    (nn.Linear, {}, "many rows", 4),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "shape", "expected"), CASES)
+def test_linear(kind, settings, shape, expected, started):
+    count, n_in, n_out = LINEAR[shape]
+    x = torch.zeros(count, n_in, requires_grad=True)
+    found, names = counted(kind(n_in, n_out, **settings), x, started)
+    assert found == expected, names
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(AffineLikeLinear, 7), (NormLikeLinear, 7), (nn.Linear, 12)]
+)
+def test_small_network(kind, expected, started):
+    """3072-32-32-10, 32 rows; the activations left out: ours 2 + 1 + 1 and 3, torch's 3 and 9."""
+    layers = nn.Sequential(kind(3072, 32), kind(32, 32), kind(32, 10))
+    x = torch.zeros(32, 3072, requires_grad=True)
+    found, names = counted(layers, x, started)
+    assert found == expected, names
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # Σx², box, convolution, scaling; gate, sum of the bias's, convolution, boxᵀ, dx corrected
+        (PatchNormConv2d, 9),
+        # convolution; its two gradients, Σx², box, scaling, sum of the bias's
+        (GradientOnlyConv2d, 7),
+    ],
+)
+def test_convolutions(kind, expected, started):
+    x = torch.zeros(8, 16, 14, 14, requires_grad=True)
+    found, names = counted(kind(16, 16, 3, padding=1), x, started)
+    assert found == expected, names
+
+
+def test_l2_norm(started):
+    x = torch.zeros(64, 128, requires_grad=True)
+    found, names = counted(L2Norm(), x, started)
+    assert found == 2, names
