@@ -65,6 +65,7 @@ class DivergenceCallback(Callback):
     Args:
         every_n_steps: measure every so many optimizer steps, the first included; None follows
             `Trainer(log_every_n_steps=…)`.
+        max_overhead: the share of the training time that a monitor may take, as in `Monitor`.
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
         max_rows: rows to look at per layer and step; None: all of them.
         attainable: measure the ceiling too, which looks at all rows.
@@ -88,6 +89,7 @@ class DivergenceCallback(Callback):
         self,
         every_n_steps: int | None = None,
         *,
+        max_overhead: float | None = None,
         layers: LayerChoice = None,
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
@@ -100,6 +102,7 @@ class DivergenceCallback(Callback):
         self._every_n_steps = every_n_steps
         self._layers = layers
         self._options: dict[str, Any] = {
+            "max_overhead": max_overhead,
             "max_rows": max_rows,
             "attainable": attainable,
             "on_error": on_error,

@@ -115,7 +115,7 @@ def find_rule(module: nn.Module) -> Rule | str:
         if base in _RULES:
             if type(module).forward is not base.forward:
                 return (
-                    f"{type(module).__name__} overrides the forward of {base.__name__}: teach the "
+                    f"it overrides the forward of {base.__module__}.{base.__qualname__}: teach the "
                     f"monitor what it computes with register_features({type(module).__name__})"
                 )
             rule = _RULES[base]

@@ -598,3 +598,16 @@ def test_no_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r'pip install "adiv-monitor\[lightning\]"'):
         load_again()
+
+
+def test_the_bound_on_the_monitors_share_reaches_the_monitor() -> None:
+    with pytest.raises(ValueError, match="max_overhead"):
+        trainer(callbacks=DivergenceCallback(1, max_overhead=2.0, sinks=[MemorySink()])).fit(
+            module(pl), loader()
+        )
+    callback = DivergenceCallback(1, max_overhead=0.02, sinks=[MemorySink()])
+    trainer(callbacks=callback).fit(module(pl), loader())
+    latest = callback.monitors[""].latest
+    assert latest is not None
+    assert latest.interval is not None
+    assert latest.interval >= 16

@@ -242,7 +242,7 @@ def test_layers_that_cannot_be_measured_are_listed_once_and_left_alone() -> None
         reasons = report.unsupported
         assert "the rule's own error" in reasons["net.1"]
         assert "relative error" in reasons["net.2"]
-        assert "overrides the forward of Linear" in reasons["net.3"]
+        assert "overrides the forward of torch.nn.modules.linear.Linear" in reasons["net.3"]
         assert "parametrization" in reasons["net.4"]
         assert "no rule for PReLU" in reasons["net.5"]
         assert "no rule for Bilinear" in reasons["net.6"]
