@@ -1,0 +1,105 @@
+"""What is remembered of a step, and what is not: small things that silently change readings."""
+
+import copy
+
+import pytest
+import torch
+from cases import CASES, loss_of
+from setups import EXACT, mlp, one_step, same
+from torch import nn
+
+from adiv_monitor import Monitor
+from adiv_monitor.ceiling import attainable_cosine, attainable_cosine_of_rows
+
+
+def test_calls_without_rows_are_no_calls() -> None:
+    """An expert that gets no token in a call, before and after one that gets some."""
+    model = nn.Linear(4, 3).double()
+    x = torch.randn(30, 4, dtype=torch.float64)
+
+    def backward(model: nn.Module, parts: tuple[slice, ...]) -> None:
+        sum(model(x[part]).square().sum() for part in parts).backward()
+
+    expected = one_step(copy.deepcopy(model), lambda m: backward(m, (slice(0, 30),)))
+    parts = (slice(0, 0), slice(0, 20), slice(5, 5), slice(20, 30))
+    found = one_step(copy.deepcopy(model), lambda m: backward(m, parts))
+    same(found, expected)
+    assert found.layers[""].rows_total == 30
+    few = one_step(model, lambda m: backward(m, parts), max_rows=8)
+    assert few.layers[""].rows_seen == 8
+
+
+def test_tokens_that_are_changed_after_the_look_up() -> None:
+    """Readings are of the tokens that were looked up."""
+    model = nn.Embedding(9, 4).double()
+    tokens = torch.arange(9)
+
+    def backward(model: nn.Module, *, spoil: bool) -> None:
+        looked_up = tokens.clone()
+        (model(looked_up) * torch.arange(36).view(9, 4)).sum().backward()
+        if spoil:
+            looked_up.zero_()
+
+    plain = one_step(copy.deepcopy(model), lambda m: backward(m, spoil=False))
+    same(one_step(model, lambda m: backward(m, spoil=True)), plain)
+    assert plain.layers[""].update_cosine == pytest.approx(1, **EXACT)
+
+
+def test_the_same_rows_are_drawn_after_a_resume() -> None:
+    """What `state_dict` gives puts the source of chance where it was."""
+    model, batch = CASES["mlp"].model(), CASES["mlp"].batches(1, size=40)[0]
+
+    def run(monitor: Monitor, optimizer: torch.optim.Optimizer) -> None:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        monitor.close()
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    first = Monitor(model, sgd, max_rows=5, seed=3)
+    first.attach()
+    run(first, sgd)
+    state = first.state_dict()
+    found = []
+    for seed in (7, 8):  # which the state overrules
+        again = Monitor(model, sgd, max_rows=5, seed=seed)
+        again.load_state_dict(state)
+        again.attach()
+        sgd.zero_grad()
+        run(again, sgd)
+        assert again.reports[0].step == 1
+        found.append(again.reports[0])
+    same(*found)
+    assert found[0].layers["0"].update_ratio == 0
+    assert first.reports[0].layers["0"].row_cosine_quantiles is not None
+
+
+def test_the_ceiling_knows_features_that_depend_on_each_other() -> None:
+    """Directions that Φ does not have are left out, and none that it has, however short."""
+    torch.manual_seed(0)
+    base = torch.randn(40, 1, 3, dtype=torch.float64)
+    phi = torch.cat([base, base[..., :1] + base[..., 1:2], 1e-4 * torch.randn_like(base)], dim=2)
+    G = torch.randn(40, 1, 2, dtype=torch.float64)
+    columns = phi[:, 0]
+    expected = (columns @ torch.linalg.pinv(columns) @ G[:, 0]).norm() / G.norm()
+    gram = (columns.T @ columns)[None]
+    cross = (columns.T @ G[:, 0])[None]
+    assert attainable_cosine(gram, cross, G.norm()) == pytest.approx(expected.item(), rel=1e-6)
+    few = phi[:5]
+    columns = few[:, 0]
+    expected = (columns @ torch.linalg.pinv(columns) @ G[:5, 0]).norm() / G[:5].norm()
+    assert attainable_cosine_of_rows(few, G[:5]) == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_the_ceiling_forgets_gradients_that_were_zeroed(set_to_none: bool) -> None:
+    model, batch = mlp()
+    expected = one_step(
+        copy.deepcopy(model), lambda m: loss_of(m, batch).backward(), attainable=True
+    )
+
+    def zeroed_between(model: nn.Module) -> None:
+        (2 - loss_of(model, (batch[0] + 1, batch[1]))).square().backward()
+        model.zero_grad(set_to_none)
+        loss_of(model, batch).backward()
+
+    same(one_step(model, zeroed_between, attainable=True), expected)
