@@ -34,17 +34,24 @@ _MEASURED = ["test_against_reference", "test_invariants", "test_models"]
 _COURSE = [*_MEASURED, "test_gradients", "test_optimizers", "test_robustness"]
 _RULES = ["test_features", "test_corrected_layers", *_MEASURED]
 _FORMULAS = ["test_functional", "test_modules", "test_convolutions", "test_attention"]
+_BOOKS = ["test_bookkeeping", "test_sampling", *_COURSE]
 _MONITOR_TESTS = {
+    "estimates.py": ["test_measures", *_MEASURED],
     "measures.py": ["test_measures", *_MEASURED],
+    "readings.py": ["test_measures", *_COURSE],
     "dots.py": ["test_measures", *_MEASURED],
-    "batch.py": ["test_measures", *_MEASURED],
+    "totals.py": _MEASURED,
+    "sampling.py": ["test_sampling"],
     "updates.py": _COURSE,
-    "capture.py": _COURSE,
-    "layer_rows.py": ["test_features", *_COURSE],
-    "measured_step.py": _COURSE,
+    "accumulation.py": _COURSE,
+    "capture.py": _BOOKS,
+    "layer_rows.py": _BOOKS,
+    "measured_step.py": _BOOKS,
     "outcome.py": ["test_measures", *_COURSE],
-    "ceiling.py": _MEASURED,
+    "transfer.py": ["test_measures", *_MEASURED],
+    "ceiling.py": ["test_bookkeeping", *_MEASURED],
     "features/rows.py": ["test_features", *_COURSE],
+    "features/whole.py": _RULES,
     "features/features.py": _RULES,
     "features/linear.py": _RULES,
     "features/conv.py": _RULES,
