@@ -125,11 +125,11 @@ class MeasuredStep:
         """‖gradient now‖ / ‖gradient that backward left‖ of the layers where it is known."""
         assert self._steps is not None
         if _processes() > 1:  # the gradient is averaged; what else was done to it can't be told
-            share = torch.tensor(1 / _processes())
-            return {
-                layer.path: share if scale is None else share.to(scale.device) / scale
+            shares = {
+                layer.path: torch.full((), 1 / _processes(), device=layer.parameters[0].device)
                 for layer in layers
             }
+            return {path: s if scale is None else s / scale for path, s in shares.items()}
         left = {x: self._capture.accumulated[x.parameters[0]].left() for x in layers}
         known = {layer: parts for layer, parts in left.items() if parts is not None}
         if not known:
@@ -323,7 +323,8 @@ class MeasuredStep:
     ) -> Tensor:
         """γv − Gᵀ(Φv) and γv for a random v (R. Freivalds 1977): the first is 0 if γ = GᵀΦ."""
         columns = features.columns()[:, 0]
-        v = torch.from_numpy(self._generator.standard_normal(columns.shape[1])).to(G)
+        v = self._generator.standard_normal(columns.shape[1])
+        v = to_device(v, G.device).to(G.dtype)
         parts = [exact(part) for part in gamma]
         if layer.weight is None:
             left = parts[0] * v

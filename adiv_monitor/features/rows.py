@@ -67,8 +67,8 @@ class Rows:
         return to_device(np.stack(self.positions), self.device)
 
 
-def to_device(array: Index, device: torch.device) -> Tensor:
-    """Whole numbers from the host, without waiting for the device."""
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Numbers from the host, without waiting for the device."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
