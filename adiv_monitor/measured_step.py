@@ -323,8 +323,8 @@ class MeasuredStep:
     ) -> Tensor:
         """γv − Gᵀ(Φv) and γv for a random v (R. Freivalds 1977): the first is 0 if γ = GᵀΦ."""
         columns = features.columns()[:, 0]
-        v = self._generator.standard_normal(columns.shape[1])
-        v = to_device(v, G.device).to(G.dtype)
+        drawn = self._generator.standard_normal(columns.shape[1])
+        v = to_device(drawn, G.device).to(G.dtype)
         parts = [exact(part) for part in gamma]
         if layer.weight is None:
             left = parts[0] * v
