@@ -7,6 +7,7 @@ someone differentiates twice, compiles or transforms.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from adiv_layers.autocast import autocast_dtype
 from adiv_layers.forms import Correction, least_square, times
+from adiv_layers.kernels.choice import kernels_for
+from adiv_layers.kernels.launch import KernelError
 from adiv_layers.kernels.maps import Rows
-from adiv_layers.ops import input_scaled, output_scaled, small_linear, unit_rows, with_kernels
+from adiv_layers.ops import linear_dtype, unit_rows
 
 
 def scaled_linear(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction) -> Tensor:
@@ -32,18 +35,38 @@ def scaled_linear(input: Tensor, weight: Tensor, bias: Tensor | None, form: Corr
     Returns:
         (..., n_out).
     """
-    on_kernels = with_kernels(input, weight, bias)
-    by_output = _by_output(input, weight, bias, form, on_kernels)
-    if not on_kernels and _by_hand(input):
+    kernels = kernels_for(input, weight, bias)
+    by_output = _by_output(input, weight, bias, form, kernels is not None)
+    plain = partial(scale_output if by_output else scale_input, form=form)
+    if kernels is not None:
+        with suppress(KernelError):
+            return _by_kernels(kernels, plain, input, weight, bias, form, by_output)
+    elif _by_hand(input):
         function = _OutputScaled if by_output else _InputScaled
         output: Tensor = function.apply(input, weight, bias, form)
         return output
-    plain = partial(_scale_output, form=form)
-    if on_kernels and (small := small_linear(plain, input, weight, bias, form)) is not None:
-        return small
-    if by_output:
-        return output_scaled(Rows(), plain, input, weight, bias, form)
-    return input_scaled(input, weight, bias, form)
+    return plain(input, weight, bias)
+
+
+def _by_kernels(
+    kernels: Any,
+    plain: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    form: Correction,
+    by_output: bool,
+) -> Tensor:
+    dtype = linear_dtype(input)
+    z: Tensor
+    alike = dtype != input.dtype or input.dtype == weight.dtype  # or F.linear is to say: not so
+    if alike and kernels.is_small(input, weight):
+        z = kernels.SmallLinear.apply(plain, input, weight, bias, form, dtype)
+    elif by_output:
+        z = kernels.output_scaled(Rows(), plain, input, weight, bias, form, dtype)
+    else:
+        z = kernels.input_scaled(input, weight, bias, form, dtype)
+    return z
 
 
 def _by_output(
@@ -62,7 +85,19 @@ def _by_output(
     return n_in > 2 * n_out
 
 
-def _scale_output(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction) -> Tensor:
+def scale_input(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction) -> Tensor:
+    """W·x̂ + f·shift·b, or W·x̂ + shift·b where the constant is 0, as a plain expression."""
+    unit, factor = unit_rows(input, form)
+    if bias is None or form.constant == 0:
+        return F.linear(unit, weight, times(bias, form.shift))
+    output = F.linear(unit, weight)
+    flat = output.flatten(0, -2) if output.dim() > 1 else output.unsqueeze(0)
+    column = times(factor, form.shift).reshape(-1)
+    return torch.addr(flat, column.to(output.dtype), bias.to(output.dtype)).view(output.shape)
+
+
+def scale_output(input: Tensor, weight: Tensor, bias: Tensor | None, form: Correction) -> Tensor:
+    """f·(Wx + shift·b), or f·Wx + shift·b where the constant is 0, as a plain expression."""
     _, factor = unit_rows(input, form)
     before, after = form.split(bias)
     output = F.linear(input, weight, before)
@@ -105,7 +140,7 @@ class _InputScaled(torch.autograd.Function):
         input, weight, bias, factor, unit = ctx.saved_tensors
         form, needed = ctx.form, ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # someone differentiates twice: f must be seen to depend on x
-            plain = partial(input_scaled, form=form)
+            plain = partial(scale_input, form=form)
             return *_differentiable(plain, (input, weight, bias), needed, grad), None
         rows = grad.reshape(-1, grad.shape[-1])
         grad_input = grad_weight = grad_bias = None
@@ -147,7 +182,7 @@ class _OutputScaled(torch.autograd.Function):
         input, weight, bias, factor, product = ctx.saved_tensors
         form, needed = ctx.form, ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
-            plain = partial(_scale_output, form=form)
+            plain = partial(scale_output, form=form)
             return *_differentiable(plain, (input, weight, bias), needed, grad), None
         scaled_grad = grad * factor
         rows = scaled_grad.reshape(-1, grad.shape[-1])

@@ -4,10 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
-from adiv_layers import ops
+from adiv_layers import ops, scaled_linear
 from adiv_layers.forms import affine_like, norm_like
-from adiv_layers.kernels import channels, functions, launch
+from adiv_layers.kernels import channels, choice, functions, launch, maps
 from interpreted import DTYPES, FLOAT32, FLOAT64, check, poisoned, relative_error
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -130,29 +129,45 @@ def test_layout_of_inputs_and_gradients(layout):
     )
 
 
-def by_input(form):
-    return partial(ops.input_scaled, form=form)
+def with_kernels(function, plain):
+    """The function on the kernels where they are used, else the plain expression."""
 
-
-def by_output(form):
-    def plain(x, weight, bias):
-        _, f = ops.unit_rows(x, form)
-        before, after = form.split(bias)
-        scaled = F.linear(x, weight, before) * f.to(x.dtype)
-        return scaled if after is None else scaled + after
-
-    return lambda x, weight, bias: ops.output_scaled(ops.Rows(), plain, x, weight, bias, form)
-
-
-def in_one_kernel(form):
-    def call(x, weight, bias):
-        return ops.small_linear(by_input(form), x, weight, bias, form)
+    def call(x, weight, bias=None):
+        kernels = choice.kernels_for(x, weight, bias)
+        if kernels is None:
+            return plain(x, weight, bias)
+        return function(kernels, plain, x, weight, bias, ops.linear_dtype(x))
 
     return call
 
 
+def by_input(form):
+    return with_kernels(
+        lambda kernels, _, *inputs: kernels.input_scaled(*inputs[:3], form, inputs[3]),
+        partial(scaled_linear.scale_input, form=form),
+    )
+
+
+def by_output(form):
+    return with_kernels(
+        lambda kernels, plain, x, weight, bias, dtype: kernels.output_scaled(
+            maps.Rows(), plain, x, weight, bias, form, dtype
+        ),
+        partial(scaled_linear.scale_output, form=form),
+    )
+
+
+def in_one_kernel(form):
+    return with_kernels(
+        lambda kernels, plain, x, weight, bias, dtype: kernels.SmallLinear.apply(
+            plain, x, weight, bias, form, dtype
+        ),
+        partial(scaled_linear.scale_input, form=form),
+    )
+
+
 def linear_reference(form):
-    def reference(x, weight, bias):
+    def reference(x, weight, bias=None):
         unit, f = rows_reference(form)(x)
         shift = 0 if bias is None else form.shift * (f * bias if form.constant > 0 else bias)
         return unit @ weight.t() + shift
@@ -192,27 +207,14 @@ FEW_ROWS = [(1, 50, 7), (64, 130, 40), (32, 520, 32), (16, 16, 16), (2, 33, 300)
 def test_few_rows_by_a_small_weight(form, shape, dtype, bias, monkeypatch):
     form, (m, k, n) = FORMS[form], shape
     inputs = [torch.randn(m, k) + 0.1, torch.randn(n, k) / k**0.5, torch.randn(n)]
-    inputs = inputs if bias else inputs[:2]
-
-    def call(x, weight, bias=None):
-        return in_one_kernel(form)(x, weight, bias)
-
-    def reference(x, weight, bias=None):
-        return linear_reference(form)(x, weight, bias)
-
     with poisoned(monkeypatch):
-        check_small(call, reference, inputs, [torch.randn(m, n)], dtype, by_input(form))
-
-
-def check_small(call, reference, inputs, upstream, dtype, plain):
-    """As `check`, where the plain expression is another function."""
-
-    def function(*tensors):
-        found = call(*tensors)
-        return plain(*tensors, *[None] * (3 - len(tensors))) if found is None else found
-
-    assert call(*(t.to(dtype) for t in inputs)) is not None
-    check(function, reference, inputs, upstream, dtype)
+        check(
+            in_one_kernel(form),
+            linear_reference(form),
+            inputs if bias else inputs[:2],
+            [torch.randn(m, n)],
+            dtype,
+        )
 
 
 def test_what_is_not_small():
@@ -260,7 +262,7 @@ def test_layout_of_few_rows(form, layout):
     elif layout == "one dimension":
         x, g = x[0, 0], g[0, 0]
     inputs = [x, weight, torch.randn(7)]
-    check_small(in_one_kernel(form), linear_reference(form), inputs, [g], FLOAT32, by_input(form))
+    check(in_one_kernel(form), linear_reference(form), inputs, [g], FLOAT32)
 
 
 @pytest.mark.parametrize(("way", "form"), MAPS)

@@ -57,7 +57,7 @@ def test_without_a_gpu_nothing_is_measured_and_all_of_it_said(tmp_path):
 
 
 def test_the_least_costs_are_those_of_the_design(benchmarks):
-    """Seven passes counted by hand for 790 TFLOP/s and 4.3 TB/s."""
+    """Passes counted by hand, at 790 TFLOP/s and 4.3 TB/s."""
     from expected import ratio
 
     rates = {"flops": 790e12, "bandwidth": 4.3e12}

@@ -5,8 +5,10 @@ import sys
 
 import pytest
 import torch
-from adiv_layers import ops
+from adiv_layers import ops, scaled_linear
 from adiv_layers.forms import Correction
+from adiv_layers.kernels.choice import kernels_for
+from adiv_layers.kernels.maps import Patches
 from torch.autograd import gradcheck, gradgradcheck
 
 CONSTANTS = [1.0, 0.3, 0.0]
@@ -74,26 +76,27 @@ def test_autocast_narrows_the_rows_but_not_their_factor(dtype):
 
 def test_affine_like_map_of_unit_rows():
     x, weight, bias = (torch.randn(s, dtype=torch.float64) for s in ((2, 4, 5), (3, 5), (3,)))
-    z = ops.input_scaled(x, weight, bias, form(1.0))
+    z = scaled_linear.scale_input(x, weight, bias, form(1.0))
     expected = (x @ weight.t() + bias) / (x.square().sum(-1, keepdim=True) + 1).sqrt()
     torch.testing.assert_close(z, expected)
 
 
 def test_without_kernels_scaled_is_the_plain_expression():
-    x, weight, bias = torch.randn(2, 5), torch.randn(3, 5), torch.randn(3)
+    x, weight, bias = torch.randn(2, 5, 9), torch.randn(3, 5, 1), torch.randn(3)
+    patches = Patches([1], [1], [0], [1], 1)
     seen = []
 
     def plain(*inputs):
         seen.append(inputs)
         return x
 
-    assert ops.output_scaled(ops.Rows(), plain, x, weight, bias, form(1.0)) is x
+    assert ops.output_scaled(patches, plain, x, weight, bias, form(1.0)) is x
     assert seen == [(x, weight, bias)]
 
 
 def test_no_kernels_without_a_gpu():
-    assert not ops.with_kernels(torch.randn(2, 3))
-    assert not ops.with_kernels(torch.randn(2, 3), None, torch.randn(3, device="meta"))
+    assert kernels_for(torch.randn(2, 3)) is None
+    assert kernels_for(torch.randn(2, 3), None, torch.randn(3, device="meta")) is None
 
 
 def test_triton_is_not_imported_before_it_is_needed():

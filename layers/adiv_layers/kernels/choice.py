@@ -24,17 +24,18 @@ def kernels_for(*tensors: Tensor | None) -> Any:
     first = tensors[0]
     if first is None or first.device.type not in DEVICES:
         return None
-    device = first.device
+    for tensor in tensors:
+        if tensor is not None and not (_plain(tensor) and tensor.device == first.device):
+            return None
     if (
-        all(t is None or (_plain(t) and t.device == device) for t in tensors)
-        and not torch.compiler.is_compiling()
-        and not torch._C._get_tracing_state()  # torch.jit.trace
-        and not torch._C._are_functorch_transforms_active()
-        and _get_current_dispatch_mode() is None
-        and forward_ad._current_level < 0
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state()  # torch.jit.trace
+        or torch._C._are_functorch_transforms_active()
+        or _get_current_dispatch_mode() is not None
+        or forward_ad._current_level >= 0
     ):
-        return _functions()
-    return None
+        return None
+    return _functions()
 
 
 def _plain(x: Tensor) -> bool:

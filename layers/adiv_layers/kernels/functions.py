@@ -27,7 +27,9 @@ __all__ = [
     "OutputScaled",
     "SmallLinear",
     "UnitRows",
+    "input_scaled",
     "is_small",
+    "output_scaled",
     "patch_gradients",
     "row_gradients",
 ]
@@ -219,6 +221,30 @@ class OutputScaled(Function):
                     channels.blend(to, to, spread, linear_map.view(x), gain=-1.0)
                 return None, None, dx, dw, db, None
         return None, None, *differentiable(plain, (x, weight, bias), needed, g), None
+
+
+def output_scaled(
+    linear_map: Rows | Patches,
+    plain: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    form: Correction,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`OutputScaled` in this dtype."""
+    # A bias inside is added by the map itself.
+    inner = bias.to(dtype) if bias is not None and form.constant > 0 else bias
+    z: Tensor = OutputScaled.apply(linear_map, plain, x.to(dtype), weight.to(dtype), inner, form)
+    return z
+
+
+def input_scaled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, form: Correction, dtype: torch.dtype
+) -> Tensor:
+    """The map of `InputScaled` in this dtype."""
+    z: Tensor = InputScaled.apply(x, weight.to(dtype), bias, form, dtype)[0]
+    return z
 
 
 def _unit_rows(x: Tensor, unit: Tensor, form: Correction, column: float) -> Tensor:

@@ -35,10 +35,6 @@ def space_out(space: list[int], geometry: list[int]) -> list[int]:
 class Rows:
     """The linear map of every row of x: Wx + b."""
 
-    def suits(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether the kernels are made for this input: always."""
-        return True
-
     def view(self, x: Tensor) -> Tensor:
         """Input or output as the kernels see it."""
         return columns(x)
