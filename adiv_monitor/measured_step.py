@@ -88,10 +88,8 @@ class MeasuredStep:
         if scale is not None:
             self._flags["gradient_scale"] = scale
         reached = self._reached()
-        parameters = {id(p): p for layer in reached for p in layer.parameters}
-        self._steps = ParameterSteps(
-            parameters.values(), self._watch, copy_gradient=scale is not None
-        )
+        parameters = [p for layer in reached for p in layer.parameters]
+        self._steps = ParameterSteps(parameters, self._watch, copy_gradient=scale is not None)
         factors = self._factors(list(reached), scale)
         for layer, calls in reached.items():
             self._try(layer, self._begin, layer, calls, factors.get(layer.path), scale)
@@ -322,21 +320,16 @@ class MeasuredStep:
         self, layer: Layer, features: DenseFeatures, G: Tensor, gamma: list[Tensor]
     ) -> Tensor:
         """γv − Gᵀ(Φv) and γv for a random v (R. Freivalds 1977): the first is 0 if γ = GᵀΦ."""
-        columns = features.columns()[:, 0]
-        drawn = self._generator.standard_normal(columns.shape[1])
+        width = 0 if features.phi is None else features.phi.shape[2]
+        drawn = self._generator.standard_normal(width + (layer.bias is not None))
         v = to_device(drawn, G.device).to(G.dtype)
-        parts = [exact(part) for part in gamma]
-        if layer.weight is None:
-            left = parts[0] * v
-        else:
-            n = columns.shape[1] - (layer.bias is not None)
-            weight = parts[0].t() if features.transposed else parts[0].reshape(-1, n)
-            left = (
-                weight @ v[:n]
-                if layer.bias is None
-                else torch.addmv(parts[1] * v[n], weight, v[:n])
-            )
-        return torch.stack([torch.addmv(left, G.T, columns @ v, alpha=-1), left])
+        left = G.new_zeros(G.shape[1])
+        if layer.weight is not None:
+            weight = exact(gamma[0])
+            left = (weight.t() if features.transposed else weight.reshape(-1, width)) @ v[:width]
+        if layer.bias is not None:
+            left = left + exact(gamma[-1]) * v[width]
+        return torch.stack([torch.addmv(left, G.T, features.times(v), alpha=-1), left])
 
     def _add_scale(self, measured: _Measured) -> None:
         """The rows' own parts of e, and what the others did to them."""

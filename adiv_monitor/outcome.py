@@ -10,7 +10,7 @@ from adiv_monitor.features.rows import Index
 from adiv_monitor.readings import Measured, Numbers, measure
 from adiv_monitor.report import MEASURES, LayerReading
 from adiv_monitor.transfer import Array
-from adiv_monitor.updates import Watch
+from adiv_monitor.updates import APPLIED, STEPPED, Watch
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
 _RULE_TOLERANCE = 0.05
@@ -153,13 +153,14 @@ class _Step:
         self._scale = float(flags["gradient_scale"]) if "gradient_scale" in flags else 1.0
         self.gradient_changed = bool(flags.get("gradient_changed", np.zeros(1)).any())
         self.gradient_lost = self.gradient_changed and not keeps_gradient
-        # Where a = u is expected only ‖a‖² was taken again, part by part.
+        # Where a = u is expected there is only what proves it.
         self.has_applied = "a_w" in products
         self.weights_changed = self.updated and self._applied_differs()
 
     def _applied_differs(self) -> bool:
         # Taken in the same way they are equal to the last bit, unless θ has changed.
-        before, after = self._products["w_w"], self._products["a_a"]
+        names = ("w_w", "a_a") if self.has_applied else (STEPPED, APPLIED)
+        before, after = (self._products[name] for name in names)
         return any(not np.array_equal(before[k], a, equal_nan=True) for k, a in after.items())
 
     def numbers(
@@ -170,9 +171,8 @@ class _Step:
             name: sum(float(parts[key].sum()) for key in seen.parameters)
             / self._scale ** name.count("gamma")
             for name, parts in self._products.items()
+            if name not in (STEPPED, APPLIED)
         }
-        if not self.has_applied:
-            dots.pop("a_a", None)
         factor = float(values.get("gradient_factor", math.nan))
         reason = seen.from_rows or _speaks_against(values, dots["gamma_gamma"], factor, seen)
         found = Numbers(

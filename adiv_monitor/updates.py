@@ -2,22 +2,26 @@
 
 Of all layers together, parameter by parameter. Keeping all three until the next forward pass takes
 three copies of the parameters. That is only needed where something changes the weights after the
-step; elsewhere a = u, which the norm of θ − θ before, taken again, proves. So the first measured
-step keeps everything, and what it sees decides (`Watch`).
+step; elsewhere a = u, which a product of every row of θ with a fixed vector, taken again, proves.
+So the first measured step keeps everything, and what it sees decides (`Watch`).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from adiv_monitor import dots
-from adiv_monitor.features.rows import exact
+from adiv_monitor.features.rows import exact, to_device
 
 # Smaller parameters go through one operation for all of them, and their products to the host whole.
 _SMALL = 8_192
+# What proves that nothing has changed the weights since the step: taken after it, and once more.
+STEPPED, APPLIED = "stepped", "applied"
+_GOLDEN = 0.6180339887498949  # of which no two multiples end alike
 _STRETCHES, _STRETCH = 16, 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -63,7 +67,7 @@ class ParameterSteps:
     """γ, u and a of all trained parameters around one optimizer step.
 
     Args:
-        parameters: every measured parameter, once.
+        parameters: every measured parameter, as often as layers use it.
         watch: what this run was seen to do so far.
         copy_gradient: the optimizer will write into `.grad` (it unscales AMP gradients itself).
 
@@ -77,7 +81,9 @@ class ParameterSteps:
     def __init__(
         self, parameters: Iterable[nn.Parameter], watch: Watch, *, copy_gradient: bool = False
     ) -> None:
-        every = list(parameters)
+        uses = Counter(parameters)
+        every = list(uses)
+        self._shared = {id(p) for p, count in uses.items() if count > 1}
         self._small = [p for p in every if is_small(p)]
         self._large = [p for p in every if not is_small(p)]
         self._keep_update = watch.weights_change
@@ -97,6 +103,7 @@ class ParameterSteps:
         self._multiply("gamma_gamma", self._gamma, self._gamma)
         self._update: dict[int, Tensor] = {}
         self.updated = False
+        self._places: dict[object, Tensor] = {}
 
     def gamma_norm_of(self, parameter: nn.Parameter) -> Tensor:
         """A tensor as long as the parameter's gradient: itself, or the norms of its parts."""
@@ -117,10 +124,14 @@ class ParameterSteps:
         key = id(parameter)
         if key in self._update:
             return self._update[key]
-        taken = exact(self._before[key]) - exact(parameter.detach())
+        before, now = exact(self._before[key]), exact(parameter.detach())
         if self._keep_update:
-            self._update[key] = taken
-        return taken
+            self._update[key] = before - now
+            return self._update[key]
+        if key in self._shared:
+            return before - now
+        del self._before[key]
+        return before.sub_(now)
 
     def take_products(self, parameter: nn.Parameter, taken: Tensor) -> None:
         """‖w‖ and ⟨w, γ⟩ of a large parameter, from a difference that is then used up."""
@@ -128,6 +139,8 @@ class ParameterSteps:
         if is_small(parameter) or key in self.norms["w_w"]:
             return
         self.norms["w_w"][key] = dots.norms(taken)
+        if not self._keep_update:
+            self.products[STEPPED][key] = self._row_products(parameter)
         spare = taken.clone() if self._keep_update else taken
         self.products["w_gamma"][key] = spare.mul_(self._gamma[key]).sum()
 
@@ -142,27 +155,40 @@ class ParameterSteps:
         self._grads.clear()
         if not self._keep_update:
             self._gamma.clear()
-            self._update.clear()
         return changed
 
     def applied(self) -> None:
-        """The next forward begins: a's products, or where a = u is expected, ‖a‖² alone."""
+        """The next forward begins: a's products, or where a = u is expected, what proves it."""
         applied = self._taken_from_small()
-        for p in self._large:
-            before = exact(self._before.pop(id(p)))
-            applied[id(p)] = torch.sub(before, exact(p.detach()), out=before)
-            self.norms["a_a"][id(p)] = dots.norms(applied[id(p)])
-        self._multiply("a_a", applied, applied)
-        if self._keep_update:
+        if not self._keep_update:
+            self.products[STEPPED] |= self._update
+            self.products[APPLIED] |= applied
+            for p in self._large:
+                self.products[APPLIED][id(p)] = self._row_products(p)
+        else:
+            self._multiply("a_a", applied, applied)
             self._multiply("a_w", applied, self._update)
             self._multiply("a_gamma", applied, self._gamma)
-            for key in map(id, self._large):
-                a = applied.pop(key)
+            for p in self._large:
+                key = id(p)
+                a = exact(self._before.pop(key)).sub_(exact(p.detach()))
+                self.norms["a_a"][key] = dots.norms(a)
                 self.products["a_w"][key] = (a * self._update.pop(key)).sum()
-                self.products["a_gamma"][key] = (a * exact(self._gamma.pop(key))).sum()
+                self.products["a_gamma"][key] = a.mul_(self._gamma.pop(key)).sum()
         self._before.clear()
         self._gamma.clear()
         self._update.clear()
+
+    def _row_products(self, parameter: Tensor) -> Tensor:
+        """Every row of θ times a fixed vector: changes if an entry does, or changes place."""
+        theta = exact(parameter.detach())
+        rows = theta.flatten(1) if theta.dim() > 1 else theta[None]
+        kind = rows.shape[1], rows.dtype, rows.device
+        if kind not in self._places:
+            multiples = np.arange(kind[0]) * _GOLDEN % 1 + 0.5
+            single = multiples.astype(np.float64 if rows.dtype == torch.float64 else np.float32)
+            self._places[kind] = to_device(single, rows.device)
+        return rows @ self._places[kind]
 
     def _taken_from_small(self) -> dict[int, Tensor]:
         if not self._small:

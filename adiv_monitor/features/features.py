@@ -171,6 +171,16 @@ class DenseFeatures:
         gram = self.phi[:, 0] @ self.phi[:, 0].T
         return gram if self.bias is None else gram.add_(self.bias**2)
 
+    def times(self, v: Float[Tensor, " columns"]) -> Float[Tensor, " rows"]:
+        """Φ v of one group; the bias's column comes last."""
+        width = 0 if self.phi is None else self.phi.shape[2]
+        moved = None if self.phi is None else self.phi[:, 0] @ v[:width]
+        if self.bias is None:
+            assert moved is not None
+            return moved
+        bias = self.bias[:, 0] if isinstance(self.bias, Tensor) else self.bias
+        return bias * v[width] if moved is None else moved + bias * v[width]
+
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
         """φ_W,r·Σ_k a_k φ_W,k of every row: how much of it is common to the active rows."""
         if self.phi is None:
