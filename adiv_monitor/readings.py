@@ -339,8 +339,10 @@ def _scale_distribution(x: _Together) -> dict[str, tuple[Array, Array]]:
         entries = np.where(active, x.values["scale_entries_of_rows"], np.nan)
     else:
         return {}
-    # Entries of one row may be alike, so that they count as one.
-    return {"scale": quantiles(entries, LEVELS, x.sample.variance_share)}
+    # Entries of one row may be alike, so that they count as one; of all rows' some were chosen.
+    some = np.array([float(len(_rows_of_entries(layer))) for layer in x.layers])
+    share = variance_share(some, x.sample.seen * x.groups)
+    return {"scale": quantiles(entries, LEVELS, share + x.sample.variance_share)}
 
 
 def _rows_of_entries(layer: Numbers) -> Index:

@@ -35,7 +35,7 @@ class Watch:
         weights_change: the weights change after the step, so a differs from u.
         learnt: a first step was measured.
         suspected: layers whose gradient seemed to be more than ΦᵀG of their rows, at the last step.
-        distrusted: layers whose gradient was once more than ΦᵀG of their rows.
+        distrusted: layers whose gradient was once not that of their rows, times a known factor.
         idle: layers that had idle rows.
     """
 
@@ -158,8 +158,9 @@ class ParameterSteps:
             self._multiply("a_gamma", applied, self._gamma)
             for key in map(id, self._large):
                 a = applied.pop(key)
-                self.products["a_w"][key] = (a * self._update.pop(key)).sum()
-                self.products["a_gamma"][key] = (a * exact(self._gamma.pop(key))).sum()
+                if key in self._update:  # else its layer failed to be measured
+                    self.products["a_w"][key] = (a * self._update.pop(key)).sum()
+                    self.products["a_gamma"][key] = (a * exact(self._gamma.pop(key))).sum()
         self._before.clear()
         self._gamma.clear()
         self._update.clear()

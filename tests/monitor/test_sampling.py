@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
@@ -128,3 +129,26 @@ def test_rows_of_a_step_are_even(
     counts = torch.stack([torch.bincount(rows.long(), minlength=40) for rows in seen]).sum(0)
     assert counts.sum() == 10 * repeats
     assert (counts - repeats / 4).abs().max() < 5 * (repeats * 3 / 16) ** 0.5
+
+
+def test_some_entries_of_a_gain_are_a_sample_even_if_all_rows_are_seen() -> None:
+    """60 × 100 scales, of which quantiles look at 2,048: each with its error."""
+    torch.manual_seed(0)
+    norm, x = nn.LayerNorm(100).double(), torch.randn(60, 100, dtype=torch.float64)
+    scales = functional.layer_norm(x, (100,)).square() + 1
+    off = []
+    for seed in range(200):
+        optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+        with Monitor(norm, optimizer, max_rows=None, seed=seed) as monitor:
+            norm(x).square().sum().backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        reading = monitor.latest.layers[""]
+        for level in (0.05, 0.5, 0.95):
+            name = f"scale_p{round(100 * level):02}"
+            difference = getattr(reading, name) - scales.quantile(level).item()
+            off.append(difference / reading.standard_error[name])
+        assert "scale_mean" not in reading.standard_error
+    beyond = [abs(z) > 3 for z in off]
+    assert sum(beyond) <= 0.02 * len(beyond)
+    assert 0.5 < torch.tensor(off).std() < 1.5
