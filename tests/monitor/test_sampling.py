@@ -10,7 +10,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
-from adiv_monitor.layer_rows import LayerRows
+from adiv_monitor.features import DenseFeatures
+from adiv_monitor.layer_rows import Call, LayerRows
 from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.sampling import draw, threshold, winners
 
@@ -67,6 +68,16 @@ def test_rows_that_wait_do_not_use_up_the_room_of_those_that_come() -> None:
         rows.choose((10_000,), torch.device("cpu"))
         _, small = rows.choose((12,), torch.device("cpu"))
         assert small.chosen is None
+
+
+def test_rows_that_wait_stay_few() -> None:
+    """However many passes live on without a gradient."""
+    rows = LayerRows(16, np.random.default_rng(0))
+    for _ in range(500):
+        chosen, keys = rows.choose((100,), torch.device("cpu"))
+        nothing = torch.empty(0)
+        rows.calls.append(Call(chosen, keys, DenseFeatures(nothing[:, None, None]), nothing, None))
+    assert sum(len(call.draw.keys) for call in rows.calls) < 20 * 16
 
 
 class Loops(nn.Module):
@@ -152,3 +163,25 @@ def test_some_entries_of_a_gain_are_a_sample_even_if_all_rows_are_seen() -> None
     beyond = [abs(z) > 3 for z in off]
     assert sum(beyond) <= 0.02 * len(beyond)
     assert 0.5 < torch.tensor(off).std() < 1.5
+
+
+def test_quantiles_of_active_rows_rest_on_those_alone() -> None:
+    """Of 1,024 rows 64 are active: 256 rows looked at hold no more than 16 that tell."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(3, 3).double(), torch.randn(1024, 3, dtype=torch.float64)
+    aims = torch.where(torch.arange(1024)[:, None] < 64, torch.randn(1024, 3).double(), 0.0)
+
+    def p50(max_rows: int | None, seed: int = 0) -> tuple[float, float]:
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-9)
+        with Monitor(layer, optimizer, max_rows=max_rows, seed=seed) as monitor:
+            optimizer.zero_grad()
+            (layer(x) * aims).sum().backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        reading = monitor.latest.layers[""]
+        return reading.row_cosine_p50, reading.standard_error.get("row_cosine_p50", 0.0)
+
+    truth, none = p50(None)
+    assert none == 0
+    off = torch.tensor([(p - truth) / e for p, e in (p50(256, seed) for seed in range(150))])
+    assert 0.6 < off.square().mean().sqrt() < 1.6
