@@ -42,6 +42,11 @@ def _on(register: Callable[..., Any], hook: Callable[..., None]) -> RemovableHan
     return handle
 
 
+def _ratio(now: Tensor, before: Tensor) -> Tensor:
+    """By what a gradient was multiplied; 1 where nothing was there to be multiplied."""
+    return torch.where(before == 0, 1.0, now / before)
+
+
 class Accumulation:
     """Follows one parameter's `.grad` through the backward passes of a step.
 
@@ -125,7 +130,7 @@ class Accumulation:
         self._held = torch._C._current_graph_task_id(), norm, touched
         self._arriving = weakref.ref(gradient), gradient._version
         if self._raw is not None:  # the rows have what came before the user's hooks
-            factor = dots.norm(gradient) / self._raw
+            factor = _ratio(dots.norm(gradient), self._raw)
             for rows in self._users():
                 rows.rescale_arrived(factor)
             self._raw = None
@@ -149,7 +154,7 @@ class Accumulation:
             if held is None:
                 rows.reset()
             elif left is not None:
-                rows.rescale(held / left)
+                rows.rescale(_ratio(held, left))
             rows.fold()
         if held is None:
             self.foreign = None

@@ -97,10 +97,16 @@ class Capture:
         return [self.rows[layer.path] for layer in layers if layer.path in self.rows]
 
     def _was_zeroed(self, now: Tensor, left: Tensor) -> bool:
-        """Whether `.grad` was zeroed in place: at one parameter of every pass, the device tells."""
+        """Whether `.grad` was zeroed in place: at one parameter of every pass, the device tells.
+
+        At the first whose gradient was not zero anyway.
+        """
         task = torch._C._current_graph_task_id()
         if self._verdict[0] != task:
-            self._verdict = task, bool((now == 0) & (left != 0))
+            is_zero, was_zero = torch.stack([now == 0, left == 0]).tolist()
+            if was_zero:
+                return False
+            self._verdict = task, is_zero
         return self._verdict[1]
 
     def _hook(self, layer: Layer, function: Callable[..., None]) -> Hook:

@@ -32,6 +32,13 @@ class Ceiling:
         if self._gram is not None or sum(len(phi) for phi, _ in self._rows) > phi.shape[2]:
             self._sum_up()
 
+    def rescale(self, factor: Tensor) -> None:
+        """The gradient of the rows added so far was multiplied by a factor."""
+        factor = factor.double()
+        self._squared = self._squared * factor**2
+        self._rows = [(phi, gradient * factor) for phi, gradient in self._rows]
+        self._cross = None if self._cross is None else self._cross * factor
+
     def cosine(self) -> Tensor:
         """‖P_Φ G‖ / ‖G‖ over all rows added."""
         norm = torch.as_tensor(self._squared).sqrt()

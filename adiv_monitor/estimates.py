@@ -29,14 +29,19 @@ class Estimate(NamedTuple):
     error: PerLayer
 
 
-def variance_share(seen: PerLayer, total: PerLayer) -> PerLayer:
-    """(1 − R/T)/(R − 1): what is left of the rows' variance in the variance of their mean.
+def variance_share(seen: PerLayer, total: PerLayer, counted: PerLayer | None = None) -> PerLayer:
+    """(1 − R/T)/(n − 1): what is left of the rows' variance in the variance of their mean.
 
     0 when all rows were looked at, infinite for one row of several.
+
+    Args:
+        seen: R, rows looked at.
+        total: T, rows.
+        counted: n, those that the mean is over, such as the active ones; all seen if None.
     """
     rest = 1 - seen / np.maximum(total, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(rest > 0, rest / (seen - 1), 0.0)
+        return np.where(rest > 0, rest / ((seen if counted is None else counted) - 1), 0.0)
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,8 @@ def quantiles(
     """Quantiles of the entries that are not NaN, with linear interpolation, and their errors.
 
     The error is half the distance of the quantiles one standard error of the level,
-    √(p(1 − p) · share), to either side (Woodruff 1952). All NaN without entries.
+    √(p(1 − p) · share), to either side (Woodruff 1952); NaN for one entry of several. All NaN
+    without entries.
 
     Args:
         values: the entries; NaN counts as none.
@@ -175,7 +181,9 @@ def quantiles(
     width = np.where(np.isfinite(width), width, 1.0)
     low, high = (_interpolated(ordered, counts, np.clip(at + s * width, 0, 1)) for s in (-1, 1))
     with np.errstate(invalid="ignore"):
-        return _interpolated(ordered, counts, at), np.where(high == low, 0.0, (high - low) / 2)
+        error = np.where(high == low, 0.0, (high - low) / 2)
+    alone = (counts == 1) & (width > 0)  # one row of several can't tell
+    return _interpolated(ordered, counts, at), np.where(alone, np.nan, error)
 
 
 def _interpolated(

@@ -84,6 +84,8 @@ class Call:
         if self._arrived is not None and self._backward == torch._C._current_graph_task_id():
             gradient, size = self._arrived
             self._arrived = gradient * factor.to(gradient.dtype), self._times(size, factor)
+            if self.every_gradient is not None:
+                self.every_gradient = self.every_gradient * factor.to(self.every_gradient.dtype)
 
     def _times(self, size: Tensor, factor: Tensor) -> Tensor:
         return size * factor.to(size.dtype) ** (1 if self.whole is None else 2)
@@ -118,7 +120,6 @@ class LayerRows:
     def __init__(self, max_rows: int | None, generator: np.random.Generator) -> None:
         self.calls: list[Call] = []
         self.dropped = False  # rows whose gradient was zeroed before a step was taken
-        self.by_hand = False  # the gradients were set from a pass that accumulated nothing
         self.ceiling: Ceiling | None = None
         self.ceiling_is_whole = True
         self.linear: Tensor | None = None  # did the rule reproduce the output?
@@ -158,6 +159,8 @@ class LayerRows:
         """What the parameters had accumulated was multiplied by a factor since."""
         for call in self.calls:
             call.rescale(factor)
+        if self.ceiling is not None:
+            self.ceiling.rescale(factor)
 
     def rescale_arrived(self, factor: Tensor) -> None:
         """What is about to be accumulated was multiplied by a factor."""
@@ -178,7 +181,6 @@ class LayerRows:
         """The gradients are final: the calls that are part of them, with the sampled rows only."""
         if not any(call.gradient is not None for call in self.calls):
             # No parameter accumulated: the gradients were set by hand, from this pass.
-            self.by_hand = any(call.arrived for call in self.calls)
             for call in self.calls:
                 call.take_arrived()
         reached = [call for call in self.calls if call.gradient is not None]

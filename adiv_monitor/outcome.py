@@ -161,7 +161,9 @@ class _Step:
         # Taken in the same way they are equal to the last bit, unless θ has changed.
         names = ("w_w", "a_a") if self.has_applied else (STEPPED, APPLIED)
         before, after = (self._products[name] for name in names)
-        return any(not np.array_equal(before[k], a, equal_nan=True) for k, a in after.items())
+        # A layer that failed to be measured has no part in the first of them.
+        both = [(before[k], a) for k, a in after.items() if k in before]
+        return any(not np.array_equal(w, a, equal_nan=True) for w, a in both)
 
     def numbers(
         self, seen: Looked, values: dict[str, Array], *, suspected: bool
@@ -216,7 +218,7 @@ _JUDGED = ("gradient_factor", "rule_error", "then", "now", "foreign", "probe")
 
 def _speaks_against(values: Mapping[str, Array], gamma: float, factor: float, seen: Looked) -> str:
     """Why γ is not c·GᵀΦ of these rows with a known c; "" if nothing is known against it."""
-    if gamma == 0:  # nothing was left to be in any units
+    if gamma == 0 or not math.isfinite(gamma):  # nothing was left to be in any units
         return ""
     if math.isnan(factor):
         return "unknown"
@@ -279,7 +281,7 @@ def _without_common(readings: Mapping[str, LayerReading], watch: Watch) -> list[
 def _learn(
     watch: Watch, step: _Step, readings: Mapping[str, LayerReading], reasons: Mapping[str, str]
 ) -> None:
-    watch.distrusted |= {path for path, reason in reasons.items() if reason == "more"}
+    watch.distrusted |= {path for path, reason in reasons.items() if reason}
     watch.idle |= {path for path, reading in readings.items() if reading.idle_share}
     if step.updated and readings:
         watch.learn(gradient_changed=step.gradient_changed, weights_changed=step.weights_changed)

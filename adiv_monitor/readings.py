@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from jaxtyping import Bool
 
 from adiv_monitor import measures
 from adiv_monitor.estimates import (
@@ -159,6 +160,10 @@ class _Together:
         known = None if exact is None else np.where(self.exact, exact, np.nan)
         return over_rows(self.rows(a, b), self.sample, known)
 
+    def share_of(self, counted: Bool[np.ndarray, "layers rows"]) -> PerLayer:
+        """`variance_share` of what is over those rows alone."""
+        return variance_share(np.float64(self.sample.seen), self.sample.total, counted.sum(1))
+
     def whole_gradient(self) -> PerLayer | None:
         """‖G‖² over all rows; None where only the sample tells."""
         if "G_norms" not in self.values:
@@ -189,7 +194,7 @@ def _measure_alike(layers: Sequence[Numbers]) -> list[Measured]:
         cosines = measures.row_cosines(x.rows("d", "G"), x.rows("d", "d"), x.rows("G", "G"))
         mean = mean_of_active(cosines, ~np.isnan(cosines), x.sample)
         found["row_cosine_mean"] = mean
-        distributions["row_cosine"] = quantiles(cosines, LEVELS, x.sample.variance_share)
+        distributions["row_cosine"] = quantiles(cosines, LEVELS, x.share_of(~np.isnan(cosines)))
     if (common := _common_share(x)) is not None:
         found["common_share"] = common
     if "attainable_cosine" in x.values:
@@ -328,22 +333,22 @@ def _scales_of_rows(x: _Together) -> tuple[PerLayer, PerRow, PerRow, PerRow]:
 
 def _scale_distribution(x: _Together) -> dict[str, tuple[Array, Array]]:
     if "scale_entries" in x.values:
+        entries = x.values["scale_entries"]
         looked_at = np.array([float(len(layer.values["scale_entries"])) for layer in x.layers])
-        share = variance_share(looked_at, x.sample.total)
-        return {"scale": quantiles(x.values["scale_entries"], LEVELS, share)}
-    share = x.sample.variance_share
+        share = variance_share(looked_at, x.sample.total, (~np.isnan(entries)).sum(1))
+        return {"scale": quantiles(entries, LEVELS, share)}
     if "scale" in x.values:
         entries = np.where(x.sample.active, x.values["scale"], np.nan)
     elif "scale_entries_of_rows" in x.values:
         rows = _stacked([_rows_of_entries(layer) for layer in x.layers], fill=0)
         active = np.take_along_axis(x.sample.active, rows.astype(np.int64), 1)
         entries = np.where(active, x.values["scale_entries_of_rows"], np.nan)
-        looked_at = np.array([float(len(r)) for r in map(_rows_of_entries, x.layers)])
-        share = share + variance_share(looked_at, x.sample.seen * x.groups)
     else:
         return {}
-    # Entries of one row may be alike, so that they count as one.
-    return {"scale": quantiles(entries, LEVELS, share)}
+    # Entries of one row may be alike, so that they count as one; of all rows' some were chosen.
+    some = np.array([float(len(_rows_of_entries(layer))) for layer in x.layers])
+    share = variance_share(some, x.sample.seen * x.groups, (~np.isnan(entries)).sum(1))
+    return {"scale": quantiles(entries, LEVELS, share + x.share_of(x.sample.active))}
 
 
 def _rows_of_entries(layer: Numbers) -> Index:

@@ -39,7 +39,7 @@ class Watch:
         weights_change: the weights change after the step, so a differs from u.
         learnt: a first step was measured.
         suspected: layers whose gradient seemed to be more than ΦᵀG of their rows, at the last step.
-        distrusted: layers whose gradient was once more than ΦᵀG of their rows.
+        distrusted: layers whose gradient was once not that of their rows, times a known factor.
         idle: layers that had idle rows.
     """
 
@@ -171,6 +171,8 @@ class ParameterSteps:
             self._multiply("a_gamma", applied, self._gamma)
             for p in self._large:
                 key = id(p)
+                if key not in self._update:  # its layer failed to be measured
+                    continue
                 a = exact(self._before.pop(key)).sub_(exact(p.detach()))
                 self.norms["a_a"][key] = dots.norms(a)
                 self.products["a_w"][key] = (a * self._update.pop(key)).sum()

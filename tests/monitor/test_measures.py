@@ -241,3 +241,12 @@ def test_quantiles_know_their_error() -> None:
     found, errors = quantiles(rows, (0.05, 0.5, 0.95), sample.variance_share)
     spread = found.std(axis=0)
     np.testing.assert_allclose(errors.mean(axis=0), spread, rtol=0.2)
+
+
+def test_one_entry_of_several_knows_no_error() -> None:
+    values = np.array([[2.0, np.nan], [2.0, 2.0]])
+    found, errors = quantiles(values, (0.5,), np.array([0.5, 0.5]))
+    assert found.tolist() == [[2.0], [2.0]]
+    assert np.isnan(errors[0, 0])
+    assert errors[1, 0] == 0
+    assert quantiles(values[:1], (0.5,), 0.0)[1].tolist() == [[0.0]]

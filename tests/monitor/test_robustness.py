@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite(factor: float) -> None:
         CASES["mlp"].model(), steps, loss=lambda m, b: loss_of(m, b) * factor, on_error="raise"
     )
     assert len(reports) == 3
-    assert "gradient is not finite in 0, 2, 4" in reports[0].notes[0]
+    assert reports[0].notes == ("The gradient is not finite in 0, 2, 4.",)
     assert math.isnan(reports[0].layers["0"].update_cosine)
 
 
@@ -287,6 +287,36 @@ def test_features_that_are_wrong_switch_off_their_layer_alone() -> None:
     for report in monitor.reports:
         assert list(report.layers) == ["0", "2", "3"]  # in the model's order
         assert "scale() gave torch.float32 of shape ()" in report.unsupported["1"]
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3, 4, 5, 6])
+def test_a_large_layer_that_fails_takes_no_report_with_it(uses: int) -> None:
+    """Wherever in a step its features fail, the other layers are measured."""
+
+    class Large(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    class Failing(DenseFeatures):
+        def by_weight(self, weight: torch.Tensor) -> torch.Tensor | None:
+            left.pop()
+            return super().by_weight(weight)
+
+    left = list(range(uses))
+    register_features(Large)(lambda module, rows, x: Failing(rows.take(x)[:, None], 1.0))
+    model = nn.Sequential(nn.Linear(3, 100), Large(100, 100), nn.Linear(100, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    told = pytest.warns(UserWarning, match="pop from empty list")
+    with told, Monitor(model, optimizer, every_n_steps=1, max_rows=60) as monitor:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(120, 3)).square().mean().backward()
+            optimizer.step()
+    assert len(monitor.reports) == 5
+    for report in monitor.reports:
+        assert {"0", "2"} <= report.layers.keys()
+        assert not any("monitor failed" in note for note in report.notes)
+    assert "pop from empty list" in report.unsupported["1"]
 
 
 def test_an_output_of_zeros_does_not_pass_for_a_checked_rule() -> None:

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
-from adiv_monitor.layer_rows import LayerRows
+from adiv_monitor.features import DenseFeatures
+from adiv_monitor.layer_rows import Call, LayerRows
 from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.sampling import draw, threshold, winners
 
@@ -66,6 +68,16 @@ def test_rows_that_wait_do_not_use_up_the_room_of_those_that_come() -> None:
         rows.choose((10_000,), torch.device("cpu"))
         _, small = rows.choose((12,), torch.device("cpu"))
         assert small.chosen is None
+
+
+def test_rows_that_wait_stay_few() -> None:
+    """However many passes live on without a gradient."""
+    rows = LayerRows(16, np.random.default_rng(0))
+    for _ in range(500):
+        chosen, keys = rows.choose((100,), torch.device("cpu"))
+        nothing = torch.empty(0)
+        rows.calls.append(Call(chosen, keys, DenseFeatures(nothing[:, None, None]), nothing, None))
+    assert sum(len(call.draw.keys) for call in rows.calls) < 20 * 16
 
 
 class Loops(nn.Module):
@@ -128,3 +140,48 @@ def test_rows_of_a_step_are_even(
     counts = torch.stack([torch.bincount(rows.long(), minlength=40) for rows in seen]).sum(0)
     assert counts.sum() == 10 * repeats
     assert (counts - repeats / 4).abs().max() < 5 * (repeats * 3 / 16) ** 0.5
+
+
+def test_some_entries_of_a_gain_are_a_sample_even_if_all_rows_are_seen() -> None:
+    """60 × 100 scales, of which quantiles look at 2,048: each with its error."""
+    torch.manual_seed(0)
+    norm, x = nn.LayerNorm(100).double(), torch.randn(60, 100, dtype=torch.float64)
+    scales = functional.layer_norm(x, (100,)).square() + 1
+    off = []
+    for seed in range(200):
+        optimizer = torch.optim.SGD(norm.parameters(), lr=0.0)
+        with Monitor(norm, optimizer, max_rows=None, seed=seed) as monitor:
+            norm(x).square().sum().backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        reading = monitor.latest.layers[""]
+        for level in (0.05, 0.5, 0.95):
+            name = f"scale_p{round(100 * level):02}"
+            difference = getattr(reading, name) - scales.quantile(level).item()
+            off.append(difference / reading.standard_error[name])
+        assert "scale_mean" not in reading.standard_error
+    beyond = [abs(z) > 3 for z in off]
+    assert sum(beyond) <= 0.02 * len(beyond)
+    assert 0.5 < torch.tensor(off).std() < 1.5
+
+
+def test_quantiles_of_active_rows_rest_on_those_alone() -> None:
+    """Of 1,024 rows 64 are active: 256 rows looked at hold no more than 16 that tell."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(3, 3).double(), torch.randn(1024, 3, dtype=torch.float64)
+    aims = torch.where(torch.arange(1024)[:, None] < 64, torch.randn(1024, 3).double(), 0.0)
+
+    def p50(max_rows: int | None, seed: int = 0) -> tuple[float, float]:
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-9)
+        with Monitor(layer, optimizer, max_rows=max_rows, seed=seed) as monitor:
+            optimizer.zero_grad()
+            (layer(x) * aims).sum().backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        reading = monitor.latest.layers[""]
+        return reading.row_cosine_p50, reading.standard_error.get("row_cosine_p50", 0.0)
+
+    truth, none = p50(None)
+    assert none == 0
+    off = torch.tensor([(p - truth) / e for p, e in (p50(256, seed) for seed in range(150))])
+    assert 0.6 < off.square().mean().sqrt() < 1.6

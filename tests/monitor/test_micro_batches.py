@@ -1,0 +1,276 @@
+"""Several backward passes to one step: what each leaves in `.grad` is told from what was there."""
+
+import copy
+import math
+
+import pytest
+import torch
+from cases import CASES, loss_of
+from setups import mlp, one_step, same
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adiv_monitor import Monitor
+
+
+def loss_of_part(model: nn.Module, batch: tuple[Tensor, Tensor], part: slice) -> Tensor:
+    return functional.cross_entropy(model(batch[0][part]), batch[1][part], reduction="sum")
+
+
+FIRST, SECOND = slice(0, 3), slice(3, 6)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_micro_batch_that_asks_for_nothing(hooked: bool) -> None:
+    """Its gradient is zero, and zero over zero is no factor; its rows are idle."""
+    model, batch = mlp()
+
+    def in_turn(model: nn.Module) -> None:
+        for weight, part in ((0.0, FIRST), (1.0, SECOND)):
+            (weight * loss_of_part(model, batch, part)).backward()
+
+    alone = one_step(copy.deepcopy(model), lambda m: loss_of_part(m, batch, SECOND).backward())
+    if hooked:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda g: 1.0 * g)
+    found = one_step(model, in_turn)
+    same(found, alone, but=("idle_share",))
+    assert not found.notes
+    for reading in found.layers.values():
+        assert (reading.rows_total, reading.idle_share) == (6, 0.5)
+
+
+class TwoHeads(nn.Module):
+    """A head that the loss leaves out for now, and one that it doesn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.left_out = nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor, weight: float) -> Tensor:
+        # The backward pass comes to the head that was called last first.
+        used = self.used(x).square().sum()
+        return used + weight * self.left_out(x).square().sum()
+
+
+def test_a_layer_without_gradient_does_not_tell_whether_it_was_zeroed() -> None:
+    _, (x, _) = mlp()
+    torch.manual_seed(0)
+    model = TwoHeads()
+
+    def zeroed_between(model: nn.Module) -> None:
+        model(x[FIRST], 0.0).backward()
+        model.zero_grad(set_to_none=False)
+        model(x[SECOND], 1.0).backward()
+
+    alone = one_step(copy.deepcopy(model), lambda m: m(x[SECOND], 1.0).backward())
+    found = one_step(model, zeroed_between)
+    same(found, alone, but=("idle_share",))
+    assert found.layers["used"].rows_total == 3
+    assert found.layers["used"].idle_share == 0
+    assert any("zeroed" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("changed", ["after a pass", "within a pass"])
+def test_the_ceiling_follows_the_gradient(changed: str) -> None:
+    """Rows that count less for the gradient count less for what could be attained."""
+    model, batch = CASES["mlp"].model(), CASES["mlp"].batches(1, size=24)[0]
+    halves = slice(0, 12), slice(12, 24)
+
+    def in_turn(model: nn.Module, first: float, between: float) -> None:
+        (first * loss_of_part(model, batch, halves[0])).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(between)
+        loss_of_part(model, batch, halves[1]).backward()
+
+    options = {"attainable": True, "max_rows": None}
+    expected = one_step(copy.deepcopy(model), lambda m: in_turn(m, 1e-2, 1.0), **options)
+    if changed == "within a pass":
+        for parameter in model.parameters():
+            factors = iter((1e-2, 1.0))
+            parameter.register_hook(lambda g, factors=factors: next(factors) * g)
+    between = 1e-2 if changed == "after a pass" else 1.0
+    found = one_step(model, lambda m: in_turn(m, 1.0, between), **options)
+    same(found, expected, loosely=True)
+    for reading in found.layers.values():
+        assert reading.attainable_cosine is not None
+        assert reading.gradient_cosine <= reading.attainable_cosine + 1e-12
+
+
+def test_an_edited_gradient_is_what_a_plain_step_would_take() -> None:
+    """Few rows would tell ΦΦᵀG, which an edit makes another thing: from the second step on Φγᵀ."""
+    model, batch = mlp()
+    batch = batch[0][:2], batch[1][:2]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(2):
+            optimizer.zero_grad()
+            (100 * loss_of(model, batch)).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 0.5)
+            optimizer.step()
+    report = monitor.latest
+    assert report is not None
+    assert any("by more than a factor" in note for note in report.notes)
+    for reading in report.layers.values():  # plain gradient descent
+        assert reading.gradient_cosine == pytest.approx(reading.update_cosine, rel=1e-9)
+
+
+def test_gradients_zeroed_after_others_were_clipped() -> None:
+    """Whether it was zeroed is asked in every pass anew."""
+    model, batch = mlp()
+    parts = slice(0, 2), slice(2, 4), SECOND
+
+    def in_turn(model: nn.Module) -> None:
+        loss_of_part(model, batch, parts[0]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        loss_of_part(model, batch, parts[1]).backward()
+        model.zero_grad(set_to_none=False)
+        loss_of_part(model, batch, parts[2]).backward()
+
+    alone = one_step(copy.deepcopy(model), lambda m: loss_of_part(m, batch, SECOND).backward())
+    same(one_step(model, in_turn), alone)
+
+
+def test_a_gradient_replaced_by_zeros() -> None:
+    """Another tensor that nobody has written to since is not the one that the last pass left."""
+    model, batch = mlp()
+
+    def in_turn(model: nn.Module) -> None:
+        loss_of_part(model, batch, FIRST).backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        loss_of_part(model, batch, SECOND).backward()
+
+    alone = one_step(copy.deepcopy(model), lambda m: loss_of_part(m, batch, SECOND).backward())
+    found = one_step(model, in_turn)
+    same(found, alone)
+    assert all(reading.rows_total == 3 for reading in found.layers.values())
+
+
+def test_a_layer_without_gradient_does_not_say_that_others_were_zeroed() -> None:
+    """Clipped in between: the first micro-batch is part of the step."""
+    _, (x, _) = mlp()
+    torch.manual_seed(0)
+    model = TwoHeads()
+
+    def clipped_between(model: nn.Module) -> None:
+        model(x[FIRST], 0.0).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        model(x[SECOND], 1.0).backward()
+
+    def weighed(model: nn.Module) -> None:
+        (0.5 * model(x[FIRST], 0.0) + model(x[SECOND], 1.0)).backward()
+
+    same(one_step(copy.deepcopy(model), clipped_between), one_step(model, weighed), loosely=True)
+
+
+def test_gradients_set_by_hand_and_then_changed_are_in_no_known_units() -> None:
+    model, batch = mlp()
+
+    def by_hand(model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(loss_of(model, batch), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+            parameter.grad.mul_(0.5)
+
+    found = one_step(model, by_hand)
+    assert any("set by hand" in note for note in found.notes)
+    for reading in found.layers.values():
+        assert math.isnan(reading.effective_lr)
+
+
+def test_a_gradient_that_was_there_is_forgotten_once_it_is_zeroed() -> None:
+    model, batch = mlp()
+    loss_of_part(model, batch, FIRST).backward()  # before the monitor looks
+
+    def in_turn(model: nn.Module) -> None:
+        loss_of_part(model, batch, FIRST).backward()
+        model.zero_grad()
+        loss_of_part(model, batch, SECOND).backward()
+
+    found = one_step(model, in_turn)
+    assert not any("holds more" in note for note in found.notes)
+
+
+def test_an_edit_of_a_large_gradient_is_told() -> None:
+    """What backward left is kept apart from what `.grad` is now."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(128, 128).double(), torch.randn(300, 128, dtype=torch.float64)
+
+    def edited(model: nn.Module) -> None:
+        model(x).square().sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.sign_()
+
+    assert any("by more than a factor" in note for note in one_step(model, edited).notes)
+
+
+def test_a_ceiling_that_is_not_of_all_rows_is_left_out() -> None:
+    """A second pass through one graph adds to the gradient, but no longer knows all rows."""
+    model, batch = mlp()
+
+    def twice(model: nn.Module) -> None:
+        loss = loss_of(model, batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    found = one_step(model, twice, attainable=True)
+    assert all(reading.attainable_cosine is None for reading in found.layers.values())
+
+
+@pytest.mark.parametrize("case", ["mlp", "cnn"])
+def test_size_follows_the_factor(case: str) -> None:
+    """‖G‖² of all rows, however it was taken, is of what the optimizer sees."""
+    model = CASES[case].model()
+    batch = CASES[case].batches(1, size=6)[0]
+
+    def halved_between(model: nn.Module) -> None:
+        loss_of_part(model, batch, FIRST).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        loss_of_part(model, batch, SECOND).backward()
+
+    def weighed(model: nn.Module) -> None:
+        (0.5 * loss_of_part(model, batch, FIRST)).backward()
+        loss_of_part(model, batch, SECOND).backward()
+
+    expected = one_step(copy.deepcopy(model), weighed, max_rows=None)
+    same(one_step(model, halved_between, max_rows=None), expected, loosely=True)
+
+
+@pytest.mark.parametrize("attainable", [False, True])
+def test_one_graph_twice_with_the_first_pass_zeroed(attainable: bool) -> None:
+    """The rows are those of the second pass."""
+    model, batch = mlp()
+
+    def twice(model: nn.Module) -> None:
+        loss = loss_of(model, batch)
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        (2 * loss).backward()
+
+    expected = one_step(copy.deepcopy(model), lambda m: (2 * loss_of(m, batch)).backward())
+    found = one_step(model, twice, attainable=attainable)
+    same(found, expected)
+    assert all(reading.rows_seen == 6 for reading in found.layers.values())
+
+
+def test_the_ceiling_forgets_what_was_zeroed() -> None:
+    model, batch = CASES["mlp"].model(), CASES["mlp"].batches(1, size=36)[0]
+    first, second = slice(0, 12), slice(12, 36)
+
+    def in_turn(model: nn.Module) -> None:
+        loss_of_part(model, batch, first).backward()
+        model.zero_grad()
+        loss_of_part(model, batch, second).backward()
+
+    expected = one_step(
+        copy.deepcopy(model), lambda m: loss_of_part(m, batch, second).backward(), attainable=True
+    )
+    same(one_step(model, in_turn, attainable=True), expected)
