@@ -27,7 +27,7 @@ from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.whole import squares
 from adiv_monitor.hook import Hook, ModuleHook, trains
-from adiv_monitor.layer_rows import Call, LayerRows
+from adiv_monitor.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.selection import Layer
 
 
@@ -54,7 +54,8 @@ class Capture:
         unchecked: set[str],
         fail: Callable[[Layer, Exception], None],
     ) -> None:
-        self.rows = {layer.path: LayerRows(max_rows, generator) for layer in layers}
+        chooser = Chooser(max_rows, generator)
+        self.rows = {layer.path: LayerRows(chooser) for layer in layers}
         self._attainable = attainable
         self._unchecked = unchecked
         self._fail = fail
@@ -84,6 +85,7 @@ class Capture:
         self._handles.clear()
         for accumulated in self.accumulated.values():
             accumulated.remove()
+        self.accumulated.clear()  # they refer to this: a cycle that would hold gradients back
 
     def saw_calls(self) -> bool:
         """Whether any layer was called with gradients enabled."""

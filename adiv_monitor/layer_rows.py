@@ -1,6 +1,7 @@
 """The rows of one layer in one step: gathered call by call, matched with gradients."""
 
 import weakref
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -114,24 +115,55 @@ class Call:
         self.rows = Rows(self.rows.shape, chosen, self.rows.device)
 
 
+class Chooser:
+    """Chooses the rows of calls, for all layers of one step.
+
+    Layers whose outputs are alike look at the same rows of their first call, so that those are
+    drawn and travel to the device once: what matters is that each layer's rows are even.
+
+    Args:
+        max_rows: rows to look at per layer; None: all.
+        generator: the monitor's own source of chance.
+    """
+
+    def __init__(self, max_rows: int | None, generator: np.random.Generator) -> None:
+        self.max_rows = max_rows
+        self._generator = generator
+        self._first: dict[tuple[tuple[int, ...], torch.device], tuple[Rows, Draw]] = {}
+
+    def first(self, shape: tuple[int, ...], device: torch.device) -> tuple[Rows, Draw]:
+        """Rows of a layer's first call."""
+        alike = shape, device
+        if alike not in self._first:
+            self._first[alike] = self.further(shape, device, np.inf)
+        return self._first[alike]
+
+    def further(
+        self, shape: tuple[int, ...], device: torch.device, bound: float
+    ) -> tuple[Rows, Draw]:
+        """Rows of another one, with keys below a bound."""
+        chosen = draw(prod(shape), self.max_rows, bound, self._generator)
+        return Rows(shape, chosen.chosen, device), chosen
+
+
 class LayerRows:
     """The rows of one layer in one step: at most `max_rows`, each row as likely as any other."""
 
-    def __init__(self, max_rows: int | None, generator: np.random.Generator) -> None:
+    def __init__(self, chooser: Chooser) -> None:
         self.calls: list[Call] = []
         self.dropped = False  # rows whose gradient was zeroed before a step was taken
         self.ceiling: Ceiling | None = None
         self.ceiling_is_whole = True
         self.linear: Tensor | None = None  # did the rule reproduce the output?
-        self._max_rows = max_rows
-        self._generator = generator
+        self._chooser = chooser
+        self._max_rows = chooser.max_rows
 
     def choose(self, shape: tuple[int, ...], device: torch.device) -> tuple[Rows, Draw]:
         """Choose rows of a further call."""
         self.calls = [call for call in self.calls if not call.dead]  # evaluations, recomputations
-        total = Rows(shape).total
-        chosen = draw(total, self._max_rows, self._bound(total), self._generator)
-        return Rows(shape, chosen.chosen, device), chosen
+        if not self.calls:
+            return self._chooser.first(shape, device)
+        return self._chooser.further(shape, device, self._bound(prod(shape)))
 
     def _bound(self, total: int) -> float:
         """Below which a row's key must be to have a chance."""

@@ -34,7 +34,7 @@ class Transfer:
         for device in {tensor.device for tensor in self._tensors}:
             places = [i for i, tensor in enumerate(self._tensors) if tensor.device == device]
             parts = [self._tensors[i] for i in places]
-            packed = torch.cat([part.reshape(-1) for part in parts]).cpu().numpy()
+            packed = torch.cat([x if x.dim() == 1 else x.reshape(-1) for x in parts]).cpu().numpy()
             numbers = packed.astype(np.float64)
             end = 0
             for i, part in zip(places, parts, strict=True):

@@ -55,8 +55,11 @@ def _sum(module: Conv, input: Tensor) -> Tensor:
 
 def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
     """The receptive fields of the chosen rows, (rows, groups, channels of a group × kernel)."""
-    batched = _batched(module, input)
     per_output = weights_per_output(module)
+    if _by_position(module):
+        taken = rows.take(spatial_last(module, input))
+        return taken.reshape(len(taken), module.groups, per_output)
+    batched = _batched(module, input)
     n = len(module.kernel_size)
     if rows.chosen is None:
         # (batch, channels, *positions, *kernel): one copy, rows first
@@ -72,6 +75,12 @@ def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
         gathered = gathered * inside[..., None]
     by_channel = exact(gathered).transpose(1, 2)  # (rows, channels, kernel volume)
     return by_channel.reshape(len(sample), module.groups, per_output)
+
+
+def _by_position(module: Conv) -> bool:
+    """Whether every patch is the input at the output's own position: 1×1, one by one."""
+    once = all(k == s == 1 for k, s in zip(module.kernel_size, module.stride, strict=True))
+    return once and not any(module._reversed_padding_repeated_twice)
 
 
 def _batched(module: Conv, input: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
 from adiv_monitor.features import DenseFeatures
-from adiv_monitor.layer_rows import Call, LayerRows
+from adiv_monitor.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.sampling import draw, threshold, winners
 
@@ -64,7 +64,7 @@ def test_no_rows_and_no_limit() -> None:
 def test_rows_that_wait_do_not_use_up_the_room_of_those_that_come() -> None:
     """A large pass whose graph lives on without a gradient, then a training pass of few rows."""
     for seed in range(20):
-        rows = LayerRows(16, np.random.default_rng(seed))
+        rows = LayerRows(Chooser(16, np.random.default_rng(seed)))
         rows.choose((10_000,), torch.device("cpu"))
         _, small = rows.choose((12,), torch.device("cpu"))
         assert small.chosen is None
@@ -72,7 +72,7 @@ def test_rows_that_wait_do_not_use_up_the_room_of_those_that_come() -> None:
 
 def test_rows_that_wait_stay_few() -> None:
     """However many passes live on without a gradient."""
-    rows = LayerRows(16, np.random.default_rng(0))
+    rows = LayerRows(Chooser(16, np.random.default_rng(0)))
     for _ in range(500):
         chosen, keys = rows.choose((100,), torch.device("cpu"))
         nothing = torch.empty(0)
