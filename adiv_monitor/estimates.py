@@ -121,15 +121,19 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
             # A zero that is divided by has no direction, whatever the parameters say besides.
             total = np.where((factor.total == 0) & (power < 0), np.nan, factor.total)
             rest = rest * total**power
+            if not factor.spread.any():
+                continue
             exact = factor.spread == 0
             deviation = np.where(exact, 0.0, factor.spread / factor.total[:, None])
             relative = relative + power * deviation
             own = own + power * _mean(deviation**2)
         value = numerator.total * rest
+        share = sample.variance_share
+        if not share.any():  # every row was looked at
+            return Estimate(value, np.zeros_like(value))
         influence = _product(numerator.spread, rest[:, None]) + _product(relative, value[:, None])
         bias = _product(_mean(numerator.spread * relative), rest)
         bias = bias + _product((_mean(relative**2) - own) / 2, value)
-        share = sample.variance_share
         value = value - _product(np.where(np.isfinite(share), share, 0.0), bias)
         return Estimate(value, np.sqrt(_product(_mean(influence**2), share)))
 
@@ -173,9 +177,12 @@ def quantiles(
     with np.errstate(invalid="ignore"):
         width = np.sqrt(at * (1 - at) * np.broadcast_to(share, len(values))[:, None])
     width = np.where(np.isfinite(width), width, 1.0)
+    found = _interpolated(ordered, counts, at)
+    if not width.any():  # every row was looked at
+        return found, np.zeros_like(found)
     low, high = (_interpolated(ordered, counts, np.clip(at + s * width, 0, 1)) for s in (-1, 1))
     with np.errstate(invalid="ignore"):
-        return _interpolated(ordered, counts, at), np.where(high == low, 0.0, (high - low) / 2)
+        return found, np.where(high == low, 0.0, (high - low) / 2)
 
 
 def _interpolated(

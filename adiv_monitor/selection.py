@@ -85,7 +85,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             added = part in _WRAPPERS or (part == "module" and isinstance(parent, _PARALLEL))
             if not added:
                 parts.append(part)
-            parent = parent.get_submodule(part)
+            parent = getattr(parent, part)
         yield ".".join(parts), module
 
 

@@ -57,7 +57,8 @@ def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
     """The receptive fields of the chosen rows, (rows, groups, channels of a group × kernel)."""
     per_output = weights_per_output(module)
     if _by_position(module):
-        return rows.take(spatial_last(module, input)).unflatten(1, (module.groups, per_output))
+        taken = rows.take(spatial_last(module, input))
+        return taken.reshape(len(taken), module.groups, per_output)
     batched = _batched(module, input)
     n = len(module.kernel_size)
     if rows.chosen is None:
