@@ -76,6 +76,11 @@ def test_counts_a_copy_to_the_host_once(wait: object) -> None:
     assert launches.count(lambda: wait(x)).copies == {}, "it was on the host already"
 
 
+def test_a_move_to_where_another_tensor_lies_is_no_copy() -> None:
+    x, other = torch.randn(4), torch.randn(3)
+    assert launches.count(lambda: x.to(other.device), [x, other]).copies == {}
+
+
 def test_one_copy_to_the_host_per_report() -> None:
     task = launches.TASKS["mlp"]
     plain, none = launches.count_task(task)

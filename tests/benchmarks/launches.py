@@ -151,15 +151,12 @@ class _Methods(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        given = map(_device, (*args[1:], *(kwargs or {}).values()))
-        moved = name == "to" and torch.device("cpu") in given
+        # Not `.to(other.device)`, which moves nothing where both lie on one device.
+        given = (*args[1:], *(kwargs or {}).values())
+        moved = name == "to" and any(isinstance(x, str) and x == "cpu" for x in given)
         if (name in _TO_HOST or moved) and isinstance(args[0], Tensor):
             self._launches.to_host(args[0])
         return func(*args, **(kwargs or {}))
-
-
-def _device(value: object) -> torch.device | None:
-    return torch.device(value) if value == "cpu" or isinstance(value, torch.device) else None
 
 
 def _tensors(tree: object) -> list[Tensor]:
