@@ -151,7 +151,8 @@ class MeasuredStep:
         if self._steps is None or not self._measured:
             return
         self._steps.stepped()
-        for measured in list(self._measured.values()):
+        # The largest difference last, when the other layers' rows are gone: that is the peak.
+        for measured in sorted(self._measured.values(), key=_size):
             self._try(measured.layer, self._measure_update, measured)
         self._flags["gradient_changed"] = self._steps.finish_update()
 
@@ -397,6 +398,10 @@ class MeasuredStep:
         if products is not None:
             measured.values["common"] = products
             measured.values["weight_norms"] = features.weight_norms()
+
+
+def _size(measured: _Measured) -> int:
+    return max(p.numel() for p in measured.layer.parameters)
 
 
 def act(
