@@ -162,7 +162,8 @@ class _Together:
 
     def share_of(self, counted: Bool[np.ndarray, "layers rows"]) -> PerLayer:
         """`variance_share` of what is over those rows alone."""
-        return variance_share(np.float64(self.sample.seen), self.sample.total, counted.sum(1))
+        seen = np.full(len(self.layers), float(self.sample.seen))
+        return variance_share(seen, self.sample.total, counted.sum(1))
 
     def whole_gradient(self) -> PerLayer | None:
         """‖G‖² over all rows; None where only the sample tells."""
