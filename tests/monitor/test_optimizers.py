@@ -43,6 +43,7 @@ def test_a_closure_is_measured_and_lbfgs_refused() -> None:
     assert monitor.latest is not None
     assert not monitor.latest.layers
     assert "no single gradient belongs to its update" in monitor.latest.notes[0]
+    assert len(monitor.latest.notes) == 1  # and not that it moved the weights first
 
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1, max_eval=1)
     with Monitor(model, optimizer, on_error="raise") as monitor:
