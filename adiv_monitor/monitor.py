@@ -274,8 +274,8 @@ class Monitor:
                 armed.capture.detach()
             result = closure(*args, **kwargs)
             armed.closure_calls = (armed.closure_calls or 0) + 1
-            self._safely(armed.step.weights_moved, weights)
             if armed.closure_calls == 1:
+                self._safely(armed.step.weights_moved, weights)
                 armed.gradients_final(optimizer)
             return result
 

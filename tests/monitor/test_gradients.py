@@ -51,6 +51,31 @@ def test_amp_scaled_gradients_are_shown_unscaled(fused: bool) -> None:
         assert reading.gradient_factor == pytest.approx(2.0**-12)
 
 
+def test_a_fused_step_unscales_large_gradients_too() -> None:
+    """In every step: what `.grad` holds afterwards is not what was read before."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(100, 100).double(), torch.randn(30, 100, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    fused = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with (
+        Monitor(model, fused, every_n_steps=1, on_error="raise") as scaled,
+        Monitor(twin, plain, every_n_steps=1, on_error="raise") as unscaled,
+    ):
+        for _ in range(3):
+            fused.zero_grad()
+            plain.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(fused)
+            scaler.update()
+            twin(x).square().mean().backward()
+            plain.step()
+    for a, b in zip(scaled.reports, unscaled.reports, strict=True):
+        same(a, b, loosely=True)
+        assert not a.notes
+
+
 def test_a_step_that_the_scaler_skips_is_dropped_and_said() -> None:
     model, batch = mlp()
     twin = copy.deepcopy(model)

@@ -43,6 +43,7 @@ def test_a_closure_is_measured_and_lbfgs_refused() -> None:
     assert monitor.latest is not None
     assert not monitor.latest.layers
     assert "no single gradient belongs to its update" in monitor.latest.notes[0]
+    assert len(monitor.latest.notes) == 1  # and not that it moved the weights first
 
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1, max_eval=1)
     with Monitor(model, optimizer, on_error="raise") as monitor:
@@ -105,6 +106,28 @@ def test_projections_after_the_step(projection: str, through_data: bool) -> None
         found = [reading.projection_cosine, reading.applied_cosine, reading.parameter_cosine]
         assert found == pytest.approx(values, **EXACT)
         assert (values[0] < 0.999) == (projection != "none")
+
+
+@pytest.mark.parametrize("width", [6, 3000], ids=["small", "large"])
+def test_a_projection_now_and_then_by_code_that_zeroes_at_once(width: int) -> None:
+    """Once seen it is expected ever after; the gradient is gone before the next forward pass."""
+    model = nn.Linear(width, 4, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(8, width, dtype=torch.float64)
+    expected = []
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for step in range(5):
+            model(x).square().mean().backward()
+            before, gamma = model.weight.detach().clone(), model.weight.grad.clone()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            if step in (2, 4):
+                model.weight.data = PROJECTIONS["rows"](model.weight.data)
+            expected.append(cosine(model.weight.detach() - before, -gamma))
+    found = [report.layers[""].applied_cosine for report in monitor.reports]
+    assert found[2] is None  # unlike before
+    del found[2], expected[2]
+    assert found == pytest.approx(expected, **EXACT)
 
 
 CHANGES: dict[str, Projection] = {
@@ -375,6 +398,32 @@ class MovesFirst(torch.optim.Optimizer):
             closure()
         for p in self.param_groups[0]["params"]:
             p.sub_(0.1).sub_(p.grad, alpha=0.1)
+
+
+def test_an_optimizer_that_begins_to_change_large_gradients() -> None:
+    """The gradient that it saw is lost once; the step is then read from the rows."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(100, 100).double(), torch.randn(30, 100, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    begun: list[int] = []
+
+    def change(*_: object) -> None:
+        for parameter in model.parameters():
+            if begun and parameter.grad is not None:
+                parameter.grad.mul_(0.1)
+
+    optimizer.register_step_post_hook(change)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for step in range(5):
+            begun += [step] if step == 2 else []
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    lost = [any("changed .grad" in note for note in report.notes) for report in monitor.reports]
+    assert lost == [False, False, True, False, False]
+    for report in monitor.reports:
+        reading = report.layers[""]
+        assert reading.update_cosine == pytest.approx(reading.gradient_cosine, rel=1e-9)
 
 
 def test_an_optimizer_that_moves_the_weights_first_is_refused() -> None:

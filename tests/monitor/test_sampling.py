@@ -185,3 +185,14 @@ def test_quantiles_of_active_rows_rest_on_those_alone() -> None:
     assert none == 0
     off = torch.tensor([(p - truth) / e for p, e in (p50(256, seed) for seed in range(150))])
     assert 0.6 < off.square().mean().sqrt() < 1.6
+
+
+@pytest.mark.parametrize("total", [40, 10_000])
+def test_keys_are_the_smallest_of_even_numbers(total: int) -> None:
+    """The k-th smallest of T even numbers is k/(T + 1) on average, and so is the bound after them."""
+    generator = np.random.default_rng(0)
+    draws = [draw(total, 5, np.inf, generator) for _ in range(4000)]
+    keys = np.sort([d.keys for d in draws], axis=1).mean(0)
+    expected = np.arange(1, 7) / (total + 1)
+    np.testing.assert_allclose(keys, expected[:5], rtol=0.06)
+    assert np.mean([d.bound for d in draws]) == pytest.approx(expected[5], rel=0.05)
