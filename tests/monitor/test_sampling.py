@@ -189,7 +189,7 @@ def test_quantiles_of_active_rows_rest_on_those_alone() -> None:
 
 @pytest.mark.parametrize("total", [40, 10_000])
 def test_keys_are_the_smallest_of_even_numbers(total: int) -> None:
-    """The k-th smallest of T even numbers is k/(T + 1) on average, and so is the bound after them."""
+    """The k-th smallest of T even numbers is k/(T + 1) on average; so is the bound after them."""
     generator = np.random.default_rng(0)
     draws = [draw(total, 5, np.inf, generator) for _ in range(4000)]
     keys = np.sort([d.keys for d in draws], axis=1).mean(0)
