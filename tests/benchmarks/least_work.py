@@ -120,5 +120,7 @@ def _grouped(layer: nn.Linear | nn.Conv2d, weight: Tensor) -> Tensor:
 
 def _squares(layer: nn.Module, x: Tensor) -> Tensor:
     """‖·‖² of every row, or of every pixel."""
-    norms: Tensor = torch.linalg.vector_norm(x, dim=1 if isinstance(layer, nn.Conv2d) else -1)
+    if isinstance(layer, nn.Conv2d):  # a CPU takes norms across memory entry by entry
+        return x.square().sum(1)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return norms.square_()
