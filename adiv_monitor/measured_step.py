@@ -17,6 +17,7 @@ from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatur
 from adiv_monitor.features.rows import exact, joined, to_device
 from adiv_monitor.layer_rows import Call
 from adiv_monitor.outcome import Looked, Outcome, understand
+from adiv_monitor.plain_step import act, added, gram_is_less, probe
 from adiv_monitor.selection import Layer
 from adiv_monitor.totals import AllRows
 from adiv_monitor.transfer import fetch
@@ -263,7 +264,12 @@ class MeasuredStep:
         gamma = [gradient(p) for p in layer.parameters]
         if gradient_scale is not None:
             gamma = [g / gradient_scale for g in gamma]
-        e = self._plain_step(layer, looked, features, G, gamma, values)
+        trusted = not looked.from_rows and layer.path not in self._watch.distrusted
+        if looked.rows_seen == looked.rows_total and trusted and gram_is_less(features, G, gamma):
+            e = features.gram() @ G
+            values["probe"] = probe(layer, features, G, gamma, self._generator)
+        else:
+            e = added(*act(layer, features, gamma))
         vectors = {"G": G, "e": e, "z": joined([call.z for call in calls])}
         measured = _Measured(layer, looked, features, vectors, values)
         self._add_scale(measured)
@@ -292,45 +298,6 @@ class MeasuredStep:
         sums = [w.weight_sum.flatten() for w in whole if w.weight_sum is not None]
         if len(sums) == len(calls):
             self._weight_sums[path] = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
-
-    def _plain_step(
-        self,
-        layer: Layer,
-        looked: Looked,
-        features: Features,
-        G: Tensor,
-        gamma: list[Tensor],
-        values: dict[str, Tensor],
-    ) -> Tensor:
-        """e, what a plain gradient step would do: Φγᵀ, or (ΦΦᵀ)G where that is less work."""
-        rows, outputs = G.shape
-        width = sum(g.numel() for g in gamma) / max(outputs, 1)
-        if (
-            isinstance(features, DenseFeatures)
-            and features.has_gram
-            and rows == looked.rows_total
-            and rows * (width + outputs) < width * outputs
-            and not looked.from_rows
-            and layer.path not in self._watch.distrusted
-        ):
-            values["probe"] = self._probe(layer, features, G, gamma)
-            return features.gram() @ G
-        return added(*act(layer, features, gamma))
-
-    def _probe(
-        self, layer: Layer, features: DenseFeatures, G: Tensor, gamma: list[Tensor]
-    ) -> Tensor:
-        """γv − Gᵀ(Φv) and γv for a random v (R. Freivalds 1977): the first is 0 if γ = GᵀΦ."""
-        width = 0 if features.phi is None else features.phi.shape[2]
-        drawn = self._generator.standard_normal(width + (layer.bias is not None))
-        v = to_device(drawn, G.device).to(G.dtype)
-        left = G.new_zeros(G.shape[1])
-        if layer.weight is not None:
-            weight = exact(gamma[0])
-            left = (weight.t() if features.transposed else weight.reshape(-1, width)) @ v[:width]
-        if layer.bias is not None:
-            left = left + exact(gamma[-1]) * v[width]
-        return torch.stack([torch.addmv(left, G.T, features.times(v), alpha=-1), left])
 
     def _add_scale(self, measured: _Measured) -> None:
         """The rows' own parts of e, and what the others did to them."""
@@ -402,25 +369,6 @@ class MeasuredStep:
 
 def _size(measured: _Measured) -> int:
     return max(p.numel() for p in measured.layer.parameters)
-
-
-def act(
-    layer: Layer, features: Features, parts: list[Tensor]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Φ_W Wᵀ and φ_b ⊗ b, (rows, n_total), for one tensor per trained parameter."""
-    tensors = iter(parts)
-    weight = None if layer.weight is None else features.by_weight(next(tensors))
-    bias = None if layer.bias is None else features.by_bias(next(tensors))
-    return weight, bias
-
-
-def added(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
-    """The two together; one of them is there, since a layer trains a weight or a bias."""
-    if by_weight is None or by_bias is None:
-        lone = by_bias if by_weight is None else by_weight
-        assert lone is not None
-        return lone
-    return by_weight + by_bias
 
 
 def _why_from_rows(layer: Layer, features: Features) -> str:

@@ -47,6 +47,7 @@ _MONITOR_TESTS = {
     "capture.py": _BOOKS,
     "layer_rows.py": _BOOKS,
     "measured_step.py": _BOOKS,
+    "plain_step.py": _COURSE,
     "outcome.py": ["test_measures", *_COURSE],
     "transfer.py": ["test_measures", *_MEASURED],
     "ceiling.py": ["test_bookkeeping", *_MEASURED],

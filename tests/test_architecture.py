@@ -28,10 +28,12 @@ MAY_IMPORT = {
     "capture": {
         *("accumulation", "adiv_layers", "dots", "features", "hook", "layer_rows", "selection"),
     },
+    "plain_step": {"features", "selection"},
     "readings": {"estimates", "features", "measures", "report", "transfer"},
     "outcome": {"features", "readings", "report", "transfer", "updates"},
     "measured_step": {
-        *("adiv_layers", "capture", "dots", "features", "layer_rows", "outcome", "selection"),
+        *("adiv_layers", "capture", "dots", "features", "layer_rows", "outcome", "plain_step"),
+        "selection",
         *("totals", "transfer", "updates"),
     },
     "sinks": {"report"},
