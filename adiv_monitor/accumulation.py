@@ -137,7 +137,7 @@ class Accumulation:
 
     def _after(self, parameter: nn.Parameter) -> None:
         """A gradient was accumulated."""
-        if parameter.grad is None:  # an optimizer that steps inside the backward pass
+        if parameter.grad is None:  # another hook came first, and took it away
             return
         task, held, touched = self._held
         left = None

@@ -90,7 +90,9 @@ class MeasuredStep:
             self._flags["gradient_scale"] = scale
         reached = self._reached()
         parameters = [p for layer in reached for p in layer.parameters]
-        self._steps = ParameterSteps(parameters, self._watch, copy_gradient=scale is not None)
+        self._steps = ParameterSteps(
+            parameters, self._watch, updates=steps, copy_gradient=scale is not None
+        )
         factors = self._factors(list(reached), scale)
         for layer, calls in reached.items():
             self._try(layer, self._begin, layer, calls, factors.get(layer.path), scale)

@@ -298,6 +298,8 @@ def _listed(paths: list[str]) -> str:
 
 def _reading(seen: Looked, numbers: Numbers, found: Measured, step: _Step) -> LayerReading:
     values = dict(found.values)
+    if found.common_unknown:
+        values.pop("common_share", None)
     if step.gradient_lost:  # what was read for γ is not what the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)

@@ -79,6 +79,7 @@ class Measured:
         idle_seen: idle rows among those seen.
         suspected: γ seems to be more than c·GᵀΦ, beyond what sampling and rounding explain.
         holds_more: it is.
+        common_unknown: rows are idle, and the sample was not asked how alike the others are.
     """
 
     values: dict[str, float]
@@ -87,6 +88,7 @@ class Measured:
     idle_seen: int
     suspected: bool
     holds_more: bool
+    common_unknown: bool
 
 
 def measure(layers: Mapping[str, Numbers]) -> dict[str, Measured]:
@@ -225,6 +227,7 @@ def _pick(
         idle_seen=int((~x.sample.active[i]).sum()),
         suspected=bool(x.suspected[i]),
         holds_more=bool(x.holds_more[i]),
+        common_unknown=bool("common" not in x.values and _active(x)[i] < x.sample.total[i]),
     )
 
 

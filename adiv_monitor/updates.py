@@ -69,6 +69,7 @@ class ParameterSteps:
     Args:
         parameters: every measured parameter, as often as layers use it.
         watch: what this run was seen to do so far.
+        updates: an optimizer step follows, so that the parameters must be copied.
         copy_gradient: the optimizer will write into `.grad` (it unscales AMP gradients itself).
 
     Attributes:
@@ -79,7 +80,12 @@ class ParameterSteps:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], watch: Watch, *, copy_gradient: bool = False
+        self,
+        parameters: Iterable[nn.Parameter],
+        watch: Watch,
+        *,
+        updates: bool,
+        copy_gradient: bool,
     ) -> None:
         uses = Counter(parameters)
         every = list(uses)
@@ -93,8 +99,10 @@ class ParameterSteps:
         self.norms: Products = defaultdict(dict)
         self._grads = {id(p): gradient(p) for p in every}
         self._seen = _Entries(self._grads)
-        self._before = _copied({id(p): p.detach() for p in self._small})
-        self._before |= {id(p): p.detach().clone() for p in self._large}
+        self._before: dict[int, Tensor] = {}
+        if updates:
+            self._before |= _copied({id(p): p.detach() for p in self._small})
+            self._before |= {id(p): p.detach().clone() for p in self._large}
         self._gamma = _copied({id(p): self._grads[id(p)] for p in self._small})
         for p in self._large:
             grad = self._grads[id(p)]

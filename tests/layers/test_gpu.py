@@ -55,7 +55,7 @@ def check(function, inputs, g, monkeypatch):
         plain = results(function, inputs, g)
     for i, (actual, usual, expected) in enumerate(zip(found, plain, truth, strict=True)):
         assert actual.dtype == usual.dtype
-        floor = 2 * torch.finfo(actual.dtype).eps  # what another order of summation does to it
+        floor = 2 * torch.finfo(actual.dtype).eps  # convolutions were seen to need two
         allowed = 2 * max(error(usual.cpu(), expected), floor)
         assert error(actual.cpu(), expected) <= allowed, f"result {i}"
 

@@ -103,3 +103,22 @@ def test_the_ceiling_forgets_gradients_that_were_zeroed(set_to_none: bool) -> No
         loss_of(model, batch).backward()
 
     same(one_step(model, zeroed_between, attainable=True), expected)
+
+
+def test_idle_rows_that_come_late_are_told() -> None:
+    """Their mean feature was not looked at; the note says so, and the next report has it."""
+    model = nn.Linear(4, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(x)[: 8 if step < 2 else 5].square().sum().backward()
+            optimizer.step()
+    shares = [report.layers[""].common_share for report in monitor.reports]
+    assert shares[2] is None
+    assert "common_share is missing" in monitor.reports[2].notes[0]
+    assert shares[0] is not None
+    assert shares[3] is not None
+    assert shares[3] != pytest.approx(shares[0], rel=1e-6)
+    assert not monitor.reports[3].notes
