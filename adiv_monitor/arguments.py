@@ -7,9 +7,9 @@ from typing import TypeGuard
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adiv_monitor.selection import LayerChoice, Selection, select, trainable
+from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
-from adiv_monitor.stepping import runs_hooks
+from adiv_monitor.step.stepping import runs_hooks
 
 DEFAULT_MAX_ROWS = 128
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import WORST, StepReport
-from adiv_monitor.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.logger import logger_sink
 from adiv_monitor.sinks.scalars import (

@@ -22,17 +22,17 @@ from adiv_monitor.arguments import (
     check_choice,
     held_parameters,
 )
-from adiv_monitor.capture import Capture
-from adiv_monitor.eager import forced_eager, in_compiled_code
+from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.eager import forced_eager, in_compiled_code
+from adiv_monitor.capture.hook import Hook, NextForward
+from adiv_monitor.capture.selection import Layer, LayerChoice, Selection, select, trainable
+from adiv_monitor.capture.updates import Watch
 from adiv_monitor.errors import AdivError
-from adiv_monitor.hook import Hook, NextForward
-from adiv_monitor.measured_step import MeasuredStep
 from adiv_monitor.report import StepReport
-from adiv_monitor.schedule.schedule import make_schedule
-from adiv_monitor.selection import Layer, LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
-from adiv_monitor.stepping import is_within_own_step, stepping
-from adiv_monitor.updates import Watch
+from adiv_monitor.step.measured_step import MeasuredStep
+from adiv_monitor.step.schedule import make_schedule
+from adiv_monitor.step.stepping import is_within_own_step, stepping
 
 _logger = logging.getLogger("adiv_monitor")
 

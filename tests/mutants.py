@@ -9,8 +9,8 @@ lines that are nothing but words of a message are left alone here.
 Works on a copy, `.mutants/<file>`. A run that was cut short goes on where it was, unless the
 package or its tests were changed since. A mutant takes one to ten seconds, survivors the longest.
 
-    make mutants FILE=adiv_monitor/measures.py
-    python tests/mutants.py adiv_monitor/measures.py adiv_monitor/dots.py [--processes 2]
+    make mutants FILE=adiv_monitor/maths/measures.py
+    python tests/mutants.py adiv_monitor/maths/{measures,dots}.py --processes 2
     python tests/mutants.py            # all files below
 """
 
@@ -36,21 +36,21 @@ _RULES = ["test_features", "test_corrected_layers", *_MEASURED]
 _FORMULAS = ["test_functional", "test_modules", "test_convolutions", "test_attention"]
 _BOOKS = ["test_bookkeeping", "test_sampling", *_COURSE]
 _MONITOR_TESTS = {
-    "estimates.py": ["test_measures", *_MEASURED],
-    "measures.py": ["test_measures", *_MEASURED],
-    "readings.py": ["test_measures", *_COURSE],
-    "dots.py": ["test_measures", *_MEASURED],
-    "totals.py": _MEASURED,
-    "sampling.py": ["test_sampling"],
-    "updates.py": _COURSE,
-    "accumulation.py": _COURSE,
-    "capture.py": _BOOKS,
-    "layer_rows.py": _BOOKS,
-    "measured_step.py": _BOOKS,
-    "plain_step.py": _COURSE,
-    "outcome.py": ["test_measures", *_COURSE],
-    "transfer.py": ["test_measures", *_MEASURED],
-    "ceiling.py": ["test_bookkeeping", *_MEASURED],
+    "maths/estimates.py": ["test_measures", *_MEASURED],
+    "maths/measures.py": ["test_measures", *_MEASURED],
+    "maths/readings.py": ["test_measures", *_COURSE],
+    "maths/dots.py": ["test_measures", *_MEASURED],
+    "maths/totals.py": _MEASURED,
+    "capture/sampling.py": ["test_sampling"],
+    "capture/updates.py": _COURSE,
+    "capture/accumulation.py": _COURSE,
+    "capture/capture.py": _BOOKS,
+    "capture/layer_rows.py": _BOOKS,
+    "step/measured_step.py": _BOOKS,
+    "step/plain_step.py": _COURSE,
+    "step/outcome.py": ["test_measures", *_COURSE],
+    "step/transfer.py": ["test_measures", *_MEASURED],
+    "maths/ceiling.py": ["test_bookkeeping", *_MEASURED],
     "features/rows.py": ["test_features", *_COURSE],
     "features/whole.py": _RULES,
     "features/features.py": _RULES,

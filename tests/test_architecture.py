@@ -9,44 +9,20 @@ ROOT = Path(__file__).parent.parent
 
 # What each room of `adiv_monitor` may import of ours, besides its own neighbours in a folder.
 MAY_IMPORT = {
-    "estimates": set(),
-    "measures": {"estimates"},
     "report": set(),
     "errors": set(),
-    "eager": set(),
-    "hook": set(),
     "features": {"adiv_layers"},
-    "ceiling": {"features"},
-    "selection": {"features"},
-    "dots": {"features"},
-    "totals": {"features"},
-    "sampling": {"features"},
-    "transfer": set(),
-    "updates": {"dots", "features"},
-    "accumulation": {"dots", "updates"},
-    "layer_rows": {"ceiling", "features", "sampling"},
-    "capture": {
-        *("accumulation", "adiv_layers", "dots", "features", "hook", "layer_rows", "selection"),
-    },
-    "plain_step": {"features", "selection"},
-    "readings": {"estimates", "features", "measures", "report", "transfer"},
-    "outcome": {"features", "readings", "report", "transfer", "updates"},
-    "measured_step": {
-        *("adiv_layers", "capture", "dots", "features", "layer_rows", "outcome", "plain_step"),
-        "selection",
-        *("totals", "transfer", "updates"),
-    },
+    "maths": {"features", "report"},
+    "capture": {"adiv_layers", "features", "maths"},
+    "step": {"adiv_layers", "capture", "features", "maths", "report"},
     "sinks": {"report"},
-    "stepping": set(),
-    "schedule": set(),
-    "arguments": {"selection", "sinks", "stepping"},
-    "monitor": {
-        *("arguments", "capture", "eager", "errors", "hook", "measured_step", "report"),
-        *("schedule", "selection", "sinks", "stepping", "updates"),
-    },
-    "lightning": {"arguments", "errors", "monitor", "report", "selection", "sinks"},
+    "arguments": {"capture", "sinks", "step"},
+    "monitor": {"arguments", "capture", "errors", "report", "sinks", "step"},
+    "lightning": {"arguments", "capture", "errors", "monitor", "report", "sinks"},
     "__init__": {"errors", "monitor", "report"},
 }
+# Pure maths on the host: no tensors, no torch.
+PURE = ("maths/estimates.py", "maths/measures.py", "maths/readings.py")
 
 
 def imports(path: Path) -> set[str]:
@@ -76,6 +52,14 @@ FILES = sorted((ROOT / "adiv_monitor").rglob("*.py"))
 def test_imports_point_down(path: Path) -> None:
     room = path.relative_to(ROOT / "adiv_monitor").parts[0].removesuffix(".py")
     assert imports(path) - {room} <= MAY_IMPORT[room]
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_maths_on_the_host_knows_no_tensors(name: str) -> None:
+    tree = ast.parse((ROOT / "adiv_monitor" / name).read_text())
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    assert not any((name or "").split(".")[0] == "torch" for name in modules)
 
 
 def test_the_layers_know_nothing_of_the_monitor() -> None:

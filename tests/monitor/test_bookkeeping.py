@@ -9,7 +9,7 @@ from setups import EXACT, mlp, one_step, same
 from torch import nn
 
 from adiv_monitor import Monitor
-from adiv_monitor.ceiling import attainable_cosine, attainable_cosine_of_rows
+from adiv_monitor.maths.ceiling import attainable_cosine, attainable_cosine_of_rows
 
 
 def test_calls_without_rows_are_no_calls() -> None:

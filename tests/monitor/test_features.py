@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
+from adiv_monitor.capture.sampling import draw
 from adiv_monitor.features import DenseFeatures, Rows, find_rule, register_features
 from adiv_monitor.features.registry import Rule
-from adiv_monitor.sampling import draw
 
 MODES = ("zeros", "reflect", "replicate", "circular")
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

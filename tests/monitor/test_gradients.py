@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor
-from adiv_monitor.updates import some
+from adiv_monitor.capture.updates import some
 
 
 def test_micro_batches_are_one_batch() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from adiv_monitor import dots, measures
-from adiv_monitor.estimates import (
+from adiv_monitor.maths import dots, measures
+from adiv_monitor.maths.estimates import (
     Sample,
     Sum,
     mean_of_active,
@@ -16,8 +16,8 @@ from adiv_monitor.estimates import (
     quantiles,
     share_error,
 )
-from adiv_monitor.readings import Numbers, measure
-from adiv_monitor.transfer import fetch
+from adiv_monitor.maths.readings import Numbers, measure
+from adiv_monitor.step.transfer import fetch
 
 
 def population(rows: int, seed: int = 0) -> dict[str, np.ndarray]:

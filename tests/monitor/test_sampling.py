@@ -10,10 +10,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
+from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
+from adiv_monitor.capture.sampling import draw, threshold, winners
 from adiv_monitor.features import DenseFeatures
-from adiv_monitor.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.measured_step import MeasuredStep
-from adiv_monitor.sampling import draw, threshold, winners
+from adiv_monitor.step.measured_step import MeasuredStep
 
 
 def chosen_of(draws: list, most: int | None, totals: list[int]) -> np.ndarray:

@@ -21,14 +21,14 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor import dots
-from adiv_monitor.accumulation import Accumulation
+from adiv_monitor.capture.accumulation import Accumulation
+from adiv_monitor.capture.hook import Hook, ModuleHook, trains
+from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
+from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.whole import squares
-from adiv_monitor.hook import Hook, ModuleHook, trains
-from adiv_monitor.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.selection import Layer
+from adiv_monitor.maths import dots
 
 
 class Capture:

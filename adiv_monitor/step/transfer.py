@@ -1,13 +1,14 @@
 """From the device to the host: everything of a step at once."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
+from adiv_monitor.maths.readings import Array
+
 Outer = TypeVar("Outer", str, int)
 Inner = TypeVar("Inner", str, int)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor import dots
-from adiv_monitor.updates import is_small, some
+from adiv_monitor.capture.updates import is_small, some
+from adiv_monitor.maths import dots
 
 
 class Rows(Protocol):

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor import dots
 from adiv_monitor.features.rows import exact, to_device
+from adiv_monitor.maths import dots
 
 # Smaller parameters go through one operation for all of them, and their products to the host whole.
 _SMALL = 8_192

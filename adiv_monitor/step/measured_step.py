@@ -11,17 +11,17 @@ import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor
 
-from adiv_monitor import dots, totals
-from adiv_monitor.capture import Capture
+from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.updates import ParameterSteps, Watch, gradient, weight_norms
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.rows import exact, joined, to_device
-from adiv_monitor.layer_rows import Call
-from adiv_monitor.outcome import Looked, Outcome, understand
-from adiv_monitor.plain_step import act, added, gram_is_less, probe
-from adiv_monitor.selection import Layer
-from adiv_monitor.totals import AllRows
-from adiv_monitor.transfer import fetch
-from adiv_monitor.updates import ParameterSteps, Watch, gradient, weight_norms
+from adiv_monitor.maths import dots, totals
+from adiv_monitor.maths.totals import AllRows
+from adiv_monitor.step.outcome import Looked, Outcome, understand
+from adiv_monitor.step.plain_step import act, added, gram_is_less, probe
+from adiv_monitor.step.transfer import fetch
 
 
 @dataclass

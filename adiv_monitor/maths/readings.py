@@ -6,12 +6,14 @@ Layers that were looked at alike, with as many rows, are measured together.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
 
-from adiv_monitor import measures
-from adiv_monitor.estimates import (
+from adiv_monitor.features.rows import Index
+from adiv_monitor.maths import measures
+from adiv_monitor.maths.estimates import (
     Estimate,
     PerLayer,
     PerRow,
@@ -23,9 +25,9 @@ from adiv_monitor.estimates import (
     quantiles,
     variance_share,
 )
-from adiv_monitor.features.rows import Index
 from adiv_monitor.report import QUANTILE_LEVELS
-from adiv_monitor.transfer import Array
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # The quantiles that are taken: for histograms, and for p05, p50, p95.
 _PERCENTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import DenseFeatures, Features
 from adiv_monitor.features.rows import exact, to_device
-from adiv_monitor.selection import Layer
 
 
 def act(

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from adiv_monitor.capture.updates import APPLIED, STEPPED, Watch
 from adiv_monitor.features.rows import Index
-from adiv_monitor.readings import Measured, Numbers, measure
+from adiv_monitor.maths.readings import Array, Measured, Numbers, measure
 from adiv_monitor.report import MEASURES, LayerReading
-from adiv_monitor.transfer import Array
-from adiv_monitor.updates import APPLIED, STEPPED, Watch
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
 _RULE_TOLERANCE = 0.05

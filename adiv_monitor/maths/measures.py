@@ -21,7 +21,7 @@ length zero has no direction: what would need one is NaN. Many layers at once, f
 import numpy as np
 from jaxtyping import Bool
 
-from adiv_monitor.estimates import (
+from adiv_monitor.maths.estimates import (
     Estimate,
     PerLayer,
     PerRow,

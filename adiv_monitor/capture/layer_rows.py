@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.ceiling import Ceiling
+from adiv_monitor.capture.sampling import Draw, draw, threshold, winners
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, to_device
 from adiv_monitor.features.whole import Whole
-from adiv_monitor.sampling import Draw, draw, threshold, winners
+from adiv_monitor.maths.ceiling import Ceiling
 
 # Rows that wait for their gradient may be more than are wanted in the end, since some of them may
 # never get one; this many times `max_rows`.

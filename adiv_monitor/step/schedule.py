@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from adiv_monitor.schedule.ranks import Ranks
-from adiv_monitor.schedule.times import step_times
+from adiv_monitor.step.ranks import Ranks
+from adiv_monitor.step.times import step_times
 
 # Steps from the start of a measured one until its cost is read, because a device may lag behind,
 # and until all processes know what the first made of it.

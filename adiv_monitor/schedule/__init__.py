@@ -1,1 +1,0 @@
-"""When to measure, and what that costs."""
