@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from adiv_monitor import Monitor
-from adiv_monitor.schedule import times
+from adiv_monitor.step import times
 
 WORLD = 2
 

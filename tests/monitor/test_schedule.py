@@ -6,12 +6,12 @@ from collections import deque
 
 import pytest
 import torch
-from adiv_monitor.schedule import schedule, times
 from cases import loss_of
 from setups import mlp
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.sinks import MemorySink
+from adiv_monitor.step import schedule, times
 from adiv_monitor.step.schedule import Bounded, interval
 from adiv_monitor.step.times import StepTimes
 
