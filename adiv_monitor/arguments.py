@@ -103,13 +103,13 @@ def _several(value: object) -> TypeGuard[Sequence[object]]:
 def check_choice(selection: Selection, model: nn.Module, choice: LayerChoice) -> None:
     """Raise ValueError if no module was chosen, or none by one of the patterns."""
     everything = select(model, None, None)
-    paths = [*(layer.path for layer in everything.layers), *everything.unsupported]
+    paths = [*everything.paths, *everything.unsupported]
     if isinstance(choice, Sequence):
         idle = [p for p in choice if not any(fnmatchcase(path, p) for path in paths)]
         choice = idle or choice
         if not idle and choice:
             return
-    elif selection.layers or selection.unsupported:
+    elif selection.places or selection.unsupported:
         return
     shown = ", ".join(map(repr, paths[:8])) + (", …" if len(paths) > 8 else "")
     raise ValueError(

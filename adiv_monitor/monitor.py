@@ -25,7 +25,7 @@ from adiv_monitor.arguments import (
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.eager import forced_eager, in_compiled_code
 from adiv_monitor.capture.hook import Hook, NextForward
-from adiv_monitor.capture.selection import Layer, LayerChoice, Selection, select, trainable
+from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import StepReport
@@ -124,7 +124,7 @@ class Monitor:
         self.reports: deque[StepReport] = deque(maxlen=keep)
         selection = self._select()
         check_choice(selection, model, layers)
-        self._paths = " ".join(layer.path for layer in selection.layers)
+        self._paths = " ".join(selection.paths)
 
     @property
     def latest(self) -> StepReport | None:
@@ -227,21 +227,21 @@ class Monitor:
         """Put the hooks on, before the forward pass of a step to measure."""
         selection = self._select()
         capture = Capture(
-            selection.layers,
+            self._model,
+            selection,
             max_rows=self._max_rows,
             generator=self._generator,
             attainable=self._attainable,
-            unchecked={layer.path for layer in selection.layers} - self._checked,
+            checked=self._checked,
+            switched_off=set(self._switched_off),
             fail=self._switch_off,
+            begins=partial(self._safely, self._look),
         )
         step = MeasuredStep(
-            capture, selection.layers, self._watch, self._switch_off, self._generator
+            capture, selection.parameters, self._watch, self._switch_off, self._generator
         )
         self._armed = _Armed(capture, step, selection)
         self._armed.cleanup.enter_context(forced_eager())
-        modules = [layer.module for layer in selection.layers]
-        look = NextForward(modules, partial(self._safely, self._look), with_gradients=True)
-        self._armed.cleanup.callback(look.remove)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -313,9 +313,9 @@ class Monitor:
             armed.step.discard()
         elif self._optimizer is not None:
             armed.step.updated()
-        self._pending = _Pending(armed.step, armed.selection, self.step)
+        self._pending = _Pending(armed.step, armed.capture, armed.selection, self.step)
         if not self._compiled:  # a hook would become part of the compiled code
-            modules = [layer.module for layer in armed.selection.layers]
+            modules = list(armed.selection.modules)
             # An embedding that keeps its rows short changes them when it looks them up.
             renormed = [m for m in modules if getattr(m, "max_norm", None) is not None]
             finish = NextForward(
@@ -344,19 +344,21 @@ class Monitor:
         outcome = pending.step.outcome()
         self._checked |= outcome.checked
         self._switched_off |= outcome.misdescribed
-        layers = {layer.path for layer in pending.selection.layers}
+        measured = [x for path, x in pending.capture.layers.items() if path in outcome.layers]
+        known = {**outcome.unsupported, **pending.capture.refused}
+        known |= {p: r for p, r in self._switched_off.items() if p in pending.capture.layers}
         report = StepReport(
             step=pending.number,
             layers=outcome.layers,
             unsupported={
                 **pending.selection.unsupported,
-                **outcome.unsupported,
-                **{p: r for p, r in self._switched_off.items() if p in layers},
+                **pending.selection.unexplained(measured, known, pending.capture.why_unmeasured),
+                **known,
             },
-            coverage=pending.selection.coverage(outcome.layers),
+            coverage=pending.selection.coverage(measured),
             interval=self._schedule.interval,
             notes=(*self._notes, *outcome.notes),
-            unmeasured=pending.selection.unmeasured(outcome.layers),
+            unmeasured=pending.selection.unmeasured(measured),
         )
         self._notes.clear()
         self._emit(report)
@@ -377,12 +379,7 @@ class Monitor:
 
     def _select(self) -> Selection:
         held = held_parameters(self._model, self._optimizer)  # groups may be added while training
-        selection = select(self._model, held, self._choice)
-        for layer in selection.layers:
-            if layer.path in self._switched_off:
-                selection.unsupported[layer.path] = self._switched_off[layer.path]
-        selection.layers[:] = [x for x in selection.layers if x.path not in self._switched_off]
-        return selection
+        return select(self._model, held, self._choice)
 
     # --- failures --------------------------------------------------------------------------------
 
@@ -398,14 +395,12 @@ class Monitor:
             self._warn("step", f"adiv_monitor: {failure}; training goes on")
             return None
 
-    def _switch_off(self, layer: Layer, error: Exception) -> None:
+    def _switch_off(self, path: str, error: Exception) -> None:
         """An exception while measuring a layer: never again, and say so."""
         if self._on_error == "raise":
             raise error
-        self._switched_off[layer.path] = f"measuring it failed: {type(error).__name__}: {error}"
-        self._warn(
-            layer.path, f"adiv_monitor: layer '{layer.path}': {self._switched_off[layer.path]}"
-        )
+        self._switched_off[path] = f"measuring it failed: {type(error).__name__}: {error}"
+        self._warn(path, f"adiv_monitor: layer '{path}': {self._switched_off[path]}")
 
     def _guard_sink(self, sink: Sink, action: Callable[[], None]) -> str | None:
         """Run a sink's method; its failure becomes a sentence in the report."""
@@ -453,8 +448,11 @@ class _Armed:
 class _Pending:
     """A measured step that waits for the next forward pass."""
 
-    def __init__(self, step: MeasuredStep, selection: Selection, number: int) -> None:
+    def __init__(
+        self, step: MeasuredStep, capture: Capture, selection: Selection, number: int
+    ) -> None:
         self.step = step
+        self.capture = capture
         self.selection = selection
         self.number = number
         self.cleanup = ExitStack()

@@ -11,78 +11,90 @@ activations, modules that are called several times and checkpointing all work:
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.accumulation import Accumulation
-from adiv_monitor.capture.hook import Hook, ModuleHook, trains
+from adiv_monitor.capture.forwards import Forwards, Function
+from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.origin import Origin, tensors_in
+from adiv_monitor.capture.pieces import Piece, Source, overlap
+from adiv_monitor.capture.selection import Layer, Place, Selection
 from adiv_monitor.features.features import Features
+from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses_in
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import dots
 
+# These overwrite what they were given, which the rows need.
+_OVERWRITE = ("mul_", "__imul__", "addcmul_")
+
 
 class Capture:
-    """All hooks on the layers for one measured step.
+    """All that is seen of one measured step: which functions use which parameters, and their rows.
 
     Args:
-        layers: the layers to watch.
+        model: the model.
+        selection: the parameters to watch.
         max_rows: rows to look at per layer; None: all.
         generator: the monitor's own source of chance.
         attainable: gather all rows too, for the ceiling.
-        unchecked: paths of the layers whose rule has not yet been checked against the output.
-        fail: called with a layer and the exception that its hook met; from then on the layer is
-            not watched any more.
+        checked: paths of the layers whose module's rule was already checked against the output.
+        switched_off: paths of the layers that must not be watched.
+        fail: called with a layer's path and the exception that its hook met; from then on the layer
+            is not watched any more.
+        begins: called when the first forward pass with gradients begins.
+
+    Attributes:
+        layers: by path, the layers that were seen so far.
+        rows: by path, their rows.
+        accumulated: by id, what happened to the gradients of parameters.
     """
 
     def __init__(
         self,
-        layers: list[Layer],
+        model: nn.Module,
+        selection: Selection,
         *,
         max_rows: int | None,
         generator: np.random.Generator,
         attainable: bool,
-        unchecked: set[str],
-        fail: Callable[[Layer, Exception], None],
+        checked: set[str],
+        switched_off: set[str],
+        fail: Callable[[str, Exception], None],
+        begins: Callable[[], object],
     ) -> None:
-        chooser = Chooser(max_rows, generator)
-        self.rows = {layer.path: LayerRows(chooser) for layer in layers}
+        self.layers: dict[str, Layer] = {}
+        self.rows: dict[str, LayerRows] = {}
+        self.accumulated: dict[int, Accumulation] = {}
+        self.refused: dict[str, str] = {}
+        self._selection = selection
+        self._chooser = Chooser(max_rows, generator)
         self._attainable = attainable
-        self._unchecked = unchecked
+        self._checked = checked
+        self._off = set(switched_off)
         self._fail = fail
+        self._first_begins = begins
         self._active = True  # hooks in graphs that are already built outlive their removal
         self._verdict = (-1, False)
-        self._handles: list[RemovableHandle | ModuleHook] = []
-        sharing: dict[nn.Parameter, list[Layer]] = defaultdict(list)
-        for layer in layers:
-            hook = partial(self._guarded, layer, partial(self._on_forward, layer))
-            self._handles.append(ModuleHook(layer.module, hook, before=False))
-            sharing[layer.parameters[0]].append(layer)
-        self.accumulated = {
-            parameter: Accumulation(
-                parameter,
-                partial(self._watched, users),
-                self._was_zeroed,
-                partial(self._hook, users[0]),
-            )
-            for parameter, users in sharing.items()
-        }
+        self._origin = Origin(model, selection.parameters)
+        self._order = {key: i for i, key in enumerate(selection.places)}
+        self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
+        self._forwards = Forwards(selection.modules, self._called, self._begins, self._ends)
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
         self._active = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._forwards.remove()
         for accumulated in self.accumulated.values():
             accumulated.remove()
         self.accumulated.clear()  # they refer to this: a cycle that would hold gradients back
@@ -95,8 +107,266 @@ class Capture:
         """Whether rows were thrown away because their gradient never made a step."""
         return any(rows.dropped for rows in self.rows.values())
 
-    def _watched(self, layers: list[Layer]) -> list[LayerRows]:
-        return [self.rows[layer.path] for layer in layers if layer.path in self.rows]
+    def accumulation_of(self, layer: Layer) -> Accumulation:
+        """What happened to the gradient of the layer's first parameter."""
+        return self.accumulated[id(layer.parameters[0])]
+
+    def in_order(self) -> list[Layer]:
+        """The layers that were seen, in the model's order."""
+        return sorted(self.layers.values(), key=lambda layer: layer.place)
+
+    def shared(self) -> set[str]:
+        """Paths of the layers whose parameters are used by others too, entry by entry."""
+        uses: dict[int, list[tuple[Layer, Piece]]] = defaultdict(list)
+        for layer in self.layers.values():
+            for piece in layer.pieces:
+                uses[id(piece.parameter)].append((layer, piece))
+        found = set()
+        for key, users in uses.items():
+            pieces = [piece for _, piece in users]
+            if key in self._unexplained or overlap(pieces[0].parameter, pieces):
+                found |= {layer.path for layer, _ in users}
+        return found
+
+    def why_unmeasured(self, parameter: Tensor | None) -> str:
+        """Why there is no layer for a parameter."""
+        assert parameter is not None
+        key = id(parameter)
+        place = self._selection.places[key][0]
+        rule = self._selection.rules.get(place.module)
+        if rule is not None and place.name not in (rule.weight, rule.bias):
+            return (
+                f"its rule knows the parameters {rule.weight} and {rule.bias}: name it in "
+                f'register_features({type(place.module).__name__}, weight="…", bias="…")'
+            )
+        if self._forwards.strangers:
+            return (
+                "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
+            )
+        if key in self._unexplained:
+            return f"it is used by {self._unexplained[key]}, of which the monitor knows no rule"
+        if parameter.grad is None:
+            return "no gradient reached it in this step"
+        return (
+            "it has a gradient, but no function was seen to use it inside the forward of a module "
+            "(compiled or scripted code, another copy of the module, or code outside)"
+        )
+
+    # --- what is seen of a forward pass ----------------------------------------------------------
+
+    def _begins(self) -> None:
+        if torch.is_grad_enabled():
+            begins, self._first_begins = self._first_begins, lambda: None
+            begins()
+
+    def _ends(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """A module's forward has run: the rows of one whose class has a rule."""
+        rule = self._selection.rules.get(module)
+        if rule is None or not trains(output):
+            return
+        path = self._selection.modules[module]
+        try:
+            if not isinstance(output, Tensor):
+                raise TypeError(f"its forward gave a {type(output).__name__}, expected a tensor")
+            if output.requires_grad:
+                with torch.no_grad():
+                    self._note(use_of(rule, module, args, kwargs), output, path, checked=False)
+        except Exception as error:
+            self._failed(path, error)
+
+    def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a torch function, and note the parameters that it uses."""
+        name = getattr(function, "__name__", "")
+        watched = self._active and torch.is_grad_enabled() and name not in ("__get__", "__set__")
+        if not watched or self._forwards.innermost in self._selection.rules:
+            return function(*args, **kwargs)
+        origin = self._origin
+        tensors = list(tensors_in(*args, *kwargs.values()))
+        theirs = [origin.of_model(tensor) for tensor in tensors]
+        trained = [tensor for tensor in tensors if origin.is_trained(tensor)]
+        kept = args
+        if trained and name in _OVERWRITE and args[0] not in trained:
+            kept = (args[0].detach().clone(), *args[1:])
+        result = function(*args, **kwargs)
+        data = not all(theirs)
+        if trained and isinstance(result, Tensor) and trains(result):
+            call = FunctionCall(result, origin.of_model)
+            used = self._uses(name, call, kept, kwargs, trained)
+            if data or used:
+                self._explain(name, trained, used)
+                data = True
+        elif trained and data:
+            self._explain(name, trained, [])
+        if not data:
+            origin.remember(result)
+        return result
+
+    def _uses(
+        self,
+        name: str,
+        call: FunctionCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trained: list[Tensor],
+    ) -> list[Tensor]:
+        """Note the uses in a call; the tensors that they account for."""
+        used: list[Tensor] = []
+        path = self._place(self._first(trained[0])).full_name
+        if path in self._off:
+            return trained
+        try:
+            with torch.no_grad(), without_autocast(call.result):
+                for use in uses_in(name, call, args, kwargs):
+                    sources = [use.weight, use.bias]
+                    used += [t for t in trained if any(t is source for source in sources)]
+                    self._note(use, call.result)
+        except Refused as refusal:
+            self.refused[self._place(self._first(trained[0])).path] = str(refusal)
+            return trained
+        except Exception as error:
+            self._failed(path, error)
+            return trained
+        return used
+
+    def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
+        """Keep in mind what parameters went into where no rule can follow."""
+        for tensor in trained:
+            if any(tensor is other for other in used):
+                continue
+            source = self._origin.source(tensor)
+            for piece in source.pieces if source is not None else ():
+                self._unexplained.setdefault(id(piece.parameter), f"torch's {name}")
+
+    def _note(
+        self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
+    ) -> None:
+        """Gather rows of a use, and put a hook on its output."""
+        layer = self._layer(use, path)
+        if layer is None or layer.path not in self.rows:
+            return
+        z = use.layout(output)
+        rows_of_layer = self.rows[layer.path]
+        rows, chosen = rows_of_layer.choose(tuple(z.shape[:-1]), output.device)
+        features = use.features(rows)
+        taken = rows.take(z)
+        if not checked and layer.path not in self._checked and len(taken):
+            rows_of_layer.linear = reproduces(use, features, taken)
+        whole = use.whole() if layer.weight is not None else None
+        if whole is not None:
+            whole = whole.restrict(weight=True, bias=layer.bias is not None)
+        call = Call(rows, chosen, _trained(layer, features), taken, whole)
+        if self._attainable:
+            call.every_row = _trained(layer, use.features(Rows(rows.shape, None, rows.device)))
+        rows_of_layer.calls.append(call)
+        path = layer.path
+        arrive = partial(
+            self._guarded, lambda: [path], partial(self._on_gradient, path, use.layout, call)
+        )
+        call.hook = weakref.ref(arrive)
+        output.register_hook(arrive)  # type: ignore[no-untyped-call]
+
+    # --- layers ----------------------------------------------------------------------------------
+
+    def _layer(self, use: Use, path: str | None) -> Layer | None:
+        """The layer that a use belongs to; None if none of its parameters is measured."""
+        weight, bias = self._origin.source(use.weight), self._origin.source(use.bias)
+        lead = weight or bias
+        if lead is None:
+            return None
+        for name in self._names(use, lead) if path is None else [path]:
+            known = self.layers.get(name)
+            if known is None:
+                return self._new_layer(name, use, weight, bias)
+            if _identity(known.kind, known.weight, known.bias) == _identity(use.kind, weight, bias):
+                return known
+        raise ValueError(f"'{path}' uses other parameters at every call")
+
+    def _new_layer(
+        self, path: str, use: Use, weight: Source | None, bias: Source | None
+    ) -> Layer | None:
+        lead = weight or bias
+        assert lead is not None
+        parameter = lead.pieces[0].parameter
+        place = self._place(parameter)
+        order = self._order[id(parameter)]
+        layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order)
+        self.layers[path] = layer
+        if path in self._off:
+            return layer
+        self.rows[path] = LayerRows(self._chooser)
+        if id(parameter) not in self.accumulated:
+            self.accumulated[id(parameter)] = Accumulation(
+                parameter,
+                partial(self._rows_of, parameter),
+                self._was_zeroed,
+                partial(self._hook, parameter),
+            )
+        return layer
+
+    def _first(self, tensor: Tensor) -> nn.Parameter:
+        source = self._origin.source(tensor)
+        assert source is not None
+        return source.pieces[0].parameter
+
+    def _place(self, parameter: Tensor) -> Place:
+        """Where a parameter is: in the module that runs, if that holds it too."""
+        places = self._selection.places[id(parameter)]
+        running = self._forwards.innermost
+        return next((place for place in places if place.module is running), places[0])
+
+    def _names(self, use: Use, lead: Source) -> Iterator[str]:
+        """What a layer may be called: as its module, as its parameter, with who uses it."""
+        piece = lead.pieces[0]
+        place = self._place(piece.parameter)
+        if use.part:
+            name = f"{place.path}.{use.part}".strip(".")
+        else:
+            name = place.full_name + piece.name
+            if place.name in ("weight", "bias") and not piece.name:
+                yield place.path
+            yield name
+        user = self._selection.modules[self._forwards.innermost] or use.kind
+        yield f"{name}@{user}"
+        yield from (f"{name}@{user}#{i}" for i in count(2))
+
+    def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
+        """Rows of the layers whose gradient is told by this parameter's."""
+        return [
+            self.rows[path]
+            for path, layer in self.layers.items()
+            if path in self.rows and layer.pieces[0].parameter is parameter
+        ]
+
+    # --- what is seen of a backward pass ---------------------------------------------------------
+
+    def _hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Hook:
+        def paths() -> list[str]:
+            return [p for p, x in self.layers.items() if x.pieces[0].parameter is parameter]
+
+        return Hook(partial(self._guarded, paths, function))
+
+    def _guarded(
+        self, paths: Callable[[], list[str]], function: Callable[..., None], *args: Any
+    ) -> None:
+        """Run a hook's body for some layers, which are not watched any more if it fails."""
+        if not self._active or not trains(args[-1]):
+            return
+        watched = [path for path in paths() if path in self.rows]
+        if not watched:
+            return
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunction(), without_autocast(args[-1]):
+                function(*args)
+        except Exception as error:
+            for path in watched:
+                self._failed(path, error)
+
+    def _failed(self, path: str, error: Exception) -> None:
+        self._off.add(path)
+        self.rows.pop(path, None)
+        self._fail(path, error)
 
     def _was_zeroed(self, now: Tensor, left: Tensor) -> bool:
         """Whether `.grad` was zeroed in place: at one parameter of every pass, the device tells.
@@ -111,68 +381,25 @@ class Capture:
             self._verdict = task, is_zero
         return self._verdict[1]
 
-    def _hook(self, layer: Layer, function: Callable[..., None]) -> Hook:
-        return Hook(partial(self._guarded, layer, function))
-
-    def _guarded(self, layer: Layer, function: Callable[..., None], *args: Any) -> None:
-        if not self._active or layer.path not in self.rows or not trains(args[-1]):
-            return
-        try:
-            with torch.no_grad(), without_autocast(layer.parameters[0]):
-                function(*args)
-        except Exception as error:
-            self.rows.pop(layer.path, None)
-            self._fail(layer, error)
-
-    def _on_forward(
-        self, layer: Layer, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    def _on_gradient(
+        self, path: str, layout: Callable[[Tensor], Tensor], call: Call, gradient: Tensor
     ) -> None:
-        if module is not layer.module:
-            raise TypeError(
-                "another module runs in its place: it was replaced, or replicated (nn.DataParallel)"
-            )
-        if not isinstance(output, Tensor):
-            raise TypeError(f"its forward gave a {type(output).__name__}, expected a tensor")
-        if not output.requires_grad:
-            return
-        z = layer.rule.layout(module, output)
-        rows_of_layer = self.rows[layer.path]
-        rows, chosen = rows_of_layer.choose(tuple(z.shape[:-1]), output.device)
-        features = layer.rule.function(module, rows, *args, **kwargs)
-        taken = rows.take(z)
-        if layer.path in self._unchecked and len(taken):
-            rows_of_layer.linear = reproduces(layer, features, taken)
-        whole = layer.rule.whole(module, *args, **kwargs) if layer.weight is not None else None
-        if whole is not None:
-            whole = whole.restrict(weight=True, bias=layer.bias is not None)
-        call = Call(rows, chosen, _trained(layer, features), taken, whole)
-        if self._attainable:
-            every = Rows(rows.shape, None, rows.device)
-            call.every_row = _trained(layer, layer.rule.function(module, every, *args, **kwargs))
-        rows_of_layer.calls.append(call)
-        arrive = partial(self._guarded, layer, partial(self._on_gradient, layer, call))
-        call.hook = weakref.ref(arrive)
-        output.register_hook(arrive)  # type: ignore[no-untyped-call]
-
-    def _on_gradient(self, layer: Layer, call: Call, gradient: Tensor) -> None:
         norms = dots.sample_norms(gradient) if call.whole is None else None
-        gradient = layer.rule.layout(layer.module, gradient)
+        gradient = layout(gradient)
         size = squares(gradient).reshape(-1) if norms is None else norms
         call.arrive(call.rows.take(gradient), size, torch.finfo(gradient.dtype).eps)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
         elif self._attainable:  # a second pass through one graph: its rows are summed up already
-            self.rows[layer.path].ceiling_is_whole = False
+            self.rows[path].ceiling_is_whole = False
 
 
-def reproduces(layer: Layer, features: Features, z: Tensor) -> Tensor:
+def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
     """‖Θφ − z‖ / ‖z‖ on the rows: 0 up to rounding if the rule describes this layer."""
-    weight = getattr(layer.module, layer.rule.weight, None)
-    bias = getattr(layer.module, layer.rule.bias, None)
     rest = z
-    if weight is not None and (part := features.by_weight(weight)) is not None:
+    if use.weight is not None and (part := features.by_weight(use.shaped(use.weight))) is not None:
         rest = rest - part
-    if bias is not None and (part := features.by_bias(bias)) is not None:
+    if use.bias is not None and (part := features.by_bias(use.bias)) is not None:
         rest = rest - part
     error: Tensor = torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(z)
     return error
@@ -180,3 +407,7 @@ def reproduces(layer: Layer, features: Features, z: Tensor) -> Tensor:
 
 def _trained(layer: Layer, features: Features) -> Features:
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
+
+
+def _identity(kind: str, weight: Source | None, bias: Source | None) -> tuple[object, ...]:
+    return kind, weight and weight.identity, bias and bias.identity

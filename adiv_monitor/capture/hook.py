@@ -34,21 +34,34 @@ class ModuleHook:
         module: what it is put on.
         function: called before the forward pass with (module, args), or after it with
             (module, args, kwargs, output).
-        before: which of the two.
+        before: which of the two; before all other hooks then.
+        always: after a forward pass that raised too, with None as its output.
     """
 
-    def __init__(self, module: nn.Module, function: Callable[..., Any], *, before: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        function: Callable[..., Any],
+        *,
+        before: bool,
+        always: bool = False,
+    ) -> None:
         self._hooks: dict[int, Any]
         self._tables: list[dict[int, Any]]
         if before:
             self._hooks = module._forward_pre_hooks
             self._tables = [self._hooks]
-            self._handle = module.register_forward_pre_hook(Hook(function))
+            self._handle = module.register_forward_pre_hook(Hook(function), prepend=True)
         else:
             self._hooks = module._forward_hooks
             # Left in a copy, an entry here would change how a later hook of that number is called.
-            self._tables = [self._hooks, module._forward_hooks_with_kwargs]
-            self._handle = module.register_forward_hook(Hook(function), with_kwargs=True)
+            self._tables = [
+                *(self._hooks, module._forward_hooks_with_kwargs),
+                module._forward_hooks_always_called,
+            ]
+            self._handle = module.register_forward_hook(
+                Hook(function), with_kwargs=True, always_call=always
+            )
         for table in self._tables:
             _hide(table, self._hooks)
 

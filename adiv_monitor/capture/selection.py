@@ -1,14 +1,17 @@
 """Which layers of a model are measured, which parameters of theirs, and why the others are not."""
 
-from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from adiv_monitor.capture.pieces import Piece, Source, covered
 from adiv_monitor.features.registry import Rule, find_rule
+from adiv_monitor.features.uses import as_it_is
 
 LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
@@ -16,65 +19,135 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layer:
-    """A module that can be measured.
+    """One use of trained parameters, or of pieces of them.
 
     Attributes:
-        path: the module's path in the model, without the names of wrappers.
-        module: the module.
-        rule: how it is linear in its parameters.
-        weight: the weight, if this optimizer trains it.
-        bias: the bias, if this optimizer trains it.
-        shared: one of these parameters is a parameter of another module too (tied weights).
+        path: of the module that owns the weight, as reports name it.
+        module: that module.
+        kind: what reports call it.
+        weight: what the weight is made of, if this optimizer trains any of it.
+        bias: the same of the bias.
+        shaped: brings the weight into the shape that the features expect.
+        place: of the parameter in the model, for the order of layers.
     """
 
     path: str
     module: nn.Module
-    rule: Rule
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-    shared: bool = False
+    kind: str
+    weight: Source | None
+    bias: Source | None
+    shaped: Callable[[Tensor], Tensor] = as_it_is
+    place: int = 0
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """What is trained, weight first; never empty."""
+        sources = [source for source in (self.weight, self.bias) if source is not None]
+        return list(dict.fromkeys(piece for source in sources for piece in source.pieces))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained ones, weight first; never empty."""
-        return [p for p in (self.weight, self.bias) if p is not None]
+        """The parameters that the pieces belong to, once each."""
+        return list(dict.fromkeys(piece.parameter for piece in self.pieces))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is: in which module, under which name."""
+
+    path: str
+    module: nn.Module
+    name: str
+
+    @property
+    def full_name(self) -> str:
+        """The parameter's name in the model."""
+        return f"{self.path}.{self.name}" if self.path else self.name
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The layers to measure, and the reason for every other module that was asked for.
+    """The parameters to measure, and why others that were asked for can't be.
 
     Attributes:
-        layers: the layers to measure.
+        places: id → where it is, of every parameter to be measured, in the model's order.
+        rules: modules that are measured as a whole by a rule of their class, or why they refuse.
+        modules: module → path, of all modules that hold trained parameters, be it further below.
         unsupported: module or parameter → why it can't be.
         trained: the parameters that the step trains. What is trainable is read now, because it may
             be switched off when the report is made.
         names: id → name, of the parameters that were asked for.
     """
 
-    layers: list[Layer]
+    places: dict[int, list[Place]]
+    rules: dict[nn.Module, Rule]
+    modules: dict[nn.Module, str]
     unsupported: dict[str, str]
     trained: list[Tensor]
     names: dict[int, str]
 
-    def unmeasured(self, measured: Container[str]) -> dict[str, int]:
-        """Elements of the trained parameters that were asked for and lie in no measured layer."""
-        return {
-            self.names[id(p)]: _elements(p) for p in self._outside(measured) if id(p) in self.names
-        }
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters to measure."""
+        found = []
+        for places in self.places.values():
+            parameter = places[0].module._parameters[places[0].name]
+            assert parameter is not None
+            found.append(parameter)
+        return found
 
-    def coverage(self, measured: Container[str]) -> float:
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the modules that hold them."""
+        return list(
+            dict.fromkeys(place.path for places in self.places.values() for place in places)
+        )
+
+    def unmeasured(self, measured: Iterable[Layer]) -> dict[str, int]:
+        """Elements of the trained parameters that were asked for and lie in no measured layer."""
+        missing = self._missing(measured)
+        return {self.names[key]: n for key, n in missing.items() if n and key in self.names}
+
+    def coverage(self, measured: Iterable[Layer]) -> float:
         """Share of the trained elements that lie in the measured layers, 0 to 1."""
         whole = sum(map(_elements, self.trained))
-        missing = sum(map(_elements, self._outside(measured)))
-        return (whole - missing) / whole if whole else 0.0
+        return (whole - sum(self._missing(measured).values())) / whole if whole else 0.0
 
-    def _outside(self, measured: Container[str]) -> list[Tensor]:
-        layers = (layer for layer in self.layers if layer.path in measured)
-        inside = {id(p) for layer in layers for p in layer.parameters}
-        return [p for p in self.trained if id(p) not in inside]
+    def _missing(self, measured: Iterable[Layer]) -> dict[int, int]:
+        pieces: dict[int, list[Piece]] = defaultdict(list)
+        for layer in measured:
+            for piece in layer.pieces:
+                pieces[id(piece.parameter)].append(piece)
+        return {id(p): _elements(p) - covered(p, pieces[id(p)]) for p in self.trained}
+
+    def unexplained(
+        self, measured: Iterable[Layer], known: Collection[str], why: Callable[[Tensor | None], str]
+    ) -> dict[str, str]:
+        """Module, or parameter where the module is measured in part → why there is no reading.
+
+        Args:
+            measured: layers with a reading.
+            known: paths of those whose reason is known already.
+            why: a parameter's reason.
+        """
+        missing = {key for key, entries in self._missing(measured).items() if entries}
+        by_module: dict[str, list[tuple[Place, int]]] = defaultdict(list)
+        for key, places in self.places.items():
+            by_module[places[0].path].append((places[0], key))
+        found = {}
+        for path, held in by_module.items():
+            lacking = [(place, key) for place, key in held if key in missing]
+            reasons = {key: why(place.module._parameters[place.name]) for place, key in lacking}
+            if path in known:
+                continue
+            if len(lacking) == len(held) and len(set(reasons.values())) == 1:
+                found[path] = reasons[lacking[0][1]]
+                continue
+            names = {place.full_name: reasons[key] for place, key in lacking}
+            found |= {name: reason for name, reason in names.items() if name not in known}
+        return found
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -102,31 +175,53 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
         held: by id, the parameters that the optimizer holds; None: all are looked at.
         choice: glob patterns over module paths, a predicate, or None for every module.
     """
-    layers: list[Layer] = []
+    places: dict[int, list[Place]] = {}
+    rules: dict[nn.Module, Rule] = {}
     unsupported: dict[str, str] = {}
     names: dict[int, str] = {}
-    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for path, module in named_modules(model):
         own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
         if not own or not is_chosen(path, module, choice):
             continue
+        held_here = {}
         for name, parameter in own.items():
-            names.setdefault(id(parameter), f"{path}.{name}" if path else name)
-        found = _layer(path, module, own, held)
-        if isinstance(found, str):
-            unsupported[path] = found
+            place = Place(path, module, name)
+            names.setdefault(id(parameter), place.full_name)
+            if held is None or id(parameter) in held:
+                held_here[name] = parameter
+        if not held_here:
+            unsupported[path] = "the optimizer holds none of its parameters"
             continue
-        shared = any(uses[id(p)] > 1 for p in found.parameters)
-        layers.append(replace(found, shared=shared))
-        for name in own.keys() - {found.rule.weight, found.rule.bias}:
-            unsupported[f"{path}.{name}"] = f"the rule for {found.rule.kind} layers has no {name}"
+        rule = find_rule(module)
+        if isinstance(rule, str):
+            unsupported[path] = f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
+            continue
+        unusable = {name: why for name, p in held_here.items() if (why := _unusable(p))}
+        if unusable:
+            unsupported[path] = "; ".join(f"its {name} {why}" for name, why in unusable.items())
+        if rule is not None:
+            if unusable:
+                continue
+            rules[module] = rule
+        for name, parameter in held_here.items():
+            if name not in unusable:
+                places.setdefault(id(parameter), []).append(Place(path, module, name))
     for index, tensor in enumerate(held.values() if held and choice is None else ()):
         if tensor.requires_grad and id(tensor) not in names:
             names[id(tensor)] = path = f"optimizer parameter {index}"
             unsupported[path] = "the optimizer trains it, but it is not in the monitored model"
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
-    return Selection(layers, unsupported, trained, names)
+    return Selection(places, rules, _holders(model, places), unsupported, trained, names)
+
+
+def _holders(model: nn.Module, places: Container[int]) -> dict[nn.Module, str]:
+    """The modules that hold any of the parameters, or have a module below that does."""
+    return {
+        module: path
+        for path, module in named_modules(model)
+        if any(id(parameter) in places for parameter in module.parameters())
+    }
 
 
 def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
@@ -136,31 +231,6 @@ def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
     if callable(choice):
         return bool(choice(path, module))
     return any(fnmatchcase(path, pattern) for pattern in choice)
-
-
-def _layer(
-    path: str, module: nn.Module, own: dict[str, nn.Parameter], held: Collection[int] | None
-) -> Layer | str:
-    trained = {name: p for name, p in own.items() if held is None or id(p) in held}
-    if not trained:
-        return "the optimizer holds none of its parameters"
-    rule = find_rule(module)
-    if isinstance(rule, str):
-        return f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
-    for name in (rule.weight, rule.bias):
-        if name not in module._parameters and isinstance(getattr(module, name, None), Tensor):
-            return f"its {name} is computed from other parameters (a parametrization)"
-    for name, parameter in trained.items():
-        reason = _unusable(parameter)
-        if reason:
-            return f"its {name} {reason}"
-    if not trained.keys() & {rule.weight, rule.bias}:
-        names = ", ".join(trained)
-        return (
-            f"its rule knows the parameters {rule.weight} and {rule.bias}, but it has {names}: "
-            f'name them in register_features({type(module).__name__}, weight="…", bias="…")'
-        )
-    return Layer(path, module, rule, trained.get(rule.weight), trained.get(rule.bias))
 
 
 def _elements(parameter: Tensor) -> int:

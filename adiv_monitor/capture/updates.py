@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.capture.pieces import Piece, gradient
 from adiv_monitor.features.rows import exact, to_device
 from adiv_monitor.maths import dots
 
@@ -25,7 +26,7 @@ _GOLDEN = 0.6180339887498949  # of which no two multiples end alike
 _STRETCHES, _STRETCH = 16, 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# By name, by id of the parameter: numbers that add up to a dot product. `a_b` is ⟨a, b⟩, with
+# By name, by key of the piece: numbers that add up to a dot product. `a_b` is ⟨a, b⟩, with
 # w = −u, what the step took away.
 Products = dict[str, dict[int, Tensor]]
 
@@ -64,10 +65,10 @@ class Watch:
 
 
 class ParameterSteps:
-    """γ, u and a of all trained parameters around one optimizer step.
+    """γ, u and a of all measured pieces of parameters around one optimizer step.
 
     Args:
-        parameters: every measured parameter, as often as layers use it.
+        pieces: every measured piece of a parameter, as often as layers use it.
         watch: what this run was seen to do so far.
         updates: an optimizer step follows, so that the parameters must be copied.
         copy_gradient: the optimizer will write into `.grad` (it unscales AMP gradients itself).
@@ -81,33 +82,35 @@ class ParameterSteps:
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        pieces: Iterable[Piece],
         watch: Watch,
         *,
         updates: bool,
         copy_gradient: bool,
     ) -> None:
-        uses = Counter(parameters)
+        uses = Counter(pieces)
         every = list(uses)
-        self._shared = {id(p) for p, count in uses.items() if count > 1}
-        self._small = [p for p in every if is_small(p)]
-        self._large = [p for p in every if not is_small(p)]
+        self._shared = {p.key for p, count in uses.items() if count > 1}
+        self._small = [p for p in every if is_small(p.value())]
+        self._large = [p for p in every if not is_small(p.value())]
         self._keep_update = watch.weights_change
         # Until the next forward pass `.grad` may be zeroed, so then too γ has to be a copy.
         self.has_copies = copy_gradient or watch.gradient_changes or watch.weights_change
         self.products: Products = defaultdict(dict)
         self.norms: Products = defaultdict(dict)
-        self._grads = {id(p): gradient(p) for p in every}
-        self._seen = _Entries(self._grads)
+        self._parameters = {id(p.parameter): gradient(p.parameter) for p in every}
+        self._whole = {id(p.parameter): p.key for p in every if p.view is None}
+        self._seen = _Entries(self._parameters)
+        grads = {p.key: p.of(self._parameters[id(p.parameter)]) for p in every}
         self._before: dict[int, Tensor] = {}
         if updates:
-            self._before |= _copied({id(p): p.detach() for p in self._small})
-            self._before |= {id(p): p.detach().clone() for p in self._large}
-        self._gamma = _copied({id(p): self._grads[id(p)] for p in self._small})
+            self._before |= _copied({p.key: p.value() for p in self._small})
+            self._before |= {p.key: p.value().clone() for p in self._large}
+        self._gamma = _copied({p.key: grads[p.key] for p in self._small})
         for p in self._large:
-            grad = self._grads[id(p)]
-            self._gamma[id(p)] = grad.clone() if self.has_copies else grad
-            self.norms["gamma_gamma"][id(p)] = dots.norms(grad)
+            grad = grads[p.key]
+            self._gamma[p.key] = grad.clone() if self.has_copies else grad
+            self.norms["gamma_gamma"][p.key] = dots.norms(grad)
         self._multiply("gamma_gamma", self._gamma, self._gamma)
         self._update: dict[int, Tensor] = {}
         self.updated = False
@@ -115,8 +118,11 @@ class ParameterSteps:
 
     def gamma_norm_of(self, parameter: nn.Parameter) -> Tensor:
         """A tensor as long as the parameter's gradient: itself, or the norms of its parts."""
-        parts = self.norms["gamma_gamma"].get(id(parameter))
-        return self._gamma[id(parameter)] if parts is None else parts
+        key = self._whole.get(id(parameter))
+        if key is None:  # only pieces of it are measured
+            return dots.norms(self._parameters[id(parameter)])
+        parts = self.norms["gamma_gamma"].get(key)
+        return self._gamma[key] if parts is None else parts
 
     def entries_of(self, parameter: nn.Parameter) -> Tensor:
         """Some entries of the parameter's gradient, as `some` takes them."""
@@ -127,12 +133,12 @@ class ParameterSteps:
         self.updated = True
         self._update |= self._taken_from_small()
 
-    def taken(self, parameter: nn.Parameter) -> Tensor:
+    def taken(self, piece: Piece) -> Tensor:
         """What the step took away, w = θ before − θ, in the precision of the measures."""
-        key = id(parameter)
+        key = piece.key
         if key in self._update:
             return self._update[key]
-        before, now = exact(self._before[key]), exact(parameter.detach())
+        before, now = exact(self._before[key]), exact(piece.value())
         if self._keep_update:
             self._update[key] = before - now
             return self._update[key]
@@ -141,14 +147,14 @@ class ParameterSteps:
         del self._before[key]
         return before.sub_(now)
 
-    def take_products(self, parameter: nn.Parameter, taken: Tensor) -> None:
-        """‖w‖ and ⟨w, γ⟩ of a large parameter, from a difference that is then used up."""
-        key = id(parameter)
-        if is_small(parameter) or key in self.norms["w_w"]:
+    def take_products(self, piece: Piece, taken: Tensor) -> None:
+        """‖w‖ and ⟨w, γ⟩ of a large piece, from a difference that is then used up."""
+        key = piece.key
+        if is_small(taken) or key in self.norms["w_w"]:
             return
         self.norms["w_w"][key] = dots.norms(taken)
         if not self._keep_update:
-            self.products[STEPPED][key] = self._row_products(parameter)
+            self.products[STEPPED][key] = self._row_products(piece)
         spare = taken.clone() if self._keep_update else taken
         self.products["w_gamma"][key] = spare.mul_(self._gamma[key]).sum()
 
@@ -159,8 +165,8 @@ class ParameterSteps:
         """
         self._multiply("w_w", self._update, self._update)
         self._multiply("w_gamma", self._update, self._gamma)
-        changed = self._seen.differ(_Entries(self._grads))
-        self._grads.clear()
+        changed = self._seen.differ(_Entries(self._parameters))
+        self._parameters.clear()
         if not self._keep_update:
             self._gamma.clear()
         return changed
@@ -172,16 +178,16 @@ class ParameterSteps:
             self.products[STEPPED] |= self._update
             self.products[APPLIED] |= applied
             for p in self._large:
-                self.products[APPLIED][id(p)] = self._row_products(p)
+                self.products[APPLIED][p.key] = self._row_products(p)
         else:
             self._multiply("a_a", applied, applied)
             self._multiply("a_w", applied, self._update)
             self._multiply("a_gamma", applied, self._gamma)
             for p in self._large:
-                key = id(p)
+                key = p.key
                 if key not in self._update:  # its layer failed to be measured
                     continue
-                a = exact(self._before.pop(key)).sub_(exact(p.detach()))
+                a = exact(self._before.pop(key)).sub_(exact(p.value()))
                 self.norms["a_a"][key] = dots.norms(a)
                 self.products["a_w"][key] = (a * self._update.pop(key)).sum()
                 self.products["a_gamma"][key] = a.mul_(self._gamma.pop(key)).sum()
@@ -189,9 +195,9 @@ class ParameterSteps:
         self._gamma.clear()
         self._update.clear()
 
-    def _row_products(self, parameter: Tensor) -> Tensor:
+    def _row_products(self, piece: Piece) -> Tensor:
         """Every row of θ times a fixed vector: changes if an entry does, or changes place."""
-        theta = exact(parameter.detach())
+        theta = exact(piece.value())
         rows = theta.flatten(1) if theta.dim() > 1 else theta[None]
         kind = rows.shape[1], rows.dtype, rows.device
         if kind not in self._places:
@@ -203,13 +209,14 @@ class ParameterSteps:
     def _taken_from_small(self) -> dict[int, Tensor]:
         if not self._small:
             return {}
-        before = [exact(self._before[id(p)]) for p in self._small]
-        now = [exact(p.detach()) for p in self._small]
-        return dict(zip(map(id, self._small), torch._foreach_sub(before, now), strict=True))
+        before = [exact(self._before[p.key]) for p in self._small]
+        now = [exact(p.value()) for p in self._small]
+        keys = (p.key for p in self._small)
+        return dict(zip(keys, torch._foreach_sub(before, now), strict=True))
 
     def _multiply(self, name: str, a: dict[int, Tensor], b: dict[int, Tensor]) -> None:
         """The products of the small parameters' entries, in one operation."""
-        keys = [id(p) for p in self._small]
+        keys = [p.key for p in self._small]
         if keys:
             pairs = [exact(a[key]) for key in keys], [exact(b[key]) for key in keys]
             self.products[name] |= zip(keys, torch._foreach_mul(*pairs), strict=True)
@@ -253,13 +260,6 @@ def is_small(parameter: Tensor) -> bool:
 def bits(tensor: Tensor) -> Tensor:
     """The numbers' bits, read as integers."""
     return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-def gradient(parameter: nn.Parameter) -> Tensor:
-    """∂L/∂θ as it stands in `.grad`; zeros where there is none."""
-    if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad.detach()
 
 
 def some(tensor: Tensor) -> Tensor:

@@ -4,7 +4,10 @@ Of sampled rows only their patches are gathered; the input is neither unfolded n
 rows say together, scales and mean patch, are sums over windows of one channel or one sample.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,141 +15,208 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.registry import register_features
 from adiv_monitor.features.rows import Index, Rows, exact, exact_type, to_device
+from adiv_monitor.features.uses import FunctionCall, Use, uses
 from adiv_monitor.features.whole import Whole, squares
 
-Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+@dataclass(frozen=True)
+class Geometry:
+    """From where a convolution reads; one entry of each tuple per spatial dimension.
+
+    Attributes:
+        kernel: size of the kernel.
+        stride: step between outputs.
+        padding: entries that are added on the left and on the right.
+        dilation: step between the entries of a patch.
+        groups: groups of channels, each with patches of its own.
+        channels: input channels of a group.
+        mode: what the padding is filled with, as torch's modules call it.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+    channels: int
+    mode: str = "zeros"
+
+    @property
+    def dims(self) -> int:
+        """How many spatial dimensions there are."""
+        return len(self.kernel)
+
+    @property
+    def by_position(self) -> bool:
+        """Whether every patch is the input at the output's own position: 1×1, one by one."""
+        once = all(k == s == 1 for k, s in zip(self.kernel, self.stride, strict=True))
+        return once and not any(map(any, self.padding))
+
+    @property
+    def patch_size(self) -> int:
+        """How many entries a patch has: channels of a group × kernel volume."""
+        return self.channels * prod(self.kernel)
+
+    def spatial_last(self, tensor: Tensor) -> Tensor:
+        """The layout of (batch, channels, *spatial) and of (channels, *spatial)."""
+        return tensor.movedim(-1 - self.dims, -1)
+
+    def batched(self, tensor: Tensor) -> Tensor:
+        """(batch, channels, *spatial), also of a single sample."""
+        return tensor[None] if tensor.dim() == self.dims + 1 else tensor
 
 
-def spatial_last(module: Conv, tensor: Tensor) -> Tensor:
-    """The layout of (batch, channels, *spatial) and of (channels, *spatial)."""
-    return tensor.movedim(-1 - len(module.kernel_size), -1)
+def geometry_of(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Geometry:
+    """How a module reads."""
+    pairs = module._reversed_padding_repeated_twice  # for "same" too, last dimension first
+    padding = tuple(zip(pairs[::2], pairs[1::2], strict=True))[::-1]
+    return Geometry(
+        tuple(module.kernel_size),
+        tuple(module.stride),
+        padding,
+        tuple(module.dilation),
+        module.groups,
+        module.in_channels // module.groups,
+        module.padding_mode,
+    )
 
 
-def whole_input(module: Conv, input: Tensor) -> Whole | None:
-    """Scales and mean patch of all rows; with groups every row has several: then from samples."""
-    if module.groups > 1:
-        return None
-    return Whole(patch_squares(module, input), float(module.bias is not None), _sum(module, input))
-
-
-@register_features(
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, kind="convolution", layout=spatial_last, whole=whole_input
-)
-def convolution(module: Conv, rows: Rows, input: Tensor) -> DenseFeatures:
+@uses("conv1d", "conv2d", "conv3d")
+def convolution(
+    call: FunctionCall,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Use:
     """Z = W patch + b at every output position; weights are shared by all positions."""
-    return DenseFeatures(patches(module, rows, input), None if module.bias is None else 1.0)
+    kernel = tuple(weight.shape[2:])
+    dilations = repeated(dilation, len(kernel))
+    sides = _sides(padding, kernel, dilations)
+    stride = repeated(stride, len(kernel))
+    geometry = Geometry(kernel, stride, sides, dilations, groups, weight.shape[1])
+    of_bias = None if bias is None else 1.0
+
+    def features(rows: Rows) -> DenseFeatures:
+        return DenseFeatures(patches(geometry, rows, input), of_bias)
+
+    def whole() -> Whole | None:
+        """With groups every row has several scales: then from samples."""
+        if groups > 1:
+            return None
+        square = patch_squares(geometry, input)
+        return Whole(square, of_bias or 0.0, _sum(geometry, input))
+
+    return Use("convolution", weight, bias, features, geometry.spatial_last, whole)
 
 
-def patch_squares(module: Conv, input: Tensor) -> Tensor:
+def repeated(value: Any, dims: int) -> tuple[int, ...]:
+    """A number or one per dimension: one per dimension."""
+    if isinstance(value, int):
+        return (value,) * dims
+    values = tuple(map(int, value))
+    return values * dims if len(values) == 1 else values
+
+
+def _sides(
+    padding: str | int | Sequence[int], kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    if padding == "same":
+        extents = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return tuple((extent // 2, extent - extent // 2) for extent in extents)
+    each = (0,) * len(kernel) if padding == "valid" else repeated(padding, len(kernel))
+    return tuple((side, side) for side in each)
+
+
+def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
     """‖patch‖² of all rows, (rows,): Σ x² over the channels, summed over windows (groups = 1)."""
-    batched = _batched(module, input)
-    return _windows(module, squares(batched, 1)[:, None]).sum(_kernel_dims(module)).flatten()
+    batched = geometry.batched(input)
+    return _windows(geometry, squares(batched, 1)[:, None]).sum(_kernel_dims(geometry)).flatten()
 
 
-def _sum(module: Conv, input: Tensor) -> Tensor:
+def _sum(geometry: Geometry, input: Tensor) -> Tensor:
     """Sum of all patches, (channels, *kernel)."""
-    batched = _batched(module, input)
+    batched = geometry.batched(input)
     of_samples = batched.sum(0, keepdim=True, dtype=exact_type(batched))
-    positions = tuple(range(2, 2 + len(module.kernel_size)))
-    return _windows(module, of_samples).sum((0, *positions))
+    positions = tuple(range(2, 2 + len(geometry.kernel)))
+    return _windows(geometry, of_samples).sum((0, *positions))
 
 
-def patches(module: Conv, rows: Rows, input: Tensor) -> Tensor:
+def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
     """The receptive fields of the chosen rows, (rows, groups, channels of a group × kernel)."""
-    per_output = weights_per_output(module)
-    if _by_position(module):
-        taken = rows.take(spatial_last(module, input))
-        return taken.reshape(len(taken), module.groups, per_output)
-    batched = _batched(module, input)
-    n = len(module.kernel_size)
+    per_output = geometry.patch_size
+    if geometry.by_position:
+        taken = rows.take(geometry.spatial_last(input))
+        return taken.reshape(len(taken), geometry.groups, per_output)
+    batched = geometry.batched(input)
+    n = len(geometry.kernel)
     if rows.chosen is None:
         # (batch, channels, *positions, *kernel): one copy, rows first
-        by_row = _windows(module, batched).movedim(1, 1 + n)
-        return exact(by_row.reshape(rows.total, module.groups, per_output))
+        by_row = _windows(geometry, batched).movedim(1, 1 + n)
+        return exact(by_row.reshape(rows.total, geometry.groups, per_output))
     shape = rows.shape if input is batched else (1, *rows.shape)
     sample, *start = np.unravel_index(rows.chosen, shape)
-    sources, outside = _sources(module, start, tuple(batched.shape[2:]))
+    sources, outside = _sources(geometry, start, tuple(batched.shape[2:]))
     index = np.stack([np.broadcast_to(sample[:, None], sources[0].shape), *sources])
     gathered = batched.movedim(1, -1)[tuple(to_device(index, batched.device))]
     if outside.any():
         inside = torch.from_numpy(~outside).to(batched.device, non_blocking=True)
         gathered = gathered * inside[..., None]
     by_channel = exact(gathered).transpose(1, 2)  # (rows, channels, kernel volume)
-    return by_channel.reshape(len(sample), module.groups, per_output)
+    return by_channel.reshape(len(sample), geometry.groups, per_output)
 
 
-def _by_position(module: Conv) -> bool:
-    """Whether every patch is the input at the output's own position: 1×1, one by one."""
-    once = all(k == s == 1 for k, s in zip(module.kernel_size, module.stride, strict=True))
-    return once and not any(module._reversed_padding_repeated_twice)
+def _kernel_dims(geometry: Geometry) -> tuple[int, ...]:
+    return tuple(range(-len(geometry.kernel), 0))
 
 
-def _batched(module: Conv, input: Tensor) -> Tensor:
-    return input[None] if input.dim() == len(module.kernel_size) + 1 else input
-
-
-def _kernel_dims(module: Conv) -> tuple[int, ...]:
-    return tuple(range(-len(module.kernel_size), 0))
-
-
-def _windows(module: Conv, x: Tensor) -> Tensor:
+def _windows(geometry: Geometry, x: Tensor) -> Tensor:
     """(batch, channels, *positions, *kernel): a view of the padded input, every patch by place."""
-    pad = module._reversed_padding_repeated_twice
+    pad = [side for sides in reversed(geometry.padding) for side in sides]
     if any(pad):
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        mode = "constant" if geometry.mode == "zeros" else geometry.mode
         x = functional.pad(x, pad, mode=mode)
-    n = len(module.kernel_size)
-    reach = [d * (k - 1) + 1 for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+    n = len(geometry.kernel)
+    reach = [d * (k - 1) + 1 for d, k in zip(geometry.dilation, geometry.kernel, strict=True)]
     outputs = [
         (size - extent) // stride + 1
-        for size, extent, stride in zip(x.shape[2:], reach, module.stride, strict=True)
+        for size, extent, stride in zip(x.shape[2:], reach, geometry.stride, strict=True)
     ]
     steps = x.stride()[2:]
-    strides = [step * stride for step, stride in zip(steps, module.stride, strict=True)]
-    within = [step * dilation for step, dilation in zip(steps, module.dilation, strict=True)]
+    strides = [step * stride for step, stride in zip(steps, geometry.stride, strict=True)]
+    within = [step * dilation for step, dilation in zip(steps, geometry.dilation, strict=True)]
     assert len(steps) == n
     return x.as_strided(
-        (*x.shape[:2], *outputs, *module.kernel_size), (*x.stride()[:2], *strides, *within)
+        (*x.shape[:2], *outputs, *geometry.kernel), (*x.stride()[:2], *strides, *within)
     )
 
 
 def _sources(
-    module: Conv, outputs: list[Index], sizes: tuple[int, ...]
+    geometry: Geometry, outputs: list[Index], sizes: tuple[int, ...]
 ) -> tuple[list[Index], np.ndarray]:
     """From where each element of a patch is read, per dimension (rows, kernel volume).
 
     And which of them lie outside the input and are zero.
 
     Args:
-        module: the convolution.
+        geometry: of the convolution.
         outputs: the rows' positions in each dimension of the output.
         sizes: the input's spatial shape.
     """
-    kernel = np.unravel_index(np.arange(prod(module.kernel_size)), module.kernel_size)
+    kernel = np.unravel_index(np.arange(prod(geometry.kernel)), geometry.kernel)
     sources = []
     outside = np.zeros((len(outputs[0]), len(kernel[0])), dtype=bool)
     for d, size in enumerate(sizes):
-        left, _ = _padding(module, d)
-        start = outputs[d][:, None] * module.stride[d] - left
-        position = start + kernel[d] * module.dilation[d]
-        if module.padding_mode == "zeros":
+        start = outputs[d][:, None] * geometry.stride[d] - geometry.padding[d][0]
+        position = start + kernel[d] * geometry.dilation[d]
+        if geometry.mode == "zeros":
             outside |= (position < 0) | (position >= size)
-        sources.append(_pad(position, size, module.padding_mode))
+        sources.append(_pad(position, size, geometry.mode))
     return sources, outside
-
-
-def _padding(module: Conv, d: int) -> tuple[int, int]:
-    """Left and right padding; torch keeps these pairs for "same" too, last dimension first."""
-    at = 2 * (len(module.kernel_size) - 1 - d)
-    left, right = module._reversed_padding_repeated_twice[at : at + 2]
-    return int(left), int(right)
-
-
-def weights_per_output(module: Conv) -> int:
-    """How many weights act on a patch: channels of a group × kernel volume."""
-    return module.in_channels // module.groups * prod(module.kernel_size)
 
 
 def _pad(position: Index, size: int, mode: str) -> Index:

@@ -15,13 +15,17 @@ from adiv_layers.forms import affine_like_constants, norm_like_gain
 from adiv_layers.modules import AffineLikeLinear, GradientOnlyLinear, NormLikeLinear
 from torch import Tensor
 
-from adiv_monitor.features.conv import patch_squares, patches, spatial_last
+from adiv_monitor.features.conv import geometry_of, patch_squares, patches
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.registry import register_features
 from adiv_monitor.features.rows import Rows, exact
 from adiv_monitor.features.whole import Whole, squares
 
 PatchNorm = PatchNormConv1d | PatchNormConv2d | PatchNormConv3d
+
+
+def _spatial_last(module: PatchNorm | GradientOnlyConv2d, tensor: Tensor) -> Tensor:
+    return geometry_of(module).spatial_last(tensor)
 
 
 def _whole_linear(module: AffineLikeLinear | NormLikeLinear, input: Tensor) -> Whole:
@@ -44,7 +48,7 @@ def _whole_patches(module: PatchNorm, input: Tensor) -> Whole | None:
     if module.groups > 1:
         return None
     form = _affine_factors if module.form == "affine-like" else _norm_factors
-    square = patch_squares(module, input)
+    square = patch_squares(geometry_of(module), input)
     of_weight, of_bias = form(module, square)
     bias_square = 0.0 if module.bias is None else of_bias.square()
     return Whole(square * of_weight.square(), bias_square, None)
@@ -67,13 +71,13 @@ def norm_like(module: NormLikeLinear, rows: Rows, input: Tensor) -> DenseFeature
     PatchNormConv2d,
     PatchNormConv3d,
     kind="PatchNorm",
-    layout=spatial_last,
+    layout=_spatial_last,
     whole=_whole_patches,
 )
 def patch_norm(module: PatchNorm, rows: Rows, input: Tensor) -> DenseFeatures:
     """The same of the patch, group by group."""
     form = _affine_like if module.form == "affine-like" else _norm_like
-    return form(patches(module, rows, input), module, module.bias)
+    return form(patches(geometry_of(module), rows, input), module, module.bias)
 
 
 def _affine_like(
@@ -112,10 +116,10 @@ def gradient_only_linear(module: GradientOnlyLinear, rows: Rows, input: Tensor) 
     return _gradient_only(x, module, module.bias)
 
 
-@register_features(GradientOnlyConv2d, kind="gradient-only", layout=spatial_last)
+@register_features(GradientOnlyConv2d, kind="gradient-only", layout=_spatial_last)
 def gradient_only_conv(module: GradientOnlyConv2d, rows: Rows, input: Tensor) -> DenseFeatures:
     """The same of the patch, group by group."""
-    return _gradient_only(patches(module, rows, input), module, module.bias)
+    return _gradient_only(patches(geometry_of(module), rows, input), module, module.bias)
 
 
 def _gradient_only(

@@ -1,87 +1,165 @@
 """Elementwise gains γ⊙x̂ + δ of normalisers: per feature i, φ = [x̂_i, 1], scale x̂_i² + 1.
 
-The rule recomputes x̂ for the chosen rows only; of the whole input it reads no more than the
+The rules recompute x̂ for the chosen rows only; of the whole input they read no more than the
 statistics that the normaliser itself uses.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.registry import channels_second, register_features
 from adiv_monitor.features.rows import Rows, exact, joined, to_device
+from adiv_monitor.features.uses import FunctionCall, Use, channels_second, uses
 from adiv_monitor.features.whole import CHUNK
 
 
-def _gain(normalised: Tensor, module: nn.Module) -> DenseFeatures:
-    has_bias = getattr(module, "bias", None) is not None
-    return DenseFeatures(normalised[..., None], 1.0 if has_bias else None)
+def gain(
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalised: Callable[[Rows], Tensor],
+    layout: Callable[[Tensor], Tensor] = channels_second,
+) -> Use:
+    """γ⊙x̂ + δ, from x̂ of the chosen rows (rows, channels)."""
+
+    def features(rows: Rows) -> DenseFeatures:
+        return DenseFeatures(normalised(rows)[..., None], None if bias is None else 1.0)
+
+    return Use("gain", weight, bias, features, layout=layout)
 
 
-def _normalised_dims_last(module: nn.LayerNorm | nn.RMSNorm, tensor: Tensor) -> Tensor:
-    return tensor.flatten(-len(module.normalized_shape))
-
-
-@register_features(nn.LayerNorm, kind="gain", layout=_normalised_dims_last)
-def layer_norm(module: nn.LayerNorm, rows: Rows, input: Tensor) -> DenseFeatures:
+@uses("layer_norm")
+def layer_norm(
+    call: FunctionCall,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Use | None:
     """x̂ = (x − mean) / √(var + ε) over the normalised dimensions."""
-    x = rows.take(_normalised_dims_last(module, input))
-    return _gain(functional.layer_norm(x, x.shape[1:], eps=module.eps), module)
+    if call.of_model(input):  # a weight that is standardised
+        return None
+
+    def layout(tensor: Tensor) -> Tensor:
+        return tensor.flatten(-len(normalized_shape))
+
+    def normalised(rows: Rows) -> Tensor:
+        x = rows.take(layout(input))
+        return functional.layer_norm(x, x.shape[1:], eps=eps)
+
+    return gain(weight, bias, normalised, layout)
 
 
-@register_features(nn.RMSNorm, kind="gain", layout=_normalised_dims_last)
-def rms_norm(module: nn.RMSNorm, rows: Rows, x: Tensor) -> DenseFeatures:
+@uses("rms_norm")
+def rms_norm(
+    call: FunctionCall,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Use | None:
     """x̂ = x / √(mean x² + ε) over the normalised dimensions."""
+    if call.of_model(input):  # a weight that is standardised
+        return None
     # With eps=None torch takes the smallest number of the dtype it computes in: the input's.
-    eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
-    taken = rows.take(_normalised_dims_last(module, x))
-    return _gain(functional.rms_norm(taken, taken.shape[1:], eps=eps), module)
+    constant = torch.finfo(input.dtype).eps if eps is None else eps
+
+    def layout(tensor: Tensor) -> Tensor:
+        return tensor.flatten(-len(normalized_shape))
+
+    def normalised(rows: Rows) -> Tensor:
+        x = rows.take(layout(input))
+        return functional.rms_norm(x, x.shape[1:], eps=constant)
+
+    return gain(weight, None, normalised, layout)
 
 
-@register_features(nn.GroupNorm, kind="gain", layout=channels_second)
-def group_norm(module: nn.GroupNorm, rows: Rows, input: Tensor) -> DenseFeatures:
+@uses("group_norm")
+def group_norm(
+    call: FunctionCall,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Use | None:
     """x̂ = (x − mean) / √(var + ε) over each sample's groups of channels."""
-    batch, channels = input.shape[:2]
-    moments = torch.stack(_moments(input.reshape(1, batch * module.num_groups, -1)))
-    sample = to_device(rows.positions[0], input.device)
-    of_rows = moments.view(3, batch, -1)[:, sample]
-    repeats = channels // module.num_groups
-    return _gain(_normalised(module, rows, input, *of_rows.repeat_interleave(repeats, 2)), module)
+    if call.of_model(input):  # a weight that is standardised
+        return None
+
+    def normalised(rows: Rows) -> Tensor:
+        batch, channels = input.shape[:2]
+        moments = torch.stack(_moments(input.reshape(1, batch * num_groups, -1)))
+        sample = to_device(rows.positions[0], input.device)
+        of_rows = moments.view(3, batch, -1)[:, sample]
+        of_channels = of_rows.repeat_interleave(channels // num_groups, 2)
+        return _normalised(rows, input, eps, *of_channels)
+
+    return gain(weight, bias, normalised)
 
 
-def _refuse_synchronised(module: nn.SyncBatchNorm) -> str:
-    return "SyncBatchNorm's statistics belong to all ranks; they are not at hand on one"
+@uses("instance_norm")
+def instance_norm(
+    call: FunctionCall,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Use | None:
+    """x̂ = (x − mean) / √(var + ε) over each sample's channels, or of the running statistics."""
+    if call.of_model(input):  # a weight that is standardised
+        return None
+    if use_input_stats:
+        return group_norm(call, input, input.shape[1], weight, bias, eps)
+    return batch_norm(call, input, running_mean, running_var, weight, bias, False, 0.0, eps)
 
 
-register_features(nn.SyncBatchNorm, refuse=_refuse_synchronised)(_gain)
-
-
-@register_features(_BatchNorm, kind="gain", layout=channels_second)
-def batch_norm(module: _BatchNorm, rows: Rows, input: Tensor) -> DenseFeatures:
+@uses("batch_norm")
+def batch_norm(
+    call: FunctionCall,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Use | None:
     """x̂ = (x − mean) / √(var + ε) per channel, of the batch, or the running ones in evaluation."""
-    if module.training or module.running_mean is None or module.running_var is None:
-        moments = _moments(input.flatten(2) if input.dim() > 2 else input[..., None])
-    else:
-        moments = module.running_mean, torch.zeros_like(module.running_mean), module.running_var
-    return _gain(_normalised(module, rows, input, *moments), module)
+    if call.of_model(input):  # a weight that is standardised
+        return None
+
+    def normalised(rows: Rows) -> Tensor:
+        if training or running_mean is None or running_var is None:
+            moments = _moments(input.flatten(2) if input.dim() > 2 else input[..., None])
+        else:
+            moments = running_mean, torch.zeros_like(running_mean), running_var
+        return _normalised(rows, input, eps, *moments)
+
+    return gain(weight, bias, normalised)
 
 
 def _normalised(
-    module: nn.GroupNorm | _BatchNorm,
-    rows: Rows,
-    input: Tensor,
-    pivot: Tensor,
-    shift: Tensor,
-    variance: Tensor,
+    rows: Rows, input: Tensor, eps: float, pivot: Tensor, shift: Tensor, variance: Tensor
 ) -> Tensor:
     """x̂ of the rows; the pivot goes first, so that nothing is lost far from zero."""
     x = rows.take(input.movedim(1, -1)).sub_(pivot)
     if shift.dim() == 1:  # the same for all rows
         shift, variance = shift.to(x.dtype), variance.to(x.dtype)
-        return functional.batch_norm(x, shift, variance, eps=module.eps)
-    return x.sub_(shift).mul_((exact(variance) + module.eps).rsqrt())
+        return functional.batch_norm(x, shift, variance, eps=eps)
+    return x.sub_(shift).mul_((exact(variance) + eps).rsqrt())
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

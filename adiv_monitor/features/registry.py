@@ -1,12 +1,14 @@
-"""One rule per layer type: how is this module's output linear in its parameters?"""
+"""Modules that hide from the function rules: how is their output linear in their parameters?"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from adiv_monitor.features.features import Features
+from adiv_monitor.features.uses import Use
 from adiv_monitor.features.whole import Whole
 
 FeatureFunction = Callable[..., Features]
@@ -51,6 +53,18 @@ def channels_last(module: nn.Module, tensor: Tensor) -> Tensor:
 def channels_second(module: nn.Module, tensor: Tensor) -> Tensor:
     """The layout of (batch, channels, ...)."""
     return tensor.movedim(1, -1)
+
+
+def use_of(rule: "Rule", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use:
+    """One call of a module, by its rule."""
+    return Use(
+        rule.kind,
+        getattr(module, rule.weight, None),
+        getattr(module, rule.bias, None),
+        lambda rows: rule.function(module, rows, *args, **kwargs),
+        partial(rule.layout, module),
+        lambda: rule.whole(module, *args, **kwargs),
+    )
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -109,18 +123,15 @@ def register_features(
     return decorate
 
 
-def find_rule(module: nn.Module) -> Rule | str:
-    """The rule of the module's class or of its nearest base class, or why there is none."""
+def find_rule(module: nn.Module) -> Rule | str | None:
+    """The rule of the module's class or of its nearest base class, or why it refuses; None: none.
+
+    A subclass with a `forward` of its own is another layer.
+    """
     for base in type(module).__mro__:
         if base in _RULES:
             if type(module).forward is not base.forward:
-                return (
-                    f"it overrides the forward of {base.__module__}.{base.__qualname__}: teach the "
-                    f"monitor what it computes with register_features({type(module).__name__})"
-                )
+                return None
             rule = _RULES[base]
             return rule.refuse(module) or rule
-    return (
-        f"no rule for {type(module).__name__}: if its output is linear in its parameters, teach "
-        f"the monitor with register_features({type(module).__name__})"
-    )
+    return None

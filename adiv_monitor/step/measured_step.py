@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
-from torch import Tensor
+from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.updates import ParameterSteps, Watch, gradient, weight_norms
+from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.rows import exact, joined, to_device
 from adiv_monitor.maths import dots, totals
@@ -44,25 +44,25 @@ class MeasuredStep:
 
     Args:
         capture: the rows; its hooks stay on until the step is taken, which may raise before.
-        layers: the layers that `capture` watches.
+        parameters: those that are measured.
         watch: what this run was seen to do so far.
-        fail: called with a layer and the exception met while measuring it.
+        fail: called with a layer's path and the exception met while measuring it.
         generator: the monitor's own source of chance.
     """
 
     def __init__(
         self,
         capture: Capture,
-        layers: list[Layer],
+        parameters: list[nn.Parameter],
         watch: Watch,
-        fail: Callable[[Layer, Exception], None],
+        fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
     ) -> None:
         self._capture = capture
         self._unreached: dict[str, str] = {}
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
         self._moved: Tensor | None = None  # did the weights move before the gradient was there?
-        self._layers = layers
+        self._parameters = parameters
         self._watch = watch
         self._fail = fail
         self._generator = generator
@@ -70,6 +70,7 @@ class MeasuredStep:
         self._all_rows: dict[str, AllRows] = {}
         self._weight_sums: dict[str, Tensor] = {}
         self._steps: ParameterSteps | None = None
+        self._shared: set[str] = set()
         self._flags: dict[str, Tensor] = {}  # of the step as a whole
 
     @torch.no_grad()
@@ -89,9 +90,10 @@ class MeasuredStep:
         if scale is not None:
             self._flags["gradient_scale"] = scale
         reached = self._reached()
-        parameters = [p for layer in reached for p in layer.parameters]
+        self._shared = self._capture.shared()
+        pieces = [piece for layer in reached for piece in layer.pieces]
         self._steps = ParameterSteps(
-            parameters, self._watch, updates=steps, copy_gradient=scale is not None
+            pieces, self._watch, updates=steps, copy_gradient=scale is not None
         )
         factors = self._factors(list(reached), scale)
         for layer, calls in reached.items():
@@ -111,7 +113,7 @@ class MeasuredStep:
     def _reached(self) -> dict[Layer, list[Call]]:
         """The layers that a gradient reached, with the calls that it came through."""
         reached: dict[Layer, list[Call]] = {}
-        for layer in self._layers:
+        for layer in self._capture.in_order():
             rows = self._capture.rows.get(layer.path)
             if rows is None:
                 continue
@@ -131,7 +133,7 @@ class MeasuredStep:
                 for layer in layers
             }
             return {path: s if scale is None else s / scale for path, s in shares.items()}
-        left = {x: self._capture.accumulated[x.parameters[0]].left() for x in layers}
+        left = {x: self._capture.accumulation_of(x).left() for x in layers}
         known = {layer: parts for layer, parts in left.items() if parts is not None}
         if not known:
             return {}
@@ -169,7 +171,7 @@ class MeasuredStep:
 
     def weights(self) -> list[Tensor]:
         """Norms of all weights, to be compared by `weights_moved`."""
-        return weight_norms([p for layer in self._layers for p in layer.parameters])
+        return weight_norms(self._parameters)
 
     def weights_moved(self, before: list[Tensor]) -> None:
         """The closure has run: an optimizer that moved the weights first has no one gradient."""
@@ -226,7 +228,7 @@ class MeasuredStep:
             self._measured.pop(layer.path, None)
             self._all_rows.pop(layer.path, None)
             self._weight_sums.pop(layer.path, None)
-            self._fail(layer, error)
+            self._fail(layer.path, error)
 
     def _begin(
         self, layer: Layer, calls: list[Call], factor: Tensor | None, gradient_scale: Tensor | None
@@ -243,16 +245,16 @@ class MeasuredStep:
             G = G * factor.to(G)
         looked = Looked(
             path=layer.path,
-            kind=layer.rule.kind,
-            parameters=[id(p) for p in layer.parameters],
+            kind=layer.kind,
+            pieces=[piece.key for piece in layer.pieces],
             bias_alone=layer.weight is None,
             rows_seen=len(G),
             rows_total=sum(call.rows.total for call in calls),
             groups=features.groups,
             precision=max(call.precision for call in calls),
-            from_rows=_why_from_rows(layer, features),
+            from_rows=_why_from_rows(features, shared=layer.path in self._shared),
         )
-        accumulated = self._capture.accumulated[layer.parameters[0]]
+        accumulated = self._capture.accumulation_of(layer)
         if accumulated.entries is not None:
             values["then"] = accumulated.entries
             values["now"] = self._steps.entries_of(layer.parameters[0])
@@ -263,11 +265,11 @@ class MeasuredStep:
         if rows.ceiling is not None and rows.ceiling_is_whole:
             values["attainable_cosine"] = rows.ceiling.cosine()
         self._add_all_rows(layer.path, calls, values)
-        gamma = [gradient(p) for p in layer.parameters]
+        gamma = {piece.key: piece.gradient() for piece in layer.pieces}
         if gradient_scale is not None:
-            gamma = [g / gradient_scale for g in gamma]
+            gamma = {key: g / gradient_scale for key, g in gamma.items()}
         trusted = not looked.from_rows and layer.path not in self._watch.distrusted
-        if looked.rows_seen == looked.rows_total and trusted and gram_is_less(features, G, gamma):
+        if looked.rows_seen == looked.rows_total and trusted and gram_is_less(features, layer, G):
             e = features.gram() @ G
             values["probe"] = probe(layer, features, G, gamma, self._generator)
         else:
@@ -339,13 +341,13 @@ class MeasuredStep:
     def _measure_update(self, measured: _Measured) -> None:
         steps, layer = self._steps, measured.layer
         assert steps is not None
-        taken = [steps.taken(p) for p in layer.parameters]
+        taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
         by_weight, by_bias = act(layer, measured.features, taken)
         measured.vectors["d"] = added(by_weight, by_bias)
         if by_bias is not None and by_weight is not None:
             measured.vectors["bias"] = by_bias
-        for parameter, part in zip(layer.parameters, taken, strict=True):
-            steps.take_products(parameter, part)
+        for piece in layer.pieces:
+            steps.take_products(piece, taken[piece.key])
         self._finish_rows(measured)
 
     def _finish_rows(self, measured: _Measured) -> None:
@@ -370,14 +372,14 @@ class MeasuredStep:
 
 
 def _size(measured: _Measured) -> int:
-    return max(p.numel() for p in measured.layer.parameters)
+    return max(piece.value().numel() for piece in measured.layer.pieces)
 
 
-def _why_from_rows(layer: Layer, features: Features) -> str:
+def _why_from_rows(features: Features, *, shared: bool) -> str:
     """Why γ is not GᵀΦ of this layer's rows, as far as that is known beforehand."""
     if _processes() > 1:
         return "processes"
-    if layer.shared:
+    if shared:
         return "shared"
     weighs = isinstance(features, DenseFeatures) and (
         features.mixes_rows or features.weight_gain is not None

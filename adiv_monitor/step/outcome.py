@@ -61,7 +61,7 @@ class Looked:
     Attributes:
         path: of the layer.
         kind: of the layer.
-        parameters: ids of the trained ones.
+        pieces: keys of the trained ones.
         bias_alone: no weight is trained.
         rows_seen: rows that were looked at.
         rows_total: rows that received a gradient.
@@ -74,7 +74,7 @@ class Looked:
 
     path: str
     kind: str
-    parameters: list[int]
+    pieces: list[int]
     bias_alone: bool
     rows_seen: int
     rows_total: int
@@ -101,7 +101,7 @@ def understand(
         looked: path → what was looked at there.
         values: path → name → numbers.
         flags: name → what is so of the step as a whole.
-        products: name → id of a parameter → numbers that add up to a dot product.
+        products: name → key of a piece → numbers that add up to a dot product.
         unreached: path → why there are no numbers.
         watch: is told what happened to gradients and weights.
         keeps_gradient: γ was copied, so that the optimizer could not change it.
@@ -168,7 +168,7 @@ class _Step:
     ) -> tuple[Numbers, str]:
         """What the measures of one layer need; and why they must rest on its rows alone, if so."""
         dots = {
-            name: sum(float(parts[key].sum()) for key in seen.parameters)
+            name: sum(float(parts[key].sum()) for key in seen.pieces)
             / self._scale ** name.count("gamma")
             for name, parts in self._products.items()
             if name not in (STEPPED, APPLIED)

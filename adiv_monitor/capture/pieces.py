@@ -1,0 +1,192 @@
+"""What a layer trains: parameters, or pieces of them, and how its weight is made of those."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import itemgetter
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+Parts = Mapping[int, Tensor]  # by a piece's key, a tensor of its shape: a change, a gradient
+
+
+@dataclass(frozen=True)
+class Strides:
+    """How a view lies in its parameter's memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def stretch(self) -> tuple[int, int] | None:
+        """From where to where it lies in memory, if without a gap."""
+        expected = 1
+        for size, stride in sorted(zip(self.size, self.stride, strict=True), key=itemgetter(1)):
+            if size > 1 and stride != expected:
+                return None
+            expected *= size
+        return self.offset, self.offset + prod(self.size)
+
+    def of(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The view of a tensor that is shaped like the parameter."""
+        if tensor.stride() != parameter.stride():
+            like = torch.empty_strided(
+                parameter.size(), parameter.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            tensor = like.copy_(tensor)
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A parameter, or a view of a part of it, as one layer uses it.
+
+    Attributes:
+        parameter: the parameter.
+        key: tells pieces apart.
+        view: which part; None: all of it.
+    """
+
+    parameter: nn.Parameter
+    key: int
+    view: Strides | None = None
+
+    @property
+    def name(self) -> str:
+        """Which rows of the parameter it is, as in Python; "" if all."""
+        if self.view is None:
+            return ""
+        row = self.parameter.stride(0)
+        stretch = self.view.stretch
+        if stretch is None or not row or any(place % row for place in stretch):
+            return f"[{self.view.offset}+]"
+        return f"[{stretch[0] // row}:{stretch[1] // row}]"
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The piece of a tensor that is shaped like the parameter."""
+        return tensor if self.view is None else self.view.of(tensor, self.parameter)
+
+    def value(self) -> Tensor:
+        """The piece as it is now."""
+        return self.of(self.parameter.detach())
+
+    def gradient(self) -> Tensor:
+        """∂L/∂θ of the piece as it stands in `.grad`; zeros where there is none."""
+        return self.of(gradient(self.parameter))
+
+
+class Source(Protocol):
+    """What a tensor that a function got is made of."""
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """The pieces of parameters that it depends on."""
+        ...
+
+    @property
+    def identity(self) -> object:
+        """Equal for tensors that are made alike of the same pieces."""
+        ...
+
+    def of(self, parts: Parts) -> Tensor:
+        """How the tensor changes, to first order, when the pieces change by `parts`."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A piece as it is, or all of it in another shape.
+
+    Attributes:
+        piece: the piece.
+        strides: how it lies in the piece's memory; None: as the piece itself.
+    """
+
+    piece: Piece
+    strides: Strides | None = None
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """The one."""
+        return (self.piece,)
+
+    @property
+    def identity(self) -> object:
+        """The same view of the same piece."""
+        return self.piece.key, self.strides
+
+    def of(self, parts: Parts) -> Tensor:
+        """The same view of the piece's change."""
+        part = parts[self.piece.key]
+        return part if self.strides is None else self.strides.of(part, self.piece.parameter)
+
+
+class Pieces:
+    """All pieces of a step: the same one for the same part of a parameter."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[int, Strides | None], Piece] = {}
+
+    def of(self, parameter: nn.Parameter, view: Strides | None = None) -> Piece:
+        """The piece."""
+        key = id(parameter), view
+        if key not in self._pieces:
+            self._pieces[key] = Piece(parameter, len(self._pieces), view)
+        return self._pieces[key]
+
+    def source(self, tensor: Tensor, parameter: nn.Parameter) -> View | None:
+        """What a parameter, or a view of it, is; None for views that repeat entries."""
+        if tensor is parameter:
+            return View(self.of(parameter))
+        strides = Strides(
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()) - int(parameter.storage_offset()),
+        )
+        if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+            return None
+        if tensor.numel() == parameter.numel():
+            return View(self.of(parameter), strides)
+        return View(self.of(parameter, strides))
+
+
+def gradient(parameter: nn.Parameter) -> Tensor:
+    """∂L/∂θ as it stands in `.grad`; zeros where there is none."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.detach()
+
+
+def covered(parameter: Tensor, pieces: Sequence[Piece]) -> int:
+    """How many entries of the parameter lie in one of the pieces at least."""
+    views = {piece.view for piece in pieces}
+    if None in views:
+        return parameter.numel()
+    return _covered(parameter, [view for view in views if view is not None])
+
+
+def overlap(parameter: nn.Parameter, pieces: Sequence[Piece]) -> bool:
+    """Whether several layers use the same entries: one piece for each use."""
+    if len(pieces) < 2:
+        return False
+    views = [piece.view for piece in pieces if piece.view is not None]
+    if len(set(views)) < len(pieces):
+        return True
+    return _covered(parameter, views) < sum(prod(view.size) for view in views)
+
+
+def _covered(parameter: Tensor, views: Sequence[Strides]) -> int:
+    stretches = [view.stretch for view in views]
+    if None not in stretches:
+        end = count = 0
+        for first, last in sorted(s for s in stretches if s is not None):
+            count += max(last - max(first, end), 0)
+            end = max(end, last)
+        return count
+    marked = torch.empty_strided(parameter.size(), parameter.stride(), dtype=torch.bool).zero_()
+    for view in views:
+        marked.as_strided(view.size, view.stride, view.offset).fill_(True)
+    return int(marked.count_nonzero())

@@ -1,0 +1,106 @@
+"""How functions use parameters: one rule per family of functions, in the files beside this one.
+
+A *use* is one call of a function whose result is linear in a parameter of the model. Its rows,
+features and ∂L/∂z follow from the call's arguments and from a hook on its result.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from adiv_monitor.features.features import Features
+from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.whole import Whole
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """The layout of (..., channels)."""
+    return tensor
+
+
+def channels_second(tensor: Tensor) -> Tensor:
+    """The layout of (batch, channels, ...)."""
+    return tensor.movedim(1, -1)
+
+
+def _not_cheap() -> None:
+    return None
+
+
+class Refused(Exception):
+    """A call that can't be measured, and why: no failure."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of a function, as far as a parameter is concerned: z = Φ_W Wᵀ + φ_b ⊗ b + what else.
+
+    It refers to the call's activations and must not be kept.
+
+    Attributes:
+        kind: what reports call it.
+        weight: the tensor that `Features.by_weight` multiplies, as the function got it.
+        bias: the tensor that `Features.by_bias` multiplies, as the function got it.
+        features: φ of the chosen rows.
+        layout: (tensor shaped like the function's result) → a view of z or of its gradient with
+            the channels in the last dimension, so that all dimensions before it are rows.
+        whole: what one pass says of all rows; None where that is not cheap.
+        shaped: brings a tensor shaped like `weight` into the shape that the features expect.
+        part: what of its module this is, where one call uses several parts.
+    """
+
+    kind: str
+    weight: Tensor | None
+    bias: Tensor | None
+    features: Callable[[Rows], Features]
+    layout: Callable[[Tensor], Tensor] = as_it_is
+    whole: Callable[[], Whole | None] = _not_cheap
+    shaped: Callable[[Tensor], Tensor] = as_it_is
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """What a rule may ask about a call, besides its arguments.
+
+    Attributes:
+        result: what the function gave.
+        of_model: whether a tensor is made of the model's parameters and constants alone: no data.
+    """
+
+    result: Tensor
+    of_model: Callable[[object], bool]
+
+
+FunctionRule = Callable[..., Use | Sequence[Use] | None]
+R = TypeVar("R", bound=FunctionRule)
+
+_RULES: dict[str, FunctionRule] = {}
+
+
+def uses(*names: str) -> Callable[[R], R]:
+    """Decorate the rule of the functions of these names.
+
+    A rule gets the `FunctionCall` and what the function got, and returns the use, or several, or
+    None where the parameter is not where the function is linear in it.
+    """
+
+    def decorate(rule: R) -> R:
+        for name in names:
+            _RULES[name] = rule
+        return rule
+
+    return decorate
+
+
+def uses_in(
+    function: str, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[Use]:
+    """The uses that a call of a function is; none if that is not known."""
+    rule = _RULES.get(function)
+    found = None if rule is None else rule(call, *args, **kwargs)
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, Use) else found
