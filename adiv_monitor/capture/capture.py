@@ -37,6 +37,8 @@ from adiv_monitor.maths import dots
 
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "__imul__", "addcmul_")
+# These are Python, and use parameters in the functions that they call.
+_OPENED = ("multi_head_attention_forward",)
 
 
 class Capture:
@@ -52,7 +54,7 @@ class Capture:
         switched_off: paths of the layers that must not be watched.
         fail: called with a layer's path and the exception that its hook met; from then on the layer
             is not watched any more.
-        begins: called when the first forward pass with gradients begins.
+        begins: called when the first layer's forward pass with gradients begins.
 
     Attributes:
         layers: by path, the layers that were seen so far.
@@ -89,7 +91,10 @@ class Capture:
         self._origin = Origin(model, selection.parameters)
         self._order = {key: i for i, key in enumerate(selection.places)}
         self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
-        self._forwards = Forwards(selection.modules, self._called, self._begins, self._ends)
+        self._owners = set(selection.owners)
+        self._forwards = Forwards(
+            selection.modules, selection.closed, self._called, self._begins, self._ends
+        )
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -154,8 +159,8 @@ class Capture:
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
-    def _begins(self) -> None:
-        if torch.is_grad_enabled():
+    def _begins(self, module: nn.Module) -> None:
+        if module in self._owners:
             begins, self._first_begins = self._first_begins, lambda: None
             begins()
 
@@ -189,6 +194,8 @@ class Capture:
         kept = args
         if trained and name in _OVERWRITE and args[0] not in trained:
             kept = (args[0].detach().clone(), *args[1:])
+        if trained and name in _OPENED:
+            return self._forwards.opened(function, args, kwargs)
         result = function(*args, **kwargs)
         data = not all(theirs)
         if trained and isinstance(result, Tensor) and trains(result):
