@@ -125,7 +125,7 @@ def model_row(specimen: Specimen, found: list[StepReport], rounds: int) -> tuple
 
 def percent(missing: int, whole: int) -> str:
     """Coverage; never rounded up to all of it."""
-    return "100 %" if not missing else f"{int(1e4 * (1 - missing / whole)) / 100:.2f} %"
+    return f"{10_000 * (whole - missing) // whole / 100:.2f} %" if missing else "100 %"
 
 
 def counted(counts: Counter[str]) -> str:

@@ -6,7 +6,7 @@ one is not measured.
 
 import math
 import random
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -74,6 +74,15 @@ def run(specimen: Specimen, *, monitored: bool) -> Run:
         losses = [loss.item() for _ in range(STEPS) for loss in training.step()]
     drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     return Run(training, losses, drawn, [list(m.reports) for m in monitors], first_order)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on several, where these wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def filtered(name: str) -> object:
