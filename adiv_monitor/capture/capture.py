@@ -28,6 +28,7 @@ from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.origin import Origin, tensors_in
 from adiv_monitor.capture.pieces import Piece, Source, overlap
 from adiv_monitor.capture.selection import Layer, Place, Selection
+from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.rows import Rows
@@ -199,7 +200,7 @@ class Capture:
         result = function(*args, **kwargs)
         data = not all(theirs)
         if trained and isinstance(result, Tensor) and trains(result):
-            call = FunctionCall(result, origin.of_model)
+            call = FunctionCall(result, origin.of_model, self._forwards.inside)
             used = self._uses(name, call, kept, kwargs, trained)
             if data or used:
                 self._explain(name, trained, used)
@@ -226,8 +227,7 @@ class Capture:
         try:
             with torch.no_grad(), without_autocast(call.result):
                 for use in uses_in(name, call, args, kwargs):
-                    sources = [use.weight, use.bias]
-                    used += [t for t in trained if any(t is source for source in sources)]
+                    used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
                     self._note(use, call.result)
         except Refused as refusal:
             self.refused[self._place(self._first(trained[0])).path] = str(refusal)
@@ -327,8 +327,10 @@ class Capture:
         """What a layer may be called: as its module, as its parameter, with who uses it."""
         piece = lead.pieces[0]
         place = self._place(piece.parameter)
-        if use.part:
-            name = f"{place.path}.{use.part}".strip(".")
+        part = use.part or part_of(place.module, place.name)
+        if part:
+            name = f"{place.path}.{part}".strip(".")
+            yield name
         else:
             name = place.full_name + piece.name
             if place.name in ("weight", "bias") and not piece.name:
@@ -414,6 +416,15 @@ def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
 
 def _trained(layer: Layer, features: Features) -> Features:
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
+
+
+def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
+    """Whether what was used is the tensor, or a part of it."""
+    if used is None or used is tensor:
+        return used is tensor
+    return used._base is not None and used._base is (
+        tensor if tensor._base is None else tensor._base
+    )
 
 
 def _identity(kind: str, weight: Source | None, bias: Source | None) -> tuple[object, ...]:

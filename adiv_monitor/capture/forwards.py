@@ -40,6 +40,7 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.mode: _Mode | None = None
+        self.inside = ""  # which function was opened
         self.closed: tuple[nn.Module, _Mode] | None = None
 
 
@@ -95,12 +96,21 @@ class Forwards:
         """The module whose forward runs."""
         return self._running.modules[-1]
 
+    @property
+    def inside(self) -> str:
+        """The opened function that runs; "" if none."""
+        return self._running.inside
+
     def opened(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a Python function of torch's gives, with the calls inside it watched as well."""
         mode = self._running.mode
         assert mode is not None
-        with mode:
-            return _opened(function)(*args, **kwargs)
+        outside, self._running.inside = self._running.inside, function.__name__
+        try:
+            with mode:
+                return _opened(function)(*args, **kwargs)
+        finally:
+            self._running.inside = outside
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -124,8 +134,8 @@ class Forwards:
 
     def _close(self, module: nn.Module, args: object) -> None:
         running = self._running
-        if running.mode is not None and _get_current_function_mode() is running.mode:
-            _pop_mode()
+        if running.mode is not None and _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
+            _pop_mode()  # type: ignore[no-untyped-call]
             running.closed, running.mode = (module, running.mode), None
 
     def _reopen(self, module: nn.Module, *others: object) -> None:
@@ -133,7 +143,7 @@ class Forwards:
         if running.closed is not None and running.closed[0] is module:
             _, running.mode = running.closed
             running.closed = None
-            _push_mode(running.mode)
+            _push_mode(running.mode)  # type: ignore[no-untyped-call]
 
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
