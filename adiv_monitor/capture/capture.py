@@ -193,7 +193,7 @@ class Capture:
         theirs = [origin.of_model(tensor) for tensor in tensors]
         trained = [tensor for tensor in tensors if origin.is_trained(tensor)]
         kept = args
-        if trained and name in _OVERWRITE and args[0] not in trained:
+        if trained and name in _OVERWRITE and not origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
         if trained and name in _OPENED:
             return self._forwards.opened(function, args, kwargs)
