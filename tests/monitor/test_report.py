@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from adiv_monitor import LayerReading, Monitor, StepReport
+from adiv_monitor.features import DenseFeatures, Rows, register_features
 from adiv_monitor.report import MEASURES, smallest
 from adiv_monitor.sinks.scalars import summary_scalars
 
@@ -172,8 +173,19 @@ def measured(
     return monitor.latest
 
 
+class Spare(nn.Module):
+    """Holds a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 def two() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), nn.PReLU(2))
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), Spare())
 
 
 def test_coverage_is_the_share_of_what_the_optimizer_trains() -> None:
@@ -235,12 +247,26 @@ def test_a_lazy_layer_that_never_ran_has_no_elements() -> None:
     assert "lazy" in found.unsupported["unused"]
 
 
-def test_reasons_name_the_class_in_full() -> None:
-    class Linear(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 2
+class Shifted(nn.Linear):
+    """Has a parameter that its rule doesn't know."""
 
-    model = nn.Sequential(Linear(3, 2), nn.Linear(2, 2), nn.PReLU())
-    reasons = measured(model, torch.optim.SGD(model.parameters(), 0.1)).unsupported
-    assert reasons["0"].startswith(f"{__name__}.{Linear.__qualname__}: ")
-    assert reasons["2"].startswith("torch.nn.modules.activation.PReLU: ")
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.shift = nn.Parameter(torch.ones(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.shift
+
+
+@register_features(Shifted)
+def shifted(module: Shifted, rows: Rows, x: torch.Tensor) -> DenseFeatures:
+    return DenseFeatures(rows.take(x)[:, None], 1.0)
+
+
+def test_reasons_name_the_class_in_full() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), Shifted(2, 2))
+    model[1].shift.data.zero_()  # so that the rule is right
+    found = measured(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert found.layers.keys() == {"0", "1"}
+    assert found.unsupported.keys() == {"1.shift"}
+    assert found.unsupported["1.shift"].startswith(f"{__name__}.Shifted: its rule knows")
