@@ -236,7 +236,7 @@ class Attending(nn.Module):
 
 
 class LowRank(nn.Module):
-    """Frozen projections with a trained low-rank part, scaled and changed in place."""
+    """Frozen projections with a trained low-rank part, changed in place, beside random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,8 +245,9 @@ class LowRank(nn.Module):
         self.up = nn.Linear(3, 12, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x) + 2 * self.up(self.down(x))
-        q *= 0.5
+        q = self.up(self.down(x + 0 * torch.rand(())))
+        q *= 2
+        q += self.q(x)
         q, k, v = (z.view(len(x), 6, 3, 4).transpose(1, 2) for z in (q, self.k(x), self.v(x)))
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
