@@ -152,7 +152,7 @@ class Selection:
             reasons = {key: why(place.module._parameters[place.name]) for place, key in lacking}
             if path in known:
                 continue
-            if len(lacking) == len(held) and len(set(reasons.values())) == 1:
+            if path and len(lacking) == len(held) and len(set(reasons.values())) == 1:
                 found[path] = reasons[lacking[0][1]]
                 continue
             names = {place.full_name: reasons[key] for place, key in lacking}
