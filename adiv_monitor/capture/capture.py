@@ -32,12 +32,12 @@ from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.rows import Rows
-from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses_in
+from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses_in
 from adiv_monitor.features.whole import squares
-from adiv_monitor.maths import dots
+from adiv_monitor.maths import ceiling, dots
 
 # These overwrite what they were given, which the rows need.
-_OVERWRITE = ("mul_", "__imul__", "addcmul_")
+_OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
 # These are Python, and use parameters in the functions that they call.
 _OPENED = ("multi_head_attention_forward",)
 
@@ -187,7 +187,7 @@ class Capture:
 
     def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and note the parameters that it uses."""
-        name = getattr(function, "__name__", "")
+        name = name_of(function)
         watched = self._active and torch.is_grad_enabled() and name not in ("__get__", "__set__")
         if not watched or self._forwards.innermost in self._selection.rules:
             return function(*args, **kwargs)
@@ -202,8 +202,9 @@ class Capture:
             return self._forwards.opened(function, args, kwargs)
         result = function(*args, **kwargs)
         data = not all(theirs)
-        if trained and isinstance(result, Tensor) and trains(result):
-            call = FunctionCall(result, origin.of_model, self._forwards.inside)
+        made = args[0] if name == "__setitem__" else result
+        if trained and isinstance(made, Tensor) and trains(made):
+            call = FunctionCall(made, origin.of_model, self._forwards.inside)
             used = self._uses(name, call, kept, kwargs, trained)
             if data or used:
                 self._explain(name, trained, used)
@@ -212,6 +213,8 @@ class Capture:
             self._explain(name, trained, [])
         if not data:
             origin.remember(result)
+        elif isinstance(made, Tensor) and any(made is tensor for tensor in args[:1]):
+            origin.forget(made)  # it may have been of zeros so far
         return result
 
     def _uses(
@@ -267,7 +270,7 @@ class Capture:
         if whole is not None:
             whole = whole.restrict(weight=True, bias=layer.bias is not None)
         call = Call(rows, chosen, _trained(layer, features), taken, whole)
-        if self._attainable:
+        if self._attainable and isinstance(features, ceiling.KNOWN):
             call.every_row = _trained(layer, use.features(Rows(rows.shape, None, rows.device)))
         rows_of_layer.calls.append(call)
         path = layer.path
@@ -396,9 +399,12 @@ class Capture:
     def _on_gradient(
         self, path: str, layout: Callable[[Tensor], Tensor], call: Call, gradient: Tensor
     ) -> None:
-        norms = dots.sample_norms(gradient) if call.whole is None else None
-        gradient = layout(gradient)
-        size = squares(gradient).reshape(-1) if norms is None else norms
+        whole, gradient = gradient, layout(gradient)
+        if call.whole is not None:
+            size = squares(gradient).reshape(-1)
+        else:  # as it lies in memory, if the layout has all of it
+            has_all = gradient.data_ptr() == whole.data_ptr() and gradient.numel() == whole.numel()
+            size = dots.sample_norms(whole if has_all else gradient)
         call.arrive(call.rows.take(gradient), size, torch.finfo(gradient.dtype).eps)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)

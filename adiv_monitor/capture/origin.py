@@ -52,6 +52,11 @@ class Origin:
             if id(tensor) not in self._held:
                 self._made[id(tensor)] = weakref.ref(tensor)
 
+    def forget(self, tensor: Tensor) -> None:
+        """Data was written into a tensor, and into what it is a view of."""
+        for written in (tensor, tensor._base):
+            self._made.pop(id(written), None)
+
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
     """The tensors among values, and in their lists."""
