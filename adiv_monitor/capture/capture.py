@@ -38,6 +38,7 @@ from adiv_monitor.maths import dots
 
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "__imul__", "addcmul_")
+_ATTRIBUTES = ("__get__", "__set__")  # what they give is a view, or no tensor
 # These are Python, and use parameters in the functions that they call.
 _OPENED = ("multi_head_attention_forward",)
 
@@ -188,30 +189,56 @@ class Capture:
     def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and note the parameters that it uses."""
         name = getattr(function, "__name__", "")
-        watched = self._active and torch.is_grad_enabled() and name not in ("__get__", "__set__")
-        if not watched or self._forwards.innermost in self._selection.rules:
+        if name in _ATTRIBUTES or not self._is_looking():
             return function(*args, **kwargs)
         origin = self._origin
-        tensors = list(tensors_in(*args, *kwargs.values()))
-        theirs = [origin.of_model(tensor) for tensor in tensors]
-        trained = [tensor for tensor in tensors if origin.is_trained(tensor)]
-        kept = args
-        if trained and name in _OVERWRITE and not origin.of_model(args[0]):
-            kept = (args[0].detach().clone(), *args[1:])
-        if trained and name in _OPENED:
-            return self._forwards.opened(function, args, kwargs)
-        result = function(*args, **kwargs)
-        data = not all(theirs)
-        if trained and isinstance(result, Tensor) and trains(result):
-            call = FunctionCall(result, origin.of_model, self._forwards.inside)
-            used = self._uses(name, call, kept, kwargs, trained)
-            if data or used:
-                self._explain(name, trained, used)
+        trained, data = [], False
+        for tensor in tensors_in(*args, *kwargs.values()):
+            if not origin.of_model(tensor):
                 data = True
-        elif trained and data:
-            self._explain(name, trained, [])
+            elif origin.is_trained(tensor):
+                trained.append(tensor)
+        if trained:
+            return self._called_with(trained, function, name, args, kwargs, data=data)
+        result = function(*args, **kwargs)
         if not data:
             origin.remember(result)
+        return result
+
+    def _is_looking(self) -> bool:
+        """Whether what is called can be part of what is measured."""
+        return (
+            self._active
+            and torch.is_grad_enabled()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and self._forwards.innermost not in self._selection.rules
+        )
+
+    def _called_with(
+        self,
+        trained: list[Tensor],
+        function: Function,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        data: bool,
+    ) -> Any:
+        """Call a function that takes what is trained; `data`: and something of the batch."""
+        if name in _OPENED:
+            return self._forwards.opened(function, args, kwargs)
+        kept = args
+        if name in _OVERWRITE and not self._origin.of_model(args[0]):
+            kept = (args[0].detach().clone(), *args[1:])
+        result = function(*args, **kwargs)
+        used: list[Tensor] = []
+        if isinstance(result, Tensor) and trains(result):
+            call = FunctionCall(result, self._origin.of_model, self._forwards.inside)
+            used = self._uses(name, call, kept, kwargs, trained)
+        if data or used:
+            self._explain(name, trained, used)
+        else:
+            self._origin.remember(result)
         return result
 
     def _uses(
@@ -224,8 +251,7 @@ class Capture:
     ) -> list[Tensor]:
         """Note the uses in a call; the tensors that they account for."""
         used: list[Tensor] = []
-        path = self._place(self._first(trained[0])).full_name
-        if path in self._off:
+        if self._off and self._name(trained[0]) in self._off:
             return trained
         try:
             with torch.no_grad(), without_autocast(call.result):
@@ -236,7 +262,7 @@ class Capture:
             self.refused[self._place(self._first(trained[0])).path] = str(refusal)
             return trained
         except Exception as error:
-            self._failed(path, error)
+            self._failed(self._name(trained[0]), error)
             return trained
         return used
 
@@ -319,6 +345,10 @@ class Capture:
         source = self._origin.source(tensor)
         assert source is not None
         return source.pieces[0].parameter
+
+    def _name(self, tensor: Tensor) -> str:
+        """Of the parameter that a tensor is made of: what fails before there is a layer."""
+        return self._place(self._first(tensor)).full_name
 
     def _place(self, parameter: Tensor) -> Place:
         """Where a parameter is: in the module that runs, if that holds it too."""
