@@ -62,8 +62,9 @@ class Seed(TrainerCallback):
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Trainer]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
     """A Trainer on the rows; keywords of TrainingArguments."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # a Trainer may leave its own there
 
     def trainer(
         *callbacks: Any, model: Any = None, kind: type[Trainer] = Trainer, **options: Any
