@@ -33,7 +33,11 @@ from adiv_monitor.sinks import MemorySink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars, summary_tags
 
 STEPS, SIZE = 8, 6
-ROWS = [{"x": torch.randn(4), "labels": torch.tensor(i % 3)} for i in range(STEPS * SIZE)]
+CHANCE = torch.Generator().manual_seed(0)
+ROWS = [
+    {"x": torch.randn(4, generator=CHANCE), "labels": torch.tensor(i % 3)}
+    for i in range(STEPS * SIZE)
+]
 
 
 class Rows(torch.utils.data.IterableDataset[dict[str, Tensor]]):

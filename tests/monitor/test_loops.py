@@ -17,7 +17,11 @@ from setups import same
 
 from adiv_monitor import Monitor, StepReport
 
-BATCHES = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(8)]
+CHANCE = torch.Generator().manual_seed(0)
+BATCHES = [
+    (torch.randn(6, 4, generator=CHANCE), torch.randint(3, (6,), generator=CHANCE))
+    for _ in range(8)
+]
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
