@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+from setups import free_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 from transformers import (
@@ -65,38 +68,39 @@ class Seed(TrainerCallback):
         torch.manual_seed(state.global_step)
 
 
+def trainer_in(
+    folder: Path, *callbacks: Any, model: Any = None, kind: type[Trainer] = Trainer, **options: Any
+) -> Trainer:
+    """A Trainer on the rows, with output in the folder; keywords of TrainingArguments."""
+    fixed = {
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": SIZE,
+        "per_device_eval_batch_size": SIZE,
+        "max_steps": STEPS,
+        "optim": "adamw_torch",
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return kind(
+        model=Net() if model is None else model,
+        args=TrainingArguments(**{**fixed, **options}),
+        train_dataset=Rows(),
+        eval_dataset=ROWS[: 2 * SIZE],
+        callbacks=[Seed(), *callbacks],
+    )
+
+
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
-    """A Trainer on the rows; keywords of TrainingArguments."""
+    """`trainer_in` a folder of this test's."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # a Trainer may leave its own there
-
-    def trainer(
-        *callbacks: Any, model: Any = None, kind: type[Trainer] = Trainer, **options: Any
-    ) -> Trainer:
-        fixed = {
-            "output_dir": str(tmp_path / "out"),
-            "per_device_train_batch_size": SIZE,
-            "per_device_eval_batch_size": SIZE,
-            "max_steps": STEPS,
-            "optim": "adamw_torch",
-            "learning_rate": 0.01,
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 0.0,
-            "save_strategy": "no",
-            "report_to": "none",
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
-        }
-        return kind(
-            model=Net() if model is None else model,
-            args=TrainingArguments(**{**fixed, **options}),
-            train_dataset=Rows(),
-            eval_dataset=ROWS[: 2 * SIZE],
-            callbacks=[Seed(), *callbacks],
-        )
-
-    return trainer
+    return partial(trainer_in, tmp_path)
 
 
 Make = Callable[..., Trainer]
@@ -187,13 +191,13 @@ def test_an_evaluation_completes_the_report(make: Make) -> None:
     """Else it would miss what was done to the weights before, and take what was done after."""
     steps = []
 
-    class Look(TrainerCallback):
+    class Complete(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             assert callback.monitor is not None
             steps.append([report.step for report in callback.monitor.reports])
 
     callback = DivergenceTrainerCallback(1, on_error="raise")
-    make(callback, Look(), eval_strategy="steps", eval_steps=2, max_steps=4).train()
+    make(callback, Complete(), eval_strategy="steps", eval_steps=2, max_steps=4).train()
     assert steps == [[0, 1], [0, 1, 2, 3]]
 
 
@@ -417,6 +421,16 @@ def followed(**options: Any) -> dict[str, Any]:
     }
 
 
+class Look(TrainerCallback):
+    """Keeps what each evaluation offers."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(kwargs["metrics"][f"eval_{FOLLOWED}"])
+
+
 @pytest.mark.parametrize("name", [FOLLOWED, f"eval_{FOLLOWED}"])
 def test_the_best_checkpoint_is_that_of_the_metric(make: Make, name: str) -> None:
     trainer = make(
@@ -459,23 +473,51 @@ def test_an_unknown_metric_is_refused(make: Make) -> None:
 
 def test_a_metric_without_direction_is_nan_and_no_error(make: Make) -> None:
     """A warm-up from rate 0: the first step moves nothing."""
-    seen = []
-
-    class Look(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(kwargs["metrics"][f"eval_{FOLLOWED}"])
-
+    look = Look()
     warm_up = {"lr_scheduler_type": "linear", "warmup_steps": 4}
     options = followed(max_steps=2, eval_steps=1, save_steps=1, **warm_up)
-    make(DivergenceTrainerCallback(1, on_error="raise"), Look(), **options).train()
-    assert math.isnan(seen[0])
-    assert -1 <= seen[1] <= 1
+    make(DivergenceTrainerCallback(1, on_error="raise"), look, **options).train()
+    assert math.isnan(look.seen[0])
+    assert -1 <= look.seen[1] <= 1
 
 
 def test_the_metric_is_only_there_where_it_is_followed(make: Make) -> None:
     trainer = make(DivergenceTrainerCallback(1))
     trainer.train()
     assert not [key for key in trainer.evaluate() if "adiv" in key]
+
+
+WORLD = 2
+
+
+def follow_together(rank: int, port: int, folder: str) -> None:
+    """One of two processes that stop together, each by what its own Trainer finds."""
+    torch.set_num_threads(1)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": WORLD}
+    os.environ |= {key: str(value) for key, value in where.items()}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    memory = MemorySink()
+    callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
+    look = Look()
+    trainer = trainer_in(Path(folder), callback, look, EarlyStoppingCallback(1), **followed())
+    trainer.train()
+    assert callback.monitor is not None
+    own = [summary_scalars(r, DEFAULT_MEASURES)[FOLLOWED] for r in callback.monitor.reports]
+    found = {"seen": look.seen, "own": own, "steps": trainer.state.global_step}
+    written = {"sink": len(memory.reports), "history": len(logged(trainer))}
+    torch.save({**found, **written}, Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs the gloo backend")
+def test_processes_follow_the_first_which_alone_writes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(follow_together, (free_port(), str(tmp_path)), nprocs=WORLD)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
+    assert first["own"] != second["own"], "each looks at its own rows"
+    assert first["seen"] == second["seen"] == first["own"][1::2]
+    assert first["steps"] == second["steps"]
+    assert (first["sink"], first["history"]) == (first["steps"], first["steps"])
+    assert (second["sink"], second["history"]) == (0, 0)
 
 
 # Checkpoints
