@@ -231,7 +231,9 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         metric = _followed(trainer.args)
         if metric is None:
             return
-        tags = [tag for measure in self._measures for tag in summary_tags(measure).values()]
+        absent = () if self._options["attainable"] else ("attainable_cosine",)
+        there = [measure for measure in self._measures if measure not in absent]
+        tags = [tag for measure in there for tag in summary_tags(measure).values()]
         if metric not in tags:
             raise ValueError(
                 f"DivergenceTrainerCallback: got metric_for_best_model={metric!r}, expected one of "

@@ -464,8 +464,9 @@ def test_early_stopping_before_the_callback_is_refused(make: Make) -> None:
     assert "eval_loss" in other.evaluate(), "with another metric the order is nobody's business"
 
 
-def test_an_unknown_metric_is_refused(make: Make) -> None:
-    metric = "adiv.summary/update_cosin_min"
+@pytest.mark.parametrize("measure", ["update_cosin", "bias_share", "attainable_cosine"])
+def test_a_metric_that_will_not_be_there_is_refused(make: Make, measure: str) -> None:
+    metric = f"adiv.summary/{measure}_min"
     trainer = make(DivergenceTrainerCallback(1), **followed(metric_for_best_model=metric))
     with pytest.raises(ValueError, match=rf"'{metric}', expected one of {FOLLOWED}"):
         trainer.train()
