@@ -16,7 +16,12 @@ from adiv_monitor.features.uses import as_it_is
 
 LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = (
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_forward_module",  # Fabric
+)
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -161,7 +166,7 @@ class Selection:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules; paths without the names that DDP, compile, FSDP and checkpoint wrappers add."""
+    """All modules; paths without what DDP, compile, FSDP, checkpoint and Fabric wrappers add."""
     for path, module in model.named_modules():
         parts, parent = [], model
         for part in path.split(".") if path else ():
