@@ -315,7 +315,7 @@ class Monitor:
             armed.step.updated()
         self._pending = _Pending(armed.step, armed.capture, armed.selection, self.step)
         if not self._compiled:  # a hook would become part of the compiled code
-            modules = list(armed.selection.modules)
+            modules = armed.selection.owners
             # An embedding that keeps its rows short changes them when it looks them up.
             renormed = [m for m in modules if getattr(m, "max_norm", None) is not None]
             finish = NextForward(

@@ -28,6 +28,7 @@ from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.origin import Origin, tensors_in
 from adiv_monitor.capture.pieces import Piece, Source, overlap
 from adiv_monitor.capture.selection import Layer, Place, Selection
+from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.rows import Rows
@@ -37,6 +38,8 @@ from adiv_monitor.maths import dots
 
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "__imul__", "addcmul_")
+# These are Python, and use parameters in the functions that they call.
+_OPENED = ("multi_head_attention_forward",)
 
 
 class Capture:
@@ -52,7 +55,7 @@ class Capture:
         switched_off: paths of the layers that must not be watched.
         fail: called with a layer's path and the exception that its hook met; from then on the layer
             is not watched any more.
-        begins: called when the first forward pass with gradients begins.
+        begins: called when the first layer's forward pass with gradients begins.
 
     Attributes:
         layers: by path, the layers that were seen so far.
@@ -89,7 +92,10 @@ class Capture:
         self._origin = Origin(model, selection.parameters)
         self._order = {key: i for i, key in enumerate(selection.places)}
         self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
-        self._forwards = Forwards(selection.modules, self._called, self._begins, self._ends)
+        self._owners = set(selection.owners)
+        self._forwards = Forwards(
+            selection.modules, selection.closed, self._called, self._begins, self._ends
+        )
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -154,8 +160,8 @@ class Capture:
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
-    def _begins(self) -> None:
-        if torch.is_grad_enabled():
+    def _begins(self, module: nn.Module) -> None:
+        if module in self._owners:
             begins, self._first_begins = self._first_begins, lambda: None
             begins()
 
@@ -189,10 +195,12 @@ class Capture:
         kept = args
         if trained and name in _OVERWRITE and args[0] not in trained:
             kept = (args[0].detach().clone(), *args[1:])
+        if trained and name in _OPENED:
+            return self._forwards.opened(function, args, kwargs)
         result = function(*args, **kwargs)
         data = not all(theirs)
         if trained and isinstance(result, Tensor) and trains(result):
-            call = FunctionCall(result, origin.of_model)
+            call = FunctionCall(result, origin.of_model, self._forwards.inside)
             used = self._uses(name, call, kept, kwargs, trained)
             if data or used:
                 self._explain(name, trained, used)
@@ -219,8 +227,7 @@ class Capture:
         try:
             with torch.no_grad(), without_autocast(call.result):
                 for use in uses_in(name, call, args, kwargs):
-                    sources = [use.weight, use.bias]
-                    used += [t for t in trained if any(t is source for source in sources)]
+                    used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
                     self._note(use, call.result)
         except Refused as refusal:
             self.refused[self._place(self._first(trained[0])).path] = str(refusal)
@@ -320,8 +327,10 @@ class Capture:
         """What a layer may be called: as its module, as its parameter, with who uses it."""
         piece = lead.pieces[0]
         place = self._place(piece.parameter)
-        if use.part:
-            name = f"{place.path}.{use.part}".strip(".")
+        part = use.part or part_of(place.module, place.name)
+        if part:
+            name = f"{place.path}.{part}".strip(".")
+            yield name
         else:
             name = place.full_name + piece.name
             if place.name in ("weight", "bias") and not piece.name:
@@ -407,6 +416,15 @@ def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
 
 def _trained(layer: Layer, features: Features) -> Features:
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
+
+
+def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
+    """Whether what was used is the tensor, or a part of it."""
+    if used is None or used is tensor:
+        return used is tensor
+    return used._base is not None and used._base is (
+        tensor if tensor._base is None else tensor._base
+    )
 
 
 def _identity(kind: str, weight: Source | None, bias: Source | None) -> tuple[object, ...]:
