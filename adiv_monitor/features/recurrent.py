@@ -5,15 +5,17 @@ call is run once more with plain operations, and the gradients that reached its 
 back to each map's own z = Wφ + b. A row is (time, sample): one use of the weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from adiv_monitor.features.features import Features
 from adiv_monitor.features.recurrent_call import CellWeights, Layout, Mode, RecurrentCall, State
-from adiv_monitor.features.rows import exact, joined
+from adiv_monitor.features.rows import Rows, exact, joined
+from adiv_monitor.features.uses import Use
 
 Step = Callable[..., State]  # (input map's z, hidden map's z, *state) → the next state
 
@@ -78,19 +80,82 @@ class Replay:
 
     Attributes:
         maps: every linear map of the call, layer by layer.
-        error: ‖replayed − real outputs‖ / ‖real outputs‖ over all outputs, shape (). More than the
-            rounding of the call's precision (bfloat16 under autocast, TF32 in cuDNN by default)
-            says that something else was replayed, and that the gradients are of something else
-            too; or that an output was changed in place meanwhile.
+        error: ‖replayed − real outputs‖ / ‖real outputs‖ over all outputs that were not changed in
+            place since, shape (). More than the rounding of the call's precision (bfloat16 under
+            autocast, TF32 in cuDNN by default) says that something else was replayed, and that the
+            gradients are of something else too.
     """
 
     maps: list[Map]
     error: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """What a recurrent call returned, without its graph, so that a hook in that may hold it.
+
+    Attributes:
+        outputs: (output, h_n), (output, h_n, c_n), of a cell (h,) or (h, c); detached.
+        versions: of each, to tell whether it is still what was returned.
+        c_enters_h: h of an LSTM cell was made from the very c that was returned, as on a CPU. What
+            a hook on c is given is then the whole ∂L/∂c, the part that came through h included;
+            where one kernel returns both, that part is not in it.
+    """
+
+    outputs: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    c_enters_h: bool
+
+    @classmethod
+    def of(cls, call: RecurrentCall, result: Tensor | Sequence[Tensor]) -> "Returned":
+        """The very tensors that the call returned, just now.
+
+        Raises:
+            ValueError: an LSTM cell's outputs are detached.
+        """
+        given = (result,) if isinstance(result, Tensor) else tuple(result)
+        c_enters_h = False
+        if call.layout == "cell" and len(given) == 2:
+            h, c = given
+            if c.grad_fn is None:
+                raise ValueError(
+                    "the outputs of an LSTM cell have no graph: give the tensors that the call "
+                    "returned, not copies (which of them was made from which says what the "
+                    "gradients hold)"
+                )
+            c_enters_h = h.grad_fn is not c.grad_fn
+        detached = tuple(tensor.detach() for tensor in given)
+        return cls(detached, tuple(tensor._version for tensor in detached), c_enters_h)
+
+    @property
+    def unchanged(self) -> list[int]:
+        """Which of the outputs nothing was written to since."""
+        pairs = zip(self.outputs, self.versions, strict=True)
+        return [i for i, (tensor, version) in enumerate(pairs) if tensor._version == version]
+
+
+def uses_of(call: RecurrentCall) -> Iterator[Use]:
+    """The linear maps in a call, named as in `Replay.maps`, which alone tell their rows."""
+
+    def features(rows: Rows) -> Features:
+        raise RuntimeError("the rows of a recurrent layer come with its gradient, by a replay")
+
+    for weights in call.weights:
+        for name, weight, bias in weights.maps:
+            yield Use(call.mode, weight, bias, features, part=name)
+
+
+def generator_state(call: RecurrentCall) -> Tensor | None:
+    """To be taken just before the call: what `replay` draws its masks from; None if it has none."""
+    if not call.draws or call.refusal is not None:
+        return None
+    device = call.input.device
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
 def replay(
     call: RecurrentCall,
-    outputs: Sequence[Tensor],
+    returned: Returned,
     gradients: Sequence[Tensor | None],
     rng_state: Tensor | None = None,
 ) -> Replay:
@@ -103,48 +168,30 @@ def replay(
 
     Args:
         call: the call.
-        outputs: the very tensors it returned: (output, h_n), (output, h_n, c_n), of a cell (h,) or
-            (h, c).
-        gradients: ∂L/∂ each of them as a hook on it is given it; None for zero.
-        rng_state: if the call draws: the state of its device's generator just before it.
+        returned: what it returned.
+        gradients: ∂L/∂ each of the outputs as a hook on it is given it; None for zero.
+        rng_state: the `generator_state` before the call.
 
     Raises:
         RuntimeError: the call has a `refusal`, which is the message.
-        ValueError: the call draws and no state is given; or an LSTM cell's outputs are detached.
+        ValueError: the call draws and no state is given.
     """
     if call.refusal is not None:
         raise RuntimeError(call.refusal)
     reached = [
         torch.zeros_like(output) if gradient is None else gradient
-        for output, gradient in zip(outputs, gradients, strict=True)
+        for output, gradient in zip(returned.outputs, gradients, strict=True)
     ]
     upstream = _laid_out(call, reached)
-    masks = _masks(call, outputs[0].dtype, rng_state)
+    masks = _masks(call, returned.outputs[0].dtype, rng_state)
     with torch.enable_grad(), torch.autocast(call.input.device.type, enabled=False):
         maps, replayed = _run(call, masks)
-        if call.layout == "cell" and _is_inside(outputs):
+        if returned.c_enters_h:
             replayed[1].register_hook(lambda _: upstream[1])  # type: ignore[no-untyped-call]
         found = torch.autograd.grad(replayed, [z for linear in maps for z in linear.z], upstream)
     taken = iter(found)
     closed = [linear.closed([next(taken) for _ in linear.z]) for linear in maps]
-    return Replay(closed, _distance(replayed, _laid_out(call, outputs)))
-
-
-def _is_inside(outputs: Sequence[Tensor]) -> bool:
-    """Whether h was made from the very c that an LSTM cell returned, as on a CPU.
-
-    What a hook on c is given is then the whole ∂L/∂c, the part that came through h included; where
-    one kernel returns both, that part is not in it.
-    """
-    if len(outputs) == 1:
-        return False
-    h, c = outputs
-    if c.grad_fn is None:
-        raise ValueError(
-            "the outputs of an LSTM cell have no graph: give the tensors that the call returned, "
-            "not copies (which of them was made from which says what the gradients hold)"
-        )
-    return h.grad_fn is not c.grad_fn
+    return Replay(closed, _distance(replayed, _laid_out(call, returned.outputs), returned.unchanged))
 
 
 def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -243,11 +290,8 @@ def _unroll(
     call: RecurrentCall, weights: CellWeights, x: Tensor, state: State, backwards: bool
 ) -> tuple[list[_OpenMap], Tensor, State]:
     """One layer in one direction: its maps, its outputs (rows, size of h), its last state."""
-    enter = _OpenMap(f"input{weights.suffix}", weights.input, weights.input_bias)
-    recur = _OpenMap(f"hidden{weights.suffix}", weights.hidden, weights.hidden_bias, backwards)
-    maps = [enter, recur]
-    if weights.projection is not None:
-        maps.append(_OpenMap(f"projection{weights.suffix}", weights.projection, None, backwards))
+    maps = [_OpenMap(*linear, backwards) for linear in weights.maps]
+    enter, recur, *projection = maps
     z_input = torch.split(enter(x), list(call.batch_sizes))
     step = _STEPS[call.mode]
     outputs = []
@@ -255,8 +299,8 @@ def _unroll(
     for t in reversed(times) if backwards else times:
         present = [s[: call.batch_sizes[t]] for s in state]
         new = step(z_input[t], recur(present[0]), *present)
-        if weights.projection is not None:
-            new = (maps[-1](new[0]), *new[1:])
+        if projection:
+            new = (projection[0](new[0]), *new[1:])
         outputs.append(new[0])
         state = tuple(_renewed(s, n) for s, n in zip(state, new, strict=True))
     return maps, recur.by_time(outputs), state
@@ -267,8 +311,12 @@ def _renewed(state: Tensor, new: Tensor) -> Tensor:
     return new if len(new) == len(state) else torch.cat([new, state[len(new) :]])
 
 
-def _distance(replayed: list[Tensor], real: list[Tensor]) -> Tensor:
-    ours, theirs = (torch.cat([t.detach().flatten() for t in ts]) for ts in (replayed, real))
+def _distance(replayed: list[Tensor], real: list[Tensor], compared: list[int]) -> Tensor:
+    if not compared:
+        return replayed[0].new_zeros(())
+    ours, theirs = (
+        torch.cat([tensors[i].detach().flatten() for i in compared]) for tensors in (replayed, real)
+    )
     length = torch.linalg.vector_norm(theirs).clamp(min=torch.finfo(theirs.dtype).tiny)
     distance: Tensor = torch.linalg.vector_norm(ours - theirs) / length
     return distance

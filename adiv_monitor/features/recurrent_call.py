@@ -28,6 +28,7 @@ CELLS: dict[Callable[..., Any], Mode] = {
     torch.lstm_cell: "lstm",
     torch.gru_cell: "gru",
 }
+RECURRENT = frozenset([*LAYERS, *CELLS])
 
 _OPTIONS = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
 _PADDED = ("input", "hx", *_OPTIONS, "batch_first")
@@ -54,6 +55,17 @@ class CellWeights:
     input_bias: Tensor | None = None
     hidden_bias: Tensor | None = None
     projection: Tensor | None = None
+
+    @property
+    def maps(self) -> list[tuple[str, Tensor, Tensor | None]]:
+        """Name, weight and bias of each linear map: "input_l0", "hidden_l0", "projection_l0", …."""
+        found: list[tuple[str, Tensor, Tensor | None]] = [
+            (f"input{self.suffix}", self.input, self.input_bias),
+            (f"hidden{self.suffix}", self.hidden, self.hidden_bias),
+        ]
+        if self.projection is not None:
+            found.append((f"projection{self.suffix}", self.projection, None))
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.features.recurrent import Replay, replay
+from adiv_monitor.features.recurrent import Replay, Returned, generator_state, replay
 from adiv_monitor.features.recurrent_call import CELLS, LAYERS, RecurrentCall, read_call
 
 K, H, P, B, T = 3, 4, 2, 3, 5
@@ -38,7 +38,7 @@ class Seen:
     """A call as it was made, what it returned, and its replay when its gradients had come."""
 
     call: RecurrentCall
-    outputs: tuple[Tensor, ...]
+    returned: Returned
     replay: Replay | None = None
 
 
@@ -55,16 +55,17 @@ class Replays(TorchFunctionMode):
         if function not in LAYERS and function not in CELLS:
             return function(*args, **(kwargs or {}))
         call = read_call(function, args, kwargs or {})
-        state = torch.get_rng_state() if call.draws else None
-        returned = function(*args, **(kwargs or {}))
-        seen = Seen(call, returned if isinstance(returned, tuple) else (returned,))
+        state = generator_state(call)
+        result = function(*args, **(kwargs or {}))
+        seen = Seen(call, Returned.of(call, result))
         self.seen.append(seen)
 
         def found(gradients: Sequence[Tensor | None]) -> None:
-            seen.replay = replay(seen.call, seen.outputs, gradients, state)
+            seen.replay = replay(seen.call, seen.returned, gradients, state)
 
-        torch.autograd.graph.register_multi_grad_hook(seen.outputs, found)
-        return returned
+        outputs = result if isinstance(result, tuple) else (result,)
+        torch.autograd.graph.register_multi_grad_hook(outputs, found)
+        return result
 
 
 def flat(result: Any) -> Iterator[Tensor]:
@@ -192,7 +193,7 @@ def test_other_masks_are_noticed() -> None:
     with Replays() as replays:
         rnn(given("time-first"))
     (seen,) = replays.seen
-    assert replay(seen.call, seen.outputs, [None] * 3, torch.get_rng_state()).error > 1e-2
+    assert replay(seen.call, seen.returned, [None] * 3, torch.get_rng_state()).error > 1e-2
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -220,7 +221,7 @@ def test_no_gradient_at_all_is_zero() -> None:
     with Replays() as replays:
         nn.LSTM(K, H, proj_size=P)(given("time-first", torch.float32))
     (seen,) = replays.seen
-    for linear in replay(seen.call, seen.outputs, [None, None, None]).maps:
+    for linear in replay(seen.call, seen.returned, [None, None, None]).maps:
         assert linear.gradient.shape == linear.z.shape
         assert not linear.gradient.any()
 
@@ -371,14 +372,14 @@ def test_an_lstm_cell_of_one_kernel() -> None:
     torch.autograd.graph.register_multi_grad_hook(outputs, gradients.extend)
     loss_of(outputs).backward()
     call = read_call(torch.lstm_cell, (x, (h, c), *weights), {})
-    assert_adds_up(cell, replay(call, outputs, gradients))
+    assert_adds_up(cell, replay(call, Returned.of(call, outputs), gradients))
 
 
 def test_an_lstm_cells_outputs_without_their_graph_are_refused() -> None:
     with Replays() as replays:
         h, c = nn.LSTMCell(K, H)(torch.randn(B, K))
     with pytest.raises(ValueError, match="have no graph"):
-        replay(replays.seen[0].call, (h.detach(), c.detach()), (None, None))
+        Returned.of(replays.seen[0].call, (h.detach(), c.detach()))
 
 
 def test_a_cell_in_a_loop_adds_up_over_its_calls() -> None:
@@ -486,7 +487,7 @@ def test_masks_drawn_by_cudnn_are_refused(dropout: float) -> None:
     assert call.refusal is not None
     assert "cuDNN" in call.refusal
     with pytest.raises(RuntimeError, match="can't be drawn again"):
-        replay(call, (), ())
+        replay(call, Returned((), (), False), ())
 
 
 def test_masks_need_the_generators_state() -> None:
@@ -494,4 +495,4 @@ def test_masks_need_the_generators_state() -> None:
         nn.GRU(K, H, 2, dropout=0.5)(torch.randn(T, B, K))
     (seen,) = replays.seen
     with pytest.raises(ValueError, match="rng_state"):
-        replay(seen.call, seen.outputs, [None, None])
+        replay(seen.call, seen.returned, [None, None])
