@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "__init__": {"errors", "monitor", "report"},
 }
 # Pure maths on the host: no tensors, no torch.
-PURE = ("maths/estimates.py", "maths/measures.py", "maths/readings.py")
+PURE = ("maths/attention.py", "maths/estimates.py", "maths/measures.py", "maths/readings.py")
 
 
 def imports(path: Path) -> set[str]:

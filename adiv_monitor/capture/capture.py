@@ -139,24 +139,27 @@ class Capture:
         assert parameter is not None
         key = id(parameter)
         place = self._selection.places[key][0]
+        kind = type(place.module)
         rule = self._selection.rules.get(place.module)
-        if rule is not None and place.name not in (rule.weight, rule.bias):
-            return (
-                f"its rule knows the parameters {rule.weight} and {rule.bias}: name it in "
-                f'register_features({type(place.module).__name__}, weight="…", bias="…")'
-            )
-        if self._forwards.strangers:
-            return (
-                "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
-            )
-        if key in self._unexplained:
-            return f"it is used by {self._unexplained[key]}, of which the monitor knows no rule"
         if parameter.grad is None:
             return "no gradient reached it in this step"
-        return (
-            "it has a gradient, but no function was seen to use it inside the forward of a module "
-            "(compiled or scripted code, another copy of the module, or code outside)"
-        )
+        if rule is not None and place.name not in (rule.weight, rule.bias):
+            reason = (
+                f"its rule knows the parameters {rule.weight} and {rule.bias}: name this one in "
+                f'register_features({kind.__name__}, weight="…", bias="…")'
+            )
+        elif self._forwards.strangers:
+            reason = (
+                "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
+            )
+        elif key in self._unexplained:
+            reason = f"it is used by {self._unexplained[key]}, for which there is no rule"
+        else:
+            reason = (
+                "it has a gradient, but no function was seen to use it inside the forward of a "
+                "module: compiled or scripted code, a copy of the module, or code outside"
+            )
+        return f"{kind.__module__}.{kind.__qualname__}: {reason}"
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
@@ -193,7 +196,7 @@ class Capture:
         theirs = [origin.of_model(tensor) for tensor in tensors]
         trained = [tensor for tensor in tensors if origin.is_trained(tensor)]
         kept = args
-        if trained and name in _OVERWRITE and args[0] not in trained:
+        if trained and name in _OVERWRITE and not origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
         if trained and name in _OPENED:
             return self._forwards.opened(function, args, kwargs)

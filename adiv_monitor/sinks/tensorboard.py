@@ -186,7 +186,7 @@ def _extreme(report: StepReport, measure: str, layers: tuple[str, ...], value: f
     names = listed(list(layers), "`")
     if len(layers) > 1:
         return f"one of {names}, near {value:.3g}"
-    error = report.layers[layers[0]].standard_error.get(measure, 0.0)
+    error = report.readings(measure)[layers[0]].standard_error.get(measure, 0.0)
     return f"{names} {value:.3g}" + (f" ± {error:.1g}" if error else "")
 
 
