@@ -145,14 +145,6 @@ def uses_of(call: RecurrentCall) -> Iterator[Use]:
             yield Use(call.mode, weight, bias, features, part=name)
 
 
-def generator_state(call: RecurrentCall) -> Tensor | None:
-    """To be taken just before the call: what `replay` draws its masks from; None if it has none."""
-    if not call.draws or call.refusal is not None:
-        return None
-    device = call.input.device
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
 def replay(
     call: RecurrentCall,
     returned: Returned,
@@ -170,7 +162,7 @@ def replay(
         call: the call.
         returned: what it returned.
         gradients: ∂L/∂ each of the outputs as a hook on it is given it; None for zero.
-        rng_state: the `generator_state` before the call.
+        rng_state: if the call draws: the state of its device's generator just before it.
 
     Raises:
         RuntimeError: the call has a `refusal`, which is the message.
@@ -191,7 +183,8 @@ def replay(
         found = torch.autograd.grad(replayed, [z for linear in maps for z in linear.z], upstream)
     taken = iter(found)
     closed = [linear.closed([next(taken) for _ in linear.z]) for linear in maps]
-    return Replay(closed, _distance(replayed, _laid_out(call, returned.outputs), returned.unchanged))
+    real = _laid_out(call, returned.outputs)
+    return Replay(closed, _distance(replayed, real, returned.unchanged))
 
 
 def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -223,7 +216,7 @@ def _masks(call: RecurrentCall, dtype: torch.dtype, rng_state: Tensor | None) ->
         )
     device = call.input.device
     width = call.directions * call.states[0].shape[-1]
-    ones = torch.ones(sum(call.batch_sizes), width, dtype=dtype, device=device)
+    ones = torch.ones(call.rows, width, dtype=dtype, device=device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         if device.type == "cuda":
             torch.cuda.set_rng_state(rng_state, device)

@@ -95,6 +95,11 @@ class RecurrentCall:
     refusal: str | None
 
     @property
+    def rows(self) -> int:
+        """How many rows each linear map has: samples, summed over time."""
+        return sum(self.batch_sizes)
+
+    @property
     def draws(self) -> bool:
         """Whether the call draws random numbers: `replay` then needs the generator's state."""
         return self.dropout > 0

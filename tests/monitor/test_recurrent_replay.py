@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.features.recurrent import Replay, Returned, generator_state, replay
+from adiv_monitor.features.recurrent import Replay, Returned, replay
 from adiv_monitor.features.recurrent_call import CELLS, LAYERS, RecurrentCall, read_call
 
 K, H, P, B, T = 3, 4, 2, 3, 5
@@ -55,7 +55,7 @@ class Replays(TorchFunctionMode):
         if function not in LAYERS and function not in CELLS:
             return function(*args, **(kwargs or {}))
         call = read_call(function, args, kwargs or {})
-        state = generator_state(call)
+        state = torch.get_rng_state() if call.draws else None
         result = function(*args, **(kwargs or {}))
         seen = Seen(call, Returned.of(call, result))
         self.seen.append(seen)
