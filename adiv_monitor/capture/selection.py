@@ -138,16 +138,16 @@ class Selection:
         return {id(p): count for p, count in counts if count or is_lazy(p)}
 
     def unexplained(
-        self, measured: Iterable[Layer], known: Collection[str], why: Callable[[Tensor | None], str]
+        self, told: Iterable[Layer], known: Collection[str], why: Callable[[Tensor | None], str]
     ) -> dict[str, str]:
         """Module, or parameter where the module is measured in part → why there is no reading.
 
         Args:
-            measured: layers with a reading.
-            known: paths of those whose reason is known already.
+            told: layers with a reading, or whose reason is known already.
+            known: paths whose reason is known already.
             why: a parameter's reason.
         """
-        missing = self._missing(measured)
+        missing = self._missing(told)
         by_module: dict[str, list[tuple[Place, int]]] = defaultdict(list)
         for key, places in self.places.items():
             by_module[places[0].path].append((places[0], key))
