@@ -5,21 +5,20 @@ held (`tests/reference.py`); nothing of the monitor's is used. Cases: `tests/fun
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import reference
 import torch
 from function_cases import CASES, Caller, FunctionCase, Of
+from rules import assert_of_all_rows, found, layouts, trained_of
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture.sampling import draw
-from adiv_monitor.features import Features, OneHotFeatures, Rows
+from adiv_monitor.features import Rows
 from adiv_monitor.features.features import Averaged
-from adiv_monitor.features.uses import FunctionCall, Use, name_of, uses_in
+from adiv_monitor.features.uses import Use
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -88,10 +87,11 @@ def truth_of(
         changed = dict(zip(names, values, strict=True))
         return use.rows(model.called({**old, **changed}, *inputs))
 
-    found = reference.measures(truth)
-    found["attainable_cosine"] = reference.projected(truth, outputs, [old[name] for name in names])
-    found["rows_total"] = len(truth.G)
-    return found
+    expected = reference.measures(truth)
+    values = [old[name] for name in names]
+    expected["attainable_cosine"] = reference.projected(truth, outputs, values)
+    expected["rows_total"] = len(truth.G)
+    return expected
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -134,67 +134,18 @@ def test_what_is_exact_stays_so_when_rows_are_sampled(name: str) -> None:
 # --- the rules themselves ------------------------------------------------------------------------
 
 
-class Seen(TorchFunctionMode):
-    """Asks the rules about every call."""
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.uses: list[tuple[Use, Tensor]] = []
-        self._weights = {id(weight) for weight in weights}
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = args[0] if func is Tensor.__setitem__ else result
-        if isinstance(made, Tensor) and made.requires_grad:
-            call = FunctionCall(made, self._of_model)
-            with torch.no_grad():
-                found = uses_in(name_of(func), call, args, kwargs or {})
-            self.uses += [(use, made) for use in found if self._is_known(use)]
-        return result
-
-    def _of_model(self, value: object) -> bool:
-        if not isinstance(value, Tensor):
-            return True
-        return id(value) in self._weights or (
-            value._base is not None and id(value._base) in self._weights
-        )
-
-    def _is_known(self, use: Use) -> bool:
-        return any(t is not None and self._of_model(t) for t in (use.weight, use.bias))
-
-
 def seen(
     model: Caller, parameters: dict[str, Tensor], inputs: Sequence[Tensor], of: Of
 ) -> tuple[Use, Tensor]:
     """The use that a rule finds, and what the function gave."""
     leaves = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
-    with Seen(list(leaves.values())) as watch:
-        model.called(leaves, *inputs)
     lead = leaves[of.path]
-    for use, made in watch.uses:
+    for use, made in found(lambda: model.called(leaves, *inputs), leaves.values()):
         source = use.bias if use.weight is None else use.weight
         assert source is not None
         if source is lead or source._base is lead:
             return use, made.detach()
     raise AssertionError(f"no rule for {of.path}")
-
-
-def layouts(inputs: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The same numbers in other memory layouts."""
-    return [
-        list(inputs),
-        [x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() else x for x in inputs],
-        [torch.stack([x, x], dim=-1)[..., 0] for x in inputs],
-    ]
-
-
-def trained_of(features: Features) -> Tensor:
-    """(rows, 1): 0 for rows of one-hot features that nothing trains."""
-    if isinstance(features, OneHotFeatures):
-        return features.trained[:, None]
-    return torch.ones(1, 1, dtype=torch.float64)
 
 
 def some(total: int, count: int) -> np.ndarray | None:
@@ -244,23 +195,8 @@ def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
             use, z = seen(model, old, inputs, of)
             whole = use.whole() if use.weight is not None else None
             assert (whole is not None) == (of.one_pass and of.weight is not None)
-            if whole is None:
-                continue
-            features = use.features(Rows(tuple(use.layout(z).shape[:-1])))
-            active = trained_of(features)[:, 0]
-            close = {"rtol": 1e-12, "atol": 1e-12}
-            scale = features.scale()[:, 0]
-            squares = whole.weight_square.reshape(-1) + whole.bias_square
-            torch.testing.assert_close(squares * active, scale, **close)
-            if whole.weight_sum is not None:
-                common = features.mean_products(torch.ones_like(scale)).sum()
-                torch.testing.assert_close(whole.weight_sum.square().sum(), common, **close)
-            weight_only = whole.restrict(weight=True, bias=False)
-            alone = features.restrict(weight=True, bias=False).scale()[:, 0]
-            torch.testing.assert_close(
-                weight_only.weight_square.reshape(-1) * active, alone, **close
-            )
-            assert weight_only.bias_square == 0
+            if whole is not None:
+                assert_of_all_rows(whole, use.features(Rows(tuple(use.layout(z).shape[:-1]))))
 
 
 @pytest.mark.parametrize("name", NOT_OVERWRITING)
