@@ -11,9 +11,9 @@ activations, modules that are called several times and checkpointing all work:
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,10 @@ from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.forwards import Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.capture.origin import Origin, tensors_in
+from adiv_monitor.capture.origin import Origin
 from adiv_monitor.capture.pieces import Piece, Source, overlap
 from adiv_monitor.capture.selection import Layer, Place, Selection
+from adiv_monitor.capture.tape import is_in_place, tensors_in, values_in
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.registry import use_of
@@ -154,6 +155,8 @@ class Capture:
             )
         elif key in self._unexplained:
             reason = f"it is used by {self._unexplained[key]}, for which there is no rule"
+        elif ended := self._origin.tape.ended_in(parameter):
+            reason = f"it went through torch's {ended}, whose result no function was seen to use"
         else:
             reason = (
                 "it has a gradient, but no function was seen to use it inside the forward of a "
@@ -188,42 +191,73 @@ class Capture:
     def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and note the parameters that it uses."""
         name = getattr(function, "__name__", "")
-        watched = self._active and torch.is_grad_enabled() and name not in ("__get__", "__set__")
-        if not watched or self._forwards.innermost in self._selection.rules:
+        if not self._active or self._forwards.innermost in self._selection.rules:
             return function(*args, **kwargs)
+        if name in ("__get__", "__set__"):
+            return self._read(function, args)
         origin = self._origin
-        tensors = list(tensors_in(*args, *kwargs.values()))
-        theirs = [origin.of_model(tensor) for tensor in tensors]
+        tensors = list(values_in(name, args, kwargs))
+        data = not all(origin.of_model(tensor) for tensor in tensors)
         trained = [tensor for tensor in tensors if origin.is_trained(tensor)]
+        if trained and name in _OPENED:
+            return self._forwards.opened(function, args, kwargs)
+        if not data:
+            return self._made(function, name, args, kwargs, trained)
         kept = args
         if trained and name in _OVERWRITE and not origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
-        if trained and name in _OPENED:
-            return self._forwards.opened(function, args, kwargs)
         result = function(*args, **kwargs)
-        data = not all(theirs)
-        if trained and isinstance(result, Tensor) and trains(result):
-            call = FunctionCall(result, origin.of_model, self._forwards.inside)
-            used = self._uses(name, call, kept, kwargs, trained)
-            if data or used:
-                self._explain(name, trained, used)
-                data = True
-        elif trained and data:
-            self._explain(name, trained, [])
-        if not data:
-            origin.remember(result)
+        if trained and torch.is_grad_enabled():
+            self._explain(name, trained, self._uses(name, result, kept, kwargs, trained))
+        if is_in_place(name):
+            origin.forget(args[0])
+        return result
+
+    def _read(self, function: Function, args: tuple[Any, ...]) -> Any:
+        """An attribute of a tensor: `.T` and `.data` are tensors too."""
+        result = function(*args)
+        if isinstance(result, Tensor) and self._origin.of_model(args[0]):
+            self._origin.remember(result)
+        return result
+
+    def _made(
+        self,
+        function: Function,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trained: list[Tensor],
+    ) -> Any:
+        """Call a function of the model alone: it uses parameters, or makes something of them."""
+        origin = self._origin
+        recorded = None
+        if trained and trains(trained[0]):
+            recorded = origin.tape.begin(function, name, args, kwargs)
+        result = function(*args, **kwargs)
+        used = []
+        if trained and torch.is_grad_enabled():
+            used = self._uses(name, result, args, kwargs, trained)
+        if used:
+            self._explain(name, trained, used)
+            return result
+        if recorded is not None:
+            origin.tape.end(recorded, tensors_in(result))
+        origin.remember(result)
         return result
 
     def _uses(
         self,
         name: str,
-        call: FunctionCall,
+        result: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         trained: list[Tensor],
     ) -> list[Tensor]:
         """Note the uses in a call; the tensors that they account for."""
         used: list[Tensor] = []
+        if not isinstance(result, Tensor) or not trains(result):
+            return used
+        call = FunctionCall(result, self._origin.of_model, self._forwards.inside)
         path = self._place(self._first(trained[0])).full_name
         if path in self._off:
             return trained
@@ -245,9 +279,8 @@ class Capture:
         for tensor in trained:
             if any(tensor is other for other in used):
                 continue
-            source = self._origin.source(tensor)
-            for piece in source.pieces if source is not None else ():
-                self._unexplained.setdefault(id(piece.parameter), f"torch's {name}")
+            for key in self._origin.parameters_of(tensor):
+                self._unexplained.setdefault(key, f"torch's {name}")
 
     def _note(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
@@ -266,7 +299,7 @@ class Capture:
         whole = use.whole() if layer.weight is not None else None
         if whole is not None:
             whole = whole.restrict(weight=True, bias=layer.bias is not None)
-        call = Call(rows, chosen, _trained(layer, features), taken, whole)
+        call = Call(layer, rows, chosen, _trained(layer, features), taken, whole)
         if self._attainable:
             call.every_row = _trained(layer, use.features(Rows(rows.shape, None, rows.device)))
         rows_of_layer.calls.append(call)
@@ -290,7 +323,7 @@ class Capture:
             if known is None:
                 return self._new_layer(name, use, weight, bias)
             if _identity(known.kind, known.weight, known.bias) == _identity(use.kind, weight, bias):
-                return known
+                return known.made_of(weight, bias)
         raise ValueError(f"'{path}' uses other parameters at every call")
 
     def _new_layer(
@@ -299,7 +332,7 @@ class Capture:
         lead = weight or bias
         assert lead is not None
         parameter = lead.pieces[0].parameter
-        place = self._place(parameter)
+        place = self._place(id(parameter))
         order = self._order[id(parameter)]
         layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order)
         self.layers[path] = layer
@@ -315,33 +348,30 @@ class Capture:
             )
         return layer
 
-    def _first(self, tensor: Tensor) -> nn.Parameter:
-        source = self._origin.source(tensor)
-        assert source is not None
-        return source.pieces[0].parameter
+    def _first(self, tensor: Tensor) -> int:
+        """The first parameter in the model of which the tensor is made."""
+        return min(self._origin.parameters_of(tensor), key=self._order.__getitem__)
 
-    def _place(self, parameter: Tensor) -> Place:
+    def _place(self, parameter: int) -> Place:
         """Where a parameter is: in the module that runs, if that holds it too."""
-        places = self._selection.places[id(parameter)]
+        places = self._selection.places[parameter]
         running = self._forwards.innermost
         return next((place for place in places if place.module is running), places[0])
 
     def _names(self, use: Use, lead: Source) -> Iterator[str]:
         """What a layer may be called: as its module, as its parameter, with who uses it."""
-        piece = lead.pieces[0]
-        place = self._place(piece.parameter)
-        part = use.part or part_of(place.module, place.name)
-        if part:
-            name = f"{place.path}.{part}".strip(".")
-            yield name
-        else:
-            name = place.full_name + piece.name
-            if place.name in ("weight", "bias") and not piece.name:
-                yield place.path
-            yield name
+        places = [self._place(id(piece.parameter)) for piece in lead.pieces]
+        homes = list(dict.fromkeys(place.home for place in places))
+        path, name = homes[0] if len(homes) == 1 else (_common([path for path, _ in homes]), "")
+        rows = lead.pieces[0].name if len(lead.pieces) == 1 else ""
+        part = use.part or part_of(places[0].module, places[0].name)
+        full = ".".join(filter(None, (path, part or name))) + ("" if part else rows)
+        if part == "" and name in ("weight", "bias") and not rows:
+            yield path
+        yield full
         user = self._selection.modules[self._forwards.innermost] or use.kind
-        yield f"{name}@{user}"
-        yield from (f"{name}@{user}#{i}" for i in count(2))
+        yield f"{full}@{user}"
+        yield from (f"{full}@{user}#{i}" for i in count(2))
 
     def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
         """Rows of the layers whose gradient is told by this parameter's."""
@@ -419,6 +449,12 @@ def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
 
 def _trained(layer: Layer, features: Features) -> Features:
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The path of the module that all of these are in."""
+    several = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, several))
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.capture.sampling import Draw, draw, threshold, winners
+from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, to_device
 from adiv_monitor.features.whole import Whole
@@ -23,6 +24,7 @@ class Call:
     """What is kept of one call of a layer: the chosen rows, and what all rows say together.
 
     Attributes:
+        layer: with the weights that this call used.
         gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
         size: of the gradient of all rows: ‖g_r‖² of each, (rows,), where one pass looked at the
             input's rows too, else norms of its parts; None once two backward passes have gone
@@ -31,8 +33,15 @@ class Call:
     """
 
     def __init__(
-        self, rows: Rows, chosen: Draw, features: Features, z: Tensor, whole: Whole | None
+        self,
+        layer: Layer,
+        rows: Rows,
+        chosen: Draw,
+        features: Features,
+        z: Tensor,
+        whole: Whole | None,
     ) -> None:
+        self.layer = layer
         self.rows = rows
         self.draw = chosen
         self.features = features
