@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses_in
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import dots
+
+T = TypeVar("T")
 
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "__imul__", "addcmul_")
@@ -229,21 +231,29 @@ class Capture:
         trained: list[Tensor],
     ) -> Any:
         """Call a function of the model alone: it uses parameters, or makes something of them."""
-        origin = self._origin
-        recorded = None
+        origin, tape = self._origin, self._origin.tape
+        begun = None
         if trained and trains(trained[0]):
-            recorded = origin.tape.begin(function, name, args, kwargs)
+            begun = self._tried(trained, tape.begin, function, name, args, kwargs)
         result = function(*args, **kwargs)
         used = []
         if trained and torch.is_grad_enabled():
             used = self._uses(name, result, args, kwargs, trained)
+        if begun is not None:
+            self._tried(trained, tape.end, begun, () if used else tensors_in(result))
         if used:
             self._explain(name, trained, used)
-            return result
-        if recorded is not None:
-            origin.tape.end(recorded, tensors_in(result))
-        origin.remember(result)
+        else:
+            origin.remember(result)
         return result
+
+    def _tried(self, trained: list[Tensor], function: Callable[..., T], *args: Any) -> T | None:
+        """What the tape gives; a failure must not reach the training loop."""
+        try:
+            return function(*args)
+        except Exception as error:
+            self._failed(self._place(self._first(trained[0])).full_name, error)
+            return None
 
     def _uses(
         self,

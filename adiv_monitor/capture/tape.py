@@ -175,11 +175,16 @@ class Tape:
 
         refs, named = tree_map_only(Tensor, ref, (args, dict(kwargs)))
         versions = {found: tensor._version for found, tensor in given.items()}
-        device = next(iter(given.values())).device
+        device = next(tensor.device for tensor in given.values() if tensor.requires_grad)
         return Pending(function, name, refs, named, given, versions, (random_state(device), device))
 
     def end(self, call: Pending, results: Iterable[Tensor]) -> None:
-        """It was made: keep it if it made or changed anything that depends on parameters."""
+        """It was made: keep it if it has changed anything, or made what depends on parameters.
+
+        Args:
+            call: the call.
+            results: what it gave, unless that is data.
+        """
         written = {
             ref.root.key: ref.root
             for ref, tensor in call.given.items()
@@ -189,6 +194,7 @@ class Tape:
         results = list(results)
         made = [None if id(whole_of(t)) in known else self._new(t) for t in results]
         if not written and not any(made):
+            self._let_go(call)
             return
         touched = {root.key for root in made if root is not None} | written.keys()
         parameters = frozenset[int]().union(*(self._parameters_of(ref.root) for ref in call.given))
@@ -216,6 +222,12 @@ class Tape:
             self._parameters[key] = self._parameters.get(key, frozenset()) | parameters
         for parameter in parameters:
             self._ended[parameter] = call.name
+
+    def _let_go(self, call: Pending) -> None:
+        """Don't keep the constants of a call that is not kept."""
+        for ref, tensor in call.given.items():
+            if ref.root.constant is not None and ref.root.key not in self._touching:
+                self._roots.pop(id(whole_of(tensor)), None)
 
     def ref(self, tensor: Tensor, *, copies: bool = False) -> Ref:
         """How the tensor is told from now on; `copies`: it is about to be written to."""

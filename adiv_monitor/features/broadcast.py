@@ -100,7 +100,12 @@ def difference_to(call: FunctionCall, input: Tensor, other: Tensor) -> Use | Non
 
 @uses("expand", "expand_as", "broadcast_to", "repeat")
 def repetition(call: FunctionCall, input: Tensor, *size: object) -> Use | None:
-    """Z = p, once for every sample: class tokens, queries that are learned."""
+    """Z = p, once for every sample: class tokens, queries that are learned.
+
+    One that is expanded to another parameter's shape is on its way to be part of a weight.
+    """
+    if size and isinstance(size[0], Tensor) and call.of_model(size[0]):
+        return None
     shape = call.result.shape
     first = len(shape) - input.dim()
     whole = all(shape[first + d] == size for d, size in enumerate(input.shape) if size > 1)

@@ -304,7 +304,7 @@ def _is_stretched(values: Mapping[str, Array], seen: Looked) -> bool:
     If so, e is no plain step of the weight itself, and what other rows do to a row can't be told
     from what it does to itself.
     """
-    return bool((np.abs(values.get("stretch", np.ones(1)) - 1) > 10 * _tolerance(seen)).any())
+    return bool((np.abs(values.get("stretch", np.ones(1)) - 1) > _tolerance(seen)).any())
 
 
 def _reading(
