@@ -157,7 +157,7 @@ class Capture:
             )
         elif key in self._unexplained:
             reason = f"it is used by {self._unexplained[key]}, for which there is no rule"
-        elif ended := self._origin.tape.ended_in(parameter):
+        elif (ended := self._origin.tape.ended_in(parameter)) and not self._measures(parameter):
             reason = f"it went through torch's {ended}, whose result no function was seen to use"
         else:
             reason = (
@@ -165,6 +165,10 @@ class Capture:
                 "module: compiled or scripted code, a copy of the module, or code outside"
             )
         return f"{kind.__module__}.{kind.__qualname__}: {reason}"
+
+    def _measures(self, parameter: Tensor) -> bool:
+        """Whether any of it is part of a layer."""
+        return any(piece.parameter is parameter for x in self.layers.values() for piece in x.pieces)
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
@@ -249,11 +253,14 @@ class Capture:
 
     def _tried(self, trained: list[Tensor], function: Callable[..., T], *args: Any) -> T | None:
         """What the tape gives; a failure must not reach the training loop."""
+        place = self._place(self._first(trained[0]))
         try:
             return function(*args)
+        except Refused as refusal:
+            self.refused[place.path] = str(refusal)
         except Exception as error:
-            self._failed(self._place(self._first(trained[0])).full_name, error)
-            return None
+            self._failed(place.full_name, error)
+        return None
 
     def _uses(
         self,
@@ -268,8 +275,8 @@ class Capture:
         if not isinstance(result, Tensor) or not trains(result):
             return used
         call = FunctionCall(result, self._origin.of_model, self._forwards.inside)
-        path = self._place(self._first(trained[0])).full_name
-        if path in self._off:
+        place = self._place(self._first(trained[0]))
+        if place.full_name in self._off:
             return trained
         try:
             with torch.no_grad(), without_autocast(call.result):
@@ -277,10 +284,10 @@ class Capture:
                     used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
                     self._note(use, call.result)
         except Refused as refusal:
-            self.refused[self._place(self._first(trained[0])).path] = str(refusal)
+            self.refused[place.path] = str(refusal)
             return trained
         except Exception as error:
-            self._failed(path, error)
+            self._failed(place.full_name, error)
             return trained
         return used
 

@@ -165,11 +165,7 @@ def _before(piece: Piece, taken: Parts) -> Tensor:
 
 
 def _constant(root: Root) -> Tensor:
-    if root.constant is None:
-        raise Refused(
-            "its weight is made of a parameter whose memory is read as another type of number "
-            "(view_as_complex?): a change can't be followed through that"
-        )
+    assert root.constant is not None
     if root.constant._version != root.version:
         raise Refused("a constant that its weight is made with was changed in place since")
     return _precise(root.constant)

@@ -51,15 +51,17 @@ class Origin:
         return (id(whole),) if id(whole) in self._trained else self.tape.parameters_of(whole)
 
     def source(self, value: Tensor | None) -> Source | None:
-        """Of which parameters it is made, and how; None if of none that are measured."""
+        """Of which parameters it is made, and how; None if of none that are measured.
+
+        Raises:
+            Refused: its memory is read as numbers of another type.
+        """
         if value is None or not self.is_trained(value):
             return None
-        parameter = self._trained.get(id(whole_of(value)))
-        view = None if parameter is None else self._pieces.source(value, parameter)
-        if view is not None:
-            return view
         ref = self.tape.ref(value)
-        return Derived(ref, self.tape.making_of(ref), self._pieces)
+        parameter = ref.root.parameter
+        view = None if parameter is None else self._pieces.source(value, parameter)
+        return view or Derived(ref, self.tape.making_of(ref), self._pieces)
 
     def remember(self, result: object) -> None:
         """What a function made of the model alone."""

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from adiv_monitor.capture.pieces import Strides
 from adiv_monitor.capture.randomness import random_state, restored_randomness, set_random_state
 from adiv_monitor.features.rows import exact_type
+from adiv_monitor.features.uses import Refused
 
 Function = Callable[..., Any]
 
@@ -202,7 +203,9 @@ class Tape:
         drew = not torch.equal(state, random_state(device))
         function, args, kwargs = call.function, call.args, call.kwargs
         if call.name in _CASTS:
-            kwargs = {"dtype": exact_type(results[0]), "device": results[0].device}
+            (cast,) = results
+            dtype = exact_type(cast) if cast.is_floating_point() else cast.dtype
+            kwargs = {"dtype": dtype, "device": cast.device}
             function = _moved
         recorded = Recorded(
             next(self._numbers),
@@ -234,13 +237,18 @@ class Tape:
         whole = whole_of(tensor)
         if whole.requires_grad and not tensor.requires_grad:  # detached: what it is now
             return Ref(self._constant(tensor.detach().clone()))
+        if tensor.dtype != whole.dtype and not tensor.requires_grad:
+            return Ref(self._constant(tensor.detach()))
+        if tensor.dtype != whole.dtype:
+            raise Refused(
+                f"its memory is read as {tensor.dtype} instead of {whole.dtype}: a change can't be "
+                "followed through that"
+            )
         root = self._known(whole)
         if root is None or (root.constant is not None and self._is_outdated(root)):
             root = self._register(whole, copies=copies)
         if tensor is whole:
             return Ref(root)
-        if tensor.dtype != whole.dtype:
-            return Ref(Root(next(self._keys), tensor.stride()))  # nothing can stand for it
         return Ref(root, Strides.between(tensor, whole))
 
     def _known(self, whole: Tensor) -> Root | None:
