@@ -511,11 +511,15 @@ class Capture:
     def _on_replay(
         self, layer: Layer, call: Call, linear: Map, found: Replay, precision: float
     ) -> None:
+        """A replay has told the rows of one of the layers in a recurrent call."""
         if layer.path not in self.rows:
             return
-        if not call.known:
-            self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
-        self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        try:
+            if not call.known:
+                self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+            self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        except Exception as error:
+            self._failed(layer.path, error)
         call.precision = max(call.precision, precision)
         call.replay_error = found.error
 

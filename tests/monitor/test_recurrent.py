@@ -5,6 +5,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture import capture, late_rows
 from adiv_monitor.features import recurrent_call
+from adiv_monitor.features.linear import affine
 
 K, H, P, B, T = 3, 4, 2, 4, 5
 F64 = torch.float64
@@ -356,6 +358,15 @@ def attacked_first(net: nn.Module) -> None:
     (3 * loss).backward()
 
 
+def trained_on_an_attack(net: nn.Module) -> None:
+    """The attack's graph lives on, but is no part of the parameters' gradient."""
+    x = padded().requires_grad_()
+    attacked = net(x)
+    (gradient,) = torch.autograd.grad(attacked, x, retain_graph=True)
+    net(padded() + 0.1 * gradient.sign()).backward()
+    assert attacked.grad_fn is not None
+
+
 def evaluated_between(net: nn.Module) -> None:
     net(padded(5))  # with a graph that nobody runs back through
     loss = net(padded())
@@ -392,8 +403,8 @@ def in_one_loss(net: nn.Module) -> None:
 
 
 LOOPS = [
-    *(micro_batches, one_graph_twice, zeroed_between, attacked_first, evaluated_between),
-    *(clipped, hooked, set_by_hand, in_one_loss),
+    *(micro_batches, one_graph_twice, zeroed_between, attacked_first),
+    *(trained_on_an_attack, evaluated_between, clipped, hooked, set_by_hand, in_one_loss),
 ]
 
 
@@ -588,18 +599,55 @@ def test_a_replay_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert monitor.latest.unsupported.keys() == {"rnn.input_l0", "rnn.hidden_l0"}
 
 
+def test_one_layer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of its call are measured."""
+
+    def fails_with_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        if weight.shape[1] == K:
+            raise ArithmeticError("not today")
+        return affine(x, weight, bias)
+
+    monkeypatch.setattr(capture, "affine", fails_with_inputs)
+    fused, _ = nets("lstm")
+    optimizer = OPTIMIZERS["sgd"](fused.parameters())
+    with (
+        pytest.warns(UserWarning, match=r"layer 'rnn.input_l0': .*ArithmeticError: not today"),
+        Monitor(fused, optimizer) as monitor,
+    ):
+        fused(padded()).backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert monitor.latest.layers.keys() == {"head", "rnn.hidden_l0"}
+    assert monitor.latest.unsupported.keys() == {"rnn.input_l0"}
+
+
+def backward_in(net: nn.Module, *, low: bool) -> None:
+    """In float32, or with autocast."""
+    torch.manual_seed(1)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
+        output, _ = net(padded().float())
+        output.float().square().sum().backward()
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_how_far_off_a_replay_may_be(low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By 2 % in bfloat16, not in float32."""
+
+    def off(*args: Any) -> Any:
+        return replace(replay(*args), error=torch.tensor(0.02))
+
+    replay = late_rows.replay
+    monkeypatch.setattr(late_rows, "replay", off)
+    report = one_step(nn.GRU(K, H), lambda net: backward_in(net, low=low))
+    assert report.layers.keys() == ({"input_l0", "hidden_l0"} if low else set())
+    assert report.unsupported.keys() == (set() if low else {"input_l0", "hidden_l0"})
+
+
 def test_autocast() -> None:
     torch.manual_seed(0)
     net = nn.LSTM(K, H, 2, dropout=0.5)
-
-    def backward(net: nn.Module, *, low: bool) -> None:
-        torch.manual_seed(1)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
-            output, _ = net(padded().float())
-            output.float().square().sum().backward()
-
-    found = one_step(copy.deepcopy(net), lambda net: backward(net, low=True))
-    expected = one_step(net, lambda net: backward(net, low=False))
+    found = one_step(copy.deepcopy(net), lambda net: backward_in(net, low=True))
+    expected = one_step(net, lambda net: backward_in(net, low=False))
     assert found.layers.keys() == expected.layers.keys()
     assert not found.unsupported
     for path, reading in found.layers.items():
