@@ -512,8 +512,11 @@ class Capture:
     def _guarded(
         self, paths: Callable[[], list[str]], function: Callable[..., None], *args: Any
     ) -> None:
-        """Run a hook's body for some layers, which are not watched any more if it fails."""
-        if not self._active or not trains(args[-1]):
+        """Run a hook's body for some layers, which are not watched any more if it fails.
+
+        It is given no gradient where the loss leaves this output of a function out.
+        """
+        if not self._active or args[-1] is None or not trains(args[-1]):
             return
         watched = [path for path in paths() if path in self.rows]
         if not watched:
@@ -561,11 +564,15 @@ class Capture:
     def _on_replay(
         self, layer: Layer, call: Call, linear: Map, found: Replay, precision: float
     ) -> None:
+        """A replay has told the rows of one of the layers in a recurrent call."""
         if layer.path not in self.rows:
             return
-        if not call.known:
-            self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
-        self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        try:
+            if not call.known:
+                self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+            self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        except Exception as error:
+            self._failed(layer.path, error)
         call.precision = max(call.precision, precision)
         call.replay_error = found.error
 
