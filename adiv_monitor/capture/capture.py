@@ -12,11 +12,11 @@ activations, modules that are called several times and checkpointing all work:
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
-from typing import Any
+from itertools import count, takewhile
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,10 +28,11 @@ from adiv_monitor.capture.forwards import Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.capture.origin import Origin, tensors_in
+from adiv_monitor.capture.origin import Origin
 from adiv_monitor.capture.pieces import Piece, Source, overlap
 from adiv_monitor.capture.randomness import random_state
 from adiv_monitor.capture.selection import Layer, Place, Selection
+from adiv_monitor.capture.tape import is_in_place, tensors_in, values_in
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.linear import affine
@@ -42,6 +43,8 @@ from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, as_it_is, name_of, uses_in
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import ceiling, dots
+
+T = TypeVar("T")
 
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
@@ -165,12 +168,18 @@ class Capture:
             )
         elif key in self._unexplained:
             reason = f"it is used by {self._unexplained[key]}, for which there is no rule"
+        elif (ended := self._origin.tape.ended_in(parameter)) and not self._measures(parameter):
+            reason = f"it went through torch's {ended}, whose result no function was seen to use"
         else:
             reason = (
                 "it has a gradient, but no function was seen to use it inside the forward of a "
                 "module: compiled or scripted code, a copy of the module, or code outside"
             )
         return f"{kind.__module__}.{kind.__qualname__}: {reason}"
+
+    def _measures(self, parameter: Tensor) -> bool:
+        """Whether any of it is part of a layer."""
+        return any(piece.parameter is parameter for x in self.layers.values() for piece in x.pieces)
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
@@ -199,11 +208,13 @@ class Capture:
     def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and note the parameters that it uses."""
         name = getattr(function, "__name__", "")
-        if name in _ATTRIBUTES or not self._is_looking():
+        if not self._is_looking():
             return function(*args, **kwargs)
+        if name in _ATTRIBUTES:
+            return self._read(function, args)
         origin = self._origin
         trained, data = [], False
-        for tensor in tensors_in(*args, *kwargs.values()):
+        for tensor in values_in(name, args, kwargs):
             if not origin.of_model(tensor):
                 data = True
             elif origin.is_trained(tensor):
@@ -221,10 +232,16 @@ class Capture:
         """Whether what is called can be part of what is measured."""
         return (
             self._active
-            and torch.is_grad_enabled()
             and torch._C._functorch.peek_interpreter_stack() is None
             and self._forwards.innermost not in self._selection.rules
         )
+
+    def _read(self, function: Function, args: tuple[Any, ...]) -> Any:
+        """An attribute of a tensor: `.T` and `.data` are tensors too."""
+        result = function(*args)
+        if isinstance(result, Tensor) and self._origin.of_model(args[0]):
+            self._origin.remember(result)
+        return result
 
     def _called_with(
         self,
@@ -241,37 +258,70 @@ class Capture:
             return self._forwards.opened(function, args, kwargs)
         if function in RECURRENT:
             return self._recurrent(function, args, kwargs, trained)
+        if not data:
+            return self._made(function, name, args, kwargs, trained)
         kept = args
         if name in _OVERWRITE and not self._origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
         result = function(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
-        used: list[Tensor] = []
-        if isinstance(made, Tensor) and trains(made):
-            call = FunctionCall(made, self._origin.of_model, self._forwards.inside)
-            used = self._uses(name_of(function), call, kept, kwargs, trained)
-        if data or used:
-            self._explain(name, trained, used)
-            self._origin.forget(made)
-        else:
-            self._origin.remember(result)
+        if torch.is_grad_enabled():
+            self._explain(name, trained, self._uses(function, made, kept, kwargs, trained))
+        self._origin.forget(args[0] if is_in_place(name) else made)
         return result
+
+    def _made(
+        self,
+        function: Function,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trained: list[Tensor],
+    ) -> Any:
+        """Call a function of the model alone: it uses parameters, or makes something of them."""
+        origin, tape = self._origin, self._origin.tape
+        begun = None
+        if trains(trained[0]):
+            begun = self._tried(trained, tape.begin, function, name, args, kwargs)
+        result = function(*args, **kwargs)
+        used = self._uses(function, result, args, kwargs, trained)
+        if begun is not None:
+            self._tried(trained, tape.end, begun, () if used else tensors_in(result))
+        if used:
+            self._explain(name, trained, used)
+        else:
+            origin.remember(result)
+        return result
+
+    def _tried(self, trained: list[Tensor], function: Callable[..., T], *args: Any) -> T | None:
+        """What the tape gives; a failure must not reach the training loop."""
+        place = self._place(self._first(trained[0]))
+        try:
+            return function(*args)
+        except Refused as refusal:
+            self.refused[place.path] = str(refusal)
+        except Exception as error:
+            self._failed(place.full_name, error)
+        return None
 
     def _uses(
         self,
-        name: str,
-        call: FunctionCall,
+        function: Function,
+        made: object,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         trained: list[Tensor],
     ) -> list[Tensor]:
         """Note the uses in a call; the tensors that they account for."""
+        if not (isinstance(made, Tensor) and torch.is_grad_enabled() and trains(made)):
+            return []
         if self._is_off(trained):
             return trained
-        with self._noting(trained) as used, without_autocast(call.result):
-            for use in uses_in(name, call, args, kwargs):
+        call = FunctionCall(made, self._origin.of_model, self._forwards.inside)
+        with self._noting(trained) as used, without_autocast(made):
+            for use in uses_in(name_of(function), call, args, kwargs):
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
-                self._note(use, call.result)
+                self._note(use, made)
         return used
 
     def _recurrent(
@@ -319,9 +369,8 @@ class Capture:
         for tensor in trained:
             if any(tensor is other for other in used):
                 continue
-            source = self._origin.source(tensor)
-            for piece in source.pieces if source is not None else ():
-                self._unexplained.setdefault(id(piece.parameter), f"torch's {name}")
+            for key in self._origin.parameters_of(tensor):
+                self._unexplained.setdefault(key, f"torch's {name}")
 
     def _note(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
@@ -332,7 +381,7 @@ class Capture:
             return
         z = use.layout(output)
         rows_of_layer = self.rows[layer.path]
-        call = Call(*rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
+        call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
         features = self._look(layer, call, use, z)
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
@@ -369,7 +418,7 @@ class Capture:
             layer = self._layer(use, None)
             if layer is not None and layer.path in self.rows:
                 rows = self.rows[layer.path].choose((made.rows,), made.input.device)
-                layers[use.part] = layer, Call(*rows)
+                layers[use.part] = layer, Call(layer, *rows)
         if not layers:
             return used
         late = LateRows(made, Returned.of(made, outputs), rng_state, layers, self._on_replay)
@@ -394,7 +443,7 @@ class Capture:
             if known is None:
                 return self._new_layer(name, use, weight, bias)
             if _identity(known.kind, known.weight, known.bias) == _identity(use.kind, weight, bias):
-                return known
+                return known.made_of(weight, bias)
         raise ValueError(f"'{path}' uses other parameters at every call")
 
     def _new_layer(
@@ -403,7 +452,7 @@ class Capture:
         lead = weight or bias
         assert lead is not None
         parameter = lead.pieces[0].parameter
-        place = self._place(parameter)
+        place = self._place(id(parameter))
         order = self._order[id(parameter)]
         layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order)
         self.layers[path] = layer
@@ -419,33 +468,30 @@ class Capture:
             )
         return layer
 
-    def _first(self, tensor: Tensor) -> nn.Parameter:
-        source = self._origin.source(tensor)
-        assert source is not None
-        return source.pieces[0].parameter
+    def _first(self, tensor: Tensor) -> int:
+        """The first parameter in the model of which the tensor is made."""
+        return min(self._origin.parameters_of(tensor), key=self._order.__getitem__)
 
-    def _place(self, parameter: Tensor) -> Place:
+    def _place(self, parameter: int) -> Place:
         """Where a parameter is: in the module that runs, if that holds it too."""
-        places = self._selection.places[id(parameter)]
+        places = self._selection.places[parameter]
         running = self._forwards.innermost
         return next((place for place in places if place.module is running), places[0])
 
     def _names(self, use: Use, lead: Source) -> Iterator[str]:
         """What a layer may be called: as its module, as its parameter, with who uses it."""
-        piece = lead.pieces[0]
-        place = self._place(piece.parameter)
-        part = use.part or part_of(place.module, place.name)
-        if part:
-            name = f"{place.path}.{part}".strip(".")
-            yield name
-        else:
-            name = place.full_name + piece.name
-            if place.name in ("weight", "bias") and not piece.name:
-                yield place.path
-            yield name
+        places = [self._place(id(piece.parameter)) for piece in lead.pieces]
+        homes = list(dict.fromkeys(place.home for place in places))
+        path, name = homes[0] if len(homes) == 1 else (_common([path for path, _ in homes]), "")
+        rows = lead.pieces[0].name if len(lead.pieces) == 1 else ""
+        part = use.part or part_of(places[0].module, places[0].name)
+        full = ".".join(filter(None, (path, part or name))) + ("" if part else rows)
+        if part == "" and name in ("weight", "bias") and not rows:
+            yield path
+        yield full
         user = self._selection.modules[self._forwards.innermost] or use.kind
-        yield f"{name}@{user}"
-        yield from (f"{name}@{user}#{i}" for i in count(2))
+        yield f"{full}@{user}"
+        yield from (f"{full}@{user}#{i}" for i in count(2))
 
     def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
         """Rows of the layers whose gradient is told by this parameter's."""
@@ -466,8 +512,11 @@ class Capture:
     def _guarded(
         self, paths: Callable[[], list[str]], function: Callable[..., None], *args: Any
     ) -> None:
-        """Run a hook's body for some layers, which are not watched any more if it fails."""
-        if not self._active or not trains(args[-1]):
+        """Run a hook's body for some layers, which are not watched any more if it fails.
+
+        It is given no gradient where the loss leaves this output of a function out.
+        """
+        if not self._active or args[-1] is None or not trains(args[-1]):
             return
         watched = [path for path in paths() if path in self.rows]
         if not watched:
@@ -515,11 +564,15 @@ class Capture:
     def _on_replay(
         self, layer: Layer, call: Call, linear: Map, found: Replay, precision: float
     ) -> None:
+        """A replay has told the rows of one of the layers in a recurrent call."""
         if layer.path not in self.rows:
             return
-        if not call.known:
-            self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
-        self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        try:
+            if not call.known:
+                self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+            self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        except Exception as error:
+            self._failed(layer.path, error)
         call.precision = max(call.precision, precision)
         call.replay_error = found.error
 
@@ -537,6 +590,12 @@ def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
 
 def _trained(layer: Layer, features: Features) -> Features:
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The path of the module that all of these are in."""
+    several = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, several))
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
