@@ -11,7 +11,7 @@ activations, modules that are called several times and checkpointing all work:
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
 from typing import Any
@@ -25,13 +25,16 @@ from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.forwards import Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
+from adiv_monitor.capture.leftovers import Leftovers
 from adiv_monitor.capture.origin import Origin, tensors_in
-from adiv_monitor.capture.pieces import Piece, Source, overlap
+from adiv_monitor.capture.outputs import Outputs
+from adiv_monitor.capture.pieces import Piece, Source, Together, overlap
+from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.rows import Rows
-from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses_in
+from adiv_monitor.features.uses import FunctionCall, Refused, Use, as_it_is, uses_in
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import dots
 
@@ -88,8 +91,11 @@ class Capture:
         self._verdict = (-1, False)
         self._origin = Origin(model, selection.parameters)
         self._order = {key: i for i, key in enumerate(selection.places)}
-        self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
-        self._forwards = Forwards(selection.modules, self._called, self._begins, self._ends)
+        self._leftovers = Leftovers(selection)
+        devices = {p.device for p in selection.parameters if p.device.type != "cpu"}
+        self._forwards = Forwards(
+            selection.modules, self._called, self._begins, self._ends, devices
+        )
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -124,7 +130,7 @@ class Capture:
         found = set()
         for key, users in uses.items():
             pieces = [piece for _, piece in users]
-            if key in self._unexplained or overlap(pieces[0].parameter, pieces):
+            if self._leftovers.has(key) or overlap(pieces[0].parameter, pieces):
                 found |= {layer.path for layer, _ in users}
         return found
 
@@ -143,8 +149,8 @@ class Capture:
             return (
                 "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
             )
-        if key in self._unexplained:
-            return f"it is used by {self._unexplained[key]}, of which the monitor knows no rule"
+        if (reason := self._leftovers.why(key)) is not None:
+            return reason
         if parameter.grad is None:
             return "no gradient reached it in this step"
         return (
@@ -162,9 +168,12 @@ class Capture:
     def _ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run: the rows of one whose class has a rule."""
+        """A module's forward has run: its rows, if its class has a rule or something is left."""
         rule = self._selection.rules.get(module)
-        if rule is None or not trains(output):
+        if not trains(output):
+            return
+        if rule is None:
+            self._look_at_whole(module, args, kwargs, output)
             return
         path = self._selection.modules[module]
         try:
@@ -173,6 +182,26 @@ class Capture:
             if output.requires_grad:
                 with torch.no_grad():
                     self._note(use_of(rule, module, args, kwargs), output, path, checked=False)
+        except Exception as error:
+            self._failed(path, error)
+
+    def _look_at_whole(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Measure through a module's own output what no rule accounts for."""
+        path = self._selection.modules[module]
+        if path in self._off or not self._leftovers.may_be_in(module):
+            return
+        try:
+            inputs = list(tensors_in(*args, *kwargs.values()))
+            if not self._forwards.is_outermost and all(map(self._origin.of_model, inputs)):
+                return  # it makes a weight, no activations
+            outputs = Outputs(output, inputs)
+            tensors = outputs.of(output)
+            names = self._leftovers.claim(module, tensors, inputs) if tensors else []
+            if names:
+                with torch.no_grad():
+                    self._note_whole(module, names, (args, kwargs), outputs, tensors)
         except Exception as error:
             self._failed(path, error)
 
@@ -233,11 +262,12 @@ class Capture:
     def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
         """Keep in mind what parameters went into where no rule can follow."""
         for tensor in trained:
-            if any(tensor is other for other in used):
-                continue
             source = self._origin.source(tensor)
-            for piece in source.pieces if source is not None else ():
-                self._unexplained.setdefault(id(piece.parameter), f"torch's {name}")
+            parameters = [piece.parameter for piece in source.pieces] if source is not None else []
+            if any(tensor is other for other in used):
+                self._leftovers.account(parameters)
+            else:
+                self._leftovers.leave(parameters, f"torch's {name}")
 
     def _note(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
@@ -267,6 +297,43 @@ class Capture:
         call.hook = weakref.ref(arrive)
         output.register_hook(arrive)  # type: ignore[no-untyped-call]
 
+    def _note_whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+    ) -> None:
+        """Gather rows of a module that is measured as a whole, and hook its output."""
+        parameters = [module.get_parameter(name) for name in names]
+        source = Together([self._origin.pieces.of(p) for p in parameters], module)
+        use = Use("module", None, None, _no_features)
+        layer = self._find(self._whole_names(module, parameters), use, source, None)
+        if layer is None or layer.path not in self.rows:
+            return
+        path, rows_of_layer = layer.path, self.rows[layer.path]
+        z = outputs.rows(tensors)
+        rows, chosen = rows_of_layer.choose(tuple(z.shape[:-1]), z.device)
+        taken = rows.take(z)
+        try:
+            features = self._leftovers.features(
+                module, names, arguments, outputs, taken, self._forwards.began, rows
+            )
+            if any(call.z.shape[1] != taken.shape[1] for call in rows_of_layer.calls):
+                raise Refused("its output has rows of another length at every call")
+        except Refused as refusal:
+            self._leftovers.refuse(parameters, str(refusal))
+            del self.layers[path], self.rows[path]
+            return
+        call = Call(rows, chosen, features, taken, None)
+        rows_of_layer.calls.append(call)
+        arrive = partial(
+            self._guarded, lambda: [path], partial(self._on_gradient, path, as_it_is, call)
+        )
+        call.hook = weakref.ref(arrive)
+        outputs.hook(tensors, arrive)
+
     # --- layers ----------------------------------------------------------------------------------
 
     def _layer(self, use: Use, path: str | None) -> Layer | None:
@@ -275,10 +342,18 @@ class Capture:
         lead = weight or bias
         if lead is None:
             return None
-        for name in self._names(use, lead) if path is None else [path]:
-            known = self.layers.get(name)
+        names = self._names(use, lead) if path is None else [path]
+        return self._find(names, use, weight, bias)
+
+    def _find(
+        self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
+    ) -> Layer | None:
+        """The layer of one of these names that is made alike, or a new one."""
+        path = ""
+        for path in names:
+            known = self.layers.get(path)
             if known is None:
-                return self._new_layer(name, use, weight, bias)
+                return self._new_layer(path, use, weight, bias)
             if _identity(known.kind, known.weight, known.bias) == _identity(use.kind, weight, bias):
                 return known
         raise ValueError(f"'{path}' uses other parameters at every call")
@@ -327,7 +402,19 @@ class Capture:
             if place.name in ("weight", "bias") and not piece.name:
                 yield place.path
             yield name
-        user = self._selection.modules[self._forwards.innermost] or use.kind
+        yield from self._with_user(name, use.kind)
+
+    def _whole_names(self, module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[str]:
+        """What a module measured as a whole may be called: as it is, or as its one parameter."""
+        name = self._selection.modules[module]
+        if len(parameters) == 1:
+            place = self._place(parameters[0])
+            name = place.path if place.name in ("weight", "bias") else place.full_name
+        yield name
+        yield from self._with_user(name, "module")
+
+    def _with_user(self, name: str, kind: str) -> Iterator[str]:
+        user = self._selection.modules[self._forwards.innermost] or kind
         yield f"{name}@{user}"
         yield from (f"{name}@{user}#{i}" for i in count(2))
 
@@ -403,6 +490,10 @@ def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
         rest = rest - part
     error: Tensor = torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(z)
     return error
+
+
+def _no_features(rows: Rows) -> Features:
+    raise NotImplementedError("what a module as a whole does to its rows is told by a replay")
 
 
 def _trained(layer: Layer, features: Features) -> Features:

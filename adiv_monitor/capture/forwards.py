@@ -1,7 +1,7 @@
 """Sees every function that is called inside the forwards of a model's modules."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.capture.hook import ModuleHook, trains
+from adiv_monitor.capture.randomness import Randomness
 
 Function = Callable[..., Any]
 
@@ -32,6 +33,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self.began: list[Randomness] = []
         self.mode: _Mode | None = None
 
 
@@ -46,6 +48,7 @@ class Forwards:
         watcher: (function, args, kwargs) → what the call gives.
         begins: called when the outermost forward begins.
         ends: called with (module, args, kwargs, output) when a module's forward ends.
+        devices: other than the host, whose generators forwards may draw from.
 
     Attributes:
         strangers: a module ran in the place of one of these: its copy, with its hooks.
@@ -57,6 +60,7 @@ class Forwards:
         watcher: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any],
         begins: Callable[[], object],
         ends: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
+        devices: Collection[torch.device],
     ) -> None:
         self.strangers = False
         self._modules = modules
@@ -64,6 +68,7 @@ class Forwards:
         self._watcher = watcher
         self._begins = begins
         self._ends = ends
+        self._devices = devices
         self._active = True
         self._hooks = [
             hook
@@ -78,6 +83,16 @@ class Forwards:
     def innermost(self) -> nn.Module:
         """The module whose forward runs."""
         return self._running.modules[-1]
+
+    @property
+    def began(self) -> Randomness:
+        """The generators as they were when its forward began."""
+        return self._running.began[-1]
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether no other module's forward runs around it."""
+        return len(self._running.modules) == 1
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -98,6 +113,7 @@ class Forwards:
             running.mode = _Mode(self._watcher)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
         running.modules.append(module)
+        running.began.append(Randomness(self._devices))
 
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -111,6 +127,7 @@ class Forwards:
                     self._ends(module, args, kwargs, output)
         finally:
             running.modules.pop()
+            running.began.pop()
             if not running.modules and running.mode is not None:
                 mode, running.mode = running.mode, None
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

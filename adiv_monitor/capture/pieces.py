@@ -124,6 +124,28 @@ class View:
         return part if self.strides is None else self.strides.of(part, self.piece.parameter)
 
 
+@dataclass(frozen=True, eq=False)
+class Together:
+    """Several pieces, one after the other in one vector.
+
+    Attributes:
+        pieces: the pieces.
+        through: what they are measured through.
+    """
+
+    pieces: Sequence[Piece]
+    through: object
+
+    @property
+    def identity(self) -> object:
+        """The same pieces through the same."""
+        return self.through, tuple(piece.key for piece in self.pieces)
+
+    def of(self, parts: Parts) -> Tensor:
+        """All their changes in a vector (P,)."""
+        return torch.cat([parts[piece.key].reshape(-1) for piece in self.pieces])
+
+
 class Pieces:
     """All pieces of a step: the same one for the same part of a parameter."""
 
