@@ -226,7 +226,7 @@ class Capture:
             if data or used:
                 self._explain(name, trained, used)
                 data = True
-        elif trained and data:
+        elif trained and data and all(map(trains, tensors_in(result))):
             self._explain(name, trained, [])
         if not data:
             origin.remember(result)

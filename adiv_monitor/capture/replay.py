@@ -5,9 +5,11 @@ its parameters, buffers and other state, on copies of the inputs; the generators
 """
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -80,6 +82,7 @@ class Replay:
             if torch.amp.is_autocast_available(kind)
         ]
         self._derivative = self._forward_mode
+        _load_derivatives()
 
     @property
     def precision(self) -> float:
@@ -187,6 +190,14 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.forward(*args, **kwargs)
+
+
+@cache
+def _load_derivatives() -> None:
+    """Torch loads some forward-mode derivatives when one is first taken, and may warn of that."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore")
+        forward_ad.make_dual(torch.zeros(1), torch.zeros(1))  # type: ignore[no-untyped-call]
 
 
 def _copied(value: Any, held: Callable[[Tensor], Tensor]) -> Any:
