@@ -5,7 +5,7 @@ TORCH_INDEX ?=# e.g. https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint bench gpu mutants clean
+.PHONY: demo test lint bench models gpu mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -21,6 +21,11 @@ lint: $(VENV)/.dev
 # With pip install ".[peers]" in the environment, peers.py times them too.
 bench: $(VENV)/.dev
 	for name in launches monitor peers rows layers; do $(BIN)/python tests/benchmarks/$$name.py || exit; done
+
+# docs/models.md: how much of which models is measured, as what, at what cost.
+models: $(VENV)/.dev
+	mkdir -p docs
+	$(BIN)/python tests/benchmarks/covered.py --write docs/models.md
 
 # Which changes of the core does no test notice? FILE: one file only. Takes hours for all of them.
 mutants: $(VENV)/.mutants

@@ -2,8 +2,8 @@
 
 from adiv_monitor.errors import AdivError
 from adiv_monitor.monitor import Monitor
-from adiv_monitor.report import LayerReading, StepReport
+from adiv_monitor.report import AttentionReading, LayerReading, StepReport
 
 __version__ = "0.1.0"
 
-__all__ = ["AdivError", "LayerReading", "Monitor", "StepReport"]
+__all__ = ["AdivError", "AttentionReading", "LayerReading", "Monitor", "StepReport"]

@@ -107,7 +107,68 @@ WORST: Mapping[str, Literal["min", "max"]] = MappingProxyType(
         "parameter_cosine": "min",
         "projection_cosine": "min",
         "applied_cosine": "min",
+        "attention_cosine": "min",
+        "attention_gradient_cosine": "min",
+        "attention_scale_cv": "max",
     }
+)
+
+
+@dataclass(frozen=True)
+class AttentionReading:
+    """One attention at one step: what the step did to its scores. See `maths/attention.py`.
+
+    Attributes:
+        samples_seen: samples of the batch that were looked at, with all heads.
+        samples_total: samples that there were.
+        standard_error: measure → standard error; those that are missing are exact.
+        heads: measure → its value for every head.
+        heads_standard_error: measure → standard error of every head's value; as above.
+
+    All other attributes are the measures, over all heads together.
+    """
+
+    samples_seen: int
+    samples_total: int
+    attention_cosine: float | None = None
+    attention_gradient_cosine: float | None = None
+    attention_scale_mean: float | None = None
+    attention_scale_cv: float | None = None
+    standard_error: Mapping[str, float] = field(default_factory=dict)
+    heads: Mapping[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    heads_standard_error: Mapping[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
+
+    def measures(self) -> dict[str, float]:
+        """The measures that were taken, by name; NaN where there is no direction."""
+        taken = ((name, getattr(self, name)) for name in ATTENTION_MEASURES)
+        return {name: value for name, value in taken if value is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, without the measures that were not taken."""
+        return {
+            "samples_seen": self.samples_seen,
+            "samples_total": self.samples_total,
+            **self.measures(),
+            "standard_error": dict(self.standard_error),
+            "heads": {name: list(values) for name, values in self.heads.items()},
+            "heads_standard_error": {
+                name: list(errors) for name, errors in self.heads_standard_error.items()
+            },
+        }
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One flat record per head, with `<measure>_standard_error` for what is not exact."""
+        columns = dict(self.heads)
+        columns |= {f"{m}_standard_error": e for m, e in self.heads_standard_error.items()}
+        return [
+            {"head": head, **dict(zip(columns, values, strict=True))}
+            for head, values in enumerate(zip(*columns.values(), strict=True))
+        ]
+
+
+# Every measure of attention, in the order of tables and dashboards.
+ATTENTION_MEASURES: tuple[str, ...] = tuple(
+    f.name for f in fields(AttentionReading) if f.name.startswith("attention_")
 )
 
 
@@ -209,6 +270,7 @@ class StepReport:
         unmeasured: the parameters that are trained and were asked for but lie in no measured layer,
             with the number of their elements.
         interval: steps from one measured step to the next, as it stood at this one.
+        attention: readings by the path of the module that attends; empty unless asked for.
     """
 
     step: int
@@ -218,6 +280,7 @@ class StepReport:
     notes: tuple[str, ...] = ()
     unmeasured: Mapping[str, int] = field(default_factory=dict)
     interval: int | None = None
+    attention: Mapping[str, AttentionReading] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as nested plain data."""
@@ -229,6 +292,7 @@ class StepReport:
             "unsupported": dict(self.unsupported),
             "unmeasured": dict(self.unmeasured),
             "layers": {path: reading.to_dict() for path, reading in self.layers.items()},
+            "attention": {path: reading.to_dict() for path, reading in self.attention.items()},
         }
 
     def to_rows(self) -> list[dict[str, Any]]:
@@ -247,18 +311,30 @@ class StepReport:
             rows.append({"step": self.step, "layer": path, **record, **columns})
         return rows
 
+    def attention_rows(self) -> list[dict[str, Any]]:
+        """One flat record per head of every attention, ready for a data frame."""
+        return [
+            {"step": self.step, "attention": path, **row}
+            for path, reading in self.attention.items()
+            for row in reading.to_rows()
+        ]
+
+    def readings(self, measure: str) -> Mapping[str, LayerReading | AttentionReading]:
+        """Those that may have this measure, by path."""
+        return self.attention if measure in ATTENTION_MEASURES else self.layers
+
     def summary(self) -> dict[str, MeasureSummary]:
         """Smallest, median and largest value of every measure, and the layers they belong to."""
         return {
             measure: _summary(estimates)
-            for measure in MEASURES
+            for measure in (*MEASURES, *ATTENTION_MEASURES)
             if (estimates := self._estimates(measure))
         }
 
     def _estimates(self, measure: str) -> list[tuple[float, float, str]]:
         return [
             (value, reading.standard_error.get(measure, 0.0), path)
-            for path, reading in self.layers.items()
+            for path, reading in self.readings(measure).items()
             if (value := getattr(reading, measure)) is not None and not math.isnan(value)
         ]
 

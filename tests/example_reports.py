@@ -3,7 +3,14 @@
 import math
 import random
 
-from adiv_monitor.report import MEASURES, QUANTILE_LEVELS, LayerReading, StepReport
+from adiv_monitor.report import (
+    ATTENTION_MEASURES,
+    MEASURES,
+    QUANTILE_LEVELS,
+    AttentionReading,
+    LayerReading,
+    StepReport,
+)
 
 LAYERS = ("stem.conv", "block.0.attention.q_proj", "block.0.mlp[wide]", "head")
 
@@ -24,6 +31,21 @@ def reading(seed: int = 0, **values: object) -> LayerReading:
         "row_cosine_quantiles": tuple(1.6 * level**0.5 - 0.7 for level in QUANTILE_LEVELS),
     }
     return LayerReading(**{**fixed, **measures, **values})  # type: ignore[arg-type]
+
+
+def attention(seed: int = 0, **values: object) -> AttentionReading:
+    """Two heads, every measure in a plausible range; keywords overrule."""
+    draw = random.Random(seed)
+    heads = {name: (draw.uniform(0.1, 0.5), draw.uniform(0.5, 0.9)) for name in ATTENTION_MEASURES}
+    fixed: dict[str, object] = {
+        "samples_seen": 4,
+        "samples_total": 64,
+        "standard_error": {"attention_scale_mean": 0.01},
+        "heads": heads,
+        "heads_standard_error": {"attention_scale_mean": (0.02, 0.03)},
+    }
+    measures = {name: sum(of_heads) / 2 for name, of_heads in heads.items()}
+    return AttentionReading(**{**fixed, **measures, **values})  # type: ignore[arg-type]
 
 
 def report(step: int = 0, **values: object) -> StepReport:

@@ -19,10 +19,11 @@ MAY_IMPORT = {
     "arguments": {"capture", "sinks", "step"},
     "monitor": {"arguments", "capture", "errors", "report", "sinks", "step"},
     "lightning": {"arguments", "capture", "errors", "monitor", "report", "sinks"},
+    "huggingface": {"arguments", "capture", "monitor", "sinks"},
     "__init__": {"errors", "monitor", "report"},
 }
 # Pure maths on the host: no tensors, no torch.
-PURE = ("maths/estimates.py", "maths/measures.py", "maths/readings.py")
+PURE = ("maths/attention.py", "maths/estimates.py", "maths/measures.py", "maths/readings.py")
 
 
 def imports(path: Path) -> set[str]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import ModuleType
 
+import covered
 import launches
 import least_work
 import monitor
@@ -12,6 +13,8 @@ import rows
 import torch
 from models import Trainer, images, mlp
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from uses import Uses
 
 
 @pytest.mark.parametrize("script", [launches, monitor, peers, rows], ids=lambda s: s.__name__)
@@ -105,3 +108,56 @@ def test_the_least_work_is_the_work(max_rows: int) -> None:
     e = phi @ layer.weight.grad.t()
     for found, expected in zip(kept, (e * G, e * e, G * G), strict=True):
         torch.testing.assert_close(found[0], expected.sum(1))
+
+
+def test_says_what_is_covered_and_what_is_not(tmp_path: Path) -> None:
+    result = tmp_path / "models.md"
+    covered.main(["--quick", "--threads", str(torch.get_num_threads()), "--write", str(result)])
+    models, missing = result.read_text().split("## Not measured")
+    assert "| one block called ten times | 1,189 | 100 % | linear 6, layer_norm 2 | " in models
+    assert "| function of parameters in a dict | 53 | 0.00 % | " in models
+    assert "called ten times" not in missing
+    assert "| function of parameters in a dict | `weight` | 40 | " in missing
+    assert "none is given" not in missing
+
+
+def test_coverage_is_not_rounded_up() -> None:
+    assert [covered.percent(missing, 10**6) for missing in (0, 1, 10**6)] == [
+        *("100 %", "99.99 %", "0.00 %")
+    ]
+
+
+class ManyUses(nn.Module):
+    """Views, a tied weight, a derived one, one that is written into another tensor, an idle one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(5, 4)
+        self.packed = nn.Parameter(torch.randn(8, 4))
+        self.normed = weight_norm(nn.Linear(4, 4, bias=False))
+        self.mask = nn.Parameter(torch.randn(4))
+        self.idle = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(x)
+        hidden[x == 0] = self.mask
+        first, second = self.packed.chunk(2)
+        hidden = self.normed(nn.functional.linear(hidden, first) @ second.t())
+        with torch.no_grad():
+            hidden = hidden + (self.idle * 0).sum()
+        return nn.functional.linear(hidden, self.tokens.weight)
+
+
+def test_functions_that_take_parameters_are_told() -> None:
+    model = ManyUses()
+    with Uses(model.parameters()) as uses:
+        model(torch.arange(5)).sum().backward()
+    found = {name: uses.functions.get(id(p), set()) for name, p in model.named_parameters()}
+    assert found == {
+        "tokens.weight": {"embedding", "linear"},
+        "packed": {"linear", "matmul"},
+        "normed.parametrizations.weight.original0": {"_weight_norm"},
+        "normed.parametrizations.weight.original1": {"_weight_norm"},
+        "mask": {"__setitem__"},
+        "idle": set(),
+    }

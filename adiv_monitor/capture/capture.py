@@ -6,12 +6,15 @@ activations, modules that are called several times and checkpointing all work:
 - several calls and micro-batches: every call is kept with its own gradient;
 - re-entrant checkpointing: the first pass has no gradient graph and is skipped;
 - other checkpointing: the recomputation's output never receives a gradient and is dropped;
-- gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them.
+- gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them;
+- recurrent functions, which hide their rows: a replay tells them in the backward pass;
+- parameters that no rule accounts for: through the output of the module that holds them.
 """
 
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -24,14 +27,20 @@ from torch import Tensor, nn
 from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.forwards import Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
+from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.leftovers import Leftovers
 from adiv_monitor.capture.origin import Origin, tensors_in
 from adiv_monitor.capture.outputs import Outputs
 from adiv_monitor.capture.pieces import Piece, Source, Together, overlap
+from adiv_monitor.capture.randomness import random_state
 from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
+from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
+from adiv_monitor.features.linear import affine
+from adiv_monitor.features.recurrent import Map, Replay, Returned, uses_of
+from adiv_monitor.features.recurrent_call import RECURRENT, RecurrentCall, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, as_it_is, uses_in
@@ -40,6 +49,9 @@ from adiv_monitor.maths import dots
 
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "__imul__", "addcmul_")
+_ATTRIBUTES = ("__get__", "__set__")  # what they give is a view, or no tensor
+# These are Python, and use parameters in the functions that they call.
+_OPENED = ("multi_head_attention_forward",)
 
 
 class Capture:
@@ -55,7 +67,7 @@ class Capture:
         switched_off: paths of the layers that must not be watched.
         fail: called with a layer's path and the exception that its hook met; from then on the layer
             is not watched any more.
-        begins: called when the first forward pass with gradients begins.
+        begins: called when the first layer's forward pass with gradients begins.
 
     Attributes:
         layers: by path, the layers that were seen so far.
@@ -92,10 +104,11 @@ class Capture:
         self._origin = Origin(model, selection.parameters)
         self._order = {key: i for i, key in enumerate(selection.places)}
         self._leftovers = Leftovers(selection)
-        devices = {p.device for p in selection.parameters if p.device.type != "cpu"}
-        self._forwards = Forwards(
-            selection.modules, self._called, self._begins, self._ends, devices
-        )
+        self._owners = set(selection.owners)
+        self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
+        devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
+        watchers = self._called, self._begins, self._ends
+        self._forwards = Forwards(selection.modules, selection.closed, *watchers, devices)
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -104,6 +117,8 @@ class Capture:
         for accumulated in self.accumulated.values():
             accumulated.remove()
         self.accumulated.clear()  # they refer to this: a cycle that would hold gradients back
+        for late in list(self._late):
+            late.release()
 
     def saw_calls(self) -> bool:
         """Whether any layer was called with gradients enabled."""
@@ -139,29 +154,32 @@ class Capture:
         assert parameter is not None
         key = id(parameter)
         place = self._selection.places[key][0]
+        kind = type(place.module)
         rule = self._selection.rules.get(place.module)
-        if rule is not None and place.name not in (rule.weight, rule.bias):
-            return (
-                f"its rule knows the parameters {rule.weight} and {rule.bias}: name it in "
-                f'register_features({type(place.module).__name__}, weight="…", bias="…")'
-            )
-        if self._forwards.strangers:
-            return (
-                "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
-            )
-        if (reason := self._leftovers.why(key)) is not None:
-            return reason
         if parameter.grad is None:
             return "no gradient reached it in this step"
-        return (
-            "it has a gradient, but no function was seen to use it inside the forward of a module "
-            "(compiled or scripted code, another copy of the module, or code outside)"
-        )
+        if rule is not None and place.name not in (rule.weight, rule.bias):
+            reason = (
+                f"its rule knows the parameters {rule.weight} and {rule.bias}: name this one in "
+                f'register_features({kind.__name__}, weight="…", bias="…")'
+            )
+        elif self._forwards.strangers:
+            reason = (
+                "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
+            )
+        elif (found := self._leftovers.why(key)) is not None:
+            reason = found
+        else:
+            reason = (
+                "it has a gradient, but no function was seen to use it inside the forward of a "
+                "module: compiled or scripted code, a copy of the module, or code outside"
+            )
+        return f"{kind.__module__}.{kind.__qualname__}: {reason}"
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
-    def _begins(self) -> None:
-        if torch.is_grad_enabled():
+    def _begins(self, module: nn.Module) -> None:
+        if module in self._owners:
             begins, self._first_begins = self._first_begins, lambda: None
             begins()
 
@@ -208,28 +226,60 @@ class Capture:
     def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and note the parameters that it uses."""
         name = getattr(function, "__name__", "")
-        watched = self._active and torch.is_grad_enabled() and name not in ("__get__", "__set__")
-        if not watched or self._forwards.innermost in self._selection.rules:
+        if name in _ATTRIBUTES or not self._is_looking():
             return function(*args, **kwargs)
         origin = self._origin
-        tensors = list(tensors_in(*args, *kwargs.values()))
-        theirs = [origin.of_model(tensor) for tensor in tensors]
-        trained = [tensor for tensor in tensors if origin.is_trained(tensor)]
-        kept = args
-        if trained and name in _OVERWRITE and args[0] not in trained:
-            kept = (args[0].detach().clone(), *args[1:])
-        result = function(*args, **kwargs)
-        data = not all(theirs)
-        if trained and isinstance(result, Tensor) and trains(result):
-            call = FunctionCall(result, origin.of_model)
-            used = self._uses(name, call, kept, kwargs, trained)
-            if data or used:
-                self._explain(name, trained, used)
+        trained, data = [], False
+        for tensor in tensors_in(*args, *kwargs.values()):
+            if not origin.of_model(tensor):
                 data = True
-        elif trained and data and all(map(trains, tensors_in(result))):
-            self._explain(name, trained, [])
+            elif origin.is_trained(tensor):
+                trained.append(tensor)
+        if trained:
+            return self._called_with(trained, function, name, args, kwargs, data=data)
+        result = function(*args, **kwargs)
         if not data:
             origin.remember(result)
+        return result
+
+    def _is_looking(self) -> bool:
+        """Whether what is called can be part of what is measured."""
+        return (
+            self._active
+            and torch.is_grad_enabled()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and self._forwards.innermost not in self._selection.rules
+        )
+
+    def _called_with(
+        self,
+        trained: list[Tensor],
+        function: Function,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        data: bool,
+    ) -> Any:
+        """Call a function that takes what is trained; `data`: and something of the batch."""
+        if name in _OPENED:
+            return self._forwards.opened(function, args, kwargs)
+        if function in RECURRENT:
+            return self._recurrent(function, args, kwargs, trained)
+        kept = args
+        if name in _OVERWRITE and not self._origin.of_model(args[0]):
+            kept = (args[0].detach().clone(), *args[1:])
+        result = function(*args, **kwargs)
+        if not all(map(trains, tensors_in(result))):
+            return result
+        used: list[Tensor] = []
+        if isinstance(result, Tensor):
+            call = FunctionCall(result, self._origin.of_model, self._forwards.inside)
+            used = self._uses(name, call, kept, kwargs, trained)
+        if data or used:
+            self._explain(name, trained, used)
+        else:
+            self._origin.remember(result)
         return result
 
     def _uses(
@@ -241,23 +291,55 @@ class Capture:
         trained: list[Tensor],
     ) -> list[Tensor]:
         """Note the uses in a call; the tensors that they account for."""
-        used: list[Tensor] = []
-        path = self._place(self._first(trained[0])).full_name
-        if path in self._off:
+        if self._is_off(trained):
             return trained
-        try:
-            with torch.no_grad(), without_autocast(call.result):
-                for use in uses_in(name, call, args, kwargs):
-                    sources = [use.weight, use.bias]
-                    used += [t for t in trained if any(t is source for source in sources)]
-                    self._note(use, call.result)
-        except Refused as refusal:
-            self.refused[self._place(self._first(trained[0])).path] = str(refusal)
-            return trained
-        except Exception as error:
-            self._failed(path, error)
-            return trained
+        with self._noting(trained) as used, without_autocast(call.result):
+            for use in uses_in(name, call, args, kwargs):
+                used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
+                self._note(use, call.result)
         return used
+
+    def _recurrent(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trained: list[Tensor],
+    ) -> Any:
+        """Call a recurrent function, and note the linear maps in it."""
+        call = rng_state = None
+        if not self._is_off(trained):
+            with self._noting(trained):
+                call = read_call(function, args, kwargs)
+                if call.draws and call.refusal is None:
+                    rng_state = random_state(call.input.device)
+        result = function(*args, **kwargs)
+        outputs = tuple(tensors_in(result))
+        if call is not None and trains(outputs[0]):
+            with self._noting(trained) as used:
+                used += self._note_maps(call, outputs, rng_state)
+            self._explain(function.__name__, trained, used)
+        elif call is None:
+            self._explain(function.__name__, trained, trained)
+        return result
+
+    @contextmanager
+    def _noting(self, trained: list[Tensor]) -> Iterator[list[Tensor]]:
+        """While uses of these are noted: collects those accounted for; if that fails, all are."""
+        place = self._place(self._first(trained[0]))
+        used: list[Tensor] = []
+        try:
+            with torch.no_grad():
+                yield used
+        except Refused as refusal:
+            self.refused[place.path] = str(refusal)
+            used += trained
+        except Exception as error:
+            self._failed(place.full_name, error)
+            used += trained
+
+    def _is_off(self, trained: list[Tensor]) -> bool:
+        return bool(self._off) and self._place(self._first(trained[0])).full_name in self._off
 
     def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
         """Keep in mind what parameters went into where no rule can follow."""
@@ -278,17 +360,10 @@ class Capture:
             return
         z = use.layout(output)
         rows_of_layer = self.rows[layer.path]
-        rows, chosen = rows_of_layer.choose(tuple(z.shape[:-1]), output.device)
-        features = use.features(rows)
-        taken = rows.take(z)
-        if not checked and layer.path not in self._checked and len(taken):
-            rows_of_layer.linear = reproduces(use, features, taken)
-        whole = use.whole() if layer.weight is not None else None
-        if whole is not None:
-            whole = whole.restrict(weight=True, bias=layer.bias is not None)
-        call = Call(rows, chosen, _trained(layer, features), taken, whole)
-        if self._attainable:
-            call.every_row = _trained(layer, use.features(Rows(rows.shape, None, rows.device)))
+        call = Call(*rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
+        features = self._look(layer, call, use, z)
+        if not checked and layer.path not in self._checked and len(call.z):
+            rows_of_layer.linear = reproduces(use, features, call.z)
         rows_of_layer.calls.append(call)
         path = layer.path
         arrive = partial(
@@ -296,6 +371,43 @@ class Capture:
         )
         call.hook = weakref.ref(arrive)
         output.register_hook(arrive)  # type: ignore[no-untyped-call]
+
+    def _look(self, layer: Layer, call: Call, use: Use, z: Tensor) -> Features:
+        """Gather the rows of a call; all that is said of them, trained or not."""
+        features = use.features(call.rows)
+        whole = use.whole() if layer.weight is not None else None
+        if whole is not None:
+            whole = whole.restrict(weight=True, bias=layer.bias is not None)
+        call.look(_trained(layer, features), call.rows.take(z), whole)
+        if self._attainable:
+            every = Rows(call.rows.shape, None, call.rows.device)
+            call.every_row = _trained(layer, use.features(every))
+        return features
+
+    def _note_maps(
+        self, made: RecurrentCall, outputs: tuple[Tensor, ...], rng_state: Tensor | None
+    ) -> list[Tensor]:
+        """Choose rows of the maps in a recurrent call, and put hooks on its outputs."""
+        if made.refusal is not None:
+            raise Refused(made.refusal)
+        layers: dict[str, tuple[Layer, Call]] = {}
+        used: list[Tensor] = []
+        for use in uses_of(made):
+            used += [tensor for tensor in (use.weight, use.bias) if tensor is not None]
+            layer = self._layer(use, None)
+            if layer is not None and layer.path in self.rows:
+                rows = self.rows[layer.path].choose((made.rows,), made.input.device)
+                layers[use.part] = layer, Call(*rows)
+        if not layers:
+            return used
+        late = LateRows(made, Returned.of(made, outputs), rng_state, layers, self._on_replay)
+        for layer, call in layers.values():
+            call.late = call.hook = weakref.ref(late)
+            self.rows[layer.path].calls.append(call)
+        paths = [layer.path for layer, _ in layers.values()]
+        late.watch(outputs, lambda hook: partial(self._guarded, lambda: paths, hook))
+        self._late.add(late)
+        return used
 
     def _note_whole(
         self,
@@ -314,19 +426,19 @@ class Capture:
             return
         path, rows_of_layer = layer.path, self.rows[layer.path]
         z = outputs.rows(tensors)
-        rows, chosen = rows_of_layer.choose(tuple(z.shape[:-1]), z.device)
-        taken = rows.take(z)
+        call = Call(*rows_of_layer.choose(tuple(z.shape[:-1]), z.device))
+        taken = call.rows.take(z)
         try:
             features = self._leftovers.features(
-                module, names, arguments, outputs, taken, self._forwards.began, rows
+                module, names, arguments, outputs, taken, self._forwards.began, call.rows
             )
-            if any(call.z.shape[1] != taken.shape[1] for call in rows_of_layer.calls):
+            if any(other.z.shape[1] != taken.shape[1] for other in rows_of_layer.calls):
                 raise Refused("its output has rows of another length at every call")
         except Refused as refusal:
             self._leftovers.refuse(parameters, str(refusal))
             del self.layers[path], self.rows[path]
             return
-        call = Call(rows, chosen, features, taken, None)
+        call.look(features, taken, None)
         rows_of_layer.calls.append(call)
         arrive = partial(
             self._guarded, lambda: [path], partial(self._on_gradient, path, as_it_is, call)
@@ -395,8 +507,10 @@ class Capture:
         """What a layer may be called: as its module, as its parameter, with who uses it."""
         piece = lead.pieces[0]
         place = self._place(piece.parameter)
-        if use.part:
-            name = f"{place.path}.{use.part}".strip(".")
+        part = use.part or part_of(place.module, place.name)
+        if part:
+            name = f"{place.path}.{part}".strip(".")
+            yield name
         else:
             name = place.full_name + piece.name
             if place.name in ("weight", "bias") and not piece.name:
@@ -480,6 +594,17 @@ class Capture:
         elif self._attainable:  # a second pass through one graph: its rows are summed up already
             self.rows[path].ceiling_is_whole = False
 
+    def _on_replay(
+        self, layer: Layer, call: Call, linear: Map, found: Replay, precision: float
+    ) -> None:
+        if layer.path not in self.rows:
+            return
+        if not call.known:
+            self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+        self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        call.precision = max(call.precision, precision)
+        call.replay_error = found.error
+
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
     """‖Θφ − z‖ / ‖z‖ on the rows: 0 up to rounding if the rule describes this layer."""
@@ -498,6 +623,15 @@ def _no_features(rows: Rows) -> Features:
 
 def _trained(layer: Layer, features: Features) -> Features:
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
+
+
+def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
+    """Whether what was used is the tensor, or a part of it."""
+    if used is None or used is tensor:
+        return used is tensor
+    return used._base is not None and used._base is (
+        tensor if tensor._base is None else tensor._base
+    )
 
 
 def _identity(kind: str, weight: Source | None, bias: Source | None) -> tuple[object, ...]:

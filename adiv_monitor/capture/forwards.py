@@ -1,12 +1,19 @@
 """Sees every function that is called inside the forwards of a model's modules."""
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode,
+    _push_mode,
+)
 
 from adiv_monitor.capture.hook import ModuleHook, trains
 from adiv_monitor.capture.randomness import Randomness
@@ -35,20 +42,25 @@ class _Running(threading.local):
         self.modules: list[nn.Module] = []
         self.began: list[Randomness] = []
         self.mode: _Mode | None = None
+        self.inside = ""  # which function was opened
+        self.closed: tuple[nn.Module, _Mode] | None = None
 
 
 class Forwards:
     """Hooks on modules that let a watcher make all calls of torch functions inside them.
 
     The mode is on from the beginning of the outermost module's forward to its end, in each thread,
-    so that it nests as forwards do, and re-entrant checkpointing is seen too.
+    so that it nests as forwards do, and re-entrant checkpointing is seen too. It is off where no
+    gradients are recorded, and inside modules that are not trained: some of torch's modules choose
+    another way, with other roundings, while a mode is on and nothing asks for gradients.
 
     Args:
-        modules: the modules.
+        modules: the modules that hold what is trained, be it further below.
+        closed: modules among or below them that hold parameters, none of which is trained.
         watcher: (function, args, kwargs) → what the call gives.
-        begins: called when the outermost forward begins.
+        begins: called when a module's forward begins.
         ends: called with (module, args, kwargs, output) when a module's forward ends.
-        devices: other than the host, whose generators forwards may draw from.
+        devices: on which forwards may draw random numbers.
 
     Attributes:
         strangers: a module ran in the place of one of these: its copy, with its hooks.
@@ -56,9 +68,10 @@ class Forwards:
 
     def __init__(
         self,
-        modules: Mapping[nn.Module, str],
+        modules: Collection[nn.Module],
+        closed: Collection[nn.Module],
         watcher: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any],
-        begins: Callable[[], object],
+        begins: Callable[[nn.Module], object],
         ends: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
         devices: Collection[torch.device],
     ) -> None:
@@ -72,10 +85,14 @@ class Forwards:
         self._active = True
         self._hooks = [
             hook
-            for module in modules
+            for several, enter, leave in (
+                (modules, self._enter, self._leave),
+                (closed, self._close, self._reopen),
+            )
+            for module in several
             for hook in (
-                ModuleHook(module, self._enter, before=True),
-                ModuleHook(module, self._leave, before=False, always=True),
+                ModuleHook(module, enter, before=True),
+                ModuleHook(module, leave, before=False, always=True),
             )
         ]
 
@@ -86,13 +103,29 @@ class Forwards:
 
     @property
     def began(self) -> Randomness:
-        """The generators as they were when its forward began."""
+        """The random numbers when its forward began."""
         return self._running.began[-1]
 
     @property
     def is_outermost(self) -> bool:
         """Whether no other module's forward runs around it."""
         return len(self._running.modules) == 1
+
+    @property
+    def inside(self) -> str:
+        """The opened function that runs; "" if none."""
+        return self._running.inside
+
+    def opened(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a Python function of torch's gives, with the calls inside it watched as well."""
+        mode = self._running.mode
+        assert mode is not None
+        outside, self._running.inside = self._running.inside, function.__name__
+        try:
+            with mode:
+                return _opened(function)(*args, **kwargs)
+        finally:
+            self._running.inside = outside
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -107,13 +140,26 @@ class Forwards:
             self.strangers = True
             return
         if not running.modules:
-            if not trains(args):
+            if not torch.is_grad_enabled() or not trains(args):
                 return
-            self._begins()
             running.mode = _Mode(self._watcher)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
+        self._begins(module)
         running.modules.append(module)
         running.began.append(Randomness(self._devices))
+
+    def _close(self, module: nn.Module, args: object) -> None:
+        running = self._running
+        if running.mode is not None and _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
+            _pop_mode()  # type: ignore[no-untyped-call]
+            running.closed, running.mode = (module, running.mode), None
+
+    def _reopen(self, module: nn.Module, *others: object) -> None:
+        running = self._running
+        if running.closed is not None and running.closed[0] is module:
+            _, running.mode = running.closed
+            running.closed = None
+            _push_mode(running.mode)  # type: ignore[no-untyped-call]
 
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -131,3 +177,22 @@ class Forwards:
             if not running.modules and running.mode is not None:
                 mode, running.mode = running.mode, None
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _opened(function: FunctionType) -> Function:
+    """A twin of a Python function of torch's that doesn't hand itself to a mode as a whole."""
+    never = {name: _never for name in function.__globals__ if name.startswith("has_torch_function")}
+    twin = FunctionType(
+        function.__code__,
+        {**function.__globals__, **never},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+def _never(*_: object) -> bool:
+    return False

@@ -56,8 +56,8 @@ class Leftovers:
         """Why it is not; None if it is, or was not seen."""
         if key in self._unexplained:
             return (
-                f"it is used by {self._unexplained[key]}, of which the monitor knows no rule, and "
-                "no module that holds it was called around that"
+                f"it is used by {self._unexplained[key]}, for which there is no rule, outside the "
+                "forwards of the modules that hold it"
             )
         return self._refused.get(key)
 

@@ -1,26 +1,46 @@
-"""The generators that a forward pass may draw from, so that it can be repeated."""
+"""The random numbers that training draws: what the monitor draws besides must not show in them."""
 
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
+def random_state(device: torch.device) -> Tensor:
+    """The state of the random numbers that a call on this device draws from."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Go on from what `random_state` was."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def restored_randomness(device: torch.device) -> AbstractContextManager[None]:
+    """Afterwards random numbers go on as if nothing had been drawn, on the host and this device."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
 class Randomness:
-    """Where torch's generators stand now.
+    """Where torch's generators stand now, so that a forward pass can be repeated.
 
     Args:
-        devices: other than the host.
+        devices: all that it may draw on.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._host = torch.default_generator.get_state()
-        self._states: dict[torch.device, Tensor] = {
-            device: torch.get_device_module(device).get_rng_state(device) for device in devices
-        }
+        self._states = {device: random_state(device) for device in devices}
 
     def now(self) -> "Randomness":
         """Where the same generators stand now."""
@@ -28,9 +48,7 @@ class Randomness:
 
     def is_still(self, other: "Randomness") -> bool:
         """Whether nothing was drawn between the two."""
-        return torch.equal(self._host, other._host) and all(
-            torch.equal(state, other._states[device]) for device, state in self._states.items()
-        )
+        return all(torch.equal(state, other._states[d]) for d, state in self._states.items())
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -45,6 +63,5 @@ class Randomness:
             np.random.set_state(numpy)
 
     def _set(self) -> None:
-        torch.default_generator.set_state(self._host)
         for device, state in self._states.items():
-            torch.get_device_module(device).set_rng_state(state, device)
+            set_random_state(state, device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -15,7 +16,12 @@ from adiv_monitor.features.uses import as_it_is
 
 LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = (
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_forward_module",  # Fabric
+)
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -74,7 +80,8 @@ class Selection:
     Attributes:
         places: id → where it is, of every parameter to be measured, in the model's order.
         rules: modules that are measured as a whole by a rule of their class, or why they refuse.
-        modules: module → path, of all modules that hold trained parameters, be it further below.
+        modules: module → path, of all modules that hold these parameters, be it further below.
+        closed: the outermost modules that hold parameters, but none that is trained.
         unsupported: module or parameter → why it can't be.
         trained: the parameters that the step trains. What is trainable is read now, because it may
             be switched off when the report is made.
@@ -84,6 +91,7 @@ class Selection:
     places: dict[int, list[Place]]
     rules: dict[nn.Module, Rule]
     modules: dict[nn.Module, str]
+    closed: list[nn.Module]
     unsupported: dict[str, str]
     trained: list[Tensor]
     names: dict[int, str]
@@ -99,6 +107,12 @@ class Selection:
         return found
 
     @property
+    def owners(self) -> list[nn.Module]:
+        """The modules that hold them themselves."""
+        places = (place for several in self.places.values() for place in several)
+        return list(dict.fromkeys(place.module for place in places))
+
+    @property
     def paths(self) -> list[str]:
         """Paths of the modules that hold them."""
         return list(
@@ -108,7 +122,7 @@ class Selection:
     def unmeasured(self, measured: Iterable[Layer]) -> dict[str, int]:
         """Elements of the trained parameters that were asked for and lie in no measured layer."""
         missing = self._missing(measured)
-        return {self.names[key]: n for key, n in missing.items() if n and key in self.names}
+        return {self.names[key]: n for key, n in missing.items() if key in self.names}
 
     def coverage(self, measured: Iterable[Layer]) -> float:
         """Share of the trained elements that lie in the measured layers, 0 to 1."""
@@ -120,19 +134,20 @@ class Selection:
         for layer in measured:
             for piece in layer.pieces:
                 pieces[id(piece.parameter)].append(piece)
-        return {id(p): _elements(p) - covered(p, pieces[id(p)]) for p in self.trained}
+        counts = ((p, _elements(p) - covered(p, pieces[id(p)])) for p in self.trained)
+        return {id(p): count for p, count in counts if count or is_lazy(p)}
 
     def unexplained(
-        self, measured: Iterable[Layer], known: Collection[str], why: Callable[[Tensor | None], str]
+        self, told: Iterable[Layer], known: Collection[str], why: Callable[[Tensor | None], str]
     ) -> dict[str, str]:
         """Module, or parameter where the module is measured in part → why there is no reading.
 
         Args:
-            measured: layers with a reading.
-            known: paths of those whose reason is known already.
+            told: layers with a reading, or whose reason is known already.
+            known: paths whose reason is known already.
             why: a parameter's reason.
         """
-        missing = {key for key, entries in self._missing(measured).items() if entries}
+        missing = self._missing(told)
         by_module: dict[str, list[tuple[Place, int]]] = defaultdict(list)
         for key, places in self.places.items():
             by_module[places[0].path].append((places[0], key))
@@ -142,7 +157,7 @@ class Selection:
             reasons = {key: why(place.module._parameters[place.name]) for place, key in lacking}
             if path in known:
                 continue
-            if len(lacking) == len(held) and len(set(reasons.values())) == 1:
+            if path and len(lacking) == len(held) and len(set(reasons.values())) == 1:
                 found[path] = reasons[lacking[0][1]]
                 continue
             names = {place.full_name: reasons[key] for place, key in lacking}
@@ -151,7 +166,7 @@ class Selection:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules; paths without the names that DDP, compile, FSDP and checkpoint wrappers add."""
+    """All modules; paths without what DDP, compile, FSDP, checkpoint and Fabric wrappers add."""
     for path, module in model.named_modules():
         parts, parent = [], model
         for part in path.split(".") if path else ():
@@ -212,16 +227,27 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             unsupported[path] = "the optimizer trains it, but it is not in the monitored model"
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
-    return Selection(places, rules, _holders(model, places), unsupported, trained, names)
+    holders, closed = _holders(model, places)
+    return Selection(places, rules, holders, closed, unsupported, trained, names)
 
 
-def _holders(model: nn.Module, places: Container[int]) -> dict[nn.Module, str]:
-    """The modules that hold any of the parameters, or have a module below that does."""
-    return {
-        module: path
-        for path, module in named_modules(model)
-        if any(id(parameter) in places for parameter in module.parameters())
-    }
+def _holders(
+    model: nn.Module, places: Container[int]
+) -> tuple[dict[nn.Module, str], list[nn.Module]]:
+    """The modules that hold any of the parameters, be it below, and those closed to the watch."""
+    holders: dict[nn.Module, str] = {}
+    closed: list[nn.Module] = []
+    within: set[nn.Module] = set()
+    for path, module in named_modules(model):
+        if isinstance(module, torch.jit.ScriptModule) or module in within:
+            continue
+        held = list(module.parameters())
+        if any(id(parameter) in places for parameter in held):
+            holders[module] = path
+        elif held and not any(parameter.requires_grad for parameter in held):
+            closed.append(module)
+            within.update(module.modules())
+    return holders, closed
 
 
 def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:

@@ -1,6 +1,14 @@
 """How functions, and the modules that are taught, are linear in their parameters."""
 
-from adiv_monitor.features import broadcast, conv, corrected, elementwise, embedding, linear
+from adiv_monitor.features import (
+    attention,
+    broadcast,
+    conv,
+    corrected,
+    elementwise,
+    embedding,
+    linear,
+)
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.registry import channels_second, find_rule, register_features
 from adiv_monitor.features.rows import Rows
@@ -16,6 +24,7 @@ __all__ = [
 ]
 
 del (
+    attention,
     broadcast,
     conv,
     corrected,

@@ -22,8 +22,19 @@ def affine(
     bias: Tensor | None,
     *,
     transposed: bool = False,
+    part: str = "",
+    outputs: tuple[int, int] | None = None,
 ) -> Use:
-    """An affine map of the last dimension of x; transposed: the weight is (inputs, outputs)."""
+    """An affine map of the last dimension of x.
+
+    Args:
+        x: the input.
+        weight: (outputs, inputs).
+        bias: (outputs,).
+        transposed: the weight is (inputs, outputs).
+        part: see `Use`.
+        outputs: its first output among those of the result, and how many; None: all.
+    """
     of_bias = None if bias is None else 1.0
 
     def features(rows: Rows) -> DenseFeatures:
@@ -33,7 +44,10 @@ def affine(
         flat = x.reshape(-1, x.shape[-1])
         return Whole(squares(flat), of_bias or 0.0, flat.sum(0, dtype=exact_type(flat)))
 
-    return Use("linear", weight, bias, features, whole=whole)
+    def layout(tensor: Tensor) -> Tensor:
+        return tensor if outputs is None else tensor.narrow(-1, *outputs)
+
+    return Use("linear", weight, bias, features, layout, whole, part=part)
 
 
 @uses("matmul", "__matmul__", "mm")

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.uses import Use
@@ -59,8 +60,8 @@ def use_of(rule: "Rule", module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     """One call of a module, by its rule."""
     return Use(
         rule.kind,
-        getattr(module, rule.weight, None),
-        getattr(module, rule.bias, None),
+        module._parameters.get(rule.weight),
+        module._parameters.get(rule.bias),
         lambda rows: rule.function(module, rows, *args, **kwargs),
         partial(rule.layout, module),
         lambda: rule.whole(module, *args, **kwargs),
@@ -126,12 +127,22 @@ def register_features(
 def find_rule(module: nn.Module) -> Rule | str | None:
     """The rule of the module's class or of its nearest base class, or why it refuses; None: none.
 
-    A subclass with a `forward` of its own is another layer.
+    A subclass with a `forward` of its own is another layer, and so is one whose weight is made of
+    other parameters.
     """
     for base in type(module).__mro__:
         if base in _RULES:
             if type(module).forward is not base.forward:
                 return None
             rule = _RULES[base]
+            if _is_derived(module, rule.weight) or _is_derived(module, rule.bias):
+                return None
             return rule.refuse(module) or rule
     return None
+
+
+def _is_derived(module: nn.Module, name: str) -> bool:
+    """Whether a parameter is made of others; it is not looked at, for that would make it."""
+    if is_parametrized(module, name):
+        return True
+    return name not in module._parameters and isinstance(vars(module).get(name), Tensor)

@@ -68,10 +68,12 @@ class FunctionCall:
     Attributes:
         result: what the function gave.
         of_model: whether a tensor is made of the model's parameters and constants alone: no data.
+        inside: the Python function of torch's that was opened and makes this call; "" if none.
     """
 
     result: Tensor
     of_model: Callable[[object], bool]
+    inside: str = ""
 
 
 FunctionRule = Callable[..., Use | Sequence[Use] | None]
@@ -81,7 +83,7 @@ _RULES: dict[str, FunctionRule] = {}
 
 
 def uses(*names: str) -> Callable[[R], R]:
-    """Decorate the rule of the functions of these names.
+    """Decorate the rule of the functions of these names, or `opened function.name`.
 
     A rule gets the `FunctionCall` and what the function got, and returns the use, or several, or
     None where the parameter is not where the function is linear in it.
@@ -99,7 +101,7 @@ def uses_in(
     function: str, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[Use]:
     """The uses that a call of a function is; none if that is not known."""
-    rule = _RULES.get(function)
+    rule = _RULES.get(f"{call.inside}.{function}") or _RULES.get(function)
     found = None if rule is None else rule(call, *args, **kwargs)
     if found is None:
         return ()

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from adiv_monitor.report import MEASURES, StepReport
+from adiv_monitor.report import ATTENTION_MEASURES, MEASURES, StepReport
 
 # What is shown per layer unless the user chooses: twelve scalars, one per question, and the ceiling
-# where the monitor was asked for it.
+# and those of attention where the monitor was asked for them.
 DEFAULT_MEASURES: tuple[str, ...] = (
     "update_cosine",
     "gradient_cosine",
@@ -20,6 +20,7 @@ DEFAULT_MEASURES: tuple[str, ...] = (
     "parameter_cosine",
     "projection_cosine",
     "attainable_cosine",
+    *ATTENTION_MEASURES,
 )
 
 
@@ -30,18 +31,24 @@ def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
         ValueError: when there is no measure of that name.
     """
     names = (measures,) if isinstance(measures, str) else tuple(measures)
-    if unknown := [name for name in names if name not in MEASURES]:
+    known = (*MEASURES, *ATTENTION_MEASURES)
+    if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"measures={names}: there is no measure {', '.join(map(repr, unknown))}. "
-            f"Choose from {', '.join(MEASURES)}."
+            f"Choose from {', '.join(known)}."
         )
     return names
 
 
 def taken(report: StepReport, measures: Iterable[str]) -> tuple[str, ...]:
     """Those of the measures that some layer of the report has, be it as NaN."""
-    found = {name for reading in report.layers.values() for name in reading.measures()}
-    return tuple(measure for measure in measures if measure in found)
+    return tuple(
+        measure
+        for measure in measures
+        if any(
+            getattr(reading, measure) is not None for reading in report.readings(measure).values()
+        )
+    )
 
 
 def layer_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, float]:
@@ -49,12 +56,11 @@ def layer_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, floa
 
     Dashboards group by what precedes the first slash: the layers lie side by side in each measure.
     """
-    taken = {path: reading.measures() for path, reading in report.layers.items()}
     return {
-        f"adiv.{measure}/{path}": values[measure]
+        f"adiv.{measure}/{path}": value
         for measure in measures
-        for path, values in taken.items()
-        if measure in values
+        for path, reading in report.readings(measure).items()
+        if (value := getattr(reading, measure)) is not None
     }
 
 

@@ -3,7 +3,14 @@
 from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING
 
-from adiv_monitor.report import WORST, LayerReading, StepReport
+from adiv_monitor.report import (
+    ATTENTION_MEASURES,
+    MEASURES,
+    WORST,
+    AttentionReading,
+    LayerReading,
+    StepReport,
+)
 from adiv_monitor.sinks.scalars import known_measures, taken
 from adiv_monitor.sinks.wording import not_measured, number, percent
 
@@ -11,7 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# As many as fit a terminal of 120 columns beside a short name; the last where it was asked for.
+# As many as fit a terminal of 120 columns beside a short name; the last of layers, and those of
+# attention, where they were asked for.
 TABLE_MEASURES: tuple[str, ...] = (
     "update_cosine",
     "gradient_cosine",
@@ -22,13 +30,14 @@ TABLE_MEASURES: tuple[str, ...] = (
     "interference_ratio",
     "harmed_fraction",
     "attainable_cosine",
+    *ATTENTION_MEASURES,
 )
 
 _ENDLESS = 10_000  # characters
 
 
 class TableSink:
-    """Prints every report as a table: a row per layer, a column per measure.
+    """Prints every report as a table: a row per layer, a column per measure; attention below it.
 
     Values that rest on sampled rows are printed to the digits that their standard errors leave:
     0.0431 ± 0.012 reads 0.04. "≈0" is a value that lies closer to zero than its error, which has no
@@ -58,8 +67,11 @@ class TableSink:
         """Print the report."""
         share = percent(report.coverage)
         self._print(f"step {report.step} · {share} of the trained parameters measured")
-        for table in _tables(report, taken(report, self._measures), self._console):
-            self._console.print(table)
+        shown = taken(report, self._measures)
+        for kind in (MEASURES, ATTENTION_MEASURES):
+            of_kind = tuple(measure for measure in shown if measure in kind)
+            for table in _tables(report, of_kind, self._console):
+                self._console.print(table)
         for line in not_measured(report):
             if line not in self._said:
                 self._print(f"not measured: {line}")
@@ -109,18 +121,20 @@ def _table(report: StepReport, measures: tuple[str, ...], worst: dict[str, str |
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("\nlayer", overflow="fold")
-    table.add_column("\nrows", justify="right", no_wrap=True)
+    readings = report.readings(measures[0])
+    attends = measures[0] in ATTENTION_MEASURES
+    table.add_column("\nattention" if attends else "\nlayer", overflow="fold")
+    table.add_column("\nsamples" if attends else "\nrows", justify="right", no_wrap=True)
     columns = []
     for measure in measures:
         head = [f"{word} " for word in measure.rsplit("_", 1)]
-        cells = [_cell(r, measure, path == worst.get(measure)) for path, r in report.layers.items()]
+        cells = [_cell(r, measure, path == worst.get(measure)) for path, r in readings.items()]
         width = max(map(len, [*head, *cells]))
         # Aligned here: rich would take the blanks off that keep decimal points below each other.
         table.add_column("\n".join(word.rjust(width) for word in head), no_wrap=True)
         columns.append([Text(c.rjust(width), "bold red" if "*" in c else "") for c in cells])
-    for (path, reading), *row in zip(report.layers.items(), *columns, strict=True):
-        table.add_row(Text(path), _rows(reading), *row)
+    for (path, reading), *row in zip(readings.items(), *columns, strict=True):
+        table.add_row(Text(path), _looked_at(reading), *row)
     return table
 
 
@@ -133,7 +147,7 @@ def _worst(report: StepReport) -> dict[str, str | None]:
     }
 
 
-def _cell(reading: LayerReading, measure: str, starred: bool) -> str:
+def _cell(reading: LayerReading | AttentionReading, measure: str, starred: bool) -> str:
     """The value, its mark, and blanks for the decimals that are missing to three."""
     value = getattr(reading, measure)
     if value is None:
@@ -145,7 +159,9 @@ def _cell(reading: LayerReading, measure: str, starred: bool) -> str:
     return shown + ("*" if starred else " ") + " " * missing
 
 
-def _rows(reading: LayerReading) -> str:
-    if reading.rows_seen == reading.rows_total:
-        return f"{reading.rows_total:,}"
-    return f"{reading.rows_seen:,} of {reading.rows_total:,}"
+def _looked_at(reading: LayerReading | AttentionReading) -> str:
+    if isinstance(reading, AttentionReading):
+        seen, total = reading.samples_seen, reading.samples_total
+    else:
+        seen, total = reading.rows_seen, reading.rows_total
+    return f"{total:,}" if seen == total else f"{seen:,} of {total:,}"

@@ -108,6 +108,15 @@ class TensorBoardSink:
                 self._texts[tag] = text
 
 
+def as_writer(found: object) -> Union["SummaryWriter", None]:
+    """What was found, if it is a writer that `TensorBoardSink` takes; else None."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return found if isinstance(found, SummaryWriter) else None
+
+
 def _writer(target: object) -> "SummaryWriter":
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -186,7 +195,7 @@ def _extreme(report: StepReport, measure: str, layers: tuple[str, ...], value: f
     names = listed(list(layers), "`")
     if len(layers) > 1:
         return f"one of {names}, near {value:.3g}"
-    error = report.layers[layers[0]].standard_error.get(measure, 0.0)
+    error = report.readings(measure)[layers[0]].standard_error.get(measure, 0.0)
     return f"{names} {value:.3g}" + (f" ± {error:.1g}" if error else "")
 
 

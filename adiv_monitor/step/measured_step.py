@@ -267,6 +267,9 @@ class MeasuredStep:
             values["foreign"] = accumulated.foreign
         if rows.linear is not None:
             values["rule_error"] = rows.linear
+        replay_errors = [call.replay_error for call in calls if call.replay_error is not None]
+        if replay_errors:
+            values["replay_error"] = torch.stack(replay_errors).amax()
         if rows.ceiling is not None and rows.ceiling_is_whole:
             values["attainable_cosine"] = rows.ceiling.cosine()
         self._add_all_rows(layer.path, calls, values)

@@ -1,17 +1,19 @@
 """What a report says of its layers together: extremes, worst layers, what was not measured."""
 
+import json
 import math
 import random
 from statistics import fmean, pstdev
 
 import pytest
 import torch
-from example_reports import reading, report
+from example_reports import attention, reading, report
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from adiv_monitor import LayerReading, Monitor, StepReport
-from adiv_monitor.report import MEASURES, smallest
+from adiv_monitor.features import DenseFeatures, Rows, register_features
+from adiv_monitor.report import ATTENTION_MEASURES, MEASURES, smallest
 from adiv_monitor.sinks.scalars import summary_scalars
 
 
@@ -172,8 +174,19 @@ def measured(
     return monitor.latest
 
 
+class Spare(nn.Module):
+    """Holds a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 def two() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), nn.PReLU(2))
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), Spare())
 
 
 def test_coverage_is_the_share_of_what_the_optimizer_trains() -> None:
@@ -235,12 +248,68 @@ def test_a_lazy_layer_that_never_ran_has_no_elements() -> None:
     assert "lazy" in found.unsupported["unused"]
 
 
-def test_reasons_name_the_class_in_full() -> None:
-    class Linear(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 2
+class Shifted(nn.Linear):
+    """Has a parameter that its rule doesn't know."""
 
-    model = nn.Sequential(Linear(3, 2), nn.Linear(2, 2), nn.PReLU())
-    reasons = measured(model, torch.optim.SGD(model.parameters(), 0.1)).unsupported
-    assert reasons["0"].startswith(f"{__name__}.{Linear.__qualname__}: ")
-    assert reasons["2"].startswith("torch.nn.modules.activation.PReLU: ")
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.shift = nn.Parameter(torch.ones(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.shift
+
+
+@register_features(Shifted)
+def shifted(module: Shifted, rows: Rows, x: torch.Tensor) -> DenseFeatures:
+    return DenseFeatures(rows.take(x)[:, None], 1.0)
+
+
+def test_reasons_name_the_class_in_full() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), Shifted(2, 2))
+    model[1].shift.data.zero_()  # so that the rule is right
+    found = measured(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert found.layers.keys() == {"0", "1"}
+    assert found.unsupported.keys() == {"1.shift"}
+    assert found.unsupported["1.shift"].startswith(f"{__name__}.Shifted: its rule knows")
+
+
+# Attention
+
+
+def test_attention_as_plain_data() -> None:
+    found = report(attention={"a": attention(1), "b": attention(2, attention_cosine=math.nan)})
+    nested = found.to_dict()["attention"]
+    assert json.loads(json.dumps(nested["a"])) == nested["a"]
+    assert nested["a"].keys() == {
+        *("samples_seen", "samples_total", "standard_error", "heads", "heads_standard_error"),
+        *ATTENTION_MEASURES,
+    }
+    assert nested["a"]["heads"]["attention_cosine"] == list(
+        found.attention["a"].heads["attention_cosine"]
+    )
+    assert report().to_dict()["attention"] == {}, "not asked for"
+    gradient_only = attention(attention_cosine=None)
+    assert "attention_cosine" not in gradient_only.to_dict()
+
+
+def test_attention_as_rows_has_one_per_head() -> None:
+    found = report(7, attention={"a": attention(1), "b": attention(2)})
+    rows = found.attention_rows()
+    assert [(r["step"], r["attention"], r["head"]) for r in rows] == [
+        *((7, "a", 0), (7, "a", 1), (7, "b", 0), (7, "b", 1))
+    ]
+    for row, (path, head) in zip(rows, (("a", 0), ("a", 1), ("b", 0), ("b", 1)), strict=True):
+        reading = found.attention[path]
+        assert {m: row[m] for m in ATTENTION_MEASURES} == {
+            m: values[head] for m, values in reading.heads.items()
+        }
+        assert row["attention_scale_mean_standard_error"] == (0.02, 0.03)[head]
+    assert report().attention_rows() == []
+
+
+def test_attention_is_summarised_beside_the_layers() -> None:
+    readings = {"a": attention(attention_cosine=0.5), "b": attention(attention_cosine=0.1)}
+    summary = report(attention=readings).summary()
+    assert summary["attention_cosine"].min_layer == "b"
+    assert "attention_cosine" not in report().summary()
+    assert summary["update_cosine"] == report().summary()["update_cosine"]

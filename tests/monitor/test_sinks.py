@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_reports import LAYERS, reading, report
+from example_reports import LAYERS, attention, reading, report
 
-from adiv_monitor.report import MEASURES
+from adiv_monitor.report import ATTENTION_MEASURES, MEASURES
 from adiv_monitor.sinks import JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, layer_scalars, summary_scalars
 from adiv_monitor.sinks.table import TABLE_MEASURES
@@ -387,7 +387,7 @@ def test_an_unknown_measure_is_refused_with_the_choices(make, tmp_path, monkeypa
 def test_by_default_at_most_twelve_scalars_per_layer() -> None:
     scalars = layer_scalars(report(layers={"a": reading()}), DEFAULT_MEASURES)
     assert len(scalars.keys() - {"adiv.attainable_cosine/a"}) == 12
-    assert set(TABLE_MEASURES) <= set(DEFAULT_MEASURES) <= set(MEASURES)
+    assert set(TABLE_MEASURES) <= set(DEFAULT_MEASURES) <= {*MEASURES, *ATTENTION_MEASURES}
 
 
 def test_scalars_are_named_by_measure_then_layer() -> None:
@@ -415,3 +415,16 @@ def test_a_missing_package_is_named(monkeypatch, package: str, make, extra: str)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf'pip install "adiv-monitor\[{extra}\]"'):
         make()
+
+
+def test_attention_has_scalars_and_a_table_of_its_own() -> None:
+    readings = {"a": attention(1, attention_scale_cv=None), "b": attention(2)}
+    attended = report(attention=readings)
+    scalars = layer_scalars(attended, DEFAULT_MEASURES)
+    assert scalars["adiv.attention_cosine/a"] == readings["a"].attention_cosine
+    assert "adiv.attention_scale_cv/a" not in scalars
+    assert len(scalars) == len(layer_scalars(report(), DEFAULT_MEASURES)) + 7
+    text = printed(attended, measures=TABLE_MEASURES)
+    assert row(text, "a")[1:4] == ["4", "of", "64"]
+    assert f"{readings['b'].attention_cosine:.3f}" in row(text, "b")
+    assert "attention" not in printed(report(layers={"x": reading()}), measures=TABLE_MEASURES)

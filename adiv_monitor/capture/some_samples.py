@@ -1,0 +1,76 @@
+"""The inputs of a module on a few samples of the batch, to run it with once more."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+# What a call may be told besides tensors, and told again: it holds no state of the first call.
+_PLAIN = (str, bytes, int, float, complex, bool, slice, range)
+
+
+def batch_size(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """How many samples a call is about: the first dimension of its first tensor of two or more.
+
+    Raises:
+        ValueError: no tensor has a dimension for samples.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.dim() >= 2:
+            return value.shape[_batch_dimension(module, value)]
+    raise ValueError(
+        f"{type(module).__name__}: got no tensor of two or more dimensions, expected one whose "
+        "first dimension is the batch"
+    )
+
+
+def of_samples(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], samples: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of the module on those samples, copied; what is not per sample as it is.
+
+    A tensor is per sample if it is as long as the batch. Objects that may change from call to call,
+    such as a cache of keys, are left out (None): whether that was right shows in the outcome.
+
+    Args:
+        module: what was called.
+        args: its inputs.
+        kwargs: see args.
+        samples: (chosen,) int64.
+    """
+    count = batch_size(module, args, kwargs)
+    if isinstance(module, nn.MultiheadAttention):
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        named = {name: value for name, value in bound.arguments.items() if value is not module}
+        return (), {n: _of_torch_attention(module, n, v, samples) for n, v in named.items()}
+    taken = tuple(_of(value, samples, count) for value in args)
+    return taken, {name: _of(value, samples, count) for name, value in kwargs.items()}
+
+
+def _of(value: Any, samples: Tensor, count: int) -> Any:
+    if isinstance(value, Tensor):
+        whole = value.detach()
+        return whole.index_select(0, samples) if value.dim() and len(value) == count else whole
+    if isinstance(value, dict):
+        return {key: _of(item, samples, count) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_of(item, samples, count) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value if isinstance(value, _PLAIN) else None
+
+
+def _batch_dimension(module: nn.Module, value: Tensor) -> int:
+    batch_second = isinstance(module, nn.MultiheadAttention) and not module.batch_first
+    return 1 if batch_second and value.dim() == 3 else 0
+
+
+def _of_torch_attention(
+    module: nn.MultiheadAttention, name: str, value: Any, samples: Tensor
+) -> Any:
+    if not isinstance(value, Tensor) or (name == "attn_mask" and value.dim() == 2):
+        return value
+    if name == "attn_mask":  # (samples · heads, queries, keys)
+        by_sample = value.detach().reshape(-1, module.num_heads, *value.shape[1:])
+        return by_sample.index_select(0, samples).flatten(0, 1)
+    return value.detach().index_select(_batch_dimension(module, value), samples)

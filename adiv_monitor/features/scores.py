@@ -1,0 +1,241 @@
+"""One call of scaled dot-product attention, seen from its scores (spec, section 5).
+
+    Y_ts = q_t·k_s                           the scores, per sample and head
+    P    = softmax(Y·scale + mask)           O = P V
+    g    = ∂L/∂Y = scale · P ⊙ (dP − rowsum(dP ⊙ P)),   dP = dO Vᵀ
+    ΔY   = Δq kᵀ + q Δkᵀ                     what a change of the projections does, to first order
+
+With dropout O = P̃ V, where P̃ is P with entries zeroed and the others divided by 1 − p, and then
+g = scale · (P̃ ⊙ dP − P ⊙ rowsum(P̃ ⊙ dP)). Fused kernels never hold any of these matrices, so all
+is made again on a few samples, some queries at a time.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from adiv_monitor.features.rows import exact
+
+CHUNK = 2**22  # scores that are looked at together
+
+Move = tuple[
+    Float[Tensor, "samples heads queries width"], Float[Tensor, "samples heads keys width"]
+]
+"""Δq and Δk."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The arguments of one call, on some of its samples.
+
+    Attributes:
+        query: q.
+        key: k, of every query's head (`of_heads`), as is v.
+        value: v.
+        mask: added to the scores, or boolean with True for what takes part; it broadcasts to
+            (samples, heads, queries, keys).
+        causal: query t sees only keys s ≤ t, both counted from the first.
+        scale: multiplies the scores.
+        dropout: probability p of an entry of P to be zeroed.
+        kept: the entries that were not; None without dropout.
+    """
+
+    query: Float[Tensor, "samples heads queries width"]
+    key: Float[Tensor, "samples heads keys width"]
+    value: Float[Tensor, "samples heads keys value_width"]
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    dropout: float = 0.0
+    kept: Bool[Tensor, "samples heads queries keys"] | None = None
+
+    def probabilities(self, queries: slice = slice(None)) -> Float[Tensor, "samples heads some s"]:
+        """P of some queries; zeros for a query that sees no key, as torch has it."""
+        logits = self.query[:, :, queries] @ self.key.mT * self.scale
+        if self.mask is not None:
+            mask = self.mask.expand(*self.mask.shape[:-2], self.query.shape[2], -1)[..., queries, :]
+            logits = _masked(logits, mask) if mask.dtype == torch.bool else logits + mask
+        if self.causal:
+            t, s = (torch.arange(n, device=logits.device) for n in self._lengths)
+            logits = _masked(logits, s <= t[queries, None])
+        sees_none = logits.amax(-1, keepdim=True) == -math.inf
+        return torch.softmax(logits, -1).masked_fill(sees_none, 0.0)
+
+    def output(self) -> Float[Tensor, "samples heads queries value_width"]:
+        """O, which shows whether all of this is what the call did."""
+        parts = [self._dropped(self.probabilities(t), t) @ self.value for t in self.parts]
+        return torch.cat(parts, 2)
+
+    def score_gradient(
+        self, output_gradient: Float[Tensor, "samples heads queries value_width"]
+    ) -> Callable[[slice], Float[Tensor, "samples heads some keys"]]:
+        """G = ∂L/∂Y of the queries that are asked for, from ∂L/∂O."""
+        dO = exact(by_head(output_gradient))
+
+        def of(queries: slice) -> Tensor:
+            P = self.probabilities(queries)
+            own = self._dropped(P, queries) * (dO[:, :, queries] @ self.value.mT)
+            return self.scale * (own - P * own.sum(-1, keepdim=True))
+
+        return of
+
+    def change(self, move: Move, queries: slice = slice(None)) -> Tensor:
+        """ΔY = Δq kᵀ + q Δkᵀ of some queries."""
+        dq, dk = move
+        left = torch.cat([dq[:, :, queries], self.query[:, :, queries]], -1)
+        return left @ torch.cat([self.key, dk], -1).mT
+
+    @property
+    def parts(self) -> Iterator[slice]:
+        """All queries, some at a time."""
+        samples, heads = self.query.shape[:2]
+        queries, keys = self._lengths
+        step = max(1, CHUNK // max(1, samples * heads * keys))
+        return (slice(start, start + step) for start in range(0, queries, step))
+
+    @property
+    def _lengths(self) -> tuple[int, int]:
+        return self.query.shape[2], self.key.shape[2]
+
+    def _dropped(self, P: Tensor, queries: slice) -> Tensor:
+        if self.dropout == 0:
+            return P
+        if self.kept is None:
+            raise ValueError(
+                f"attention with dropout={self.dropout}: got kept=None, expected the entries that "
+                "were kept; what a random mask did to the scores can't be told without it"
+            )
+        return P * self.kept[:, :, queries] / (1 - self.dropout)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    samples: Tensor | None = None,
+) -> Attention:
+    """What `F.scaled_dot_product_attention` was given, on some of its samples.
+
+    Args:
+        query: (…, heads, queries, width); dimensions before the heads are samples. Of three
+            dimensions there is one head.
+        key: the same with keys in place of queries; fewer heads if `enable_gqa`.
+        value: like key.
+        attn_mask: see `Attention`.
+        dropout_p: see `Attention`.
+        is_causal: see `Attention`.
+        scale: 1/√width if None.
+        enable_gqa: that fewer heads are meant; nothing is done differently.
+        samples: which samples, (chosen,) int64; None: all.
+    """
+    q = by_head(query)
+    count, heads = q.shape[:2]
+    k, v = (of_heads(_taken(by_head(x), samples, count), heads) for x in (key, value))
+    q = _taken(q, samples, count)
+    return Attention(
+        query=exact(q),
+        key=exact(k).expand(len(q), -1, -1, -1),
+        value=exact(v).expand(len(q), -1, -1, -1),
+        mask=None if attn_mask is None else _taken(_aligned(attn_mask, query), samples, count),
+        causal=is_causal,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        dropout=dropout_p,
+    )
+
+
+def by_head(tensor: Tensor) -> Float[Tensor, "samples heads length width"]:
+    """The same with samples and heads in front, if need be one of them."""
+    if tensor.dim() == 2:
+        return tensor[None, None]
+    return tensor[:, None] if tensor.dim() == 3 else tensor.flatten(0, -4)
+
+
+def of_heads(tensor: Float[Tensor, "n few keys width"], heads: int) -> Tensor:
+    """Keys or values of every query's head, where several share one (grouped queries)."""
+    return tensor.repeat_interleave(heads // tensor.shape[1], 1)
+
+
+def sums(
+    call: Attention,
+    score_gradient: Callable[[slice], Float[Tensor, "samples heads some keys"]],
+    moves: Mapping[str, Move],
+    keys: Int[Tensor, "heads queries draws"],
+) -> dict[str, Float[Tensor, "samples heads *"]]:
+    """Sums over the active scores, g ≠ 0, of every sample and head: what a mask hides is idle.
+
+    By name: `G_G` = ‖g‖², and for every move m `m_G` = ⟨ΔY, g⟩ and `m_m` = ‖ΔY‖²; and `active`
+    (samples, heads, queries, draws), whether the scores Y_ts with these keys s are active.
+
+    Args:
+        call: the attention.
+        score_gradient: G of some queries.
+        moves: Δq and Δk of the update as a descent direction ("d") and of a plain gradient step
+            ("e").
+        keys: for every head and query some keys, −1 for none.
+    """
+    found: dict[str, Tensor] = {}
+
+    def add(name: str, a: Tensor, b: Tensor) -> None:
+        product = torch.einsum("nhts,nhts->nh", a, b)
+        found[name] = found[name] + product if name in found else product
+
+    active = []
+    for queries in call.parts:
+        G = score_gradient(queries)
+        asks = G != 0
+        add("G_G", G, G)
+        for name, move in moves.items():
+            change = torch.where(asks, call.change(move, queries), 0)
+            add(f"{name}_G", change, G)
+            add(f"{name}_{name}", change, change)
+        some = keys[:, queries].expand(len(G), -1, -1, -1)
+        active.append(asks.gather(-1, some.clamp(min=0)) & (some >= 0))
+    return {**found, "active": torch.cat(active, 2)}
+
+
+def scale_sums(
+    scale: Float[Tensor, "samples heads queries draws"],
+    active: Bool[Tensor, "samples heads queries draws"],
+) -> dict[str, Float[Tensor, "..."]]:
+    """Of every sample and head, over its active scores: `scale_count`, Σ (D − p), Σ (D − p)².
+
+    Relative to a `scale_pivot` p near them, so that scales that are all the same have no spread.
+    """
+    count = active.sum((2, 3))
+    pivot = torch.where(active, scale, 0).sum() / count.sum()
+    shifted = torch.where(active, scale - pivot, 0)
+    return {
+        "scale_pivot": pivot,
+        "scale_count": count,
+        "scale_sum": shifted.sum((2, 3)),
+        "scale_square": shifted.square().sum((2, 3)),
+    }
+
+
+def _aligned(mask: Tensor, query: Tensor) -> Float[Tensor, "samples_or_1 heads_or_1 length keys"]:
+    """The mask with its dimensions where the query's are."""
+    mask = mask[(None,) * (query.dim() - mask.dim())]
+    if mask.dim() > 4:
+        mask = mask.expand(*query.shape[:-3], -1, -1, -1)
+    return by_head(mask)
+
+
+def _taken(tensor: Tensor, samples: Tensor | None, count: int) -> Tensor:
+    """Those samples, of what may be one for all of the `count`."""
+    if samples is None or len(tensor) < count:
+        return tensor
+    return tensor.index_select(0, samples)
+
+
+def _masked(logits: Tensor, seen: Tensor) -> Tensor:
+    return logits.masked_fill(~seen, -math.inf)

@@ -1,0 +1,49 @@
+"""Which functions take a model's parameters: by watching the calls, without the monitor."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+
+class Uses(TorchFunctionMode):
+    """While it is on, notes each function that makes something new of a parameter or its view.
+
+    What is then made of that (of a normed weight, of a product with a gain) is not followed.
+
+    Attributes:
+        functions: id of a parameter → the names of these functions.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.functions: dict[int, set[str]] = defaultdict(set)
+        self._parameters = {id(p) for p in parameters}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if torch.is_grad_enabled():  # nothing is trained through anything else
+            written = args[0] if func is Tensor.__setitem__ else result
+            made = {_source(t) for t in _tensors(written) if t.requires_grad}
+            taken = {_source(t) for t in _tensors((args, kwargs))}
+            for source in taken & self._parameters if made else ():
+                if source not in made:  # a view
+                    self.functions[source].add(func.__name__)
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _source(tensor: Tensor) -> int:
+    """Id of the tensor whose view this is."""
+    with torch._C.DisableTorchFunction():
+        return id(tensor if tensor._base is None else tensor._base)

@@ -1,0 +1,659 @@
+"""Scores of attention, their gradients, what a step does to them: against slow references."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adiv_monitor.capture.attention_dropout import kept
+from adiv_monitor.capture.randomness import random_state
+from adiv_monitor.capture.score_replay import (
+    AttentionModule,
+    moves_of_scores,
+    scores_with_graph,
+)
+from adiv_monitor.capture.score_scales import scales, some_keys
+from adiv_monitor.capture.some_samples import of_samples
+from adiv_monitor.features import scores
+from adiv_monitor.features.scores import attention, of_heads
+from adiv_monitor.maths.attention import attention_reading
+
+ALL = slice(None)
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def explicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropped: Tensor | float = 1.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Scores Y, which keep their gradient, and the output; torch's documented equivalent."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    Y = query @ key.mT
+    if Y.requires_grad:
+        Y.retain_grad()
+    bias = torch.zeros(Y.shape, dtype=Y.dtype)
+    if is_causal:
+        bias.masked_fill_(~torch.ones(Y.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        bias = bias.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        bias = bias + attn_mask
+    logits = Y * (query.shape[-1] ** -0.5 if scale is None else scale) + bias
+    # A query that sees no key gets zeros; a softmax of -inf alone would be NaN.
+    none = (logits == -torch.inf).all(-1, keepdim=True)
+    P = torch.softmax(logits.masked_fill(none, 0.0), -1).masked_fill(none, 0.0)
+    return Y, (P * dropped) @ value
+
+
+def bool_mask(*shape: int) -> Tensor:
+    torch.manual_seed(5)
+    mask = torch.rand(shape) < 0.6
+    mask[..., 0, :] = False  # a query that sees nothing
+    return mask
+
+
+CALLS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
+    "plain": ([(3, 2, 5, 4), (3, 2, 7, 4), (3, 2, 7, 6)], {}),
+    "scale": ([(3, 2, 5, 4), (3, 2, 7, 4), (3, 2, 7, 4)], {"scale": 0.3}),
+    "causal": ([(3, 2, 6, 4)] * 3, {"is_causal": True}),
+    "causal, more keys": ([(2, 2, 4, 4), (2, 2, 6, 4), (2, 2, 6, 4)], {"is_causal": True}),
+    "causal, fewer keys": ([(2, 2, 6, 4), (2, 2, 4, 4), (2, 2, 4, 4)], {"is_causal": True}),
+    "grouped": ([(3, 6, 5, 4), (3, 2, 7, 4), (3, 2, 7, 4)], {"enable_gqa": True}),
+    "boolean": ([(3, 2, 5, 4)] * 3, {"attn_mask": bool_mask(5, 5)}),
+    "boolean, of keys": ([(3, 2, 5, 4)] * 3, {"attn_mask": bool_mask(3, 1, 2, 5)[:, :, 1:]}),
+    "boolean, of samples": ([(3, 2, 5, 4)] * 3, {"attn_mask": bool_mask(3, 1, 5, 5)}),
+    "boolean, of heads": ([(3, 2, 5, 4)] * 3, {"attn_mask": bool_mask(2, 5, 5)}),
+    "additive": ([(3, 2, 5, 4)] * 3, {"attn_mask": tensors((3, 2, 5, 5))[0]}),
+    "infinite": (
+        [(3, 2, 5, 4)] * 3,
+        {"attn_mask": torch.where(bool_mask(1, 2, 5, 5), 0.0, -torch.inf)},
+    ),
+    "no heads": ([(3, 5, 4), (3, 7, 4), (3, 7, 4)], {"attn_mask": bool_mask(3, 5, 7)}),
+    "one matrix": ([(5, 4), (7, 4), (7, 4)], {}),
+    "more samples": ([(2, 3, 2, 5, 4)] * 3, {"attn_mask": bool_mask(3, 1, 5, 5)}),
+    "shared keys": ([(3, 2, 5, 4), (1, 2, 7, 4), (1, 2, 7, 4)], {}),
+}
+
+
+def as_four(tensor: Tensor) -> Tensor:
+    while tensor.dim() < 4:
+        tensor = tensor.unsqueeze(-3)
+    return tensor.flatten(0, -4)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_output_and_gradient_are_those_of_explicit_scores(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes, others = CALLS[name]
+    query, key, value = tensors(*shapes)
+    Y, output = explicit(query.requires_grad_(), key, value, **others)
+    query = query.detach()
+    fused = functional.scaled_dot_product_attention(query, key, value, **others)
+    torch.testing.assert_close(fused, output, rtol=1e-10, atol=1e-12)
+    d_output = torch.randn_like(output)
+    output.backward(d_output)
+    assert Y.grad is not None
+
+    monkeypatch.setattr(scores, "CHUNK", 30)  # several parts
+    call = attention(query, key, value, **others)
+    torch.testing.assert_close(call.output(), as_four(output.detach()), rtol=1e-10, atol=1e-12)
+    of = call.score_gradient(d_output)
+    parts = list(call.parts)
+    assert len(parts) > 1
+    G = torch.cat([of(part) for part in parts], 2)
+    torch.testing.assert_close(G, as_four(Y.grad), rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(of(ALL), G)
+
+
+@pytest.mark.parametrize("name", [n for n, (s, _) in CALLS.items() if len(s[0]) in (3, 4)])
+def test_some_samples_are_those_of_the_whole_call(name: str) -> None:
+    shapes, others = CALLS[name]
+    query, key, value = tensors(*shapes)
+    samples = torch.tensor([1, 0])
+    some = attention(query, key, value, **others, samples=samples)
+    whole = attention(query, key, value, **others)
+    torch.testing.assert_close(some.output(), whole.output()[samples], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("keys", [3, 11])  # fewer and more than the values are wide
+def test_dropout_is_repeated(keys: int, grouped: bool) -> None:
+    query, key, value = tensors((4, 4, 6, 5), *[(4, 2 if grouped else 4, keys, 5)] * 2)
+    others = {"dropout_p": 0.4, "scale": 0.7, "enable_gqa": grouped}
+    value.requires_grad_()
+    before = random_state(query.device)
+    output = functional.scaled_dot_product_attention(query, key, value, **others)
+    after = random_state(query.device)
+    samples = torch.tensor([0, 2, 3])
+    mask = kept(before, samples, query, key, value, **others)
+    assert torch.equal(random_state(query.device), after)
+    assert mask.float().mean() == pytest.approx(0.6, abs=0.15)
+    # What torch is known to draw on a CPU, one number for each probability.
+    torch.set_rng_state(before)
+    drawn = torch.empty(4, 4, 6, keys, dtype=torch.float64).bernoulli_(0.6)
+    torch.set_rng_state(after)
+    assert torch.equal(mask, drawn[samples] != 0)
+
+    call = attention(query, key, value.detach(), **others, samples=samples)
+    with pytest.raises(ValueError, match="kept=None"):
+        call.output()
+    call = replace(call, kept=mask)
+    torch.testing.assert_close(call.output(), output.detach()[samples], rtol=1e-10, atol=1e-12)
+    Y, output = explicit(
+        query.requires_grad_(),
+        key,
+        value.detach(),
+        dropped=drawn / 0.6,
+        scale=0.7,
+        enable_gqa=grouped,
+    )
+    d_output = torch.randn_like(output)
+    output.backward(d_output)
+    assert Y.grad is not None
+    G = call.score_gradient(d_output[samples])(ALL)
+    torch.testing.assert_close(G, Y.grad[samples], rtol=1e-8, atol=1e-12)
+
+
+# The module once more, with a change of its parameters
+
+
+class Spy:
+    """Stands in for the fused function, notes what it gets, and makes the scores explicitly."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queries: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        self.scores: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        monkeypatch.setattr(functional, "scaled_dot_product_attention", self)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        dropout_p: float = 0.0,
+        **k: Any,
+    ) -> Tensor:
+        if args:  # torch's own attention passes them by position
+            mask, dropout_p, causal = args
+            k = {"attn_mask": mask, "is_causal": causal}
+        assert dropout_p == 0
+        Y, output = explicit(query, key, value, **k)
+        if output.requires_grad:
+            output.retain_grad()
+        self.queries.append(query.detach())
+        self.keys.append(key.detach())
+        self.scores.append(Y)
+        self.outputs.append(output)
+        return output
+
+
+class Attending(nn.Module):
+    """torch's own attention as a model."""
+
+    def __init__(self, *, mask: Tensor | None = None, padding: bool = False, **options: Any):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 3, **options)
+        self.mask = mask
+        self.padding = padding
+        self.weights = bool(options.get("vdim"))  # some case that returns the weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = None
+        if self.padding:
+            padding = torch.zeros(4, 6, dtype=torch.bool)
+            padding[1, 4:] = True
+        mask = self.mask
+        if mask is not None and mask.dim() == 3:
+            mask = mask.expand(12, 6, 6)
+        batch_first = self.attention.batch_first
+        x = x if batch_first else x.transpose(0, 1)
+        value = x[..., :7] if self.weights else x
+        out, _ = self.attention(
+            x, x.flip(-1), value, key_padding_mask=padding, attn_mask=mask, need_weights=False
+        )
+        return out if batch_first else out.transpose(0, 1)
+
+
+class LowRank(nn.Module):
+    """Frozen projections with a trained low-rank part, changed in place, beside random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(12, 12).requires_grad_(False) for _ in "qkv")
+        self.down = nn.Linear(12, 3, bias=False)
+        self.up = nn.Linear(3, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.up(self.down(x + 0 * torch.rand(())))
+        q *= 2
+        q += self.q(x)
+        q, k, v = (z.view(len(x), 6, 3, 4).transpose(1, 2) for z in (q, self.k(x), self.v(x)))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class RootMeanSquare(nn.Module):
+    """The library's own norm rounds to float32 on the way."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+
+
+class Language(nn.Module):
+    """A small language model of the library, given embeddings."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(4, 6, dtype=torch.long)
+        mask[2, :2] = 0
+        hidden: Tensor = self.model(inputs_embeds=x, attention_mask=mask).last_hidden_state
+        return hidden
+
+
+def language(name: str, **options: Any) -> Callable[[], tuple[nn.Module, str]]:
+    def build() -> tuple[nn.Module, str]:
+        transformers = pytest.importorskip("transformers")
+        config = getattr(transformers, f"{name}Config")(vocab_size=11, **options)
+        config._attn_implementation = "sdpa"
+        model = Language(getattr(transformers, f"{name}Model")(config))
+        for path, module in list(model.named_modules()):
+            if type(module).__name__.endswith("RMSNorm"):
+                model.set_submodule(path, RootMeanSquare(module.weight))
+        paths = [p for p, m in model.named_modules() if type(m).__name__.endswith("Attention")]
+        return model, paths[-1]
+
+    return build
+
+
+def torch_attention(**options: Any) -> Callable[[], tuple[nn.Module, str]]:
+    return lambda: (Attending(**options), "attention")
+
+
+SMALL = {"hidden_size": 12, "num_hidden_layers": 2, "intermediate_size": 16}
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+MODELS: dict[str, Callable[[], tuple[nn.Module, str]]] = {
+    "torch": torch_attention(batch_first=True),
+    "torch, no bias": torch_attention(batch_first=True, bias=False),
+    "torch, batch second": torch_attention(padding=True),
+    "torch, separate weights": torch_attention(kdim=12, vdim=7, batch_first=True),
+    "torch, mask": torch_attention(mask=torch.ones(6, 6, dtype=torch.bool).triu(1)),
+    "torch, mask of heads": torch_attention(mask=tensors((12, 6, 6))[0], batch_first=True),
+    "low rank": lambda: (LowRank(), ""),
+    "llama": language("Llama", **SMALL, **GROUPED),
+    "qwen3": language("Qwen3", **SMALL, **GROUPED),
+    "olmo2": language("Olmo2", **SMALL, num_attention_heads=3, num_key_value_heads=3),
+    "gpt2": language(
+        "GPT2", n_embd=12, n_layer=2, n_head=3, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+    ),
+    "gpt_neox": language("GPTNeoX", **SMALL, num_attention_heads=3, rotary_pct=0.5),
+}
+
+
+class Observed:
+    """A model after its backward pass, with what its attention was given and its scores ask."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(3)
+        model, self.path = MODELS[name]()
+        self.model = model.double().train()
+        for parameter in self.model.parameters():  # so that gains are not 1 and biases not 0
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        self.module = self.model.get_submodule(self.path)
+        self.x = torch.randn(4, 6, 12, dtype=torch.float64)
+        self.inputs: list[tuple[Any, Any]] = []
+        handle = self.module.register_forward_pre_hook(
+            lambda _, args, kwargs: self.inputs.append((args, dict(kwargs))), with_kwargs=True
+        )
+        with monkeypatch.context() as patch:
+            spy = Spy(patch)
+            output = self.model(self.x)
+            handle.remove()
+            self.query, self.key = spy.queries[-1], spy.keys[-1]
+            self.key = of_heads(self.key, self.query.shape[1])
+            torch.manual_seed(4)
+            (output * torch.randn_like(output)).sum().backward()
+            (self.Y, self.output) = spy.scores[-1], spy.outputs[-1]
+        assert self.Y.grad is not None
+        assert self.output.grad is not None
+        self.G = self.Y.grad
+
+    def attends(self, samples: Sequence[int] = range(4)) -> AttentionModule:
+        args, kwargs = of_samples(self.module, *self.inputs[0], torch.tensor(samples))
+        trained = {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
+        return AttentionModule(self.module, args, kwargs, trained)
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+
+    def scores_at(self, step: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
+        """Y with the module's parameters moved and its inputs held, by running the whole model."""
+        before = {n: p.detach().clone() for n, p in self.module.named_parameters()}
+        try:
+            with torch.no_grad(), monkeypatch.context() as patch:
+                for name, parameter in self.module.named_parameters():
+                    if name in step:
+                        parameter += step[name]
+                spy = Spy(patch)
+                self.model(self.x)
+                return spy.scores[-1].detach()
+        finally:
+            with torch.no_grad():
+                for name, parameter in self.module.named_parameters():
+                    parameter.copy_(before[name])
+
+
+def scaled(direction: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+    return {name: factor * tensor for name, tensor in direction.items()}
+
+
+@pytest.fixture(params=MODELS)
+def observed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Observed:
+    return Observed(request.param, monkeypatch)
+
+
+def test_moves_are_the_derivative_of_the_scores(
+    observed: Observed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(7)
+    direction = {n: torch.randn_like(p) for n, p in observed.gradients.items()}
+    randomness = torch.get_rng_state()
+    [(call, moves)] = moves_of_scores(observed.attends(), {"u": direction})
+    assert torch.equal(torch.get_rng_state(), randomness)
+    torch.testing.assert_close(call.query, observed.query, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(call.key, observed.key, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(call.output(), observed.output.detach(), rtol=1e-11, atol=1e-12)
+
+    def difference(step: float) -> Tensor:
+        ahead, back = (
+            observed.scores_at(scaled(direction, sign * step), monkeypatch) for sign in (1, -1)
+        )
+        return (ahead - back) / (2 * step)
+
+    # Richardson: the error is of the fourth order in the step.
+    expected = (4 * difference(5e-5) - difference(1e-4)) / 3
+    torch.testing.assert_close(
+        call.change(moves["u"]), expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max())
+    )
+
+
+def test_attention_that_returns_its_weights_moves_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    observed = Observed("torch, mask", monkeypatch)
+    attends = observed.attends([2, 0])
+    weights = replace(attends, kwargs={**attends.kwargs, "need_weights": True})
+    direction = {"u": observed.gradients}
+    [(call, moves)], [(same, again)] = (moves_of_scores(a, direction) for a in (attends, weights))
+    assert torch.equal(call.change(moves["u"]), same.change(again["u"]))
+    assert torch.equal(call.output(), same.output())
+
+
+def test_score_gradients_of_models(observed: Observed) -> None:
+    [(call, _)] = moves_of_scores(observed.attends([3, 1]), {"u": {}})
+    assert observed.output.grad is not None
+    G = call.score_gradient(observed.output.grad[[3, 1]])(ALL)
+    torch.testing.assert_close(G, observed.G[[3, 1]], rtol=1e-8, atol=1e-12)
+
+
+def test_scores_ask_of_the_parameters_what_their_gradient_is(observed: Observed) -> None:
+    """⟨e, G⟩ = ‖γ‖², and of any other direction ⟨γ, u⟩: by the part of γ that comes from scores."""
+    call, leaves = scores_with_graph(observed.attends(), lambda *_: None)
+    Y = call[0].query @ call[0].key.mT
+    parts = torch.autograd.grad(Y, list(leaves.values()), observed.G, allow_unused=True)
+    gamma = {n: g for n, g in zip(leaves, parts, strict=True) if g is not None}
+    for name, part in gamma.items():  # where all of the gradient comes from the scores
+        if name.startswith(("q_", "k_")):
+            torch.testing.assert_close(part, observed.gradients[name], rtol=1e-8, atol=1e-12)
+    [(attended, moves)] = moves_of_scores(observed.attends(), {"e": gamma})
+    assert observed.output.grad is not None
+    keys = torch.zeros(Y.shape[1], Y.shape[2], 1, dtype=torch.int64)
+    of = attended.score_gradient(observed.output.grad)
+    found = scores.sums(attended, of, moves, keys)
+    whole = sum(float(part.square().sum()) for part in gamma.values())
+    assert float(found["e_G"].sum()) == pytest.approx(whole, rel=1e-8)
+
+
+def test_sums_leave_idle_scores_out(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
+    [(call, moves)] = moves_of_scores(
+        observed.attends([3, 1]), {"d": scaled(observed.gradients, -0.3), "e": observed.gradients}
+    )
+    G = observed.G[[3, 1]]
+    keys = torch.from_numpy(some_keys(*G.shape[1:], 3, np.random.default_rng(0)))
+    monkeypatch.setattr(scores, "CHUNK", 2 * G.shape[1] * G.shape[3])  # one query, in parts
+    found = scores.sums(call, lambda queries: G[:, :, queries], moves, keys)
+    for i, head in np.ndindex(*G.shape[:2]):
+        sums = dict.fromkeys(("G_G", "d_G", "d_d", "e_G", "e_e"), 0.0)
+        for t, s in np.ndindex(*G.shape[2:]):
+            g = float(G[i, head, t, s])
+            if g == 0:
+                continue
+            change = {
+                m: float(dq[i, head, t] @ call.key[i, head, s])
+                + float(call.query[i, head, t] @ dk[i, head, s])
+                for m, (dq, dk) in moves.items()
+            }
+            sums["G_G"] += g * g
+            for m, y in change.items():
+                sums[f"{m}_G"] += y * g
+                sums[f"{m}_{m}"] += y * y
+        for name, value in sums.items():
+            assert float(found[name][i, head]) == pytest.approx(value, rel=1e-9, abs=1e-14)
+    for h, t, draw in np.ndindex(*keys.shape):
+        s = int(keys[h, t, draw])
+        assert torch.equal(found["active"][:, h, t, draw], (G[:, h, t, s] != 0) & (s >= 0))
+
+
+# The attention scale
+
+
+def row_scales(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], z: Any) -> Tensor | None:
+    """‖φ‖² of the uses that the models above make of their trained parameters."""
+
+    def trained(parameter: Any) -> bool:
+        return isinstance(parameter, Tensor) and parameter.requires_grad
+
+    if func is functional.linear or func is torch.addmm:
+        named = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
+        x, weight, bias = named["input"], named["weight"], named.get("bias")
+        if func is torch.addmm:
+            bias, x, weight = args
+        square = x.square().sum(-1).reshape(-1, 1) * trained(weight) + 1.0 * trained(bias)
+        return square if trained(weight) or trained(bias) else None
+    if getattr(func, "__name__", "") == "mul" and isinstance(args[0], nn.Parameter | Tensor):
+        gain, x = args[:2]
+        if isinstance(x, Tensor) and gain.is_leaf and gain.requires_grad and gain.dim() == 1:
+            return x.square().reshape(-1, x.shape[-1])
+    return None
+
+
+def test_scale_is_the_square_of_each_scores_gradient(observed: Observed) -> None:
+    attends = observed.attends([3, 1])
+    [reached], leaves = scores_with_graph(attends, row_scales)
+    H, L, S = observed.G.shape[1:]
+    keys = torch.from_numpy(some_keys(H, L, S, 2, np.random.default_rng(1)))
+    found = scales(reached, leaves, keys)
+    for i, head, t, draw in np.ndindex(*found.shape):
+        s = int(keys[head, t, draw])
+        score = reached.query[i, head, t] @ reached.key[i, head, s]
+        gradients = torch.autograd.grad(
+            score, list(leaves.values()), retain_graph=True, allow_unused=True
+        )
+        expected = sum(float(g.square().sum()) for g in gradients if g is not None)
+        assert float(found[i, head, t, draw].detach()) == pytest.approx(expected, rel=1e-9)
+
+
+def test_scale_of_plain_projections_is_the_one_of_the_spec(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """‖k_s‖²(‖x_t‖²+1) + ‖q_t‖²(‖x_s‖²+1), and a rotation of queries and keys changes nothing."""
+    # The library keeps the sines of a rotation in float32.
+    for name, bias, precision in (
+        ("torch", 1, 1e-10),
+        ("torch, no bias", 0, 1e-10),
+        ("llama", 0, 1e-7),
+    ):
+        observed = Observed(name, monkeypatch)
+        attends = observed.attends()
+        [reached], leaves = scores_with_graph(attends, row_scales)
+        H, L, S = observed.G.shape[1:]
+        keys = torch.from_numpy(some_keys(H, L, S, 1, np.random.default_rng(2)))
+        found = scales(reached, leaves, keys)
+        given = {**dict(zip(("query", "key"), attends.args, strict=False)), **attends.kwargs}
+        x_q, x_k = (
+            given[n].square().sum(-1) + bias
+            for n in (("query", "key") if name != "llama" else ("hidden_states",) * 2)
+        )
+        q, k = observed.query.square().sum(-1), observed.key.square().sum(-1)
+        for i, h, t in np.ndindex(*found.shape[:3]):
+            s = int(keys[h, t, 0])
+            expected = k[i, h, s] * x_q[i, t] + q[i, h, t] * x_k[i, s]
+            torch.testing.assert_close(found[i, h, t, 0], expected, rtol=precision, atol=0)
+
+
+def test_scale_says_where_rows_do_not_explain_it() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qk = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mix: bool) -> Tensor:
+            q, k = self.qk(x), self.qk(x)
+            q = q.cumsum(1) if mix else q
+            return functional.scaled_dot_product_attention(q[:, None], k[:, None], x[:, None])
+
+    module = Shared().double()
+    for mix, reason in ((False, "a weight in common"), (True, "mixes tokens")):
+        inputs = (tensors((2, 3, 4))[0], mix)
+        attends = AttentionModule(module, inputs, {}, dict(module.named_parameters()))
+        [reached], leaves = scores_with_graph(attends, row_scales)
+        keys = torch.zeros(1, 3, 1, dtype=torch.int64) - 1
+        keys[0, 1, 0] = 2
+        with pytest.raises(ValueError, match=reason):
+            scales(reached, leaves, keys)
+
+
+def test_a_module_without_attention_is_told() -> None:
+    module = nn.Linear(3, 3)
+    attends = AttentionModule(module, (torch.ones(2, 3),), {}, dict(module.named_parameters()))
+    with pytest.raises(RuntimeError, match=r"Linear: got 0 calls .* expected 1"):
+        moves_of_scores(attends, {"u": {}})
+
+
+def test_some_keys_are_all_scores_alike_and_no_key_twice() -> None:
+    generator = np.random.default_rng(0)
+    for queries, keys in ((4, 4), (3, 5), (5, 3)):
+        chosen = some_keys(2, queries, keys, 3_000, generator)
+        for draw in np.moveaxis(chosen, 2, 1).reshape(-1, queries):
+            seen = draw[draw >= 0]
+            assert len(seen) == min(queries, keys) == len(set(seen))
+        counts = np.zeros((queries, keys))
+        for t in range(queries):
+            counts[t] = np.bincount(chosen[:, t][chosen[:, t] >= 0], minlength=keys)
+        expected = 6_000 / max(queries, keys)
+        assert np.abs(counts - expected).max() < 5 * np.sqrt(expected)
+
+
+# The measures
+
+
+def made_up(samples: int, heads: int = 3) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Sums of scores that are made up, with the scores (samples, heads, scores) and scales."""
+    draw = np.random.default_rng(0)
+    G = draw.normal(size=(samples, heads, 40)) * draw.uniform(0.5, 1.5, (samples, 1, 1))
+    G[:, :, ::7] = 0
+    d = np.where(G != 0, G + 2 * draw.normal(size=G.shape), 0)
+    e = np.where(G != 0, G + draw.normal(size=G.shape), 0)
+    D = draw.uniform(1, 3, G.shape) * (1 + np.arange(heads))[:, None]
+    vectors = {"G": G, "d": d, "e": e}
+    sums = {f"{a}_{b}": (vectors[a] * vectors[b]).sum(2) for a, b in ("GG", "dG", "dd", "eG", "ee")}
+    made = scores.scale_sums(torch.from_numpy(D)[..., None], torch.from_numpy(G != 0)[..., None])
+    sums |= {name: np.asarray(value) for name, value in made.items()}
+    return sums, np.stack([G, d, e]), D
+
+
+def test_measures_over_all_samples_are_exact() -> None:
+    sums, (G, d, e), D = made_up(5)
+    reading = attention_reading(sums, 5)
+
+    def cosine(a: np.ndarray, b: np.ndarray) -> float:
+        return float((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
+
+    def expected(part: Any) -> dict[str, float]:
+        scale = D[part][G[part] != 0]
+        return {
+            "attention_cosine": cosine(d[part], G[part]),
+            "attention_gradient_cosine": cosine(e[part], G[part]),
+            "attention_scale_mean": float(scale.mean()),
+            "attention_scale_cv": float(scale.std() / scale.mean()),
+        }
+
+    assert reading.measures() == pytest.approx(expected(np.s_[:]), rel=1e-12)
+    for head in range(3):
+        found = {name: values[head] for name, values in reading.heads.items()}
+        assert found == pytest.approx(expected(np.s_[:, head]), rel=1e-12)
+    assert not {"attention_cosine", "attention_gradient_cosine"} & reading.standard_error.keys()
+    assert (reading.samples_seen, reading.samples_total) == (5, 5)
+
+
+def test_errors_of_sampled_measures_are_what_they_say() -> None:
+    total, seen = 400, 24
+    sums, _, _ = made_up(total)
+    truth = attention_reading(sums, total)
+    deviations: dict[str, list[float]] = {name: [] for name in truth.measures()}
+    draw = np.random.default_rng(1)
+    for _ in range(300):
+        chosen = draw.choice(total, seen, replace=False)
+        some = {n: part[chosen] if part.ndim else part for n, part in sums.items()}
+        reading = attention_reading(some, total)
+        for name, value in reading.measures().items():
+            error = reading.standard_error[name]
+            deviations[name].append((value - truth.measures()[name]) / error)
+    for name, values in deviations.items():
+        assert 0.85 < np.std(values) < 1.25, name
+        assert abs(np.mean(values)) < 0.25, name
+
+
+def test_measures_that_were_not_taken_are_absent() -> None:
+    sums, _, _ = made_up(4)
+    reading = attention_reading({n: v for n, v in sums.items() if n[0] in "eG"}, 9)
+    assert set(reading.measures()) == {"attention_gradient_cosine"} == set(reading.heads)
+    alone = attention_reading({n: v[:1] if v.ndim else v for n, v in sums.items()}, 9)
+    assert np.isnan(alone.standard_error["attention_scale_mean"]), "one sample can't tell"
+    idle = {n: np.zeros_like(v) for n, v in sums.items()}
+    assert all(np.isnan(v) for v in attention_reading(idle, 4).measures().values())
+
+
+def test_equal_scales_have_no_spread() -> None:
+    same = torch.full((4, 2, 5, 1), 0.1 + 0.2, dtype=torch.float32)
+    sums, _, _ = made_up(4, heads=2)
+    made = scores.scale_sums(same, torch.ones(same.shape, dtype=torch.bool))
+    sums |= {name: np.asarray(value, dtype=np.float64) for name, value in made.items()}
+    reading = attention_reading(sums, 4)
+    assert reading.attention_scale_cv == pytest.approx(0, abs=1e-6)

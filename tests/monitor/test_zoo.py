@@ -1,0 +1,148 @@
+"""Every model of the zoo: all of it is measured, and it trains as if nobody looked.
+
+Each is trained twice from one seed, with and without monitors, in three steps of which the middle
+one is not measured.
+"""
+
+import math
+import random
+from collections.abc import Container, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from zoo import ZOO, Specimen, Trained, Training, seed
+
+from adiv_monitor import Monitor, StepReport
+
+STEPS = 3
+
+
+class FirstOrder:
+    """−⟨∂L/∂Θ, ΔΘ⟩ of every step of an optimizer, in float64.
+
+    Args:
+        trained: what is trained.
+        unseen: names of the parameters that are left out.
+    """
+
+    def __init__(self, trained: Trained, unseen: Container[str]) -> None:
+        named = trained.model.named_parameters()
+        self.descents: list[float] = []
+        self._parameters = [p for name, p in named if p.requires_grad and name not in unseen]
+        self._before: list[Tensor] = []
+        trained.optimizer.register_step_pre_hook(self._begin)
+        trained.optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, *_: object) -> None:
+        self._before = [p.detach().clone() for p in self._parameters]
+
+    def _end(self, *_: object) -> None:
+        """AdamW leaves gradients as they are."""
+        descents = (
+            ((before - p.detach()).double() * p.grad).sum().item()
+            for before, p in zip(self._before, self._parameters, strict=True)
+        )
+        self.descents.append(math.fsum(descents))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind; what its monitors said, or what is true of its steps."""
+
+    training: Training
+    losses: list[float]
+    random: tuple[object, ...]
+    reports: list[list[StepReport]]
+    first_order: list[FirstOrder]
+
+
+def run(specimen: Specimen, *, monitored: bool) -> Run:
+    seed(7)
+    training = specimen.build()
+    monitors, first_order = [], []
+    with ExitStack() as attached:
+        for each in training.trained:
+            if monitored:
+                monitor = Monitor(each.model, each.optimizer, every_n_steps=2, on_error="raise")
+                monitors.append(attached.enter_context(monitor))
+            else:
+                first_order.append(FirstOrder(each, specimen.unseen))
+        losses = [loss.item() for _ in range(STEPS) for loss in training.step()]
+    drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    return Run(training, losses, drawn, [list(m.reports) for m in monitors], first_order)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on several, where these wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def filtered(name: str) -> object:
+    marks = [pytest.mark.filterwarnings(f"ignore:{text}") for text in ZOO[name].warnings]
+    return pytest.param(name, marks=marks)
+
+
+@pytest.fixture(scope="module", params=map(filtered, ZOO))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def monitored(name: str) -> Run:
+    return run(ZOO[name], monitored=True)
+
+
+@pytest.fixture(scope="module")
+def plain(name: str) -> Run:
+    return run(ZOO[name], monitored=False)
+
+
+def test_all_parameters_are_measured_but_those_that_are_listed(name: str, monitored: Run) -> None:
+    unseen = ZOO[name].unseen
+    for trained, reports in zip(monitored.training.trained, monitored.reports, strict=True):
+        assert [report.step for report in reports] == [0, 2]
+        sizes = sizes_of(trained)
+        for report in reports:
+            assert report.unmeasured == {n: size for n, size in sizes.items() if n in unseen}
+            share = 1 - sum(report.unmeasured.values()) / sum(sizes.values())
+            assert report.coverage == pytest.approx(share)
+            assert share >= 0.99 or sizes.keys() == unseen.keys()
+            assert bool(report.unsupported) == bool(unseen), report.unsupported
+
+
+def sizes_of(trained: Trained) -> dict[str, int]:
+    """Elements of each trained parameter, by name."""
+    return {n: p.numel() for n, p in trained.model.named_parameters() if p.requires_grad}
+
+
+def test_the_run_is_the_unmonitored_one(monitored: Run, plain: Run) -> None:
+    """Losses, weights, buffers and random streams, bit by bit."""
+    assert monitored.losses == plain.losses
+    assert monitored.random == plain.random
+    pairs = zip(monitored.training.trained, plain.training.trained, strict=True)
+    for state, expected in ((a.model.state_dict(), b.model.state_dict()) for a, b in pairs):
+        assert state.keys() == expected.keys()
+        for path, tensor in expected.items():
+            assert torch.equal(state[path], tensor), path
+
+
+def test_the_layers_descents_add_up_to_that_of_the_step(monitored: Run, plain: Run) -> None:
+    """No use of a parameter is missed or counted twice: the parts make up −⟨∂L/∂Θ, ΔΘ⟩.
+
+    Where descents are estimates from rows, within five of their errors.
+    """
+    for reports, truth in zip(monitored.reports, plain.first_order, strict=True):
+        for report in reports:
+            readings = report.layers.values()
+            parts = [reading.descent for reading in readings]
+            errors = (reading.standard_error.get("descent", 0.0) for reading in readings)
+            allowed = 5 * math.hypot(*errors) + 1e-4 * sum(map(abs, parts))
+            assert math.fsum(parts) == pytest.approx(truth.descents[report.step], abs=allowed)
