@@ -1,5 +1,6 @@
 """Parameters that no rule of a function accounts for, and the modules to measure them through."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from adiv_monitor.capture.graph import leaves_of
 from adiv_monitor.capture.outputs import Outputs
 from adiv_monitor.capture.randomness import Randomness
-from adiv_monitor.capture.replay import Arguments, Replay
+from adiv_monitor.capture.replay import Arguments, Replay, tolerance
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import Rows, to_device
@@ -112,6 +113,9 @@ class Leftovers:
             Refused: the forward can't be repeated, or has no derivatives.
         """
         start = torch.cat([module.get_parameter(name).detach().flatten() for name in names])
+        size = float(torch.linalg.vector_norm(expected))
+        if not math.isfinite(size):
+            raise Refused("its output is not finite")
         reason = ""
         for elements, own in _choices(rows, began.is_still(began.now())):
             try:
@@ -124,8 +128,8 @@ class Leftovers:
             except Exception as error:
                 reason = f"its forward can't be run again with derivatives: {error}".splitlines()[0]
                 continue
-            away, size = (float(torch.linalg.vector_norm(x)) for x in (again - expected, expected))
-            if away <= _tolerance(replay.precision) * size:
+            away = float(torch.linalg.vector_norm(again - expected))
+            if away <= tolerance(replay.precision) * size:
                 return JacobianFeatures(partial(_moved, replay, own))
             reason = (
                 f"its forward, run again, gave another output (relative error {away / size:.2g}): "
@@ -162,8 +166,3 @@ def _choices(rows: Rows, still: bool) -> Iterator[tuple[Tensor | None, Rows]]:
             chosen = np.ravel_multi_index((place, *rows.positions[1:]), shape)
             yield to_device(elements, rows.device), Rows(shape, chosen, rows.device)
     yield None, rows
-
-
-def _tolerance(precision: float) -> float:
-    """What rounding may do to z: matrix products of float32 may be taken in TensorFloat-32."""
-    return 1e-9 if precision < 1e-15 else max(1e-3, 4 * precision)

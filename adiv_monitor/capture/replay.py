@@ -133,28 +133,27 @@ class Replay:
             return [z for z, _ in pairs], moved
 
     def _backward_twice(self, tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Jᵀv is linear in v; its own derivative by v, times the tangent, is J times that."""
+        """J is what ⟨Jᵀv, tangent⟩, linear in v, has as its derivative by v."""
         # Those hooks of the run, such as checkpointing's, must not see what is saved here.
         unseen = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with torch.enable_grad(), unseen:
             moving = [p.detach().requires_grad_() for p in self._moving.values()]
             z = self._call(moving)
             reached = [x for x in z if x.requires_grad]
-            v = [torch.zeros_like(x, requires_grad=True) for x in reached]
-            products = torch.autograd.grad(
-                reached, moving, v, create_graph=True, allow_unused=True, materialize_grads=False
-            )
+            v = [_pattern(x).requires_grad_() for x in reached]
+            products = torch.autograd.grad(reached, moving, v, create_graph=True, allow_unused=True)
             used = [(p, t) for p, t in zip(products, tangents, strict=True) if p is not None]
-            if not all(product.requires_grad for product, _ in used):
-                raise RuntimeError("a backward pass inside can't be differentiated itself")
-            moves = torch.autograd.grad(
-                [p for p, _ in used], v, [t for _, t in used], allow_unused=True
-            )
-        by_id = dict(zip(map(id, reached), moves, strict=True))
-        moved = [by_id.get(id(x)) for x in z]
-        return [x.detach() for x in z], [
-            torch.zeros_like(x) if m is None else m for x, m in zip(z, moved, strict=True)
-        ]
+            whole = torch.stack([(p * t).sum() for p, t in used]).sum()
+            moves = torch.autograd.grad(whole, v, allow_unused=True, materialize_grads=True)
+        parts = torch.stack([(exact(m) * exact(x)).sum() for m, x in zip(moves, v, strict=True)])
+        terms = torch.stack(
+            [(exact(m) * exact(x)).abs().sum() for m, x in zip(moves, v, strict=True)]
+        )
+        # A function that is linear in v is its derivative times v.
+        if (parts.sum() - whole).abs() > tolerance(self.precision) * terms.sum():
+            raise RuntimeError("a custom backward inside can't be differentiated itself")
+        found = dict(zip(map(id, reached), moves, strict=True))
+        return [x.detach() for x in z], [found.get(id(x), torch.zeros_like(x)) for x in z]
 
     def _call(self, moving: Sequence[Tensor]) -> list[Tensor]:
         # The forward may change its inputs and its own state: both are as they were for the next.
@@ -179,6 +178,17 @@ class Replay:
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
                 stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             yield
+
+
+def tolerance(precision: float) -> float:
+    """What rounding may do: matrix products of float32 may be taken in TensorFloat-32."""
+    return 1e-9 if precision < 1e-15 else max(1e-3, 4 * precision)
+
+
+def _pattern(like: Tensor) -> Tensor:
+    """Numbers of which none is zero."""
+    numbers = torch.linspace(0.5, 1.5, like.numel(), dtype=like.dtype, device=like.device)
+    return numbers.view(like.shape)
 
 
 class _Forward(nn.Module):
