@@ -132,7 +132,7 @@ class Leftovers:
             if away <= tolerance(replay.precision) * size:
                 return JacobianFeatures(partial(_moved, replay, own))
             reason = (
-                f"its forward, run again, gave another output (relative error {away / size:.2g}): "
+                f"its forward, run again, gave another output (relative error {away / (size or 1):.2g}): "
                 "a hook changes it, or its input or a state of its own is changed in it"
             )
         raise Refused(f"{reason}; register_features can teach the monitor its class")
