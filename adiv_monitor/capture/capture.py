@@ -43,12 +43,12 @@ from adiv_monitor.features.recurrent import Map, Replay, Returned, uses_of
 from adiv_monitor.features.recurrent_call import RECURRENT, RecurrentCall, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.rows import Rows
-from adiv_monitor.features.uses import FunctionCall, Refused, Use, as_it_is, uses_in
+from adiv_monitor.features.uses import FunctionCall, Refused, Use, as_it_is, name_of, uses_in
 from adiv_monitor.features.whole import squares
-from adiv_monitor.maths import dots
+from adiv_monitor.maths import ceiling, dots
 
 # These overwrite what they were given, which the rows need.
-_OVERWRITE = ("mul_", "__imul__", "addcmul_")
+_OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
 _ATTRIBUTES = ("__get__", "__set__")  # what they give is a view, or no tensor
 # These are Python, and use parameters in the functions that they call.
 _OPENED = ("multi_head_attention_forward",)
@@ -240,6 +240,8 @@ class Capture:
         result = function(*args, **kwargs)
         if not data:
             origin.remember(result)
+        elif args and (result is args[0] or result is None):
+            origin.forget(args[0])  # it may have been of zeros so far
         return result
 
     def _is_looking(self) -> bool:
@@ -270,14 +272,16 @@ class Capture:
         if name in _OVERWRITE and not self._origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
         result = function(*args, **kwargs)
-        if not all(map(trains, tensors_in(result))):
+        made = args[0] if name == "__setitem__" else result
+        if not all(map(trains, tensors_in(made))):
             return result
         used: list[Tensor] = []
-        if isinstance(result, Tensor):
-            call = FunctionCall(result, self._origin.of_model, self._forwards.inside)
-            used = self._uses(name, call, kept, kwargs, trained)
+        if isinstance(made, Tensor):
+            call = FunctionCall(made, self._origin.of_model, self._forwards.inside)
+            used = self._uses(name_of(function), call, kept, kwargs, trained)
         if data or used:
             self._explain(name, trained, used)
+            self._origin.forget(made)
         else:
             self._origin.remember(result)
         return result
@@ -379,7 +383,7 @@ class Capture:
         if whole is not None:
             whole = whole.restrict(weight=True, bias=layer.bias is not None)
         call.look(_trained(layer, features), call.rows.take(z), whole)
-        if self._attainable:
+        if self._attainable and isinstance(features, ceiling.KNOWN):
             every = Rows(call.rows.shape, None, call.rows.device)
             call.every_row = _trained(layer, use.features(every))
         return features
@@ -585,9 +589,12 @@ class Capture:
     def _on_gradient(
         self, path: str, layout: Callable[[Tensor], Tensor], call: Call, gradient: Tensor
     ) -> None:
-        norms = dots.sample_norms(gradient) if call.whole is None else None
-        gradient = layout(gradient)
-        size = squares(gradient).reshape(-1) if norms is None else norms
+        whole, gradient = gradient, layout(gradient)
+        if call.whole is not None:
+            size = squares(gradient).reshape(-1)
+        else:  # as it lies in memory, if the layout has all of it
+            has_all = gradient.data_ptr() == whole.data_ptr() and gradient.numel() == whole.numel()
+            size = dots.sample_norms(whole if has_all else gradient)
         call.arrive(call.rows.take(gradient), size, torch.finfo(gradient.dtype).eps)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)

@@ -53,6 +53,12 @@ class Origin:
             if id(tensor) not in self._held:
                 self._made[id(tensor)] = weakref.ref(tensor)
 
+    def forget(self, value: object) -> None:
+        """Data was written into a tensor, and into what it is a view of."""
+        if isinstance(value, Tensor):
+            for written in (value, value._base):
+                self._made.pop(id(written), None)
+
 
 def tensors_in(*values: Any) -> list[Tensor]:
     """The tensors among values, and in their lists."""

@@ -15,7 +15,7 @@ from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
-from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
+from adiv_monitor.features.features import Averaged, DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import exact, joined, to_device
 from adiv_monitor.maths import dots, totals
@@ -370,7 +370,7 @@ class MeasuredStep:
     def _add_common(self, measured: _Measured) -> None:
         """How alike the active rows are."""
         features = measured.features
-        if not isinstance(features, DenseFeatures | OneHotFeatures):
+        if not isinstance(features, Averaged):
             return
         active = measured.values["products"][:, 0, 0].sign()  # of ‖g_r‖²
         products = features.mean_products(active)
