@@ -7,12 +7,13 @@ activations, modules that are called several times and checkpointing all work:
 - re-entrant checkpointing: the first pass has no gradient graph and is skipped;
 - other checkpointing: the recomputation's output never receives a gradient and is dropped;
 - gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them;
-- recurrent functions, which hide their rows: a replay tells them in the backward pass.
+- recurrent functions, which hide their rows: a replay tells them in the backward pass;
+- parameters that no rule accounts for: through the output of the module that holds them.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, takewhile
@@ -28,9 +29,12 @@ from adiv_monitor.capture.forwards import Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
+from adiv_monitor.capture.leftovers import Leftovers
 from adiv_monitor.capture.origin import Origin
-from adiv_monitor.capture.pieces import Piece, Source, overlap
+from adiv_monitor.capture.outputs import Outputs
+from adiv_monitor.capture.pieces import Piece, Source, Together, overlap
 from adiv_monitor.capture.randomness import random_state
+from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
 from adiv_monitor.capture.tape import is_in_place, tensors_in, values_in
 from adiv_monitor.features.attention import part_of
@@ -102,12 +106,12 @@ class Capture:
         self._verdict = (-1, False)
         self._origin = Origin(model, selection.parameters)
         self._order = {key: i for i, key in enumerate(selection.places)}
-        self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
+        self._leftovers = Leftovers(selection)
         self._owners = set(selection.owners)
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
-        self._forwards = Forwards(
-            selection.modules, selection.closed, self._called, self._begins, self._ends
-        )
+        devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
+        watchers = self._called, self._begins, self._ends
+        self._forwards = Forwards(selection.modules, selection.closed, *watchers, devices)
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -144,7 +148,7 @@ class Capture:
         found = set()
         for key, users in uses.items():
             pieces = [piece for _, piece in users]
-            if key in self._unexplained or overlap(pieces[0].parameter, pieces):
+            if self._leftovers.has(key) or overlap(pieces[0].parameter, pieces):
                 found |= {layer.path for layer, _ in users}
         return found
 
@@ -166,8 +170,8 @@ class Capture:
             reason = (
                 "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
             )
-        elif key in self._unexplained:
-            reason = f"it is used by {self._unexplained[key]}, for which there is no rule"
+        elif (found := self._leftovers.why(key)) is not None:
+            reason = found
         elif (ended := self._origin.tape.ended_in(parameter)) and not self._measures(parameter):
             reason = f"it went through torch's {ended}, whose result no function was seen to use"
         else:
@@ -191,9 +195,12 @@ class Capture:
     def _ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run: the rows of one whose class has a rule."""
+        """A module's forward has run: its rows, if its class has a rule or something is left."""
         rule = self._selection.rules.get(module)
-        if rule is None or not trains(output):
+        if not trains(output):
+            return
+        if rule is None:
+            self._look_at_whole(module, args, kwargs, output)
             return
         path = self._selection.modules[module]
         try:
@@ -202,6 +209,26 @@ class Capture:
             if output.requires_grad:
                 with torch.no_grad():
                     self._note(use_of(rule, module, args, kwargs), output, path, checked=False)
+        except Exception as error:
+            self._failed(path, error)
+
+    def _look_at_whole(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Measure through a module's own output what no rule accounts for."""
+        path = self._selection.modules[module]
+        if path in self._off or not self._leftovers.may_be_in(module):
+            return
+        try:
+            inputs = list(tensors_in(*args, *kwargs.values()))
+            if not self._forwards.is_outermost and all(map(self._origin.of_model, inputs)):
+                return  # it makes a weight, no activations
+            outputs = Outputs(output, inputs)
+            tensors = outputs.of(output)
+            names = self._leftovers.claim(module, tensors, inputs) if tensors else []
+            if names:
+                with torch.no_grad():
+                    self._note_whole(module, names, (args, kwargs), outputs, tensors)
         except Exception as error:
             self._failed(path, error)
 
@@ -289,6 +316,7 @@ class Capture:
             self._tried(trained, tape.end, begun, () if used else tensors_in(result))
         if used:
             self._explain(name, trained, used)
+            origin.is_activation(result)
         else:
             origin.remember(result)
         return result
@@ -344,6 +372,8 @@ class Capture:
             with self._noting(trained) as used:
                 used += self._note_maps(call, outputs, rng_state)
             self._explain(function.__name__, trained, used)
+        elif call is None:
+            self._explain(function.__name__, trained, trained)
         return result
 
     @contextmanager
@@ -367,10 +397,11 @@ class Capture:
     def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
         """Keep in mind what parameters went into where no rule can follow."""
         for tensor in trained:
+            keys = self._origin.parameters_of(tensor)
             if any(tensor is other for other in used):
-                continue
-            for key in self._origin.parameters_of(tensor):
-                self._unexplained.setdefault(key, f"torch's {name}")
+                self._leftovers.account(keys)
+            else:
+                self._leftovers.leave(keys, f"torch's {name}")
 
     def _note(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
@@ -430,6 +461,43 @@ class Capture:
         self._late.add(late)
         return used
 
+    def _note_whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+    ) -> None:
+        """Gather rows of a module that is measured as a whole, and hook its output."""
+        parameters = [module.get_parameter(name) for name in names]
+        source = Together([self._origin.pieces.of(p) for p in parameters], module)
+        use = Use("module", None, None, _no_features)
+        layer = self._find(self._whole_names(module, parameters), use, source, None)
+        if layer is None or layer.path not in self.rows:
+            return
+        path, rows_of_layer = layer.path, self.rows[layer.path]
+        z = outputs.rows(tensors)
+        call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), z.device))
+        taken = call.rows.take(z)
+        try:
+            features = self._leftovers.features(
+                module, names, arguments, outputs, taken, self._forwards.began, call.rows
+            )
+            if any(other.z.shape[1] != taken.shape[1] for other in rows_of_layer.calls):
+                raise Refused("its output has rows of another length at every call")
+        except Refused as refusal:
+            self._leftovers.refuse(parameters, str(refusal))
+            del self.layers[path], self.rows[path]
+            return
+        call.look(features, taken, None)
+        rows_of_layer.calls.append(call)
+        arrive = partial(
+            self._guarded, lambda: [path], partial(self._on_gradient, path, as_it_is, call)
+        )
+        call.hook = weakref.ref(arrive)
+        outputs.hook(tensors, arrive)
+
     # --- layers ----------------------------------------------------------------------------------
 
     def _layer(self, use: Use, path: str | None) -> Layer | None:
@@ -438,10 +506,18 @@ class Capture:
         lead = weight or bias
         if lead is None:
             return None
-        for name in self._names(use, lead) if path is None else [path]:
-            known = self.layers.get(name)
+        names = self._names(use, lead) if path is None else [path]
+        return self._find(names, use, weight, bias)
+
+    def _find(
+        self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
+    ) -> Layer | None:
+        """The layer of one of these names that is made alike, or a new one."""
+        path = ""
+        for path in names:
+            known = self.layers.get(path)
             if known is None:
-                return self._new_layer(name, use, weight, bias)
+                return self._new_layer(path, use, weight, bias)
             if _identity(known.kind, known.weight, known.bias) == _identity(use.kind, weight, bias):
                 return known.made_of(weight, bias)
         raise ValueError(f"'{path}' uses other parameters at every call")
@@ -489,9 +565,21 @@ class Capture:
         if part == "" and name in ("weight", "bias") and not rows:
             yield path
         yield full
-        user = self._selection.modules[self._forwards.innermost] or use.kind
-        yield f"{full}@{user}"
-        yield from (f"{full}@{user}#{i}" for i in count(2))
+        yield from self._with_user(full, use.kind)
+
+    def _whole_names(self, module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[str]:
+        """What a module measured as a whole may be called: as it is, or as its one parameter."""
+        name = self._selection.modules[module]
+        if len(parameters) == 1:
+            place = self._place(id(parameters[0]))
+            name = place.path if place.name in ("weight", "bias") else place.full_name
+        yield name
+        yield from self._with_user(name, "module")
+
+    def _with_user(self, name: str, kind: str) -> Iterator[str]:
+        user = self._selection.modules[self._forwards.innermost] or kind
+        yield f"{name}@{user}"
+        yield from (f"{name}@{user}#{i}" for i in count(2))
 
     def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
         """Rows of the layers whose gradient is told by this parameter's."""
@@ -586,6 +674,10 @@ def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
         rest = rest - part
     error: Tensor = torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(z)
     return error
+
+
+def _no_features(rows: Rows) -> Features:
+    raise NotImplementedError("what a module as a whole does to its rows is told by a replay")
 
 
 def _trained(layer: Layer, features: Features) -> Features:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from torch import Tensor, nn
 
 from adiv_monitor.capture.derived import Derived
-from adiv_monitor.capture.pieces import Pieces, Source
+from adiv_monitor.capture.pieces import Pieces, Source, Strides
 from adiv_monitor.capture.tape import Tape, tensors_in, whole_of
 
 
@@ -29,6 +29,7 @@ class Origin:
         self._held: dict[int, Tensor] = {id(p): p for p in model.parameters()}
         self._held |= {id(buffer): buffer for buffer in model.buffers()}
         self._made: dict[int, weakref.ref[Tensor]] = {}
+        self._repeated: set[int] = set()  # ids of tensors whose repetitions are activations
 
     def of_model(self, value: object) -> bool:
         """Whether it is no data: a parameter, a buffer, a constant, or made of these alone."""
@@ -38,7 +39,9 @@ class Origin:
         if made is not None and made() is value:
             return True
         base = value._base
-        return base is not None and self.of_model(base)
+        if base is None or (id(base) in self._repeated and Strides.between(value, base).repeats):
+            return False
+        return self.of_model(base)
 
     def is_trained(self, value: Tensor) -> bool:
         """Whether it depends on a parameter to measure, and on no data."""
@@ -46,7 +49,7 @@ class Origin:
 
     def parameters_of(self, value: Tensor) -> Collection[int]:
         """Ids of the parameters to measure that it is made of, if of no data."""
-        if not value.requires_grad:
+        if not value.requires_grad or not self.of_model(value):
             return ()
         whole = whole_of(value)
         return (id(whole),) if id(whole) in self._trained else self.tape.parameters_of(whole)
@@ -70,6 +73,11 @@ class Origin:
             for known in (tensor, whole_of(tensor)):
                 if id(known) not in self._held:
                     self._made[id(known)] = weakref.ref(known)
+
+    def is_activation(self, result: object) -> None:
+        """What a use gave of parameters alone is data from now on, though it may be their view."""
+        if isinstance(result, Tensor) and result._base is not None:
+            self._repeated.add(id(result._base))
 
     def forget(self, tensor: Tensor) -> None:
         """Data was written into it; a buffer stays the model's, unless it leads to parameters."""
