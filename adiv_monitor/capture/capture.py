@@ -283,7 +283,7 @@ class Capture:
         """Call a function that takes what is trained; `data`: and something of the batch."""
         if name in _OPENED:
             return self._forwards.opened(function, args, kwargs)
-        if function in RECURRENT:
+        if function in RECURRENT and torch.is_grad_enabled():
             return self._recurrent(function, args, kwargs, trained)
         if not data:
             return self._made(function, name, args, kwargs, trained)
