@@ -122,6 +122,7 @@ class Capture:
         self.accumulated.clear()  # they refer to this: a cycle that would hold gradients back
         for late in list(self._late):
             late.release()
+        self._leftovers.release()
 
     def saw_calls(self) -> bool:
         """Whether any layer was called with gradients enabled."""
@@ -235,6 +236,10 @@ class Capture:
     def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and note the parameters that it uses."""
         name = getattr(function, "__name__", "")
+        if self._active and (name.endswith("_") or "out" in kwargs):
+            buffer = self._origin.buffer(kwargs.get("out", args[0] if args else None))
+            if buffer is not None:
+                self._forwards.is_written(buffer)
         if not self._is_looking():
             return function(*args, **kwargs)
         if name in _ATTRIBUTES:
@@ -573,7 +578,7 @@ class Capture:
         if len(parameters) == 1:
             place = self._place(id(parameters[0]))
             name = place.path if place.name in ("weight", "bias") else place.full_name
-        yield name
+        yield from (name, f"{name}@module")
         yield from self._with_user(name, "module")
 
     def _with_user(self, name: str, kind: str) -> Iterator[str]:

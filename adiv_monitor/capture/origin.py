@@ -28,8 +28,16 @@ class Origin:
         self.pieces = Pieces()
         self._held: dict[int, Tensor] = {id(p): p for p in model.parameters()}
         self._held |= {id(buffer): buffer for buffer in model.buffers()}
+        self._buffers = {id(buffer) for buffer in model.buffers()}
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._repeated: set[int] = set()  # ids of tensors whose repetitions are activations
+
+    def buffer(self, value: object) -> Tensor | None:
+        """The buffer of the model that this is, or is a view of; None if it is not."""
+        if not isinstance(value, Tensor):
+            return None
+        base = value if value._base is None else value._base
+        return base if id(base) in self._buffers else None
 
     def of_model(self, value: object) -> bool:
         """Whether it is no data: a parameter, a buffer, a constant, or made of these alone."""
