@@ -7,7 +7,7 @@ result is kept, and no graph.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -120,6 +120,7 @@ class Pending:
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    gradients: bool
     given: Mapping[Ref, Tensor]
     versions: Mapping[Ref, int]
     randomness: tuple[Tensor, torch.device]
@@ -161,9 +162,15 @@ class Tape:
     # --- recording -------------------------------------------------------------------------------
 
     def begin(
-        self, function: Function, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        gradients: bool,
     ) -> Pending:
         """A call comes, all of whose tensors are of the model."""
+        name = function.__name__
         given: dict[Ref, Tensor] = {}
         if name in _CASTS:
             args, kwargs = args[:1], {}
@@ -177,7 +184,8 @@ class Tape:
         refs, named = tree_map_only(Tensor, ref, (args, dict(kwargs)))
         versions = {found: tensor._version for found, tensor in given.items()}
         device = next(tensor.device for tensor in given.values() if tensor.requires_grad)
-        return Pending(function, name, refs, named, given, versions, (random_state(device), device))
+        randomness = random_state(device), device
+        return Pending(function, name, refs, named, gradients, given, versions, randomness)
 
     def end(self, call: Pending, results: Iterable[Tensor]) -> None:
         """It was made: keep it if it has changed anything, or made what depends on parameters.
@@ -192,8 +200,10 @@ class Tape:
             if tensor._version != call.versions[ref]
         }
         known = {id(whole_of(tensor)) for tensor in call.given.values()}
-        results = list(results)
-        made = [None if id(whole_of(t)) in known else self._new(t) for t in results]
+        results, made = list(results), []
+        for tensor in results:
+            made.append(None if id(whole_of(tensor)) in known else self._new(tensor))
+            known.add(id(whole_of(tensor)))
         if not written and not any(made):
             self._let_go(call)
             return
@@ -216,7 +226,7 @@ class Tape:
             tuple(call.given),
             tuple(made),
             frozenset(written),
-            torch.is_grad_enabled(),
+            call.gradients,
             call.randomness if drew else None,
             results[0].dtype if drew and results else None,
         )
@@ -310,11 +320,11 @@ class Tape:
         return [found[number] for number in sorted(found)]
 
 
-def values_in(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def values_in(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among a function's arguments whose numbers count, not only their type or form."""
     if name in _CASTS:
         return tensors_in(args[:1])
-    return tensors_in() if name in _FORMS else tensors_in(*args, *kwargs.values())
+    return [] if name in _FORMS else tensors_in(*args, *kwargs.values())
 
 
 def is_in_place(name: str) -> bool:
@@ -333,15 +343,17 @@ def memory_of(tensor: Tensor) -> int:
     return memory
 
 
-def tensors_in(*values: Any) -> Iterator[Tensor]:
+def tensors_in(*values: Any) -> list[Tensor]:
     """The tensors among values, and in their lists."""
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, list | tuple):
-            yield from tensors_in(*value)
+            found += tensors_in(*value)
         elif isinstance(value, dict):
-            yield from tensors_in(*value.values())
+            found += tensors_in(*value.values())
+    return found
 
 
 def _moved(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
