@@ -73,12 +73,14 @@ def assignment(call: FunctionCall, input: Tensor, index: object, value: object) 
 
     Not of a view: it gets no gradient of what else is read from the tensor that it shows.
     """
-    if input._base is not None or not call.has_data(input, value):
+    if input._base is not None:
         return []
-    if call.is_weight(input):
+    if call.is_weight(input) and call.has_data(value):
         return _kept(input, index)
     if not call.is_weight(value):
         return []
+    if not call.has_data(input) and value.numel() == input[index].numel():  # type: ignore[index]
+        return []  # once: a part of a weight
     if isinstance(index, Tensor) and index.dtype == torch.bool:
         rest = input.dim() - index.dim()
         if value.dim() > rest and value.shape[: value.dim() - rest].numel() > 1:
