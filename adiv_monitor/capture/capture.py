@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from adiv_monitor.capture.pieces import Piece, Source, Together, overlap
 from adiv_monitor.capture.randomness import random_state
 from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
-from adiv_monitor.capture.tape import is_in_place, tensors_in, values_in
+from adiv_monitor.capture.tape import tensors_in, values_in
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.linear import affine
@@ -48,11 +48,9 @@ from adiv_monitor.features.uses import FunctionCall, Refused, Use, as_it_is, nam
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import ceiling, dots
 
-T = TypeVar("T")
-
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
-_ATTRIBUTES = ("__get__", "__set__")  # what they give is a view, or no tensor
+_ATTRIBUTES = ("__get__", "__set__")
 # These are Python, and use parameters in the functions that they call.
 _OPENED = ("multi_head_attention_forward",)
 
@@ -257,7 +255,7 @@ class Capture:
         if not data:
             origin.remember(result)
         elif args and (result is args[0] or result is None):
-            origin.forget(args[0])  # it may have been of zeros so far
+            origin.spend(args[0], written=True)  # it may have been of zeros so far
         return result
 
     def _is_looking(self) -> bool:
@@ -286,75 +284,49 @@ class Capture:
         data: bool,
     ) -> Any:
         """Call a function that takes what is trained; `data`: and something of the batch."""
-        if name in _OPENED:
+        gradients = torch.is_grad_enabled()
+        if gradients and name in _OPENED:
             return self._forwards.opened(function, args, kwargs)
-        if function in RECURRENT and torch.is_grad_enabled():
+        if gradients and function in RECURRENT:
             return self._recurrent(function, args, kwargs, trained)
-        if not data:
-            return self._made(function, name, args, kwargs, trained)
+        origin, begun = self._origin, None
+        if not data and trains(trained[0]):
+            with self._noting(trained):
+                begun = origin.tape.begin(function, args, kwargs, gradients=gradients)
         kept = args
-        if name in _OVERWRITE and not self._origin.of_model(args[0]):
+        if name in _OVERWRITE and not origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
         result = function(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
-        if torch.is_grad_enabled():
-            self._explain(name, trained, self._uses(function, made, kept, kwargs, trained))
-        self._origin.forget(args[0] if is_in_place(name) else made)
-        return result
-
-    def _made(
-        self,
-        function: Function,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        trained: list[Tensor],
-    ) -> Any:
-        """Call a function of the model alone: it uses parameters, or makes something of them."""
-        origin, tape = self._origin, self._origin.tape
-        begun = None
-        if trains(trained[0]):
-            begun = self._tried(trained, tape.begin, function, name, args, kwargs)
-        result = function(*args, **kwargs)
-        used = self._uses(function, result, args, kwargs, trained)
+        used: list[Tensor] = []
+        if gradients and isinstance(made, Tensor) and trains(made):
+            call = FunctionCall(made, origin.of_model, self._forwards.inside)
+            used = self._uses(name_of(function), call, kept, kwargs, trained)
         if begun is not None:
-            self._tried(trained, tape.end, begun, () if used else tensors_in(result))
-        if used:
-            self._explain(name, trained, used)
-            origin.is_activation(result)
+            with self._noting(trained):
+                origin.tape.end(begun, () if used else tensors_in(result))
+        if data or used:
+            self._explain(name, trained if gradients else [], used)
+            origin.spend(made, written=bool(args) and made is args[0])
         else:
             origin.remember(result)
         return result
 
-    def _tried(self, trained: list[Tensor], function: Callable[..., T], *args: Any) -> T | None:
-        """What the tape gives; a failure must not reach the training loop."""
-        place = self._place(self._first(trained[0]))
-        try:
-            return function(*args)
-        except Refused as refusal:
-            self.refused[place.path] = str(refusal)
-        except Exception as error:
-            self._failed(place.full_name, error)
-        return None
-
     def _uses(
         self,
-        function: Function,
-        made: object,
+        name: str,
+        call: FunctionCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         trained: list[Tensor],
     ) -> list[Tensor]:
         """Note the uses in a call; the tensors that they account for."""
-        if not (isinstance(made, Tensor) and torch.is_grad_enabled() and trains(made)):
-            return []
         if self._is_off(trained):
             return trained
-        call = FunctionCall(made, self._origin.of_model, self._forwards.inside)
-        with self._noting(trained) as used, without_autocast(made):
-            for use in uses_in(name_of(function), call, args, kwargs):
+        with self._noting(trained) as used, without_autocast(call.result):
+            for use in uses_in(name, call, args, kwargs):
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
-                self._note(use, made)
+                self._note(use, call.result)
         return used
 
     def _recurrent(

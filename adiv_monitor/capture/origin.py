@@ -30,7 +30,7 @@ class Origin:
         self._held |= {id(buffer): buffer for buffer in model.buffers()}
         self._buffers = {id(buffer) for buffer in model.buffers()}
         self._made: dict[int, weakref.ref[Tensor]] = {}
-        self._repeated: set[int] = set()  # ids of tensors whose repetitions are activations
+        self._expanded: dict[int, weakref.ref[Tensor]] = {}
 
     def buffer(self, value: object) -> Tensor | None:
         """The buffer of the model that this is, or is a view of; None if it is not."""
@@ -47,9 +47,7 @@ class Origin:
         if made is not None and made() is value:
             return True
         base = value._base
-        if base is None or (id(base) in self._repeated and Strides.between(value, base).repeats):
-            return False
-        return self.of_model(base)
+        return base is not None and not self._is_spent(value) and self.of_model(base)
 
     def is_trained(self, value: Tensor) -> bool:
         """Whether it depends on a parameter to measure, and on no data."""
@@ -57,7 +55,7 @@ class Origin:
 
     def parameters_of(self, value: Tensor) -> Collection[int]:
         """Ids of the parameters to measure that it is made of, if of no data."""
-        if not value.requires_grad or not self.of_model(value):
+        if not value.requires_grad or self._is_spent(value):
             return ()
         whole = whole_of(value)
         return (id(whole),) if id(whole) in self._trained else self.tape.parameters_of(whole)
@@ -82,11 +80,6 @@ class Origin:
                 if id(known) not in self._held:
                     self._made[id(known)] = weakref.ref(known)
 
-    def is_activation(self, result: object) -> None:
-        """What a use gave of parameters alone is data from now on, though it may be their view."""
-        if isinstance(result, Tensor) and result._base is not None:
-            self._repeated.add(id(result._base))
-
     def forget(self, tensor: Tensor) -> None:
         """Data was written into it; a buffer stays the model's, unless it leads to parameters."""
         whole = whole_of(tensor)
@@ -95,3 +88,25 @@ class Origin:
             if known.requires_grad and not isinstance(known, nn.Parameter):
                 self._held.pop(id(known), None)
         self.tape.forget(whole)
+
+    def spend(self, result: object, *, written: bool) -> None:
+        """What a function gave is data now: there was data in it, or a use of it is noted.
+
+        Args:
+            result: a tensor, mostly.
+            written: it is what the function was given, and wrote to.
+        """
+        if not isinstance(result, Tensor):
+            return
+        if written:
+            self.forget(result)
+        elif result._base is not None:  # a parameter that was expanded
+            self._expanded[id(result._base)] = weakref.ref(result._base)
+
+    def _is_spent(self, view: Tensor) -> bool:
+        """Whether it shows entries of an expanded parameter again and again."""
+        whole = view._base
+        if whole is None or id(whole) not in self._expanded:
+            return False
+        repeats = Strides.between(view, whole).repeats
+        return repeats and self._expanded[id(whole)]() is whole
