@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -16,6 +17,7 @@ from torch.overrides import (
 )
 
 from adiv_monitor.capture.hook import ModuleHook, trains
+from adiv_monitor.capture.randomness import Randomness
 
 Function = Callable[..., Any]
 
@@ -34,11 +36,25 @@ class _Mode(TorchFunctionMode):
         return self._watcher(func, args, kwargs or {})
 
 
+@dataclass(frozen=True)
+class Began:
+    """What a forward found when it began, as far as it is gone since.
+
+    Attributes:
+        random: the random numbers.
+        written: by id, what tensors were that were written to since.
+    """
+
+    random: Randomness
+    written: dict[int, Tensor]
+
+
 class _Running(threading.local):
     """The modules whose forwards run in a thread, and the mode that is on around them."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self.began: list[Began] = []
         self.mode: _Mode | None = None
         self.inside = ""  # which function was opened
         self.closed: tuple[nn.Module, _Mode] | None = None
@@ -58,6 +74,7 @@ class Forwards:
         watcher: (function, args, kwargs) → what the call gives.
         begins: called when a module's forward begins.
         ends: called with (module, args, kwargs, output) when a module's forward ends.
+        devices: on which forwards may draw random numbers.
 
     Attributes:
         strangers: a module ran in the place of one of these: its copy, with its hooks.
@@ -70,6 +87,7 @@ class Forwards:
         watcher: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any],
         begins: Callable[[nn.Module], object],
         ends: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
+        devices: Collection[torch.device],
     ) -> None:
         self.strangers = False
         self._modules = modules
@@ -77,6 +95,7 @@ class Forwards:
         self._watcher = watcher
         self._begins = begins
         self._ends = ends
+        self._devices = devices
         self._active = True
         self._hooks = [
             hook
@@ -97,6 +116,16 @@ class Forwards:
         return self._running.modules[-1]
 
     @property
+    def began(self) -> Began:
+        """What its forward found."""
+        return self._running.began[-1]
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether no other module's forward runs around it."""
+        return len(self._running.modules) == 1
+
+    @property
     def inside(self) -> str:
         """The opened function that runs; "" if none."""
         return self._running.inside
@@ -111,6 +140,12 @@ class Forwards:
                 return _opened(function)(*args, **kwargs)
         finally:
             self._running.inside = outside
+
+    def is_written(self, tensor: Tensor) -> None:
+        """A tensor is about to be written to: the forwards that run have found it as it is now."""
+        copy = tensor.detach().clone()
+        for began in self._running.began:
+            began.written.setdefault(id(tensor), copy)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -131,6 +166,7 @@ class Forwards:
             running.mode.__enter__()  # type: ignore[no-untyped-call]
         self._begins(module)
         running.modules.append(module)
+        running.began.append(Began(Randomness(self._devices), {}))
 
     def _close(self, module: nn.Module, args: object) -> None:
         running = self._running
@@ -157,6 +193,7 @@ class Forwards:
                     self._ends(module, args, kwargs, output)
         finally:
             running.modules.pop()
+            running.began.pop()
             if not running.modules and running.mode is not None:
                 mode, running.mode = running.mode, None
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

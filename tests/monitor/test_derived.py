@@ -787,6 +787,30 @@ def test_data_that_is_written_into_a_constant_is_data() -> None:
     assert monitor.latest.layers[""].rows_total == 5
 
 
+def test_data_that_is_written_beside_a_parameter_leaves_it_measured() -> None:
+    """A class token in a tensor of zeros, of one sample."""
+
+    def joined(m: nn.Module, x: Tensor) -> Tensor:
+        held = torch.zeros(4, 3, dtype=x.dtype)
+        held[0] = m.token.exp()
+        held[1:] = x
+        return held
+
+    module = Functional(joined, token=real(3))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with Monitor(module, optimizer, on_error="raise") as monitor:
+        before = module.token.detach().clone()
+        z = module(torch.randn(3, 3, dtype=torch.float64))
+        z.square().sum().backward()
+        optimizer.step()
+    G = 2 * z.detach()[0]
+    e = before.exp() * module.token.grad
+    (reading,) = monitor.latest.layers.values()
+    assert monitor.latest.coverage == 1
+    assert reading.gradient_cosine == pytest.approx(cosine(e, G), rel=1e-9)
+    assert reading.descent == pytest.approx(0.1 * (e * G).sum().item(), rel=1e-9)
+
+
 def test_a_bias_table_that_is_made_is_an_offset_of_all_scores() -> None:
     """16·σ(table), gathered and permuted, as Swin-V2 adds it to the scores of every window."""
     index = torch.randint(0, 5, (9,))
