@@ -7,16 +7,17 @@ activations, modules that are called several times and checkpointing all work:
 - re-entrant checkpointing: the first pass has no gradient graph and is skipped;
 - other checkpointing: the recomputation's output never receives a gradient and is dropped;
 - gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them;
-- recurrent functions, which hide their rows: a replay tells them in the backward pass.
+- recurrent functions, which hide their rows: a replay tells them in the backward pass;
+- parameters that no rule accounts for: through the output of the module that holds them.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,11 +29,14 @@ from adiv_monitor.capture.forwards import Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
+from adiv_monitor.capture.leftovers import Leftovers
 from adiv_monitor.capture.origin import Origin
-from adiv_monitor.capture.pieces import Piece, Source, overlap
+from adiv_monitor.capture.outputs import Outputs
+from adiv_monitor.capture.pieces import Piece, Source, Together, overlap
 from adiv_monitor.capture.randomness import random_state
+from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
-from adiv_monitor.capture.tape import tensors_in, values_in
+from adiv_monitor.capture.tape import is_in_place, tensors_in, values_in
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.linear import affine
@@ -44,9 +48,11 @@ from adiv_monitor.features.uses import FunctionCall, Refused, Use, as_it_is, nam
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import ceiling, dots
 
+T = TypeVar("T")
+
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
-_ATTRIBUTES = ("__get__", "__set__")
+_ATTRIBUTES = ("__get__", "__set__")  # what they give is a view, or no tensor
 # These are Python, and use parameters in the functions that they call.
 _OPENED = ("multi_head_attention_forward",)
 
@@ -100,12 +106,12 @@ class Capture:
         self._verdict = (-1, False)
         self._origin = Origin(model, selection.parameters)
         self._order = {key: i for i, key in enumerate(selection.places)}
-        self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
+        self._leftovers = Leftovers(selection)
         self._owners = set(selection.owners)
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
-        self._forwards = Forwards(
-            selection.modules, selection.closed, self._called, self._begins, self._ends
-        )
+        devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
+        watchers = self._called, self._begins, self._ends
+        self._forwards = Forwards(selection.modules, selection.closed, *watchers, devices)
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -142,7 +148,7 @@ class Capture:
         found = set()
         for key, users in uses.items():
             pieces = [piece for _, piece in users]
-            if key in self._unexplained or overlap(pieces[0].parameter, pieces):
+            if self._leftovers.has(key) or overlap(pieces[0].parameter, pieces):
                 found |= {layer.path for layer, _ in users}
         return found
 
@@ -164,8 +170,8 @@ class Capture:
             reason = (
                 "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
             )
-        elif key in self._unexplained:
-            reason = f"it is used by {self._unexplained[key]}, for which there is no rule"
+        elif (found := self._leftovers.why(key)) is not None:
+            reason = found
         elif (ended := self._origin.tape.ended_in(parameter)) and not self._measures(parameter):
             reason = f"it went through torch's {ended}, whose result no function was seen to use"
         else:
@@ -189,9 +195,12 @@ class Capture:
     def _ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run: the rows of one whose class has a rule."""
+        """A module's forward has run: its rows, if its class has a rule or something is left."""
         rule = self._selection.rules.get(module)
-        if rule is None or not trains(output):
+        if not trains(output):
+            return
+        if rule is None:
+            self._look_at_whole(module, args, kwargs, output)
             return
         path = self._selection.modules[module]
         try:
@@ -200,6 +209,26 @@ class Capture:
             if output.requires_grad:
                 with torch.no_grad():
                     self._note(use_of(rule, module, args, kwargs), output, path, checked=False)
+        except Exception as error:
+            self._failed(path, error)
+
+    def _look_at_whole(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Measure through a module's own output what no rule accounts for."""
+        path = self._selection.modules[module]
+        if path in self._off or not self._leftovers.may_be_in(module):
+            return
+        try:
+            inputs = list(tensors_in(*args, *kwargs.values()))
+            if not self._forwards.is_outermost and all(map(self._origin.of_model, inputs)):
+                return  # it makes a weight, no activations
+            outputs = Outputs(output, inputs)
+            tensors = outputs.of(output)
+            names = self._leftovers.claim(module, tensors, inputs) if tensors else []
+            if names:
+                with torch.no_grad():
+                    self._note_whole(module, names, (args, kwargs), outputs, tensors)
         except Exception as error:
             self._failed(path, error)
 
@@ -257,44 +286,44 @@ class Capture:
             return self._forwards.opened(function, args, kwargs)
         if gradients and function in RECURRENT:
             return self._recurrent(function, args, kwargs, trained)
-        origin, begun = self._origin, None
+        origin, kept, begun = self._origin, args, None
         if not data and trains(trained[0]):
             with self._noting(trained):
                 begun = origin.tape.begin(function, args, kwargs, gradients=gradients)
-        kept = args
         if name in _OVERWRITE and not origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
         result = function(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
-        used: list[Tensor] = []
-        if gradients and isinstance(made, Tensor) and trains(made):
-            call = FunctionCall(made, origin.of_model, self._forwards.inside)
-            used = self._uses(name_of(function), call, kept, kwargs, trained)
+        used = self._uses(function, made, kept, kwargs, trained)
         if begun is not None:
             with self._noting(trained):
                 origin.tape.end(begun, () if used else tensors_in(result))
-        if data or used:
-            self._explain(name, trained if gradients else [], used)
-            origin.spend(made, written=bool(args) and made is args[0])
-        else:
+        if not data and not used:
             origin.remember(result)
+            return result
+        if gradients:
+            self._explain(name, trained, used)
+        origin.is_activation(made, written=is_in_place(name))
         return result
 
     def _uses(
         self,
-        name: str,
-        call: FunctionCall,
+        function: Function,
+        made: object,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         trained: list[Tensor],
     ) -> list[Tensor]:
         """Note the uses in a call; the tensors that they account for."""
+        if not (isinstance(made, Tensor) and torch.is_grad_enabled() and trains(made)):
+            return []
         if self._is_off(trained):
             return trained
-        with self._noting(trained) as used, without_autocast(call.result):
-            for use in uses_in(name, call, args, kwargs):
+        call = FunctionCall(made, self._origin.of_model, self._forwards.inside)
+        with self._noting(trained) as used, without_autocast(made):
+            for use in uses_in(name_of(function), call, args, kwargs):
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
-                self._note(use, call.result)
+                self._note(use, made)
         return used
 
     def _recurrent(
@@ -317,6 +346,8 @@ class Capture:
             with self._noting(trained) as used:
                 used += self._note_maps(call, outputs, rng_state)
             self._explain(function.__name__, trained, used)
+        elif call is None:
+            self._explain(function.__name__, trained, trained)
         return result
 
     @contextmanager
@@ -340,10 +371,11 @@ class Capture:
     def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
         """Keep in mind what parameters went into where no rule can follow."""
         for tensor in trained:
+            keys = self._origin.parameters_of(tensor)
             if any(tensor is other for other in used):
-                continue
-            for key in self._origin.parameters_of(tensor):
-                self._unexplained.setdefault(key, f"torch's {name}")
+                self._leftovers.account(keys)
+            else:
+                self._leftovers.leave(keys, f"torch's {name}")
 
     def _note(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
@@ -403,6 +435,43 @@ class Capture:
         self._late.add(late)
         return used
 
+    def _note_whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+    ) -> None:
+        """Gather rows of a module that is measured as a whole, and hook its output."""
+        parameters = [module.get_parameter(name) for name in names]
+        source = Together([self._origin.pieces.of(p) for p in parameters], module)
+        use = Use("module", None, None, _no_features)
+        layer = self._find(self._whole_names(module, parameters), use, source, None)
+        if layer is None or layer.path not in self.rows:
+            return
+        path, rows_of_layer = layer.path, self.rows[layer.path]
+        z = outputs.rows(tensors)
+        call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), z.device))
+        taken = call.rows.take(z)
+        try:
+            features = self._leftovers.features(
+                module, names, arguments, outputs, taken, self._forwards.began, call.rows
+            )
+            if any(other.z.shape[1] != taken.shape[1] for other in rows_of_layer.calls):
+                raise Refused("its output has rows of another length at every call")
+        except Refused as refusal:
+            self._leftovers.refuse(parameters, str(refusal))
+            del self.layers[path], self.rows[path]
+            return
+        call.look(features, taken, None)
+        rows_of_layer.calls.append(call)
+        arrive = partial(
+            self._guarded, lambda: [path], partial(self._on_gradient, path, as_it_is, call)
+        )
+        call.hook = weakref.ref(arrive)
+        outputs.hook(tensors, arrive)
+
     # --- layers ----------------------------------------------------------------------------------
 
     def _layer(self, use: Use, path: str | None) -> Layer | None:
@@ -411,10 +480,18 @@ class Capture:
         lead = weight or bias
         if lead is None:
             return None
-        for name in self._names(use, lead) if path is None else [path]:
-            known = self.layers.get(name)
+        names = self._names(use, lead) if path is None else [path]
+        return self._find(names, use, weight, bias)
+
+    def _find(
+        self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
+    ) -> Layer | None:
+        """The layer of one of these names that is made alike, or a new one."""
+        path = ""
+        for path in names:
+            known = self.layers.get(path)
             if known is None:
-                return self._new_layer(name, use, weight, bias)
+                return self._new_layer(path, use, weight, bias)
             if _identity(known.kind, known.weight, known.bias) == _identity(use.kind, weight, bias):
                 return known.made_of(weight, bias)
         raise ValueError(f"'{path}' uses other parameters at every call")
@@ -462,9 +539,21 @@ class Capture:
         if part == "" and name in ("weight", "bias") and not rows:
             yield path
         yield full
-        user = self._selection.modules[self._forwards.innermost] or use.kind
-        yield f"{full}@{user}"
-        yield from (f"{full}@{user}#{i}" for i in count(2))
+        yield from self._with_user(full, use.kind)
+
+    def _whole_names(self, module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[str]:
+        """What a module measured as a whole may be called: as it is, or as its one parameter."""
+        name = self._selection.modules[module]
+        if len(parameters) == 1:
+            place = self._place(id(parameters[0]))
+            name = place.path if place.name in ("weight", "bias") else place.full_name
+        yield name
+        yield from self._with_user(name, "module")
+
+    def _with_user(self, name: str, kind: str) -> Iterator[str]:
+        user = self._selection.modules[self._forwards.innermost] or kind
+        yield f"{name}@{user}"
+        yield from (f"{name}@{user}#{i}" for i in count(2))
 
     def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
         """Rows of the layers whose gradient is told by this parameter's."""
@@ -485,8 +574,11 @@ class Capture:
     def _guarded(
         self, paths: Callable[[], list[str]], function: Callable[..., None], *args: Any
     ) -> None:
-        """Run a hook's body for some layers, which are not watched any more if it fails."""
-        if not self._active or not trains(args[-1]):
+        """Run a hook's body for some layers, which are not watched any more if it fails.
+
+        It is given no gradient where the loss leaves this output of a function out.
+        """
+        if not self._active or args[-1] is None or not trains(args[-1]):
             return
         watched = [path for path in paths() if path in self.rows]
         if not watched:
@@ -534,11 +626,15 @@ class Capture:
     def _on_replay(
         self, layer: Layer, call: Call, linear: Map, found: Replay, precision: float
     ) -> None:
+        """A replay has told the rows of one of the layers in a recurrent call."""
         if layer.path not in self.rows:
             return
-        if not call.known:
-            self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
-        self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        try:
+            if not call.known:
+                self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+            self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        except Exception as error:
+            self._failed(layer.path, error)
         call.precision = max(call.precision, precision)
         call.replay_error = found.error
 
@@ -552,6 +648,10 @@ def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
         rest = rest - part
     error: Tensor = torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(z)
     return error
+
+
+def _no_features(rows: Rows) -> Features:
+    raise NotImplementedError("what a module as a whole does to its rows is told by a replay")
 
 
 def _trained(layer: Layer, features: Features) -> Features:

@@ -16,6 +16,7 @@ from torch.overrides import (
 )
 
 from adiv_monitor.capture.hook import ModuleHook, trains
+from adiv_monitor.capture.randomness import Randomness
 
 Function = Callable[..., Any]
 
@@ -39,6 +40,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self.began: list[Randomness] = []
         self.mode: _Mode | None = None
         self.inside = ""  # which function was opened
         self.closed: tuple[nn.Module, _Mode] | None = None
@@ -58,6 +60,7 @@ class Forwards:
         watcher: (function, args, kwargs) → what the call gives.
         begins: called when a module's forward begins.
         ends: called with (module, args, kwargs, output) when a module's forward ends.
+        devices: on which forwards may draw random numbers.
 
     Attributes:
         strangers: a module ran in the place of one of these: its copy, with its hooks.
@@ -70,6 +73,7 @@ class Forwards:
         watcher: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any],
         begins: Callable[[nn.Module], object],
         ends: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
+        devices: Collection[torch.device],
     ) -> None:
         self.strangers = False
         self._modules = modules
@@ -77,6 +81,7 @@ class Forwards:
         self._watcher = watcher
         self._begins = begins
         self._ends = ends
+        self._devices = devices
         self._active = True
         self._hooks = [
             hook
@@ -95,6 +100,16 @@ class Forwards:
     def innermost(self) -> nn.Module:
         """The module whose forward runs."""
         return self._running.modules[-1]
+
+    @property
+    def began(self) -> Randomness:
+        """The random numbers when its forward began."""
+        return self._running.began[-1]
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether no other module's forward runs around it."""
+        return len(self._running.modules) == 1
 
     @property
     def inside(self) -> str:
@@ -131,6 +146,7 @@ class Forwards:
             running.mode.__enter__()  # type: ignore[no-untyped-call]
         self._begins(module)
         running.modules.append(module)
+        running.began.append(Randomness(self._devices))
 
     def _close(self, module: nn.Module, args: object) -> None:
         running = self._running
@@ -157,6 +173,7 @@ class Forwards:
                     self._ends(module, args, kwargs, output)
         finally:
             running.modules.pop()
+            running.began.pop()
             if not running.modules and running.mode is not None:
                 mode, running.mode = running.mode, None
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -323,7 +323,7 @@ class Tape:
 def values_in(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among a function's arguments whose numbers count, not only their type or form."""
     if name in _CASTS:
-        return tensors_in(args[:1])
+        return tensors_in(*args[:1])
     return [] if name in _FORMS else tensors_in(*args, *kwargs.values())
 
 

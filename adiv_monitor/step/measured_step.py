@@ -17,6 +17,7 @@ from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
 from adiv_monitor.features.features import Averaged, DenseFeatures, Features, OneHotFeatures
+from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import exact, joined, to_device
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths import dots, totals
@@ -24,6 +25,9 @@ from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.outcome import Looked, Outcome, understand
 from adiv_monitor.step.plain_step import Making, act, added, changes, gram_is_less, probe, stretch
 from adiv_monitor.step.transfer import fetch
+
+# There is no mean feature, and no telling which of the parameters are a bias.
+_WITHOUT_FEATURES = ("common_share", "bias_share")
 
 
 @dataclass
@@ -259,6 +263,7 @@ class MeasuredStep:
             groups=features.groups,
             precision=max(call.precision for call in calls),
             from_rows=_why_from_rows(features, shared=layer.path in self._shared),
+            undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
         )
         accumulated = self._capture.accumulation_of(layer)
         if accumulated.entries is not None:

@@ -68,6 +68,7 @@ class Looked:
         groups: groups of the layer.
         precision: rounding of the coarsest number that a gradient went through.
         from_rows: why the parameters do not speak for the rows, if that is known beforehand.
+        undefined: measures that such a layer does not have.
         vectors: names of the matrices whose row products were taken.
         entry_rows: see `Numbers`.
     """
@@ -81,6 +82,7 @@ class Looked:
     groups: int
     precision: float
     from_rows: str
+    undefined: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
     entry_rows: Index | None = field(default=None, repr=False)
 
@@ -139,7 +141,7 @@ def understand(
         *_not_finite(numbers),
         *_from_rows(reasons),
         *step.notes(list(kept)),
-        *_without_common(readings, watch),
+        *_without_common(readings, kept, watch),
     ]
     _learn(watch, step, readings, reasons)
     watch.suspected = {path for path, found in measured.items() if found.suspected}
@@ -279,11 +281,14 @@ def _from_rows(reasons: Mapping[str, str]) -> list[str]:
     return notes
 
 
-def _without_common(readings: Mapping[str, LayerReading], watch: Watch) -> list[str]:
+def _without_common(
+    readings: Mapping[str, LayerReading], looked: Mapping[str, Looked], watch: Watch
+) -> list[str]:
     paths = [
         path
         for path, reading in readings.items()
         if reading.idle_share and reading.common_share is None and not watch.expects_idle(path)
+        if "common_share" not in looked[path].undefined
     ]
     if not paths:
         return []
@@ -324,6 +329,8 @@ def _reading(
         values.pop("interference_ratio", None)
     if found.common_unknown:
         values.pop("common_share", None)
+    for name in seen.undefined:
+        values.pop(name, None)
     if step.gradient_lost:  # what was read for γ is not what the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)
