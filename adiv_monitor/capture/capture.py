@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from adiv_monitor.capture.pieces import Piece, Source, Together, overlap
 from adiv_monitor.capture.randomness import random_state
 from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
-from adiv_monitor.capture.tape import is_in_place, tensors_in, values_in
+from adiv_monitor.capture.tape import tensors_in, values_in
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.linear import affine
@@ -48,11 +48,9 @@ from adiv_monitor.features.uses import FunctionCall, Refused, Use, as_it_is, nam
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import ceiling, dots
 
-T = TypeVar("T")
-
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
-_ATTRIBUTES = ("__get__", "__set__")  # what they give is a view, or no tensor
+_ATTRIBUTES = ("__get__", "__set__")
 # These are Python, and use parameters in the functions that they call.
 _OPENED = ("multi_head_attention_forward",)
 
@@ -122,6 +120,7 @@ class Capture:
         self.accumulated.clear()  # they refer to this: a cycle that would hold gradients back
         for late in list(self._late):
             late.release()
+        self._leftovers.release()
 
     def saw_calls(self) -> bool:
         """Whether any layer was called with gradients enabled."""
@@ -235,6 +234,10 @@ class Capture:
     def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and note the parameters that it uses."""
         name = getattr(function, "__name__", "")
+        if self._active and (name.endswith("_") or "out" in kwargs):
+            buffer = self._origin.buffer(kwargs.get("out", args[0] if args else None))
+            if buffer is not None:
+                self._forwards.is_written(buffer)
         if not self._is_looking():
             return function(*args, **kwargs)
         if name in _ATTRIBUTES:
@@ -252,7 +255,7 @@ class Capture:
         if not data:
             origin.remember(result)
         elif args and (result is args[0] or result is None):
-            origin.forget(args[0])  # it may have been of zeros so far
+            origin.spend(args[0], written=True)  # it may have been of zeros so far
         return result
 
     def _is_looking(self) -> bool:
@@ -286,44 +289,44 @@ class Capture:
             return self._forwards.opened(function, args, kwargs)
         if gradients and function in RECURRENT:
             return self._recurrent(function, args, kwargs, trained)
-        origin, kept, begun = self._origin, args, None
+        origin, begun = self._origin, None
         if not data and trains(trained[0]):
             with self._noting(trained):
                 begun = origin.tape.begin(function, args, kwargs, gradients=gradients)
+        kept = args
         if name in _OVERWRITE and not origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
         result = function(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
-        used = self._uses(function, made, kept, kwargs, trained)
+        used: list[Tensor] = []
+        if gradients and isinstance(made, Tensor) and trains(made):
+            call = FunctionCall(made, origin.of_model, self._forwards.inside)
+            used = self._uses(name_of(function), call, kept, kwargs, trained)
         if begun is not None:
             with self._noting(trained):
                 origin.tape.end(begun, () if used else tensors_in(result))
-        if not data and not used:
+        if data or used:
+            self._explain(name, trained if gradients else [], used)
+            origin.spend(made, written=bool(args) and made is args[0])
+        else:
             origin.remember(result)
-            return result
-        if gradients:
-            self._explain(name, trained, used)
-        origin.is_activation(made, written=is_in_place(name))
         return result
 
     def _uses(
         self,
-        function: Function,
-        made: object,
+        name: str,
+        call: FunctionCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         trained: list[Tensor],
     ) -> list[Tensor]:
         """Note the uses in a call; the tensors that they account for."""
-        if not (isinstance(made, Tensor) and torch.is_grad_enabled() and trains(made)):
-            return []
         if self._is_off(trained):
             return trained
-        call = FunctionCall(made, self._origin.of_model, self._forwards.inside)
-        with self._noting(trained) as used, without_autocast(made):
-            for use in uses_in(name_of(function), call, args, kwargs):
+        with self._noting(trained) as used, without_autocast(call.result):
+            for use in uses_in(name, call, args, kwargs):
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
-                self._note(use, made)
+                self._note(use, call.result)
         return used
 
     def _recurrent(
@@ -547,7 +550,7 @@ class Capture:
         if len(parameters) == 1:
             place = self._place(id(parameters[0]))
             name = place.path if place.name in ("weight", "bias") else place.full_name
-        yield name
+        yield from (name, f"{name}@module")
         yield from self._with_user(name, "module")
 
     def _with_user(self, name: str, kind: str) -> Iterator[str]:

@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -35,12 +36,25 @@ class _Mode(TorchFunctionMode):
         return self._watcher(func, args, kwargs or {})
 
 
+@dataclass(frozen=True)
+class Began:
+    """What a forward found when it began, as far as it is gone since.
+
+    Attributes:
+        random: the random numbers.
+        written: by id, what tensors were that were written to since.
+    """
+
+    random: Randomness
+    written: dict[int, Tensor]
+
+
 class _Running(threading.local):
     """The modules whose forwards run in a thread, and the mode that is on around them."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
-        self.began: list[Randomness] = []
+        self.began: list[Began] = []
         self.mode: _Mode | None = None
         self.inside = ""  # which function was opened
         self.closed: tuple[nn.Module, _Mode] | None = None
@@ -102,8 +116,8 @@ class Forwards:
         return self._running.modules[-1]
 
     @property
-    def began(self) -> Randomness:
-        """The random numbers when its forward began."""
+    def began(self) -> Began:
+        """What its forward found."""
         return self._running.began[-1]
 
     @property
@@ -127,6 +141,12 @@ class Forwards:
         finally:
             self._running.inside = outside
 
+    def is_written(self, tensor: Tensor) -> None:
+        """A tensor is about to be written to: the forwards that run have found it as it is now."""
+        copy = tensor.detach().clone()
+        for began in self._running.began:
+            began.written.setdefault(id(tensor), copy)
+
     def remove(self) -> None:
         """Take the hooks off."""
         self._active = False
@@ -146,7 +166,7 @@ class Forwards:
             running.mode.__enter__()  # type: ignore[no-untyped-call]
         self._begins(module)
         running.modules.append(module)
-        running.began.append(Randomness(self._devices))
+        running.began.append(Began(Randomness(self._devices), {}))
 
     def _close(self, module: nn.Module, args: object) -> None:
         running = self._running

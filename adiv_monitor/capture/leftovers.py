@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.capture.forwards import Began
 from adiv_monitor.capture.graph import leaves_of
 from adiv_monitor.capture.outputs import Outputs
-from adiv_monitor.capture.randomness import Randomness
-from adiv_monitor.capture.replay import Arguments, Replay, tolerance
+from adiv_monitor.capture.replay import Arguments, Replay, pattern, tolerance
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.features.jacobian import JacobianFeatures
-from adiv_monitor.features.rows import Rows, to_device
+from adiv_monitor.features.rows import Rows, exact_type, to_device
 from adiv_monitor.features.uses import Refused
 
 
@@ -48,6 +48,10 @@ class Leftovers:
         """A function took them, of which there is no rule."""
         for key in keys:
             self._unexplained.setdefault(key, function)
+
+    def release(self) -> None:
+        """Let go of the copies of parameters: what goes on needs its own alone."""
+        self._before = {}
 
     def has(self, key: int) -> bool:
         """Whether a use of this parameter is not measured in any way."""
@@ -92,7 +96,7 @@ class Leftovers:
         arguments: Arguments,
         outputs: Outputs,
         expected: Tensor,
-        began: Randomness,
+        began: Began,
         rows: Rows,
     ) -> JacobianFeatures:
         """How the chosen rows of z move with the parameters.
@@ -106,35 +110,36 @@ class Leftovers:
             arguments: what the forward got.
             outputs: what of its output is z.
             expected: z of the chosen rows (rows, n_total).
-            began: the generators when the forward began.
+            began: what the forward found.
             rows: the chosen rows.
 
         Raises:
             Refused: the forward can't be repeated, or has no derivatives.
         """
-        start = torch.cat([module.get_parameter(name).detach().flatten() for name in names])
-        size = float(torch.linalg.vector_norm(expected))
-        if not math.isfinite(size):
+        size = sum(module.get_parameter(name).numel() for name in names)
+        tried = pattern(torch.empty(size, dtype=exact_type(expected), device=expected.device))
+        length = float(torch.linalg.vector_norm(expected))
+        if not math.isfinite(length):
             raise Refused("its output is not finite")
         reason = ""
-        for elements, own in _choices(rows, began.is_still(began.now())):
+        for elements, own in _choices(rows, began.random.is_still(began.random.now())):
             try:
                 replay = Replay(
                     *(module, names, arguments, outputs, began, self._before),
                     elements=elements,
                     batch=rows.shape[0],
                 )
-                again = own.take(replay.run(start)[0])
+                again = own.take(replay.run(tried)[0])
             except Exception as error:
                 reason = f"its forward can't be run again with derivatives: {error}".splitlines()[0]
                 continue
             away = float(torch.linalg.vector_norm(again - expected))
-            if away <= tolerance(replay.precision) * size:
+            if away <= tolerance(replay.precision) * length:
                 return JacobianFeatures(partial(_moved, replay, own))
             reason = (
-                "its forward, run again, gave another output (relative error "
-                f"{away / (size or 1):.2g}): a hook changes it, or it changes its input or a state "
-                "of its own"
+                f"its forward, run again, gave another output (off by {away:.2g} of {length:.2g}): "
+                "a hook changes it, or it changes its input or a state that is no buffer, or draws "
+                "from generators that are not torch's"
             )
         raise Refused(f"{reason}; register_features can teach the monitor its class")
 

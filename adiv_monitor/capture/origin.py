@@ -28,8 +28,16 @@ class Origin:
         self.pieces = Pieces()
         self._held: dict[int, Tensor] = {id(p): p for p in model.parameters()}
         self._held |= {id(buffer): buffer for buffer in model.buffers()}
+        self._buffers = {id(buffer) for buffer in model.buffers()}
         self._made: dict[int, weakref.ref[Tensor]] = {}
-        self._repeated: set[int] = set()  # ids of tensors whose repetitions are activations
+        self._expanded: dict[int, weakref.ref[Tensor]] = {}
+
+    def buffer(self, value: object) -> Tensor | None:
+        """The buffer of the model that this is, or is a view of; None if it is not."""
+        if not isinstance(value, Tensor):
+            return None
+        base = value if value._base is None else value._base
+        return base if id(base) in self._buffers else None
 
     def of_model(self, value: object) -> bool:
         """Whether it is no data: a parameter, a buffer, a constant, or made of these alone."""
@@ -39,9 +47,7 @@ class Origin:
         if made is not None and made() is value:
             return True
         base = value._base
-        if base is None or (id(base) in self._repeated and Strides.between(value, base).repeats):
-            return False
-        return self.of_model(base)
+        return base is not None and not self._is_spent(value) and self.of_model(base)
 
     def is_trained(self, value: Tensor) -> bool:
         """Whether it depends on a parameter to measure, and on no data."""
@@ -49,7 +55,7 @@ class Origin:
 
     def parameters_of(self, value: Tensor) -> Collection[int]:
         """Ids of the parameters to measure that it is made of, if of no data."""
-        if not value.requires_grad or not self.of_model(value):
+        if not value.requires_grad or self._is_spent(value):
             return ()
         whole = whole_of(value)
         return (id(whole),) if id(whole) in self._trained else self.tape.parameters_of(whole)
@@ -74,20 +80,6 @@ class Origin:
                 if id(known) not in self._held:
                     self._made[id(known)] = weakref.ref(known)
 
-    def is_activation(self, result: object, *, written: bool) -> None:
-        """What a function gave is data from now on, though it may be a view of a parameter.
-
-        Args:
-            result: a tensor, mostly.
-            written: it was there before, and the function has written to it.
-        """
-        if not isinstance(result, Tensor):
-            return
-        if written:
-            self.forget(result)
-        elif result._base is not None and self.of_model(result._base):
-            self._repeated.add(id(result._base))
-
     def forget(self, tensor: Tensor) -> None:
         """Data was written into it; a buffer stays the model's, unless it leads to parameters."""
         whole = whole_of(tensor)
@@ -96,3 +88,25 @@ class Origin:
             if known.requires_grad and not isinstance(known, nn.Parameter):
                 self._held.pop(id(known), None)
         self.tape.forget(whole)
+
+    def spend(self, result: object, *, written: bool) -> None:
+        """What a function gave is data now: there was data in it, or a use of it is noted.
+
+        Args:
+            result: a tensor, mostly.
+            written: it is what the function was given, and wrote to.
+        """
+        if not isinstance(result, Tensor):
+            return
+        if written:
+            self.forget(result)
+        elif result._base is not None:  # a parameter that was expanded
+            self._expanded[id(result._base)] = weakref.ref(result._base)
+
+    def _is_spent(self, view: Tensor) -> bool:
+        """Whether it shows entries of an expanded parameter again and again."""
+        whole = view._base
+        if whole is None or id(whole) not in self._expanded:
+            return False
+        repeats = Strides.between(view, whole).repeats
+        return repeats and self._expanded[id(whole)]() is whole

@@ -7,7 +7,7 @@ its parameters, buffers and other state, on copies of the inputs; the generators
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -20,8 +20,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adiv_monitor.capture.eager import forced_eager
+from adiv_monitor.capture.forwards import Began
 from adiv_monitor.capture.outputs import Outputs
-from adiv_monitor.capture.randomness import Randomness
 from adiv_monitor.capture.tape import tensors_in
 from adiv_monitor.features.rows import exact
 
@@ -42,7 +42,7 @@ class Replay:
         names: of the parameters that move.
         arguments: what the forward got.
         outputs: which tensors of what it gave are z.
-        began: the generators as they were when it began.
+        began: what it found when it began.
         before: by id, the copies of parameters that were made already: the twins share them.
         elements: elements of the batch to run, an index (n,); None: all. Tensors whose first
             dimension is as long as `batch` are cut.
@@ -55,7 +55,7 @@ class Replay:
         names: Sequence[str],
         arguments: Arguments,
         outputs: Outputs,
-        began: Randomness,
+        began: Began,
         before: dict[int, nn.Parameter],
         *,
         elements: Tensor | None,
@@ -69,11 +69,11 @@ class Replay:
         args, kwargs = arguments
         self._args = [_copied(arg, held) for arg in args]
         self._kwargs = {name: _copied(arg, held) for name, arg in kwargs.items()}
-        self._twin = _Forward(_twin(module, before))
+        self._twin = _twin(module, before, began.written)
         parameters = dict(self._twin.named_parameters())
-        self._moving = {f"module.{name}": parameters[f"module.{name}"] for name in names}
+        self._moving = {name: parameters[name] for name in names}
         self._outputs = outputs
-        self._began = began
+        self._random = began.random
         self._recurrent = any(isinstance(m, nn.RNNBase) for m in module.modules())
         kinds = {device.type for _, _, device in outputs.like}
         self._autocast = [
@@ -81,7 +81,7 @@ class Replay:
             for kind in kinds
             if torch.amp.is_autocast_available(kind)
         ]
-        self._derivative = self._forward_mode
+        self._has_forward_mode = True
         _load_derivatives()
 
     @property
@@ -111,13 +111,12 @@ class Replay:
             return exact(self._outputs.rows(z)), exact(self._outputs.rows(moved)) * unit
 
     def _either(self, tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        try:
-            return self._derivative(tangents)
-        except RuntimeError:  # of which NotImplementedError is one
-            if self._derivative == self._backward_twice:
-                raise
-            self._derivative = self._backward_twice
-            return self._derivative(tangents)
+        if self._has_forward_mode:
+            try:
+                return self._forward_mode(tangents)
+            except RuntimeError:  # of which NotImplementedError is one
+                self._has_forward_mode = False
+        return self._backward_twice(tangents)
 
     def _forward_mode(self, tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         with torch.no_grad(), forward_ad.dual_level():
@@ -140,17 +139,17 @@ class Replay:
             moving = [p.detach().requires_grad_() for p in self._moving.values()]
             z = self._call(moving)
             reached = [x for x in z if x.requires_grad]
-            v = [_pattern(x).requires_grad_() for x in reached]
+            v = [pattern(x).requires_grad_() for x in reached]
             products = torch.autograd.grad(reached, moving, v, create_graph=True, allow_unused=True)
             used = [(p, t) for p, t in zip(products, tangents, strict=True) if p is not None]
-            whole = torch.stack([(p * t).sum() for p, t in used]).sum()
-            moves = torch.autograd.grad(whole, v, allow_unused=True, materialize_grads=True)
-        parts = torch.stack([(exact(m) * exact(x)).sum() for m, x in zip(moves, v, strict=True)])
-        terms = torch.stack(
-            [(exact(m) * exact(x)).abs().sum() for m, x in zip(moves, v, strict=True)]
-        )
-        # A function that is linear in v is its derivative times v.
-        if (parts.sum() - whole).abs() > tolerance(self.precision) * terms.sum():
+            if not used:
+                return [x.detach() for x in z], [torch.zeros_like(x) for x in z]
+            terms = [(product * tangent).sum() for product, tangent in used]
+            moves = torch.autograd.grad(terms, v, allow_unused=True, materialize_grads=True)
+        # What is linear in v is its derivative times v.
+        whole = _sums(*zip(*used, strict=True))
+        again = _sums(moves, v)
+        if (whole[0] - again[0]).abs() > tolerance(self.precision) * (whole[1] + again[1]):
             raise RuntimeError("a custom backward inside can't be differentiated itself")
         found = dict(zip(map(id, reached), moves, strict=True))
         return [x.detach() for x in z], [found.get(id(x), torch.zeros_like(x)) for x in z]
@@ -168,7 +167,7 @@ class Replay:
         with ExitStack() as stack:
             stack.enter_context(torch._C.DisableTorchFunction())
             stack.enter_context(forced_eager())
-            stack.enter_context(self._began.again())
+            stack.enter_context(self._random.again())
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(
                     torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
@@ -185,21 +184,16 @@ def tolerance(precision: float) -> float:
     return 1e-9 if precision < 1e-15 else max(1e-3, 4 * precision)
 
 
-def _pattern(like: Tensor) -> Tensor:
+def _sums(a: Iterable[Tensor], b: Iterable[Tensor]) -> Tensor:
+    """⟨a, b⟩, and the sum of the terms' sizes."""
+    terms = [exact(x.detach()) * exact(y.detach()) for x, y in zip(a, b, strict=True)]
+    return torch.stack([torch.stack((t.sum(), t.abs().sum())) for t in terms]).sum(0)
+
+
+def pattern(like: Tensor) -> Tensor:
     """Numbers of which none is zero."""
     numbers = torch.linspace(0.5, 1.5, like.numel(), dtype=like.dtype, device=like.device)
     return numbers.view(like.shape)
-
-
-class _Forward(nn.Module):
-    """Calls a module's forward alone."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.forward(*args, **kwargs)
 
 
 @cache
@@ -227,8 +221,13 @@ def _copied(value: Any, held: Callable[[Tensor], Tensor]) -> Any:
         ) from error
 
 
-def _twin(module: nn.Module, before: dict[int, nn.Parameter]) -> nn.Module:
-    """A copy of a module without its hooks; trained parameters are those of `before`."""
+def _twin(
+    module: nn.Module, before: dict[int, nn.Parameter], written: Mapping[int, Tensor]
+) -> nn.Module:
+    """A copy of a module without its hooks; trained parameters are those of `before`.
+
+    Tensors that the forward has written to are what they were.
+    """
     memo: dict[int, Any] = {}
     for part in module.modules():
         state = vars(part)
@@ -236,8 +235,8 @@ def _twin(module: nn.Module, before: dict[int, nn.Parameter]) -> nn.Module:
             kept = [(key, hook) for key, hook in state[name].items() if _makes_weights(hook)]
             memo[id(state[name])] = OrderedDict(kept)
         for tensor in tensors_in(*state.values()):
-            if not isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = tensor.detach().clone()  # torch copies no tensor with a graph
+            if not isinstance(tensor, nn.Parameter):  # torch copies no tensor with a graph
+                memo[id(tensor)] = written.get(id(tensor), tensor).detach().clone()
             elif tensor.requires_grad:
                 memo[id(tensor)] = before.setdefault(id(tensor), _fixed(tensor))
             else:

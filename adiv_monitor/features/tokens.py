@@ -13,10 +13,7 @@ from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 @uses("expand", "expand_as", "broadcast_to", "repeat", "tile")
 def repetition(call: FunctionCall, input: Tensor, *size: object, **_: object) -> Use | None:
-    """Z = p, once for every sample.
-
-    One that is expanded to another parameter's shape is on its way to be part of a weight.
-    """
+    """Z = p, once for every sample; not to the shape of another parameter, to be part of that."""
     if size and isinstance(size[0], Tensor) and call.of_model(size[0]):
         return None
     shape = call.result.shape

@@ -6,6 +6,7 @@ output after the other, on the inputs that the module got; and moves the paramet
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,6 +135,33 @@ class Noisy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm((self.drop(x.abs()) + 0.5) ** self.power)
+
+
+class Turning(Bent):
+    """Its output depends on buffers that it changes before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            torch.add(self.mean, x.mean(0), out=self.mean)
+        z = super().forward(x - self.mean) * self.calls
+        self.mean[1:].mul_(0.5)
+        return z
+
+
+def normed() -> nn.Module:
+    """Its weight is made by a hook of torch's own, of parameters of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = nn.utils.weight_norm(nn.Linear(4, 3, bias=False))
+    layer.weight_g.data.mul_(2)
+    layer.weight = layer.weight.detach()  # so that the layer can be copied before it has run
+    return layer
 
 
 class Cell(nn.Module):
@@ -316,7 +344,20 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str], Callable[[], Any], st
         lambda: ((data(6, 4),), {}),
         "inner.parametrizations.weight.original",
     ),
+    "weight norm by a hook": (
+        normed,
+        ["weight_g", "weight_v"],
+        lambda: ((data(6, 4),), {}),
+        "inner",
+    ),
+    "spectral norm": (
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3, bias=False)),
+        ["parametrizations.weight.original"],
+        lambda: ((data(6, 4),), {}),
+        "inner.parametrizations.weight.original",
+    ),
     "dropout and batch norm": (Noisy, ["power"], lambda: ((data(8, 4),), {}), "inner.power"),
+    "buffers that change": (Turning, ["beta", "power"], lambda: ((data(6, 4),), {}), "inner"),
     "several outputs": (Cell, ["rate", "turn"], lambda: ((data(5, 4),), state()), "inner"),
 }
 
@@ -626,7 +667,7 @@ class Changing(Bent):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
