@@ -35,8 +35,10 @@ def rows_tile(width: int, dtype: torch.dtype) -> Rows:
     """The tile for rows of this width whose sums are taken in this dtype."""
     limit = _ROW[dtype]
     block = max(16, power_of_two(width)) if width <= limit else limit // 2
-    rows = max(1, 2048 // block)
-    return Rows(rows, block, _warps(rows * block, 16))
+    # What is done once per row costs every thread as much as 16 elements do; 32 hold two operands.
+    each = 32 if dtype == torch.float32 and block >= width else 16
+    rows = max(1, 32 * each // block)
+    return Rows(rows, block, max(1, rows * block // (32 * each)))
 
 
 def strided_tile(channels: int, positions: int, channels_fast: bool, unit: int) -> Tile:
