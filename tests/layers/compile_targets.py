@@ -1,7 +1,8 @@
 """Compile every kernel as its launcher would start it, for a GPU that need not be there.
 
-Prints one JSON object: for each case registers, spilled bytes or registers, and how many 128-bit
-loads and stores there are and at least have to be. Run by test_targets.py, not interpreted.
+Prints one JSON object: for each case registers, spilled bytes or registers, how many loads and
+stores of full width there are and at least have to be, on NVIDIA's how many 2-byte ones have no
+neighbour in the next thread, and instructions per element. Run by test_targets.py, not interpreted.
 """
 
 import json
@@ -131,7 +132,12 @@ def small_cases(dtype):
 
 def cases():
     single, half = torch.float32, torch.bfloat16
-    yield half, row_cases(half, single, (17, 64, 101, 768, 1000, 1001, 1004, 4096, 4099, 16384, 16385, 65536))
+    yield (
+        half,
+        row_cases(
+            half, single, (17, 64, 101, 768, 1000, 1001, 1004, 4096, 4099, 16384, 16385, 65536)
+        ),
+    )
     yield half, linear_cases(half, single, (1000, 1001, 4096))
     yield half, conv_cases(half, single)
     yield half, small_cases(half)
@@ -166,7 +172,7 @@ def nvidia_usage(compiled):
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = [str(tool), "-res-usage", file.name]
+        command = [str(tool), "-res-usage", "-sass", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     ptx = compiled.asm["ptx"]
@@ -176,6 +182,7 @@ def nvidia_usage(compiled):
         "spilled": used["STACK"] + used["LOCAL"],
         "loads": accesses(ptx, "ld"),
         "stores": accesses(ptx, "st"),
+        "instructions": len(re.findall(r"^\s+/\*[\da-f]{4}\*/\s+(?!NOP)", text, re.MULTILINE)),
         "apart": max(0, singles - neighbours(compiled.asm["ttgir"])),
     }
 
@@ -228,13 +235,15 @@ def main(name):
             kernel, arguments, options = launches.pop()
             shape = [options[k] for k in ("ROWS", "POSITIONS", "BLOCK", "CHANNELS") if k in options]
             threads = target.warp_size * options.get("num_warps", 4)
-            moved = int(torch.Size(shape).numel()) * dtype.itemsize // threads
+            elements = torch.Size(shape).numel() / threads
+            moved = int(elements * dtype.itemsize)
             used = usage(build(kernel, arguments, options, target))
             found[f"{case}, {dtype}"] = used | {
                 "loads": used["loads"][access],
                 "stores": used["stores"][access],
                 "least_loads": loads * moved // max(access, 1),
                 "least_stores": stores * moved // max(access, 1),
+                "instructions": used.get("instructions", 0) / elements,
                 "threads": threads,
             }
     print(json.dumps(found))

@@ -388,4 +388,3 @@ def _rows(x: Tensor) -> Tensor:
 def _unit(x: Tensor, stride: int) -> int:
     """So many elements of x stay together where groups are those of aligned rows of this stride."""
     return 1 if x.data_ptr() % 16 else unit_of(x.stride(0) - stride)
-
