@@ -346,7 +346,7 @@ class Monitor:
         self._switched_off |= outcome.misdescribed
         seen = pending.capture.layers
         measured = [layer for path, layer in seen.items() if path in outcome.layers]
-        known = {**outcome.unsupported, **pending.capture.refused}
+        known = dict(outcome.unsupported)
         known |= {p: r for p, r in self._switched_off.items() if p in seen}
         told = [*measured, *(layer for path, layer in seen.items() if path in known)]
         report = StepReport(

@@ -158,6 +158,8 @@ class Capture:
         place = self._selection.places[key][0]
         kind = type(place.module)
         rule = self._selection.rules.get(place.module)
+        if place.path in self.refused:
+            return self.refused[place.path]
         if parameter.grad is None:
             return "no gradient reached it in this step"
         if rule is not None and place.name not in (rule.weight, rule.bias):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.capture import leftovers
 from adiv_monitor.capture.sampling import draw
 from adiv_monitor.features import Rows
 from adiv_monitor.features.features import Averaged
@@ -235,7 +236,7 @@ def test_rows_of_several_calls_are_rows_of_one(name: str) -> None:
             torch.testing.assert_close(again.weight_norms(), features.weight_norms(), **close)
 
 
-# --- what is not exact has no reading ------------------------------------------------------------
+# --- what no rule describes exactly goes through its module ---------------------------------------
 
 NOT_LINEAR: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], str]] = {
     "quotient": (lambda p, x: x / p.w, (3,), "div"),
@@ -260,7 +261,17 @@ NOT_LINEAR: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", NOT_LINEAR)
-def test_what_has_no_rule_is_named(name: str) -> None:
+def test_what_has_no_rule_is_measured_through_its_module(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    leave = leftovers.Leftovers.leave
+
+    def remember(self: leftovers.Leftovers, keys: Sequence[int], function: str) -> None:
+        taken.append(function)
+        leave(self, keys, function)
+
+    monkeypatch.setattr(leftovers.Leftovers, "leave", remember)
     call, shape, function = NOT_LINEAR[name]
     model = Caller(call, {"w": shape})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -268,8 +279,9 @@ def test_what_has_no_rule_is_named(name: str) -> None:
         loss_of(model(torch.linspace(-1.0, 2.0, 15).double().reshape(5, 3))).backward()
         optimizer.step()
     assert monitor.latest is not None
-    assert not monitor.latest.layers
-    assert f"torch's {function}, for which there is no rule" in monitor.latest.unsupported["w"]
+    assert "module" in {reading.kind for reading in monitor.latest.layers.values()}
+    assert not monitor.latest.unsupported
+    assert taken == [f"torch's {function}"]
 
 
 def test_half_precision() -> None:
