@@ -22,11 +22,12 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
+from adiv_monitor.capture.forward_calls import ForwardCalls
 from adiv_monitor.capture.forwards import Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.origin import Origin, tensors_in
-from adiv_monitor.capture.pieces import Piece, Source, overlap
+from adiv_monitor.capture.pieces import Piece, Pieces, Source, overlap
 from adiv_monitor.capture.selection import Layer, Place, Selection
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
@@ -57,12 +58,15 @@ class Capture:
         fail: called with a layer's path and the exception that its hook met; from then on the layer
             is not watched any more.
         begins: called when the first layer's forward pass with gradients begins.
+        calls: notes the forward passes, so that they can be run again.
 
     Attributes:
         layers: by path, the layers that were seen so far.
         rows: by path, their rows.
         accumulated: by id, what happened to the gradients of parameters.
     """
+
+    _repeated = False  # whether it watches forward passes that are run again
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class Capture:
         switched_off: set[str],
         fail: Callable[[str, Exception], None],
         begins: Callable[[], object],
+        calls: ForwardCalls | None = None,
     ) -> None:
         self.layers: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
@@ -94,9 +99,20 @@ class Capture:
         self._order = {key: i for i, key in enumerate(selection.places)}
         self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
         self._owners = set(selection.owners)
+        self._calls = calls
         self._forwards = Forwards(
-            selection.modules, selection.closed, self._called, self._begins, self._ends
+            selection.modules,
+            selection.closed,
+            self._called,
+            self._begins,
+            self._ends,
+            repeated=self._repeated,
         )
+
+    @property
+    def pieces(self) -> Pieces:
+        """All pieces of parameters that were seen."""
+        return self._origin.pieces
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -164,15 +180,24 @@ class Capture:
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
-    def _begins(self, module: nn.Module) -> None:
+    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module in self._owners:
             begins, self._first_begins = self._first_begins, lambda: None
             begins()
+        if self._calls is not None:
+            self._calls.began(module, args, kwargs, self._forwards.around)
 
     def _ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run: the rows of one whose class has a rule."""
+        """A module's forward has run: the rows of one whose class has a rule.
+
+        `output` is None if it raised.
+        """
+        if self._calls is not None:
+            self._calls.ended(module, output, self._forwards.around)
+        if output is None:
+            return
         rule = self._selection.rules.get(module)
         if rule is None or not trains(output):
             return
@@ -209,7 +234,7 @@ class Capture:
         """Whether what is called can be part of what is measured."""
         return (
             self._active
-            and torch.is_grad_enabled()
+            and (torch.is_grad_enabled() or self._repeated)
             and torch._C._functorch.peek_interpreter_stack() is None
             and self._forwards.innermost not in self._selection.rules
         )
@@ -295,6 +320,8 @@ class Capture:
         call = Call(rows, chosen, _trained(layer, features), taken, whole)
         if self._attainable:
             call.every_row = _trained(layer, use.features(Rows(rows.shape, None, rows.device)))
+        if self._calls is not None:
+            call.place = self._calls.place(layer.path)
         rows_of_layer.calls.append(call)
         path = layer.path
         arrive = partial(

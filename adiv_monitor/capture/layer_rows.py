@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adiv_monitor.capture.forward_calls import Place
 from adiv_monitor.capture.sampling import Draw, draw, threshold, winners
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, to_device
@@ -28,6 +29,7 @@ class Call:
             input's rows too, else norms of its parts; None once two backward passes have gone
             through one graph: the sum of their gradients is known of the chosen rows alone.
         precision: rounding of the gradients that came.
+        place: where in the step the call was made, if the forward passes are noted.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Call:
         self.hook: weakref.ref[Any] | None = None  # dies with the graph
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
+        self.place: Place | None = None
 
     def arrive(self, gradient: Tensor, size: Tensor, precision: float) -> None:
         """Keep ∂L/∂z of the rows, and what all say, until the parameters accumulate.
