@@ -91,6 +91,9 @@ MEASURES: tuple[str, ...] = tuple(
     f.name for f in fields(LayerReading) if f.name not in _RECORD + _ABOUT_MEASURES
 )
 
+# Those that take another run of the step's forward passes.
+REALISED_MEASURES = ("realised_cosine", "single_layer_share", "first_order_error")
+
 # Which end of a measure is the bad one. Measures that are missing here have no bad end: their
 # spread between layers is what tells.
 WORST: Mapping[str, Literal["min", "max"]] = MappingProxyType(

@@ -20,6 +20,7 @@ from adiv_monitor.maths.estimates import (
     Sample,
     Sum,
     by_ratio,
+    by_regression,
     mean_of_active,
     over_rows,
     quantiles,
@@ -282,9 +283,14 @@ def _of_realised(x: _Together) -> dict[str, Estimate]:
     def total(a: str, b: str) -> Sum:
         return over_rows(x.realised(a, b), x.sample)
 
-    r_r, G_G = total("r", "r"), total("G", "G")
+    r_r, r_G = total("r", "r"), total("r", "G")
+    G_G = x.sum("G", "G", x.whole_gradient())
+    known = np.where(x.exact, x.dots["w_gamma"], np.nan)
     return {
-        "realised_cosine": measures.realised_cosine(total("r", "G"), r_r, G_G, x.sample),
+        # This layer's own part of it is known exactly.
+        "realised_cosine": measures.realised_cosine(
+            by_regression(r_G, total("d", "G"), known), r_r, G_G, x.sample
+        ),
         "single_layer_share": measures.single_layer_share(
             total("r", "d"), r_r, total("d", "d"), x.sample
         ),
