@@ -2,20 +2,24 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.forward_calls import ForwardCalls, NotRepeatable, Place
+from adiv_monitor.capture.forward_calls import CallPlace, ForwardCalls, NotRepeatable
 from adiv_monitor.capture.losses import Losses
+from adiv_monitor.capture.origin import Origin
 from adiv_monitor.capture.pieces import Source
 from adiv_monitor.capture.selection import Layer, Selection
+from adiv_monitor.features.recurrent import rows_of_maps, uses_of
+from adiv_monitor.features.recurrent_call import RecurrentCall
 from adiv_monitor.features.rows import Rows, joined
 from adiv_monitor.features.uses import Use
 
-# By layer, of each of its calls: where it was made, and the rows that were looked at.
-Wanted = Mapping[str, Sequence[tuple[Place | None, Rows]]]
+# Of each call of a layer: where it was made, and the rows that were looked at.
+Calls = Sequence[tuple[CallPlace | None, Rows]]
 
 
 class Again(Capture):
@@ -25,16 +29,13 @@ class Again(Capture):
         model: the model.
         selection: of the other.
         first: the other, which watched the step.
-        wanted: the rows.
-
-    Attributes:
-        running: the number of the forward pass that runs.
+        wanted: the rows, by layer.
     """
 
     _repeated = True
 
     def __init__(
-        self, model: nn.Module, selection: Selection, first: Capture, wanted: Wanted
+        self, model: nn.Module, selection: Selection, first: Capture, wanted: Mapping[str, Calls]
     ) -> None:
         super().__init__(
             model,
@@ -47,14 +48,21 @@ class Again(Capture):
             fail=self._failed,
             begins=lambda: None,
         )
-        self.running = -1
+        self._model = model
+        self._running = -1
         self._wanted = wanted
         self._rows = {place: rows for calls in wanted.values() for place, rows in calls if place}
-        self._found: dict[Place, Tensor] = {}
+        self._found: dict[CallPlace, Tensor] = {}
         self._counts: Counter[tuple[int, bool, str]] = Counter()
         self._lost: dict[str, str] = {}
         self.layers = first.layers
-        self._origin.pieces = first.pieces
+        self._pieces = first.pieces
+
+    def begin(self, number: int) -> None:
+        """A forward pass begins, with the buffers in place that it will use."""
+        self._running = number
+        self._origin = Origin(self._model, self._selection.parameters)
+        self._origin.pieces = self._pieces
 
     @property
     def forward_passes(self) -> set[int]:
@@ -89,15 +97,27 @@ class Again(Capture):
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
     ) -> None:
         layer = self._layer(use, path)
-        if layer is None:
-            return
-        # What checkpointing recomputes runs here without gradients.
-        key = self.running, not output.requires_grad, layer.path
+        if layer is not None:
+            self._take(layer, use.layout(output), recomputed=not output.requires_grad)
+
+    def _note_maps(
+        self, made: RecurrentCall, outputs: tuple[Tensor, ...], rng_state: Tensor | None
+    ) -> list[Tensor]:
+        z = rows_of_maps(made, outputs[0].dtype, rng_state)
+        for use in uses_of(made):
+            layer = self._layer(use, None)
+            if layer is not None:
+                self._take(layer, z[use.part], recomputed=not outputs[0].requires_grad)
+        return []
+
+    def _take(self, layer: Layer, z: Tensor, *, recomputed: bool) -> None:
+        """Take rows of z; what checkpointing recomputes runs without gradients here."""
+        key = self._running, recomputed, layer.path
         self._counts[key] += 1
-        place = Place(*key, self._counts[key] - 1)
+        place = CallPlace(*key, self._counts[key] - 1)
         if place not in self._rows:
             return
-        rows, z = self._rows[place], use.layout(output)
+        rows = self._rows[place]
         if tuple(z.shape[:-1]) == rows.shape:
             self._found[place] = rows.take(z.detach())
         else:
@@ -122,7 +142,6 @@ def run_again(calls: ForwardCalls, again: Again, losses: Losses | None) -> None:
         raise NotRepeatable(calls.refusal)
     given: dict[int, list[Tensor]] = {}
     for number in calls.in_order(again.forward_passes | (losses.needed if losses else set())):
-        again.running = number
         if losses is not None:
             losses.runs_again(number)
-        given[number] = calls.calls[number].run(given)
+        given[number] = calls.calls[number].run(given, partial(again.begin, number))

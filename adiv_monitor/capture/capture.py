@@ -6,15 +6,17 @@ activations, modules that are called several times and checkpointing all work:
 - several calls and micro-batches: every call is kept with its own gradient;
 - re-entrant checkpointing: the first pass has no gradient graph and is skipped;
 - other checkpointing: the recomputation's output never receives a gradient and is dropped;
-- gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them.
+- gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them;
+- recurrent functions, which hide their rows: a replay tells them in the backward pass.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import count
-from typing import Any
+from itertools import count, takewhile
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,23 +24,31 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
-from adiv_monitor.capture.forward_calls import ForwardCalls
+from adiv_monitor.capture.forward_calls import CallPlace, ForwardCalls
 from adiv_monitor.capture.forwards import Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
+from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.capture.origin import Origin, tensors_in
+from adiv_monitor.capture.origin import Origin
 from adiv_monitor.capture.pieces import Piece, Pieces, Source, overlap
+from adiv_monitor.capture.randomness import random_state
 from adiv_monitor.capture.selection import Layer, Place, Selection
+from adiv_monitor.capture.tape import is_in_place, tensors_in, values_in
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
+from adiv_monitor.features.linear import affine
+from adiv_monitor.features.recurrent import Map, Replay, Returned, uses_of
+from adiv_monitor.features.recurrent_call import RECURRENT, RecurrentCall, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.rows import Rows
-from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses_in
+from adiv_monitor.features.uses import FunctionCall, Refused, Use, as_it_is, name_of, uses_in
 from adiv_monitor.features.whole import squares
-from adiv_monitor.maths import dots
+from adiv_monitor.maths import ceiling, dots
+
+T = TypeVar("T")
 
 # These overwrite what they were given, which the rows need.
-_OVERWRITE = ("mul_", "__imul__", "addcmul_")
+_OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
 _ATTRIBUTES = ("__get__", "__set__")  # what they give is a view, or no tensor
 # These are Python, and use parameters in the functions that they call.
 _OPENED = ("multi_head_attention_forward",)
@@ -100,6 +110,7 @@ class Capture:
         self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
         self._owners = set(selection.owners)
         self._calls = calls
+        self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
         self._forwards = Forwards(
             selection.modules,
             selection.closed,
@@ -121,6 +132,8 @@ class Capture:
         for accumulated in self.accumulated.values():
             accumulated.remove()
         self.accumulated.clear()  # they refer to this: a cycle that would hold gradients back
+        for late in list(self._late):
+            late.release()
 
     def saw_calls(self) -> bool:
         """Whether any layer was called with gradients enabled."""
@@ -171,12 +184,18 @@ class Capture:
             )
         elif key in self._unexplained:
             reason = f"it is used by {self._unexplained[key]}, for which there is no rule"
+        elif (ended := self._origin.tape.ended_in(parameter)) and not self._measures(parameter):
+            reason = f"it went through torch's {ended}, whose result no function was seen to use"
         else:
             reason = (
                 "it has a gradient, but no function was seen to use it inside the forward of a "
                 "module: compiled or scripted code, a copy of the module, or code outside"
             )
         return f"{kind.__module__}.{kind.__qualname__}: {reason}"
+
+    def _measures(self, parameter: Tensor) -> bool:
+        """Whether any of it is part of a layer."""
+        return any(piece.parameter is parameter for x in self.layers.values() for piece in x.pieces)
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
@@ -214,11 +233,13 @@ class Capture:
     def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and note the parameters that it uses."""
         name = getattr(function, "__name__", "")
-        if name in _ATTRIBUTES or not self._is_looking():
+        if not self._is_looking():
             return function(*args, **kwargs)
+        if name in _ATTRIBUTES:
+            return self._read(function, args)
         origin = self._origin
         trained, data = [], False
-        for tensor in tensors_in(*args, *kwargs.values()):
+        for tensor in values_in(name, args, kwargs):
             if not origin.of_model(tensor):
                 data = True
             elif origin.is_trained(tensor):
@@ -228,16 +249,31 @@ class Capture:
         result = function(*args, **kwargs)
         if not data:
             origin.remember(result)
+        elif args and (result is args[0] or result is None):
+            origin.forget(args[0])  # it may have been of zeros so far
         return result
 
     def _is_looking(self) -> bool:
         """Whether what is called can be part of what is measured."""
         return (
             self._active
-            and (torch.is_grad_enabled() or self._repeated)
             and torch._C._functorch.peek_interpreter_stack() is None
             and self._forwards.innermost not in self._selection.rules
         )
+
+    def _looks_for_uses(self) -> bool:
+        """Not without gradients; when run again, there runs what checkpointing recomputes."""
+        return torch.is_grad_enabled() or self._repeated
+
+    def _placed(self, layer: Layer) -> CallPlace | None:
+        return None if self._calls is None else self._calls.place(layer.path)
+
+    def _read(self, function: Function, args: tuple[Any, ...]) -> Any:
+        """An attribute of a tensor: `.T` and `.data` are tensors too."""
+        result = function(*args)
+        if isinstance(result, Tensor) and self._origin.of_model(args[0]):
+            self._origin.remember(result)
+        return result
 
     def _called_with(
         self,
@@ -252,53 +288,121 @@ class Capture:
         """Call a function that takes what is trained; `data`: and something of the batch."""
         if name in _OPENED:
             return self._forwards.opened(function, args, kwargs)
+        if function in RECURRENT:
+            return self._recurrent(function, args, kwargs, trained)
+        if not data:
+            return self._made(function, name, args, kwargs, trained)
         kept = args
         if name in _OVERWRITE and not self._origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
         result = function(*args, **kwargs)
-        used: list[Tensor] = []
-        if isinstance(result, Tensor) and trains(result):
-            call = FunctionCall(result, self._origin.of_model, self._forwards.inside)
-            used = self._uses(name, call, kept, kwargs, trained)
-        if data or used:
+        made = args[0] if name == "__setitem__" else result
+        if self._looks_for_uses():
+            self._explain(name, trained, self._uses(function, made, kept, kwargs, trained))
+        self._origin.forget(args[0] if is_in_place(name) else made)
+        return result
+
+    def _made(
+        self,
+        function: Function,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trained: list[Tensor],
+    ) -> Any:
+        """Call a function of the model alone: it uses parameters, or makes something of them."""
+        origin, tape = self._origin, self._origin.tape
+        begun = None
+        if trains(trained[0]):
+            begun = self._tried(trained, tape.begin, function, name, args, kwargs)
+        result = function(*args, **kwargs)
+        used = self._uses(function, result, args, kwargs, trained)
+        if begun is not None:
+            self._tried(trained, tape.end, begun, () if used else tensors_in(result))
+        if used:
             self._explain(name, trained, used)
         else:
-            self._origin.remember(result)
+            origin.remember(result)
         return result
+
+    def _tried(self, trained: list[Tensor], function: Callable[..., T], *args: Any) -> T | None:
+        """What the tape gives; a failure must not reach the training loop."""
+        place = self._place(self._first(trained[0]))
+        try:
+            return function(*args)
+        except Refused as refusal:
+            self.refused[place.path] = str(refusal)
+        except Exception as error:
+            self._failed(place.full_name, error)
+        return None
 
     def _uses(
         self,
-        name: str,
-        call: FunctionCall,
+        function: Function,
+        made: object,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         trained: list[Tensor],
     ) -> list[Tensor]:
         """Note the uses in a call; the tensors that they account for."""
-        used: list[Tensor] = []
-        if self._off and self._name(trained[0]) in self._off:
+        if not (isinstance(made, Tensor) and self._looks_for_uses() and trains(made)):
+            return []
+        if self._is_off(trained):
             return trained
-        try:
-            with torch.no_grad(), without_autocast(call.result):
-                for use in uses_in(name, call, args, kwargs):
-                    used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
-                    self._note(use, call.result)
-        except Refused as refusal:
-            self.refused[self._place(self._first(trained[0])).path] = str(refusal)
-            return trained
-        except Exception as error:
-            self._failed(self._name(trained[0]), error)
-            return trained
+        call = FunctionCall(made, self._origin.of_model, self._forwards.inside)
+        with self._noting(trained) as used, without_autocast(made):
+            for use in uses_in(name_of(function), call, args, kwargs):
+                used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
+                self._note(use, made)
         return used
+
+    def _recurrent(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trained: list[Tensor],
+    ) -> Any:
+        """Call a recurrent function, and note the linear maps in it."""
+        call = rng_state = None
+        if not self._is_off(trained):
+            with self._noting(trained):
+                call = read_call(function, args, kwargs)
+                if call.draws and call.refusal is None:
+                    rng_state = random_state(call.input.device)
+        result = function(*args, **kwargs)
+        outputs = tuple(tensors_in(result))
+        if call is not None and trains(outputs[0]):
+            with self._noting(trained) as used:
+                used += self._note_maps(call, outputs, rng_state)
+            self._explain(function.__name__, trained, used)
+        return result
+
+    @contextmanager
+    def _noting(self, trained: list[Tensor]) -> Iterator[list[Tensor]]:
+        """While uses of these are noted: collects those accounted for; if that fails, all are."""
+        place = self._place(self._first(trained[0]))
+        used: list[Tensor] = []
+        try:
+            with torch.no_grad():
+                yield used
+        except Refused as refusal:
+            self.refused[place.path] = str(refusal)
+            used += trained
+        except Exception as error:
+            self._failed(place.full_name, error)
+            used += trained
+
+    def _is_off(self, trained: list[Tensor]) -> bool:
+        return bool(self._off) and self._place(self._first(trained[0])).full_name in self._off
 
     def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
         """Keep in mind what parameters went into where no rule can follow."""
         for tensor in trained:
             if any(tensor is other for other in used):
                 continue
-            source = self._origin.source(tensor)
-            for piece in source.pieces if source is not None else ():
-                self._unexplained.setdefault(id(piece.parameter), f"torch's {name}")
+            for key in self._origin.parameters_of(tensor):
+                self._unexplained.setdefault(key, f"torch's {name}")
 
     def _note(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
@@ -309,19 +413,11 @@ class Capture:
             return
         z = use.layout(output)
         rows_of_layer = self.rows[layer.path]
-        rows, chosen = rows_of_layer.choose(tuple(z.shape[:-1]), output.device)
-        features = use.features(rows)
-        taken = rows.take(z)
-        if not checked and layer.path not in self._checked and len(taken):
-            rows_of_layer.linear = reproduces(use, features, taken)
-        whole = use.whole() if layer.weight is not None else None
-        if whole is not None:
-            whole = whole.restrict(weight=True, bias=layer.bias is not None)
-        call = Call(rows, chosen, _trained(layer, features), taken, whole)
-        if self._attainable:
-            call.every_row = _trained(layer, use.features(Rows(rows.shape, None, rows.device)))
-        if self._calls is not None:
-            call.place = self._calls.place(layer.path)
+        call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
+        call.place = self._placed(layer)
+        features = self._look(layer, call, use, z)
+        if not checked and layer.path not in self._checked and len(call.z):
+            rows_of_layer.linear = reproduces(use, features, call.z)
         rows_of_layer.calls.append(call)
         path = layer.path
         arrive = partial(
@@ -329,6 +425,44 @@ class Capture:
         )
         call.hook = weakref.ref(arrive)
         output.register_hook(arrive)  # type: ignore[no-untyped-call]
+
+    def _look(self, layer: Layer, call: Call, use: Use, z: Tensor) -> Features:
+        """Gather the rows of a call; all that is said of them, trained or not."""
+        features = use.features(call.rows)
+        whole = use.whole() if layer.weight is not None else None
+        if whole is not None:
+            whole = whole.restrict(weight=True, bias=layer.bias is not None)
+        call.look(_trained(layer, features), call.rows.take(z), whole)
+        if self._attainable and isinstance(features, ceiling.KNOWN):
+            every = Rows(call.rows.shape, None, call.rows.device)
+            call.every_row = _trained(layer, use.features(every))
+        return features
+
+    def _note_maps(
+        self, made: RecurrentCall, outputs: tuple[Tensor, ...], rng_state: Tensor | None
+    ) -> list[Tensor]:
+        """Choose rows of the maps in a recurrent call, and put hooks on its outputs."""
+        if made.refusal is not None:
+            raise Refused(made.refusal)
+        layers: dict[str, tuple[Layer, Call]] = {}
+        used: list[Tensor] = []
+        for use in uses_of(made):
+            used += [tensor for tensor in (use.weight, use.bias) if tensor is not None]
+            layer = self._layer(use, None)
+            if layer is not None and layer.path in self.rows:
+                rows = self.rows[layer.path].choose((made.rows,), made.input.device)
+                layers[use.part] = layer, Call(layer, *rows)
+                layers[use.part][1].place = self._placed(layer)
+        if not layers:
+            return used
+        late = LateRows(made, Returned.of(made, outputs), rng_state, layers, self._on_replay)
+        for layer, call in layers.values():
+            call.late = call.hook = weakref.ref(late)
+            self.rows[layer.path].calls.append(call)
+        paths = [layer.path for layer, _ in layers.values()]
+        late.watch(outputs, lambda hook: partial(self._guarded, lambda: paths, hook))
+        self._late.add(late)
+        return used
 
     # --- layers ----------------------------------------------------------------------------------
 
@@ -343,7 +477,7 @@ class Capture:
             if known is None:
                 return self._new_layer(name, use, weight, bias)
             if _identity(known.kind, known.weight, known.bias) == _identity(use.kind, weight, bias):
-                return known
+                return known.made_of(weight, bias)
         raise ValueError(f"'{path}' uses other parameters at every call")
 
     def _new_layer(
@@ -352,7 +486,7 @@ class Capture:
         lead = weight or bias
         assert lead is not None
         parameter = lead.pieces[0].parameter
-        place = self._place(parameter)
+        place = self._place(id(parameter))
         order = self._order[id(parameter)]
         layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order)
         self.layers[path] = layer
@@ -368,37 +502,30 @@ class Capture:
             )
         return layer
 
-    def _first(self, tensor: Tensor) -> nn.Parameter:
-        source = self._origin.source(tensor)
-        assert source is not None
-        return source.pieces[0].parameter
+    def _first(self, tensor: Tensor) -> int:
+        """The first parameter in the model of which the tensor is made."""
+        return min(self._origin.parameters_of(tensor), key=self._order.__getitem__)
 
-    def _name(self, tensor: Tensor) -> str:
-        """Of the parameter that a tensor is made of: what fails before there is a layer."""
-        return self._place(self._first(tensor)).full_name
-
-    def _place(self, parameter: Tensor) -> Place:
+    def _place(self, parameter: int) -> Place:
         """Where a parameter is: in the module that runs, if that holds it too."""
-        places = self._selection.places[id(parameter)]
+        places = self._selection.places[parameter]
         running = self._forwards.innermost
         return next((place for place in places if place.module is running), places[0])
 
     def _names(self, use: Use, lead: Source) -> Iterator[str]:
         """What a layer may be called: as its module, as its parameter, with who uses it."""
-        piece = lead.pieces[0]
-        place = self._place(piece.parameter)
-        part = use.part or part_of(place.module, place.name)
-        if part:
-            name = f"{place.path}.{part}".strip(".")
-            yield name
-        else:
-            name = place.full_name + piece.name
-            if place.name in ("weight", "bias") and not piece.name:
-                yield place.path
-            yield name
+        places = [self._place(id(piece.parameter)) for piece in lead.pieces]
+        homes = list(dict.fromkeys(place.home for place in places))
+        path, name = homes[0] if len(homes) == 1 else (_common([path for path, _ in homes]), "")
+        rows = lead.pieces[0].name if len(lead.pieces) == 1 else ""
+        part = use.part or part_of(places[0].module, places[0].name)
+        full = ".".join(filter(None, (path, part or name))) + ("" if part else rows)
+        if part == "" and name in ("weight", "bias") and not rows:
+            yield path
+        yield full
         user = self._selection.modules[self._forwards.innermost] or use.kind
-        yield f"{name}@{user}"
-        yield from (f"{name}@{user}#{i}" for i in count(2))
+        yield f"{full}@{user}"
+        yield from (f"{full}@{user}#{i}" for i in count(2))
 
     def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
         """Rows of the layers whose gradient is told by this parameter's."""
@@ -419,8 +546,11 @@ class Capture:
     def _guarded(
         self, paths: Callable[[], list[str]], function: Callable[..., None], *args: Any
     ) -> None:
-        """Run a hook's body for some layers, which are not watched any more if it fails."""
-        if not self._active or not trains(args[-1]):
+        """Run a hook's body for some layers, which are not watched any more if it fails.
+
+        It is given no gradient where the loss leaves this output of a function out.
+        """
+        if not self._active or args[-1] is None or not trains(args[-1]):
             return
         watched = [path for path in paths() if path in self.rows]
         if not watched:
@@ -453,14 +583,32 @@ class Capture:
     def _on_gradient(
         self, path: str, layout: Callable[[Tensor], Tensor], call: Call, gradient: Tensor
     ) -> None:
-        norms = dots.sample_norms(gradient) if call.whole is None else None
-        gradient = layout(gradient)
-        size = squares(gradient).reshape(-1) if norms is None else norms
+        whole, gradient = gradient, layout(gradient)
+        if call.whole is not None:
+            size = squares(gradient).reshape(-1)
+        else:  # as it lies in memory, if the layout has all of it
+            has_all = gradient.data_ptr() == whole.data_ptr() and gradient.numel() == whole.numel()
+            size = dots.sample_norms(whole if has_all else gradient)
         call.arrive(call.rows.take(gradient), size, torch.finfo(gradient.dtype).eps)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
         elif self._attainable:  # a second pass through one graph: its rows are summed up already
             self.rows[path].ceiling_is_whole = False
+
+    def _on_replay(
+        self, layer: Layer, call: Call, linear: Map, found: Replay, precision: float
+    ) -> None:
+        """A replay has told the rows of one of the layers in a recurrent call."""
+        if layer.path not in self.rows:
+            return
+        try:
+            if not call.known:
+                self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+            self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        except Exception as error:
+            self._failed(layer.path, error)
+        call.precision = max(call.precision, precision)
+        call.replay_error = found.error
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
@@ -476,6 +624,12 @@ def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
 
 def _trained(layer: Layer, features: Features) -> Features:
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The path of the module that all of these are in."""
+    several = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, several))
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:

@@ -25,7 +25,7 @@ class NotRepeatable(Exception):
     """A forward pass can't be run again, and why: no failure."""
 
 
-class Place(NamedTuple):
+class CallPlace(NamedTuple):
     """Where in a step a layer was called.
 
     Attributes:
@@ -115,11 +115,12 @@ class ForwardCall:
         """The calls that gave its inputs."""
         return {x.output.call for x in self.inputs if isinstance(x, _Given)}
 
-    def run(self, given: dict[int, list[Tensor]]) -> list[Tensor]:
+    def run(self, given: dict[int, list[Tensor]], begin: Callable[[], object]) -> list[Tensor]:
         """The tensors that the module gives now, with the same data.
 
         Args:
             given: by number of an earlier call, what it gives now.
+            begin: called when all is as it was then.
 
         Raises:
             NotRepeatable: the data were changed since, or `given` has another shape.
@@ -127,6 +128,7 @@ class ForwardCall:
         inputs = [x.again(given) if isinstance(x, _Data | _Given) else x for x in self.inputs]
         args, kwargs = tree_unflatten(inputs, self.structure)
         with self.surroundings.again():
+            begin()
             return tensors_of(self.module(*args, **kwargs))
 
 
@@ -217,7 +219,7 @@ class ForwardCalls:
             found = enumerate(tensors_of(output))
             self.calls[number].outputs = [_Output.of(tensor, number, i) for i, tensor in found]
 
-    def place(self, path: str) -> Place | None:
+    def place(self, path: str) -> CallPlace | None:
         """The place of a layer's call that is made now; None where it can't be told."""
         call = self._running.call
         recomputed = call is None
@@ -227,7 +229,7 @@ class ForwardCalls:
                 return None
         key = call, recomputed, path
         self.counts[key] += 1
-        return Place(*key, self.counts[key] - 1)
+        return CallPlace(*key, self.counts[key] - 1)
 
     def in_order(self, numbers: Iterable[int]) -> list[int]:
         """These calls and those that gave their inputs.

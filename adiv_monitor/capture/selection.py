@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -10,13 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from adiv_monitor.capture.pieces import Piece, Source, covered
+from adiv_monitor.capture.pieces import NOTHING, Parts, Piece, Source, covered
 from adiv_monitor.features.registry import Rule, find_rule
 from adiv_monitor.features.uses import as_it_is
 
 LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = (
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_forward_module",  # Fabric
+)
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -48,6 +53,29 @@ class Layer:
         sources = [source for source in (self.weight, self.bias) if source is not None]
         return list(dict.fromkeys(piece for source in sources for piece in source.pieces))
 
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether it uses pieces as they are, so that their gradient is that of its rows."""
+        return all(source is None or source.is_view for source in (self.weight, self.bias))
+
+    def made_of(self, weight: Source | None, bias: Source | None) -> "Layer":
+        """The layer as another call uses it: itself, or with weights made of other constants."""
+        same = all(
+            mine is None or mine.is_as(other)
+            for mine, other in ((self.weight, weight), (self.bias, bias))
+        )
+        return self if same else replace(self, weight=weight, bias=bias)
+
+    def change(self, parts: Parts, taken: Parts = NOTHING) -> tuple[Tensor | None, Tensor | None]:
+        """How weight and bias change when the pieces do; None for what is not trained.
+
+        Args:
+            parts: a change of the pieces.
+            taken: what a step has taken away from the pieces since the layer used them.
+        """
+        weight = None if self.weight is None else self.shaped(self.weight.of(parts, taken))
+        return weight, None if self.bias is None else self.bias.of(parts, taken)
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the pieces belong to, once each."""
@@ -66,6 +94,14 @@ class Place:
     def full_name(self) -> str:
         """The parameter's name in the model."""
         return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def home(self) -> tuple[str, str]:
+        """Path and name before torch moved it, to put what is made of it in its place."""
+        owner, moved, rest = f".{self.full_name}".partition(".parametrizations.")
+        if moved:
+            return owner.removeprefix("."), rest.partition(".")[0]
+        return self.path, self.name.removesuffix("_orig")
 
 
 @dataclass(frozen=True)
@@ -133,16 +169,16 @@ class Selection:
         return {id(p): count for p, count in counts if count or is_lazy(p)}
 
     def unexplained(
-        self, measured: Iterable[Layer], known: Collection[str], why: Callable[[Tensor | None], str]
+        self, told: Iterable[Layer], known: Collection[str], why: Callable[[Tensor | None], str]
     ) -> dict[str, str]:
         """Module, or parameter where the module is measured in part → why there is no reading.
 
         Args:
-            measured: layers with a reading.
-            known: paths of those whose reason is known already.
+            told: layers with a reading, or whose reason is known already.
+            known: paths whose reason is known already.
             why: a parameter's reason.
         """
-        missing = self._missing(measured)
+        missing = self._missing(told)
         by_module: dict[str, list[tuple[Place, int]]] = defaultdict(list)
         for key, places in self.places.items():
             by_module[places[0].path].append((places[0], key))
@@ -161,7 +197,7 @@ class Selection:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules; paths without the names that DDP, compile, FSDP and checkpoint wrappers add."""
+    """All modules; paths without what DDP, compile, FSDP, checkpoint and Fabric wrappers add."""
     for path, module in model.named_modules():
         parts, parent = [], model
         for part in path.split(".") if path else ():

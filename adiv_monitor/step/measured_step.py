@@ -5,23 +5,25 @@ Everything stays on the device until `outcome`, which makes one transfer.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
+from adiv_monitor.capture.again import Calls
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.forward_calls import Place
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
-from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
-from adiv_monitor.features.rows import Rows, exact, joined, to_device
+from adiv_monitor.features.features import Averaged, DenseFeatures, Features, OneHotFeatures
+from adiv_monitor.features.rows import exact, joined, to_device
+from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths import dots, totals
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.outcome import Looked, Outcome, understand
-from adiv_monitor.step.plain_step import act, added, gram_is_less, probe
+from adiv_monitor.step.plain_step import Making, act, added, changes, gram_is_less, probe, stretch
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.transfer import fetch
 
@@ -31,15 +33,16 @@ class _Measured:
     """What is known of one layer so far."""
 
     layer: Layer
+    makings: list[Making]
     looked: Looked
     features: Features
     vectors: dict[str, Tensor]  # (rows, n_total) each
-    calls: list[tuple[Place | None, Rows]]  # where the rows are
+    calls: Calls  # where the rows are
     values: dict[str, Tensor] = field(default_factory=dict)  # for the host
 
     def release(self) -> None:
-        """Let go of the rows."""
-        del self.features, self.vectors
+        """Let go of the rows, and of what made their weights."""
+        del self.features, self.vectors, self.makings
 
 
 class MeasuredStep:
@@ -253,7 +256,10 @@ class MeasuredStep:
             self._measured.pop(layer.path, None)
             self._all_rows.pop(layer.path, None)
             self._weight_sums.pop(layer.path, None)
-            self._fail(layer.path, error)
+            if isinstance(error, Refused):
+                self._unreached[layer.path] = str(error)
+            else:
+                self._fail(layer.path, error)
 
     def _begin(
         self, layer: Layer, calls: list[Call], factor: Tensor | None, gradient_scale: Tensor | None
@@ -287,9 +293,16 @@ class MeasuredStep:
             values["foreign"] = accumulated.foreign
         if rows.linear is not None:
             values["rule_error"] = rows.linear
+        replay_errors = [call.replay_error for call in calls if call.replay_error is not None]
+        if replay_errors:
+            values["replay_error"] = torch.stack(replay_errors).amax()
         if rows.ceiling is not None and rows.ceiling_is_whole:
             values["attainable_cosine"] = rows.ceiling.cosine()
         self._add_all_rows(layer.path, calls, values)
+        makings = [
+            (made, sum(len(call.z) for call in alike))
+            for made, alike in groupby(calls, key=lambda call: call.layer)
+        ]
         gamma = {piece.key: piece.gradient() for piece in layer.pieces}
         if gradient_scale is not None:
             gamma = {key: g / gradient_scale for key, g in gamma.items()}
@@ -298,10 +311,13 @@ class MeasuredStep:
             e = features.gram() @ G
             values["probe"] = probe(layer, features, G, gamma, self._generator)
         else:
-            e = added(*act(layer, features, gamma))
+            changed = changes(makings, gamma)
+            e = added(*act(makings, changed, features))
+            if not layer.is_direct:
+                values["stretch"] = stretch(changed, gamma)
         vectors = {"G": G, "e": e, "z": joined([call.z for call in calls])}
         places = [(call.place, call.rows) for call in calls]
-        measured = _Measured(layer, looked, features, vectors, places, values)
+        measured = _Measured(layer, makings, looked, features, vectors, places, values)
         self._add_scale(measured)
         self._measured[layer.path] = measured
         rows.calls.clear()
@@ -368,7 +384,8 @@ class MeasuredStep:
         steps, layer = self._steps, measured.layer
         assert steps is not None
         taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
-        by_weight, by_bias = act(layer, measured.features, taken)
+        changed = changes(measured.makings, taken, taken)
+        by_weight, by_bias = act(measured.makings, changed, measured.features)
         measured.vectors["d"] = added(by_weight, by_bias)
         if by_bias is not None and by_weight is not None:
             measured.vectors["bias"] = by_bias
@@ -391,7 +408,7 @@ class MeasuredStep:
     def _add_common(self, measured: _Measured) -> None:
         """How alike the active rows are."""
         features = measured.features
-        if not isinstance(features, DenseFeatures | OneHotFeatures):
+        if not isinstance(features, Averaged):
             return
         active = measured.values["products"][:, 0, 0].sign()  # of ‖g_r‖²
         products = features.mean_products(active)

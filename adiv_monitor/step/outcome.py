@@ -121,7 +121,13 @@ def understand(
         for path, error in errors.items()
         if error > _RULE_TOLERANCE
     }
-    kept = {path: seen for path, seen in looked.items() if path not in misdescribed}
+    lost = {
+        path: f"a replay of its call does not give what the call gave (relative error {error:.2g}),"
+        " so its rows are not known"
+        for path, v in values.items()
+        if (error := float(v.get("replay_error", 0.0))) > 10 * _tolerance(looked[path])
+    }
+    kept = {path: seen for path, seen in looked.items() if path not in {**misdescribed, **lost}}
     step = _Step(flags, products, keeps_gradient)
     numbers: dict[str, Numbers] = {}
     reasons: dict[str, str] = {}
@@ -130,7 +136,10 @@ def understand(
         numbers[path], reasons[path] = step.numbers(seen, values[path], suspected=suspected)
     measured = measure(numbers)
     reasons |= {path: "more" for path, found in measured.items() if found.holds_more}
-    readings = {p: _reading(kept[p], numbers[p], measured[p], step) for p in kept}
+    readings = {
+        p: _reading(seen, numbers[p], measured[p], step, stretched=_is_stretched(values[p], seen))
+        for p, seen in kept.items()
+    }
     notes = [
         *_not_finite(numbers),
         *_from_rows(reasons),
@@ -143,7 +152,7 @@ def understand(
     checked = {path for path, error in errors.items() if error <= _RULE_TOLERANCE}
     return Outcome(
         readings,
-        {**unreached, **misdescribed},
+        {**unreached, **lost, **misdescribed},
         misdescribed,
         checked,
         notes,
@@ -225,7 +234,10 @@ class _Step:
 
 
 # What is looked at by `_speaks_against` and the like, and is no part of any measure.
-_JUDGED = ("gradient_factor", "rule_error", "then", "now", "foreign", "probe")
+_JUDGED = (
+    *("gradient_factor", "rule_error", "replay_error", "then", "now", "foreign", "probe"),
+    "stretch",
+)
 
 
 def _speaks_against(values: Mapping[str, Array], gamma: float, factor: float, seen: Looked) -> str:
@@ -322,8 +334,21 @@ def _learn(
         watch.learn(gradient_changed=step.gradient_changed, weights_changed=step.weights_changed)
 
 
-def _reading(seen: Looked, numbers: Numbers, found: Measured, step: _Step) -> LayerReading:
+def _is_stretched(values: Mapping[str, Array], seen: Looked) -> bool:
+    """Whether a gradient changes its length on its way from the parameters to the weight.
+
+    If so, e is no plain step of the weight itself, and what other rows do to a row can't be told
+    from what it does to itself.
+    """
+    return bool((np.abs(values.get("stretch", np.ones(1)) - 1) > _tolerance(seen)).any())
+
+
+def _reading(
+    seen: Looked, numbers: Numbers, found: Measured, step: _Step, *, stretched: bool
+) -> LayerReading:
     values = dict(found.values)
+    if stretched:
+        values.pop("interference_ratio", None)
     if found.common_unknown:
         values.pop("common_share", None)
     if step.gradient_lost:  # what was read for γ is not what the optimizer saw

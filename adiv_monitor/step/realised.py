@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adiv_monitor.capture.again import Again, run_again
+from adiv_monitor.capture.again import Again, Calls, run_again
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.forward_calls import ForwardCalls, NotRepeatable, Place
+from adiv_monitor.capture.forward_calls import ForwardCalls, NotRepeatable
 from adiv_monitor.capture.losses import Losses, LossOf
 from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
 from adiv_monitor.capture.surroundings import is_plain, untouched
-from adiv_monitor.features.rows import Rows
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.readings import REALISED
 
@@ -31,7 +30,7 @@ class _Kept:
     G: Tensor
     d: Tensor
     z: Tensor
-    calls: Sequence[tuple[Place | None, Rows]]
+    calls: Calls
 
 
 class Realised:
@@ -87,7 +86,12 @@ class Realised:
             self._before = [parameter.detach().clone() for parameter in self._parameters]
 
     def keep(
-        self, path: str, G: Tensor, d: Tensor, z: Tensor, calls: Sequence[tuple[Place | None, Rows]]
+        self,
+        path: str,
+        G: Tensor,
+        d: Tensor,
+        z: Tensor,
+        calls: Calls,
     ) -> None:
         """The rows of a layer."""
         if not self.calls.refusal:
@@ -135,7 +139,7 @@ class Realised:
     def _pass(
         self,
         first: Capture,
-        wanted: Mapping[str, Sequence[tuple[Place | None, Rows]]],
+        wanted: Mapping[str, Calls],
         stand_ins: Mapping[nn.Parameter, Tensor],
         losses: Losses | None,
     ) -> Again:
