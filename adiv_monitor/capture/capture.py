@@ -25,6 +25,7 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
+from adiv_monitor.capture.forward_calls import CallPlace, ForwardCalls
 from adiv_monitor.capture.forwards import Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.late_rows import LateRows
@@ -32,7 +33,7 @@ from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.leftovers import Leftovers
 from adiv_monitor.capture.origin import Origin
 from adiv_monitor.capture.outputs import Outputs
-from adiv_monitor.capture.pieces import Piece, Source, Together, overlap
+from adiv_monitor.capture.pieces import Piece, Pieces, Source, Together, overlap
 from adiv_monitor.capture.randomness import random_state
 from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
@@ -69,12 +70,15 @@ class Capture:
         fail: called with a layer's path and the exception that its hook met; from then on the layer
             is not watched any more.
         begins: called when the first layer's forward pass with gradients begins.
+        calls: notes the forward passes, so that they can be run again.
 
     Attributes:
         layers: by path, the layers that were seen so far.
         rows: by path, their rows.
         accumulated: by id, what happened to the gradients of parameters.
     """
+
+    _repeated = False  # whether it watches forward passes that are run again
 
     def __init__(
         self,
@@ -88,6 +92,7 @@ class Capture:
         switched_off: set[str],
         fail: Callable[[str, Exception], None],
         begins: Callable[[], object],
+        calls: ForwardCalls | None = None,
     ) -> None:
         self.layers: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
@@ -106,10 +111,18 @@ class Capture:
         self._order = {key: i for i, key in enumerate(selection.places)}
         self._leftovers = Leftovers(selection)
         self._owners = set(selection.owners)
+        self._calls = calls
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
         devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
         watchers = self._called, self._begins, self._ends
-        self._forwards = Forwards(selection.modules, selection.closed, *watchers, devices)
+        self._forwards = Forwards(
+            *(selection.modules, selection.closed, *watchers, devices), repeated=self._repeated
+        )
+
+    @property
+    def pieces(self) -> Pieces:
+        """All pieces of parameters that were seen."""
+        return self._origin.pieces
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -188,15 +201,24 @@ class Capture:
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
-    def _begins(self, module: nn.Module) -> None:
+    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module in self._owners:
             begins, self._first_begins = self._first_begins, lambda: None
             begins()
+        if self._calls is not None:
+            self._calls.began(module, args, kwargs, self._forwards.around)
 
     def _ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run: its rows, if its class has a rule or something is left."""
+        """A module's forward has run: its rows, if its class has a rule or something is left.
+
+        `output` is None if it raised.
+        """
+        if self._calls is not None:
+            self._calls.ended(module, output, self._forwards.around)
+        if output is None:
+            return
         rule = self._selection.rules.get(module)
         if not trains(output):
             return
@@ -268,6 +290,13 @@ class Capture:
             and self._forwards.innermost not in self._selection.rules
         )
 
+    def _looks_for_uses(self) -> bool:
+        """Not without gradients; when run again, there runs what checkpointing recomputes."""
+        return torch.is_grad_enabled() or self._repeated
+
+    def _placed(self, layer: Layer) -> CallPlace | None:
+        return None if self._calls is None else self._calls.place(layer.path)
+
     def _read(self, function: Function, args: tuple[Any, ...]) -> Any:
         """An attribute of a tensor: `.T` and `.data` are tensors too."""
         result = function(*args)
@@ -286,7 +315,7 @@ class Capture:
         data: bool,
     ) -> Any:
         """Call a function that takes what is trained; `data`: and something of the batch."""
-        gradients = torch.is_grad_enabled()
+        gradients = self._looks_for_uses()
         if gradients and name in _OPENED:
             return self._forwards.opened(function, args, kwargs)
         if gradients and function in RECURRENT:
@@ -392,6 +421,7 @@ class Capture:
         z = use.layout(output)
         rows_of_layer = self.rows[layer.path]
         call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
+        call.place = self._placed(layer)
         features = self._look(layer, call, use, z)
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
@@ -429,6 +459,7 @@ class Capture:
             if layer is not None and layer.path in self.rows:
                 rows = self.rows[layer.path].choose((made.rows,), made.input.device)
                 layers[use.part] = layer, Call(layer, *rows)
+                layers[use.part][1].place = self._placed(layer)
         if not layers:
             return used
         late = LateRows(made, Returned.of(made, outputs), rng_state, layers, self._on_replay)
