@@ -330,8 +330,10 @@ class Capture:
             kept = (args[0].detach().clone(), *args[1:])
         result = function(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
+        if not all(map(trains, tensors_in(made))):
+            return result
         used: list[Tensor] = []
-        if gradients and isinstance(made, Tensor) and trains(made):
+        if gradients and isinstance(made, Tensor):
             call = FunctionCall(made, origin.of_model, self._forwards.inside)
             used = self._uses(name_of(function), call, kept, kwargs, trained)
         if begun is not None:
