@@ -113,13 +113,13 @@ def randn(*shapes: tuple[int, ...]) -> Callable[[], list[Tensor]]:
     return lambda: [torch.randn(shape, dtype=torch.float64) for shape in shapes]
 
 
-def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     """torch's function of this name, which takes no float64."""
     if has_torch_function((x, w)):
-        return handle_torch_function(_grouped_mm, (x, w), x, w, offs=offs)
+        return handle_torch_function(grouped_mm, (x, w), x, w, offs=offs)
     starts, ends = [0, *offs[:-1].tolist()], offs.tolist()
     parts = [x[a:b] @ w[e] for e, (a, b) in enumerate(zip(starts, ends, strict=True))]
-    return torch.cat([*parts, torch.full((len(x) - ends[-1], w.shape[2]), 7.0).to(x)])
+    return torch.cat([*parts, torch.full((len(x) - ends[-1], w.shape[2]), torch.nan).to(x)])
 
 
 X = 4  # inputs
@@ -345,16 +345,16 @@ def experts(*ends: int) -> Callable[[], list[Tensor]]:
     return lambda: [torch.randn(9, 4, dtype=torch.float64), torch.tensor(ends, dtype=torch.int32)]
 
 
-case("grouped_mm", lambda p, x, offs: _grouped_mm(x, p.w, offs=offs), (3, 4, 2), experts(4, 4, 9))
+case("grouped_mm", lambda p, x, offs: grouped_mm(x, p.w, offs=offs), (3, 4, 2), experts(4, 4, 9))
 case(
     "grouped_mm-transposed",
-    lambda p, x, offs: _grouped_mm(x, p.w.mT, offs=offs),
+    lambda p, x, offs: grouped_mm(x, p.w.mT, offs=offs),
     (3, 2, 4),
     experts(2, 5, 9),
 )
 case(
     "grouped_mm-tail",
-    lambda p, x, offs: _grouped_mm(x, p.w, offs=offs)[: int(offs[-1])],
+    lambda p, x, offs: grouped_mm(x, p.w, offs=offs)[: int(offs[-1])],
     (3, 4, 2),
     experts(1, 5, 6),
     Of("w", part=lambda z: torch.cat([z, z.new_zeros(3, 2)])),
@@ -583,8 +583,8 @@ def masked(z: Tensor) -> Tensor:
     return z * mask(2, 3)()[1][..., None]
 
 
-def written(x: Tensor, index: Any, value: Tensor) -> Tensor:
-    x = x * 1.0
+def written(x: Tensor, index: Any, value: Tensor, *, copy: bool = True) -> Tensor:
+    x = x * 1.0 if copy else x
     x[index] = value
     return x
 
@@ -746,7 +746,7 @@ case(
     (5, 3),
     shares_of_three,
 )
-case("embedding_bag-offsets", lambda p, i, o: F.embedding_bag(i, p.w, o), (5, 3), bags(0, 3, 3))
+case("embedding_bag-offsets", lambda p, i, o: F.embedding_bag(i, p.w, o), (5, 3), bags(0, 3, 3, 4))
 case(
     "embedding_bag-ends",
     lambda p, i, o: F.embedding_bag(i, p.w, o, mode="sum", include_last_offset=True),

@@ -13,10 +13,10 @@ activations, modules that are called several times and checkpointing all work:
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -25,17 +25,19 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
+from adiv_monitor.capture.forward_calls import CallPlace, ForwardCalls
 from adiv_monitor.capture.forwards import Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.leftovers import Leftovers
-from adiv_monitor.capture.origin import Origin, tensors_in
+from adiv_monitor.capture.origin import Origin
 from adiv_monitor.capture.outputs import Outputs
-from adiv_monitor.capture.pieces import Piece, Source, Together, overlap
+from adiv_monitor.capture.pieces import Piece, Pieces, Source, Together, overlap
 from adiv_monitor.capture.randomness import random_state
 from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
+from adiv_monitor.capture.tape import tensors_in, values_in
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.linear import affine
@@ -49,7 +51,7 @@ from adiv_monitor.maths import ceiling, dots
 
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
-_ATTRIBUTES = ("__get__", "__set__")  # what they give is a view, or no tensor
+_ATTRIBUTES = ("__get__", "__set__")
 # These are Python, and use parameters in the functions that they call.
 _OPENED = ("multi_head_attention_forward",)
 
@@ -68,12 +70,15 @@ class Capture:
         fail: called with a layer's path and the exception that its hook met; from then on the layer
             is not watched any more.
         begins: called when the first layer's forward pass with gradients begins.
+        calls: notes the forward passes, so that they can be run again.
 
     Attributes:
         layers: by path, the layers that were seen so far.
         rows: by path, their rows.
         accumulated: by id, what happened to the gradients of parameters.
     """
+
+    _repeated = False  # whether it watches forward passes that are run again
 
     def __init__(
         self,
@@ -87,6 +92,7 @@ class Capture:
         switched_off: set[str],
         fail: Callable[[str, Exception], None],
         begins: Callable[[], object],
+        calls: ForwardCalls | None = None,
     ) -> None:
         self.layers: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
@@ -105,10 +111,18 @@ class Capture:
         self._order = {key: i for i, key in enumerate(selection.places)}
         self._leftovers = Leftovers(selection)
         self._owners = set(selection.owners)
+        self._calls = calls
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
         devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
         watchers = self._called, self._begins, self._ends
-        self._forwards = Forwards(selection.modules, selection.closed, *watchers, devices)
+        self._forwards = Forwards(
+            *(selection.modules, selection.closed, *watchers, devices), repeated=self._repeated
+        )
+
+    @property
+    def pieces(self) -> Pieces:
+        """All pieces of parameters that were seen."""
+        return self._origin.pieces
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -157,6 +171,8 @@ class Capture:
         place = self._selection.places[key][0]
         kind = type(place.module)
         rule = self._selection.rules.get(place.module)
+        if place.path in self.refused:
+            return self.refused[place.path]
         if parameter.grad is None:
             return "no gradient reached it in this step"
         if rule is not None and place.name not in (rule.weight, rule.bias):
@@ -170,6 +186,8 @@ class Capture:
             )
         elif (found := self._leftovers.why(key)) is not None:
             reason = found
+        elif (ended := self._origin.tape.ended_in(parameter)) and not self._measures(parameter):
+            reason = f"it went through torch's {ended}, whose result no function was seen to use"
         else:
             reason = (
                 "it has a gradient, but no function was seen to use it inside the forward of a "
@@ -177,17 +195,30 @@ class Capture:
             )
         return f"{kind.__module__}.{kind.__qualname__}: {reason}"
 
+    def _measures(self, parameter: Tensor) -> bool:
+        """Whether any of it is part of a layer."""
+        return any(piece.parameter is parameter for x in self.layers.values() for piece in x.pieces)
+
     # --- what is seen of a forward pass ----------------------------------------------------------
 
-    def _begins(self, module: nn.Module) -> None:
+    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module in self._owners:
             begins, self._first_begins = self._first_begins, lambda: None
             begins()
+        if self._calls is not None:
+            self._calls.began(module, args, kwargs, self._forwards.around)
 
     def _ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run: its rows, if its class has a rule or something is left."""
+        """A module's forward has run: its rows, if its class has a rule or something is left.
+
+        `output` is None if it raised.
+        """
+        if self._calls is not None:
+            self._calls.ended(module, output, self._forwards.around)
+        if output is None:
+            return
         rule = self._selection.rules.get(module)
         if not trains(output):
             return
@@ -227,17 +258,17 @@ class Capture:
     def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and note the parameters that it uses."""
         name = getattr(function, "__name__", "")
-        if name in _ATTRIBUTES:
-            return function(*args, **kwargs)
         if self._active and (name.endswith("_") or "out" in kwargs):
             buffer = self._origin.buffer(kwargs.get("out", args[0] if args else None))
             if buffer is not None:
                 self._forwards.is_written(buffer)
         if not self._is_looking():
             return function(*args, **kwargs)
+        if name in _ATTRIBUTES:
+            return self._read(function, args)
         origin = self._origin
         trained, data = [], False
-        for tensor in tensors_in(*args, *kwargs.values()):
+        for tensor in values_in(name, args, kwargs):
             if not origin.of_model(tensor):
                 data = True
             elif origin.is_trained(tensor):
@@ -248,17 +279,30 @@ class Capture:
         if not data:
             origin.remember(result)
         elif args and (result is args[0] or result is None):
-            origin.forget(args[0])  # it may have been of zeros so far
+            origin.spend(args[0], written=True)  # it may have been of zeros so far
         return result
 
     def _is_looking(self) -> bool:
         """Whether what is called can be part of what is measured."""
         return (
             self._active
-            and torch.is_grad_enabled()
             and torch._C._functorch.peek_interpreter_stack() is None
             and self._forwards.innermost not in self._selection.rules
         )
+
+    def _looks_for_uses(self) -> bool:
+        """Not without gradients; when run again, there runs what checkpointing recomputes."""
+        return torch.is_grad_enabled() or self._repeated
+
+    def _placed(self, layer: Layer) -> CallPlace | None:
+        return None if self._calls is None else self._calls.place(layer.path)
+
+    def _read(self, function: Function, args: tuple[Any, ...]) -> Any:
+        """An attribute of a tensor: `.T` and `.data` are tensors too."""
+        result = function(*args)
+        if isinstance(result, Tensor) and self._origin.of_model(args[0]):
+            self._origin.remember(result)
+        return result
 
     def _called_with(
         self,
@@ -271,26 +315,32 @@ class Capture:
         data: bool,
     ) -> Any:
         """Call a function that takes what is trained; `data`: and something of the batch."""
-        if name in _OPENED:
+        gradients = self._looks_for_uses()
+        if gradients and name in _OPENED:
             return self._forwards.opened(function, args, kwargs)
-        if function in RECURRENT:
+        if gradients and function in RECURRENT:
             return self._recurrent(function, args, kwargs, trained)
+        origin, begun = self._origin, None
+        if not data and trains(trained[0]):
+            with self._noting(trained):
+                begun = origin.tape.begin(function, args, kwargs, gradients=gradients)
         kept = args
-        if name in _OVERWRITE and not self._origin.of_model(args[0]):
+        if name in _OVERWRITE and not origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
         result = function(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
-        if not all(map(trains, tensors_in(made))):
-            return result
         used: list[Tensor] = []
-        if isinstance(made, Tensor):
-            call = FunctionCall(made, self._origin.of_model, self._forwards.inside)
+        if gradients and isinstance(made, Tensor) and trains(made):
+            call = FunctionCall(made, origin.of_model, self._forwards.inside)
             used = self._uses(name_of(function), call, kept, kwargs, trained)
+        if begun is not None:
+            with self._noting(trained):
+                origin.tape.end(begun, () if used else tensors_in(result))
         if data or used:
-            self._explain(name, trained, used)
-            self._origin.forget(made)
+            self._explain(name, trained if gradients else [], used)
+            origin.spend(made, written=bool(args) and made is args[0])
         else:
-            self._origin.remember(result)
+            origin.remember(result)
         return result
 
     def _uses(
@@ -355,12 +405,11 @@ class Capture:
     def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
         """Keep in mind what parameters went into where no rule can follow."""
         for tensor in trained:
-            source = self._origin.source(tensor)
-            parameters = [piece.parameter for piece in source.pieces] if source is not None else []
+            keys = self._origin.parameters_of(tensor)
             if any(tensor is other for other in used):
-                self._leftovers.account(parameters)
+                self._leftovers.account(keys)
             else:
-                self._leftovers.leave(parameters, f"torch's {name}")
+                self._leftovers.leave(keys, f"torch's {name}")
 
     def _note(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
@@ -371,7 +420,8 @@ class Capture:
             return
         z = use.layout(output)
         rows_of_layer = self.rows[layer.path]
-        call = Call(*rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
+        call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
+        call.place = self._placed(layer)
         features = self._look(layer, call, use, z)
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
@@ -408,7 +458,8 @@ class Capture:
             layer = self._layer(use, None)
             if layer is not None and layer.path in self.rows:
                 rows = self.rows[layer.path].choose((made.rows,), made.input.device)
-                layers[use.part] = layer, Call(*rows)
+                layers[use.part] = layer, Call(layer, *rows)
+                layers[use.part][1].place = self._placed(layer)
         if not layers:
             return used
         late = LateRows(made, Returned.of(made, outputs), rng_state, layers, self._on_replay)
@@ -437,7 +488,7 @@ class Capture:
             return
         path, rows_of_layer = layer.path, self.rows[layer.path]
         z = outputs.rows(tensors)
-        call = Call(*rows_of_layer.choose(tuple(z.shape[:-1]), z.device))
+        call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), z.device))
         taken = call.rows.take(z)
         try:
             features = self._leftovers.features(
@@ -478,7 +529,7 @@ class Capture:
             if known is None:
                 return self._new_layer(path, use, weight, bias)
             if _identity(known.kind, known.weight, known.bias) == _identity(use.kind, weight, bias):
-                return known
+                return known.made_of(weight, bias)
         raise ValueError(f"'{path}' uses other parameters at every call")
 
     def _new_layer(
@@ -487,7 +538,7 @@ class Capture:
         lead = weight or bias
         assert lead is not None
         parameter = lead.pieces[0].parameter
-        place = self._place(parameter)
+        place = self._place(id(parameter))
         order = self._order[id(parameter)]
         layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order)
         self.layers[path] = layer
@@ -503,37 +554,34 @@ class Capture:
             )
         return layer
 
-    def _first(self, tensor: Tensor) -> nn.Parameter:
-        source = self._origin.source(tensor)
-        assert source is not None
-        return source.pieces[0].parameter
+    def _first(self, tensor: Tensor) -> int:
+        """The first parameter in the model of which the tensor is made."""
+        return min(self._origin.parameters_of(tensor), key=self._order.__getitem__)
 
-    def _place(self, parameter: Tensor) -> Place:
+    def _place(self, parameter: int) -> Place:
         """Where a parameter is: in the module that runs, if that holds it too."""
-        places = self._selection.places[id(parameter)]
+        places = self._selection.places[parameter]
         running = self._forwards.innermost
         return next((place for place in places if place.module is running), places[0])
 
     def _names(self, use: Use, lead: Source) -> Iterator[str]:
         """What a layer may be called: as its module, as its parameter, with who uses it."""
-        piece = lead.pieces[0]
-        place = self._place(piece.parameter)
-        part = use.part or part_of(place.module, place.name)
-        if part:
-            name = f"{place.path}.{part}".strip(".")
-            yield name
-        else:
-            name = place.full_name + piece.name
-            if place.name in ("weight", "bias") and not piece.name:
-                yield place.path
-            yield name
-        yield from self._with_user(name, use.kind)
+        places = [self._place(id(piece.parameter)) for piece in lead.pieces]
+        homes = list(dict.fromkeys(place.home for place in places))
+        path, name = homes[0] if len(homes) == 1 else (_common([path for path, _ in homes]), "")
+        rows = lead.pieces[0].name if len(lead.pieces) == 1 else ""
+        part = use.part or part_of(places[0].module, places[0].name)
+        full = ".".join(filter(None, (path, part or name))) + ("" if part else rows)
+        if part == "" and name in ("weight", "bias") and not rows:
+            yield path
+        yield full
+        yield from self._with_user(full, use.kind)
 
     def _whole_names(self, module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[str]:
         """What a module measured as a whole may be called: as it is, or as its one parameter."""
         name = self._selection.modules[module]
         if len(parameters) == 1:
-            place = self._place(parameters[0])
+            place = self._place(id(parameters[0]))
             name = place.path if place.name in ("weight", "bias") else place.full_name
         yield from (name, f"{name}@module")
         yield from self._with_user(name, "module")
@@ -562,8 +610,11 @@ class Capture:
     def _guarded(
         self, paths: Callable[[], list[str]], function: Callable[..., None], *args: Any
     ) -> None:
-        """Run a hook's body for some layers, which are not watched any more if it fails."""
-        if not self._active or not trains(args[-1]):
+        """Run a hook's body for some layers, which are not watched any more if it fails.
+
+        It is given no gradient where the loss leaves this output of a function out.
+        """
+        if not self._active or args[-1] is None or not trains(args[-1]):
             return
         watched = [path for path in paths() if path in self.rows]
         if not watched:
@@ -611,11 +662,15 @@ class Capture:
     def _on_replay(
         self, layer: Layer, call: Call, linear: Map, found: Replay, precision: float
     ) -> None:
+        """A replay has told the rows of one of the layers in a recurrent call."""
         if layer.path not in self.rows:
             return
-        if not call.known:
-            self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
-        self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        try:
+            if not call.known:
+                self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+            self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        except Exception as error:
+            self._failed(layer.path, error)
         call.precision = max(call.precision, precision)
         call.replay_error = found.error
 
@@ -637,6 +692,12 @@ def _no_features(rows: Rows) -> Features:
 
 def _trained(layer: Layer, features: Features) -> Features:
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The path of the module that all of these are in."""
+    several = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, several))
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:

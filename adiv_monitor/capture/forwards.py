@@ -16,7 +16,7 @@ from torch.overrides import (
     _push_mode,
 )
 
-from adiv_monitor.capture.hook import ModuleHook, trains
+from adiv_monitor.capture.hook import ModuleHook, is_replaying, trains
 from adiv_monitor.capture.randomness import Randomness
 
 Function = Callable[..., Any]
@@ -72,9 +72,11 @@ class Forwards:
         modules: the modules that hold what is trained, be it further below.
         closed: modules among or below them that hold parameters, none of which is trained.
         watcher: (function, args, kwargs) → what the call gives.
-        begins: called when a module's forward begins.
-        ends: called with (module, args, kwargs, output) when a module's forward ends.
+        begins: called with (module, args, kwargs) when a module's forward begins.
+        ends: called with (module, args, kwargs, output) when a module's forward ends; `output` is
+            None if it raised.
         devices: on which forwards may draw random numbers.
+        repeated: watch repetitions of forward passes, and nothing but these.
 
     Attributes:
         strangers: a module ran in the place of one of these: its copy, with its hooks.
@@ -85,11 +87,14 @@ class Forwards:
         modules: Collection[nn.Module],
         closed: Collection[nn.Module],
         watcher: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any],
-        begins: Callable[[nn.Module], object],
+        begins: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], object],
         ends: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
         devices: Collection[torch.device],
+        *,
+        repeated: bool = False,
     ) -> None:
         self.strangers = False
+        self._repeated = repeated
         self._modules = modules
         self._running = _Running()
         self._watcher = watcher
@@ -105,8 +110,8 @@ class Forwards:
             )
             for module in several
             for hook in (
-                ModuleHook(module, enter, before=True),
-                ModuleHook(module, leave, before=False, always=True),
+                ModuleHook(module, self._if_watched(enter), before=True),
+                ModuleHook(module, self._if_watched(leave), before=False, always=True),
             )
         ]
 
@@ -124,6 +129,11 @@ class Forwards:
     def is_outermost(self) -> bool:
         """Whether no other module's forward runs around it."""
         return len(self._running.modules) == 1
+
+    @property
+    def around(self) -> list[nn.Module]:
+        """The modules whose forwards the innermost one runs in, outermost first."""
+        return self._running.modules[:-1]
 
     @property
     def inside(self) -> str:
@@ -154,7 +164,14 @@ class Forwards:
             hook.remove()
         self._hooks.clear()
 
-    def _enter(self, module: nn.Module, args: object) -> None:
+    def _if_watched(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            if is_replaying() is self._repeated:
+                hook(*args)
+
+        return run
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running = self._running
         if module not in self._modules:
             self.strangers = True
@@ -164,11 +181,12 @@ class Forwards:
                 return
             running.mode = _Mode(self._watcher)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
-        self._begins(module)
         running.modules.append(module)
         running.began.append(Began(Randomness(self._devices), {}))
+        with torch._C.DisableTorchFunction():
+            self._begins(module, args, kwargs)
 
-    def _close(self, module: nn.Module, args: object) -> None:
+    def _close(self, module: nn.Module, *others: object) -> None:
         running = self._running
         if running.mode is not None and _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
@@ -188,7 +206,7 @@ class Forwards:
         if not running.modules or module is not running.modules[-1]:
             return
         try:
-            if self._active and output is not None:  # None: an exception came
+            if self._active:
                 with torch._C.DisableTorchFunction():
                     self._ends(module, args, kwargs, output)
         finally:

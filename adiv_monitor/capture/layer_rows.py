@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adiv_monitor.capture.forward_calls import CallPlace
 from adiv_monitor.capture.sampling import Draw, draw, threshold, winners
+from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, to_device
 from adiv_monitor.features.whole import Whole
@@ -31,6 +33,7 @@ class Call:
     """What is kept of one call of a layer: the chosen rows, and what all rows say together.
 
     Attributes:
+        layer: with the weights that this call used.
         features: φ of the chosen rows; `look` gives them.
         z: of the chosen rows, likewise.
         whole: what one pass said of all rows, likewise.
@@ -40,13 +43,15 @@ class Call:
             input's rows too, else norms of its parts; None once two backward passes have gone
             through one graph: the sum of their gradients is known of the chosen rows alone.
         precision: rounding of the gradients that came.
+        place: where in the step the call was made, if the forward passes are noted.
         replay_error: how far off the replay was that told the rows; None: they were seen.
     """
 
     features: Features
     z: Tensor
 
-    def __init__(self, rows: Rows, chosen: Draw) -> None:
+    def __init__(self, layer: Layer, rows: Rows, chosen: Draw) -> None:
+        self.layer = layer
         self.rows = rows
         self.draw = chosen
         self.known = False
@@ -61,6 +66,7 @@ class Call:
         self.late: weakref.ref[Late] | None = None  # so does this
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
+        self.place: CallPlace | None = None
 
     def look(self, features: Features, z: Tensor, whole: Whole | None) -> None:
         """Keep what the rows are."""

@@ -40,14 +40,14 @@ class Leftovers:
         self._claims: dict[int, set[nn.Module]] = defaultdict(set)
         self._before: dict[int, nn.Parameter] = {}
 
-    def account(self, parameters: Iterable[Tensor]) -> None:
-        """A rule describes a use of them."""
-        self._accounted |= set(map(id, parameters))
+    def account(self, keys: Iterable[int]) -> None:
+        """A rule describes a use of the parameters of these ids."""
+        self._accounted.update(keys)
 
-    def leave(self, parameters: Iterable[Tensor], function: str) -> None:
+    def leave(self, keys: Iterable[int], function: str) -> None:
         """A function took them, of which there is no rule."""
-        for parameter in parameters:
-            self._unexplained.setdefault(id(parameter), function)
+        for key in keys:
+            self._unexplained.setdefault(key, function)
 
     def release(self) -> None:
         """Let go of the copies of parameters: what goes on needs its own alone."""

@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.forwards import Began
-from adiv_monitor.capture.origin import tensors_in
 from adiv_monitor.capture.outputs import Outputs
+from adiv_monitor.capture.tape import tensors_in
 from adiv_monitor.features.rows import exact
 
 # Of a module's hooks.

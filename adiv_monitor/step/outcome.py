@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from adiv_monitor.capture.selection import listed
 from adiv_monitor.capture.updates import APPLIED, STEPPED, Watch
 from adiv_monitor.features.rows import Index
-from adiv_monitor.maths.readings import Array, Measured, Numbers, measure
+from adiv_monitor.maths.readings import REALISED, Array, Measured, Numbers, measure
 from adiv_monitor.report import MEASURES, LayerReading
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
@@ -45,6 +46,8 @@ class Outcome:
         misdescribed: path → why a layer must not be watched again: its rule does not hold.
         checked: layers whose rule was seen to hold (an output of zeros shows nothing).
         notes: what else a reader must know.
+        loss_change: how the loss really changed, and that of every sample, if that was measured.
+        loss_changes: see loss_change.
     """
 
     layers: dict[str, LayerReading]
@@ -52,6 +55,8 @@ class Outcome:
     misdescribed: dict[str, str]
     checked: set[str]
     notes: list[str]
+    loss_change: float | None = None
+    loss_changes: tuple[float, ...] = ()
 
 
 @dataclass
@@ -133,17 +138,29 @@ def understand(
         numbers[path], reasons[path] = step.numbers(seen, values[path], suspected=suspected)
     measured = measure(numbers)
     reasons |= {path: "more" for path, found in measured.items() if found.holds_more}
-    readings = {p: _reading(kept[p], numbers[p], measured[p], step) for p in kept}
+    readings = {
+        p: _reading(seen, numbers[p], measured[p], step, stretched=_is_stretched(values[p], seen))
+        for p, seen in kept.items()
+    }
     notes = [
         *_not_finite(numbers),
         *_from_rows(reasons),
         *step.notes(list(kept)),
         *_without_common(readings, kept, watch),
+        *_rounded(numbers, kept),
     ]
     _learn(watch, step, readings, reasons)
     watch.suspected = {path for path, found in measured.items() if found.suspected}
     checked = {path for path, error in errors.items() if error <= _RULE_TOLERANCE}
-    return Outcome(readings, {**unreached, **lost, **misdescribed}, misdescribed, checked, notes)
+    return Outcome(
+        readings,
+        {**unreached, **lost, **misdescribed},
+        misdescribed,
+        checked,
+        notes,
+        float(flags["loss_change"]) if "loss_change" in flags else None,
+        tuple(flags.get("loss_changes", np.empty(0)).tolist()),
+    )
 
 
 class _Step:
@@ -206,20 +223,23 @@ class _Step:
         if self.gradient_lost:
             notes.append(
                 "The optimizer changed .grad during its step, unlike before: parameter_cosine, "
-                f"applied_cosine and descent are missing for {_listed(paths)}, from the next "
+                f"applied_cosine and descent are missing for {listed(paths)}, from the next "
                 "report on they are there."
             )
         if self.weights_changed and not self.has_applied:
             notes.append(
                 "The weights changed after the optimizer's step, unlike before: projection_cosine "
-                f"and applied_cosine are missing for {_listed(paths)}, from the next report on "
+                f"and applied_cosine are missing for {listed(paths)}, from the next report on "
                 "they are there."
             )
         return notes
 
 
 # What is looked at by `_speaks_against` and the like, and is no part of any measure.
-_JUDGED = ("gradient_factor", "rule_error", "replay_error", "then", "now", "foreign", "probe")
+_JUDGED = (
+    *("gradient_factor", "rule_error", "replay_error", "then", "now", "foreign", "probe"),
+    "stretch",
+)
 
 
 def _speaks_against(values: Mapping[str, Array], gamma: float, factor: float, seen: Looked) -> str:
@@ -262,7 +282,7 @@ def _not_finite(numbers: Mapping[str, Numbers]) -> list[str]:
         for path, found in numbers.items()
         if not np.isfinite(found.values["products"][:, 0, 0]).all()
     ]
-    return [f"The gradient is not finite in {_listed(paths)}."] if paths else []
+    return [f"The gradient is not finite in {listed(paths)}."] if paths else []
 
 
 def _from_rows(reasons: Mapping[str, str]) -> list[str]:
@@ -271,7 +291,7 @@ def _from_rows(reasons: Mapping[str, str]) -> list[str]:
     for reason, sentence in _FROM_ROWS.items():
         paths = [path for path, found in reasons.items() if found == reason]
         if paths:
-            notes.append(sentence.format(_listed(paths)) + ": estimated from their rows alone.")
+            notes.append(sentence.format(listed(paths)) + ": estimated from their rows alone.")
     return notes
 
 
@@ -287,8 +307,26 @@ def _without_common(
     if not paths:
         return []
     return [
-        f"Idle rows, unlike before: common_share is missing for {_listed(paths)}, from the next "
+        f"Idle rows, unlike before: common_share is missing for {listed(paths)}, from the next "
         "report on it is there."
+    ]
+
+
+def _rounded(numbers: Mapping[str, Numbers], looked: Mapping[str, Looked]) -> list[str]:
+    paths = []
+    for path, found in numbers.items():
+        if "realised" in found.values:
+            at, of_z = REALISED.index("r"), found.vectors.index("z")
+            moved = math.sqrt(found.values["realised"][:, at, at].sum())
+            length = math.sqrt(found.values["products"][:, of_z, of_z].sum())
+            # The difference of two numbers of this precision is off by 0.3 of its last digit.
+            if 0 < moved < looked[path].precision * length:
+                paths.append(path)
+    if not paths:
+        return []
+    return [
+        f"What really happened to {listed(paths)} is hardly more than rounding: realised_cosine "
+        "and single_layer_share are too near to 0 there, first_order_error is too large."
     ]
 
 
@@ -301,13 +339,21 @@ def _learn(
         watch.learn(gradient_changed=step.gradient_changed, weights_changed=step.weights_changed)
 
 
-def _listed(paths: list[str]) -> str:
-    shown = ", ".join(paths[:3])
-    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
+def _is_stretched(values: Mapping[str, Array], seen: Looked) -> bool:
+    """Whether a gradient changes its length on its way from the parameters to the weight.
+
+    If so, e is no plain step of the weight itself, and what other rows do to a row can't be told
+    from what it does to itself.
+    """
+    return bool((np.abs(values.get("stretch", np.ones(1)) - 1) > _tolerance(seen)).any())
 
 
-def _reading(seen: Looked, numbers: Numbers, found: Measured, step: _Step) -> LayerReading:
+def _reading(
+    seen: Looked, numbers: Numbers, found: Measured, step: _Step, *, stretched: bool
+) -> LayerReading:
     values = dict(found.values)
+    if stretched:
+        values.pop("interference_ratio", None)
     if found.common_unknown:
         values.pop("common_share", None)
     for name in seen.undefined:

@@ -5,16 +5,19 @@ held (`tests/reference.py`); nothing of the monitor's is used. Cases: `tests/fun
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import reference
 import torch
-from function_cases import CASES, Caller, FunctionCase, Of
+from function_cases import CASES, Caller, FunctionCase, Of, grouped_mm, written
 from rules import assert_of_all_rows, found, layouts, trained_of
 from torch import Tensor
+from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.capture import leftovers
 from adiv_monitor.capture.sampling import draw
 from adiv_monitor.features import Rows
 from adiv_monitor.features.features import Averaged
@@ -38,26 +41,32 @@ OF_SCALES = {
 }
 
 
-def loss_of(z: Tensor) -> Tensor:
-    """Of a different gradient at every place."""
+def loss_of(z: Tensor, *, ignored: int = 0) -> Tensor:
+    """Of a different gradient at every place, but for the first ones along the first dimension."""
+    z = z[ignored:] if z.dim() and len(z) > ignored else z
     aims = torch.linspace(-1.0, 2.0, z.numel(), dtype=z.dtype).reshape(z.shape)
     return (z - aims).square().sum() + (z * aims).sin().sum()
 
 
 def measured(
-    case: FunctionCase, optimizer: str, max_rows: int | None
+    case: FunctionCase, optimizer: str, max_rows: int | None, ignored: int = 0
 ) -> tuple[StepReport, dict[str, dict[str, float]]]:
     """One measured step, and all measures of every use as they are."""
     model, inputs = case.model(), case.data()
     own = OPTIMIZERS[optimizer](model.parameters())
     old = {name: p.detach().clone() for name, p in model._parameters.items()}
     with Monitor(model, own, max_rows=max_rows, attainable=True, on_error="raise") as monitor:
-        loss_of(model(*inputs)).backward()
+        loss_of(model(*inputs), ignored=ignored).backward()
         gradient = {name: p.grad.clone() for name, p in model._parameters.items()}
         own.step()
     assert monitor.latest is not None
     new = {name: p.detach() for name, p in model._parameters.items()}
-    truths = {use.path: truth_of(model, inputs, use, old, new, gradient) for use in case.uses}
+
+    def G_of(z: Tensor) -> Tensor:
+        (G,) = torch.autograd.grad(loss_of(z, ignored=ignored), z)
+        return G
+
+    truths = {use.path: truth_of(model, inputs, use, G_of, old, new, gradient) for use in case.uses}
     return monitor.latest, truths
 
 
@@ -65,12 +74,12 @@ def truth_of(
     model: Caller,
     inputs: Sequence[Tensor],
     use: Of,
+    G_of: Callable[[Tensor], Tensor],
     old: dict[str, Tensor],
     new: dict[str, Tensor],
     gradient: dict[str, Tensor],
 ) -> dict[str, float]:
-    z = model.called(old, *inputs).requires_grad_()
-    (G,) = torch.autograd.grad(loss_of(z), z)
+    G = G_of(model.called(old, *inputs).requires_grad_())
     truth = reference.function_truth(
         lambda parameters: use.rows(model.called(parameters, *inputs)),
         old,
@@ -94,10 +103,11 @@ def truth_of(
     return expected
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "ignored"), [("sgd", 0), ("adamw", 0), ("adamw", 1)])
 @pytest.mark.parametrize("name", CASES)
-def test_every_measure(name: str, optimizer: str) -> None:
-    report, truths = measured(CASES[name], optimizer, None)
+def test_every_measure(name: str, optimizer: str, ignored: int) -> None:
+    """Also of a loss that ignores a part of the result: idle rows are no part of any measure."""
+    report, truths = measured(CASES[name], optimizer, None, ignored)
     assert report.coverage == 1.0
     assert not report.unsupported
     assert not report.notes
@@ -224,3 +234,106 @@ def test_rows_of_several_calls_are_rows_of_one(name: str) -> None:
         if mean is not None:
             torch.testing.assert_close(again.mean_products(active), mean, **close)
             torch.testing.assert_close(again.weight_norms(), features.weight_norms(), **close)
+
+
+# --- what no rule describes exactly goes through its module ---------------------------------------
+
+NOT_LINEAR: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], str]] = {
+    "quotient": (lambda p, x: x / p.w, (3,), "div"),
+    "rounded": (lambda p, x: torch.div(p.w, x + 3, rounding_mode="floor") + 0 * p.w, (3,), "div"),
+    "divisor": (lambda p, x: torch.addcdiv(x, x, p.w), (3,), "addcdiv"),
+    "power": (lambda p, x: x.abs() ** p.w, (3,), "pow"),
+    "diagonal": (lambda p, x: torch.einsum("bi,ii->b", x, p.w), (3, 3), "einsum"),
+    "scattered": (lambda p, x: written(x, torch.arange(3), p.w), (3, 3), "__setitem__"),
+    "one for each": (lambda p, x: written(x, x > 1.3, p.w), (4,), "__setitem__"),
+    "into a view": (
+        lambda p, x: written(x.view(3, 5).t(), 0, p.w, copy=False),
+        (3,),
+        "__setitem__",
+    ),
+    "scaled table": (lambda p, x: torch.add(x, p.w, alpha=0.5), (5, 3), "add"),
+    "namesake": (
+        lambda p, x: torch.batch_norm(x, p.w, None, None, None, True, 0.1, 1e-5, False),
+        (3,),
+        "batch_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_what_has_no_rule_is_measured_through_its_module(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    leave = leftovers.Leftovers.leave
+
+    def remember(self: leftovers.Leftovers, keys: Sequence[int], function: str) -> None:
+        taken.append(function)
+        leave(self, keys, function)
+
+    monkeypatch.setattr(leftovers.Leftovers, "leave", remember)
+    call, shape, function = NOT_LINEAR[name]
+    model = Caller(call, {"w": shape})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        loss_of(model(torch.linspace(-1.0, 2.0, 15).double().reshape(5, 3))).backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert "module" in {reading.kind for reading in monitor.latest.layers.values()}
+    assert not monitor.latest.unsupported
+    assert taken == [f"torch's {function}"]
+
+
+def test_half_precision() -> None:
+    """Rows of a half-precision function are single precision; readings agree up to rounding."""
+    for name, case in CASES.items():
+        found = []
+        for dtype in (torch.float64, torch.bfloat16):
+            model = case.model().to(dtype)
+            inputs = [x.to(dtype) if x.is_floating_point() else x for x in case.data()]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
+                loss_of(model(*inputs)).backward()
+                optimizer.step()
+            assert monitor.latest is not None
+            found.append(monitor.latest.layers)
+        full, half = found
+        assert full.keys() == half.keys()
+        for path, reading in half.items():
+            for measure in ("gradient_cosine", "diagonal_cosine", "scale_mean", "common_share"):
+                expected, value = (getattr(r, measure) for r in (full[path], reading))
+                assert (value is None) == (expected is None)
+                if value is not None:
+                    close = pytest.approx(expected, rel=0.15, abs=0.15, nan_ok=True)
+                    assert value == close, f"{measure} of {name}"
+
+
+@pytest.mark.parametrize("function", [torch._grouped_mm, functional.grouped_mm])
+def test_grouped_products_of_torch_itself(function: Callable[..., Tensor]) -> None:
+    """In bfloat16, as torch takes them; rows behind the last expert's are whatever they were."""
+    ends = torch.tensor([3, 3, 10], dtype=torch.int32)
+
+    def grouped(p: Any, x: Tensor) -> Tensor:
+        return function(x, p.w.mT, offs=ends)[:10]
+
+    def one_by_one(p: Any, x: Tensor) -> Tensor:
+        return grouped_mm(x, p.w.mT, ends)[:10]
+
+    readings = []
+    for call in (grouped, one_by_one):
+        torch.manual_seed(0)
+        model = Caller(call, {"w": (3, 8, 16)}).bfloat16()
+        x = torch.randn(12, 16, dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with Monitor(model, optimizer, on_error="raise") as monitor:
+            loss_of(model(x)).backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        assert monitor.latest.coverage == 1.0
+        readings.append(monitor.latest.layers["w"])
+    assert readings[0].kind == "experts"
+    assert readings[0].idle_share == pytest.approx(1 / 6)
+    for measure, value in readings[0].measures().items():
+        if value is not None:
+            expected = getattr(readings[1], measure)
+            assert value == pytest.approx(expected, rel=0.02, abs=0.01), measure
