@@ -193,6 +193,22 @@ class Cell(nn.Module):
         return torch.atan2(x, self.turn), {"state": kept}
 
 
+class Uneven(nn.Module):
+    """Gives sequences, what each says in all, and perhaps what the batch says."""
+
+    def __init__(self, of_batch: bool) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.rand(4))
+        self.of_batch = of_batch
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        z = (x.abs() + 0.5) ** self.power
+        each = torch.atan2(x, self.power).sum(1)
+        if not self.of_batch:
+            return z, each
+        return z, each, torch.hypot(x[0], self.power).sum(0, keepdim=True)
+
+
 class Pictures(nn.Module):
     """(B, C, H, W)."""
 
@@ -258,7 +274,10 @@ def flat(output: Any) -> list[Tensor]:
 
 
 def laid_out(tensors: list[Tensor]) -> Tensor:
-    """Rows: positions of (B, …, C), of pictures (B, C, H, W)."""
+    """Rows: positions of (B, …, C) or (B, C, H, W); else elements of the batch; else one."""
+    if len({t.shape[:-1] for t in tensors}) > 1:
+        same = len({len(t) for t in tensors}) == 1
+        return torch.cat([t.reshape(len(t) if same else 1, -1) for t in tensors], 1)
     z = torch.cat(tensors, -1)
     z = z.movedim(1, -1) if z.dim() == 4 else z
     return z.reshape(-1, z.shape[-1])
@@ -373,6 +392,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str], Callable[[], Any], st
     "fused attention": (Attending, ["power"], lambda: ((data(3, 5, 4),), {}), "inner.power"),
     "dropout and batch norm": (Noisy, ["power"], lambda: ((data(8, 4),), {}), "inner.power"),
     "buffers that change": (Turning, ["beta", "power"], lambda: ((data(6, 4),), {}), "inner"),
+    "outputs that share the batch": (
+        lambda: Uneven(False),
+        ["power"],
+        lambda: ((data(5, 3, 4),), {}),
+        "inner.power",
+    ),
+    "outputs that share nothing": (
+        lambda: Uneven(True),
+        ["power"],
+        lambda: ((data(5, 3, 4),), {}),
+        "inner.power",
+    ),
     "several outputs": (Cell, ["rate", "turn"], lambda: ((data(5, 4),), state()), "inner"),
 }
 
