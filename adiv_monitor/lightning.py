@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.capture.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.monitor import Monitor
-from adiv_monitor.report import WORST, StepReport
+from adiv_monitor.report import REALISED_MEASURES, WORST, StepReport
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.lent import lent
 from adiv_monitor.sinks.logger import logger_sink
@@ -70,6 +71,7 @@ class DivergenceCallback(Callback):
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
         max_rows: rows to look at per layer and step; None: all of them.
         attainable: measure the ceiling too, which looks at all rows.
+        realised: find out what each measured step really did, as in `Monitor`.
         measures: what goes to loggers and callbacks.
         sinks: further sinks, which stay open; only rank zero writes to them.
         prog_bar: show the worst value of the first of the measures in the progress bar.
@@ -94,6 +96,7 @@ class DivergenceCallback(Callback):
         layers: LayerChoice = None,
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
+        realised: bool | LossOf = False,
         measures: Iterable[str] = DEFAULT_MEASURES,
         sinks: Sequence[Sink] = (),
         prog_bar: bool = False,
@@ -106,6 +109,7 @@ class DivergenceCallback(Callback):
             "max_overhead": max_overhead,
             "max_rows": max_rows,
             "attainable": attainable,
+            "realised": realised,
             "on_error": on_error,
             "seed": seed,
         }
@@ -226,9 +230,12 @@ class DivergenceCallback(Callback):
 
     def _announce(self, trainer: "Trainer") -> None:
         """A checkpoint refuses a metric that does not exist, and skips one that is None."""
+        not_asked_for = set(() if self._options["attainable"] else ("attainable_cosine",))
+        if self._options["realised"] is False:
+            not_asked_for.update(REALISED_MEASURES)
         for name in self.monitors:
             for measure in self._measures:
-                if measure == "attainable_cosine" and not self._options["attainable"]:
+                if measure in not_asked_for:
                     continue
                 for tag in summary_tags(measure, name).values():
                     trainer.callback_metrics.setdefault(tag, None)  # type: ignore[arg-type]

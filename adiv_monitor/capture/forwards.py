@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -15,7 +16,8 @@ from torch.overrides import (
     _push_mode,
 )
 
-from adiv_monitor.capture.hook import ModuleHook, trains
+from adiv_monitor.capture.hook import ModuleHook, is_replaying, trains
+from adiv_monitor.capture.randomness import Randomness
 
 Function = Callable[..., Any]
 
@@ -34,11 +36,25 @@ class _Mode(TorchFunctionMode):
         return self._watcher(func, args, kwargs or {})
 
 
+@dataclass(frozen=True)
+class Began:
+    """What a forward found when it began, as far as it is gone since.
+
+    Attributes:
+        random: the random numbers.
+        written: by id, what tensors were that were written to since.
+    """
+
+    random: Randomness
+    written: dict[int, Tensor]
+
+
 class _Running(threading.local):
     """The modules whose forwards run in a thread, and the mode that is on around them."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self.began: list[Began] = []
         self.mode: _Mode | None = None
         self.inside = ""  # which function was opened
         self.closed: tuple[nn.Module, _Mode] | None = None
@@ -56,8 +72,11 @@ class Forwards:
         modules: the modules that hold what is trained, be it further below.
         closed: modules among or below them that hold parameters, none of which is trained.
         watcher: (function, args, kwargs) → what the call gives.
-        begins: called when a module's forward begins.
-        ends: called with (module, args, kwargs, output) when a module's forward ends.
+        begins: called with (module, args, kwargs) when a module's forward begins.
+        ends: called with (module, args, kwargs, output) when a module's forward ends; `output` is
+            None if it raised.
+        devices: on which forwards may draw random numbers.
+        repeated: watch repetitions of forward passes, and nothing but these.
 
     Attributes:
         strangers: a module ran in the place of one of these: its copy, with its hooks.
@@ -68,15 +87,20 @@ class Forwards:
         modules: Collection[nn.Module],
         closed: Collection[nn.Module],
         watcher: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any],
-        begins: Callable[[nn.Module], object],
+        begins: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], object],
         ends: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
+        devices: Collection[torch.device],
+        *,
+        repeated: bool = False,
     ) -> None:
         self.strangers = False
+        self._repeated = repeated
         self._modules = modules
         self._running = _Running()
         self._watcher = watcher
         self._begins = begins
         self._ends = ends
+        self._devices = devices
         self._active = True
         self._hooks = [
             hook
@@ -86,8 +110,8 @@ class Forwards:
             )
             for module in several
             for hook in (
-                ModuleHook(module, enter, before=True),
-                ModuleHook(module, leave, before=False, always=True),
+                ModuleHook(module, self._if_watched(enter), before=True),
+                ModuleHook(module, self._if_watched(leave), before=False, always=True),
             )
         ]
 
@@ -95,6 +119,21 @@ class Forwards:
     def innermost(self) -> nn.Module:
         """The module whose forward runs."""
         return self._running.modules[-1]
+
+    @property
+    def began(self) -> Began:
+        """What its forward found."""
+        return self._running.began[-1]
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether no other module's forward runs around it."""
+        return len(self._running.modules) == 1
+
+    @property
+    def around(self) -> list[nn.Module]:
+        """The modules whose forwards the innermost one runs in, outermost first."""
+        return self._running.modules[:-1]
 
     @property
     def inside(self) -> str:
@@ -112,6 +151,12 @@ class Forwards:
         finally:
             self._running.inside = outside
 
+    def is_written(self, tensor: Tensor) -> None:
+        """A tensor is about to be written to: the forwards that run have found it as it is now."""
+        copy = tensor.detach().clone()
+        for began in self._running.began:
+            began.written.setdefault(id(tensor), copy)
+
     def remove(self) -> None:
         """Take the hooks off."""
         self._active = False
@@ -119,7 +164,14 @@ class Forwards:
             hook.remove()
         self._hooks.clear()
 
-    def _enter(self, module: nn.Module, args: object) -> None:
+    def _if_watched(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            if is_replaying() is self._repeated:
+                hook(*args)
+
+        return run
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running = self._running
         if module not in self._modules:
             self.strangers = True
@@ -129,10 +181,12 @@ class Forwards:
                 return
             running.mode = _Mode(self._watcher)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
-        self._begins(module)
         running.modules.append(module)
+        running.began.append(Began(Randomness(self._devices), {}))
+        with torch._C.DisableTorchFunction():
+            self._begins(module, args, kwargs)
 
-    def _close(self, module: nn.Module, args: object) -> None:
+    def _close(self, module: nn.Module, *others: object) -> None:
         running = self._running
         if running.mode is not None and _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
@@ -152,11 +206,12 @@ class Forwards:
         if not running.modules or module is not running.modules[-1]:
             return
         try:
-            if self._active and output is not None:  # None: an exception came
+            if self._active:
                 with torch._C.DisableTorchFunction():
                     self._ends(module, args, kwargs, output)
         finally:
             running.modules.pop()
+            running.began.pop()
             if not running.modules and running.mode is not None:
                 mode, running.mode = running.mode, None
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -1,7 +1,9 @@
 """Hooks that only the training run sees: not its copies, and no function over the model."""
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ class ModuleHook:
 
     Args:
         module: what it is put on.
-        function: called before the forward pass with (module, args), or after it with
+        function: called before the forward pass with (module, args, kwargs), or after it with
             (module, args, kwargs, output).
         before: which of the two; before all other hooks then.
         always: after a forward pass that raised too, with None as its output.
@@ -47,14 +49,16 @@ class ModuleHook:
         always: bool = False,
     ) -> None:
         self._hooks: dict[int, Any]
+        # Left in a copy, an entry in the other tables would change how a later hook is called.
         self._tables: list[dict[int, Any]]
         if before:
             self._hooks = module._forward_pre_hooks
-            self._tables = [self._hooks]
-            self._handle = module.register_forward_pre_hook(Hook(function), prepend=True)
+            self._tables = [self._hooks, module._forward_pre_hooks_with_kwargs]
+            self._handle = module.register_forward_pre_hook(
+                Hook(function), prepend=True, with_kwargs=True
+            )
         else:
             self._hooks = module._forward_hooks
-            # Left in a copy, an entry here would change how a later hook of that number is called.
             self._tables = [
                 *(self._hooks, module._forward_hooks_with_kwargs),
                 module._forward_hooks_always_called,
@@ -102,9 +106,36 @@ class NextForward:
             hook.remove()
 
     def _runs(self, module: nn.Module, args: object, *others: object) -> None:
-        if trains(args) and (torch.is_grad_enabled() or not self._with_gradients):
+        if is_replaying() or not trains(args):
+            return
+        if torch.is_grad_enabled() or not self._with_gradients:
             self.remove()
             self._function()
+
+
+class _Replay(threading.local):
+    """Whether a thread runs forward passes of a training step again, which are none themselves."""
+
+    def __init__(self) -> None:
+        self.under_way = False
+
+
+_replay = _Replay()
+
+
+def is_replaying() -> bool:
+    """Whether the forward pass that runs is a repetition of an earlier one."""
+    return _replay.under_way
+
+
+@contextmanager
+def replaying() -> Iterator[None]:
+    """Only what was made to watch repetitions sees the forward passes within."""
+    _replay.under_way = True
+    try:
+        yield
+    finally:
+        _replay.under_way = False
 
 
 def _hide(table: dict[int, Any], hooks: dict[int, Any]) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from adiv_monitor.capture.selection import listed
 from adiv_monitor.capture.updates import APPLIED, STEPPED, Watch
 from adiv_monitor.features.rows import Index
-from adiv_monitor.maths.readings import Array, Measured, Numbers, measure
+from adiv_monitor.maths.readings import REALISED, Array, Measured, Numbers, measure
 from adiv_monitor.report import MEASURES, LayerReading
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
@@ -45,6 +46,8 @@ class Outcome:
         misdescribed: path → why a layer must not be watched again: its rule does not hold.
         checked: layers whose rule was seen to hold (an output of zeros shows nothing).
         notes: what else a reader must know.
+        loss_change: how the loss really changed, and that of every sample, if that was measured.
+        loss_changes: see loss_change.
     """
 
     layers: dict[str, LayerReading]
@@ -52,6 +55,8 @@ class Outcome:
     misdescribed: dict[str, str]
     checked: set[str]
     notes: list[str]
+    loss_change: float | None = None
+    loss_changes: tuple[float, ...] = ()
 
 
 @dataclass
@@ -68,6 +73,7 @@ class Looked:
         groups: groups of the layer.
         precision: rounding of the coarsest number that a gradient went through.
         from_rows: why the parameters do not speak for the rows, if that is known beforehand.
+        undefined: measures that such a layer does not have.
         vectors: names of the matrices whose row products were taken.
         entry_rows: see `Numbers`.
     """
@@ -81,6 +87,7 @@ class Looked:
     groups: int
     precision: float
     from_rows: str
+    undefined: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
     entry_rows: Index | None = field(default=None, repr=False)
 
@@ -139,12 +146,21 @@ def understand(
         *_not_finite(numbers),
         *_from_rows(reasons),
         *step.notes(list(kept)),
-        *_without_common(readings, watch),
+        *_without_common(readings, kept, watch),
+        *_rounded(numbers, kept),
     ]
     _learn(watch, step, readings, reasons)
     watch.suspected = {path for path, found in measured.items() if found.suspected}
     checked = {path for path, error in errors.items() if error <= _RULE_TOLERANCE}
-    return Outcome(readings, {**unreached, **lost, **misdescribed}, misdescribed, checked, notes)
+    return Outcome(
+        readings,
+        {**unreached, **lost, **misdescribed},
+        misdescribed,
+        checked,
+        notes,
+        float(flags["loss_change"]) if "loss_change" in flags else None,
+        tuple(flags.get("loss_changes", np.empty(0)).tolist()),
+    )
 
 
 class _Step:
@@ -207,13 +223,13 @@ class _Step:
         if self.gradient_lost:
             notes.append(
                 "The optimizer changed .grad during its step, unlike before: parameter_cosine, "
-                f"applied_cosine and descent are missing for {_listed(paths)}, from the next "
+                f"applied_cosine and descent are missing for {listed(paths)}, from the next "
                 "report on they are there."
             )
         if self.weights_changed and not self.has_applied:
             notes.append(
                 "The weights changed after the optimizer's step, unlike before: projection_cosine "
-                f"and applied_cosine are missing for {_listed(paths)}, from the next report on "
+                f"and applied_cosine are missing for {listed(paths)}, from the next report on "
                 "they are there."
             )
         return notes
@@ -266,7 +282,7 @@ def _not_finite(numbers: Mapping[str, Numbers]) -> list[str]:
         for path, found in numbers.items()
         if not np.isfinite(found.values["products"][:, 0, 0]).all()
     ]
-    return [f"The gradient is not finite in {_listed(paths)}."] if paths else []
+    return [f"The gradient is not finite in {listed(paths)}."] if paths else []
 
 
 def _from_rows(reasons: Mapping[str, str]) -> list[str]:
@@ -275,21 +291,42 @@ def _from_rows(reasons: Mapping[str, str]) -> list[str]:
     for reason, sentence in _FROM_ROWS.items():
         paths = [path for path, found in reasons.items() if found == reason]
         if paths:
-            notes.append(sentence.format(_listed(paths)) + ": estimated from their rows alone.")
+            notes.append(sentence.format(listed(paths)) + ": estimated from their rows alone.")
     return notes
 
 
-def _without_common(readings: Mapping[str, LayerReading], watch: Watch) -> list[str]:
+def _without_common(
+    readings: Mapping[str, LayerReading], looked: Mapping[str, Looked], watch: Watch
+) -> list[str]:
     paths = [
         path
         for path, reading in readings.items()
         if reading.idle_share and reading.common_share is None and not watch.expects_idle(path)
+        if "common_share" not in looked[path].undefined
     ]
     if not paths:
         return []
     return [
-        f"Idle rows, unlike before: common_share is missing for {_listed(paths)}, from the next "
+        f"Idle rows, unlike before: common_share is missing for {listed(paths)}, from the next "
         "report on it is there."
+    ]
+
+
+def _rounded(numbers: Mapping[str, Numbers], looked: Mapping[str, Looked]) -> list[str]:
+    paths = []
+    for path, found in numbers.items():
+        if "realised" in found.values:
+            at, of_z = REALISED.index("r"), found.vectors.index("z")
+            moved = math.sqrt(found.values["realised"][:, at, at].sum())
+            length = math.sqrt(found.values["products"][:, of_z, of_z].sum())
+            # The difference of two numbers of this precision is off by 0.3 of its last digit.
+            if 0 < moved < looked[path].precision * length:
+                paths.append(path)
+    if not paths:
+        return []
+    return [
+        f"What really happened to {listed(paths)} is hardly more than rounding: realised_cosine "
+        "and single_layer_share are too near to 0 there, first_order_error is too large."
     ]
 
 
@@ -300,11 +337,6 @@ def _learn(
     watch.idle |= {path for path, reading in readings.items() if reading.idle_share}
     if step.updated and readings:
         watch.learn(gradient_changed=step.gradient_changed, weights_changed=step.weights_changed)
-
-
-def _listed(paths: list[str]) -> str:
-    shown = ", ".join(paths[:3])
-    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 
 
 def _is_stretched(values: Mapping[str, Array], seen: Looked) -> bool:
@@ -324,6 +356,8 @@ def _reading(
         values.pop("interference_ratio", None)
     if found.common_unknown:
         values.pop("common_share", None)
+    for name in seen.undefined:
+        values.pop(name, None)
     if step.gradient_lost:  # what was read for γ is not what the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)
