@@ -37,7 +37,7 @@ from adiv_monitor.capture.pieces import Piece, Pieces, Source, Together, overlap
 from adiv_monitor.capture.randomness import random_state
 from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
-from adiv_monitor.capture.tape import tensors_in, values_in
+from adiv_monitor.capture.tape import is_retyped, tensors_in, values_in
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.linear import affine
@@ -321,6 +321,7 @@ class Capture:
         if gradients and function in RECURRENT:
             return self._recurrent(function, args, kwargs, trained)
         origin, begun = self._origin, None
+        data = data or any(map(is_retyped, trained))  # no change can be followed through that
         if not data and trains(trained[0]):
             with self._noting(trained):
                 begun = origin.tape.begin(function, args, kwargs, gradients=gradients)

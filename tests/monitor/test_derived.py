@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from reference import LayerTruth, measures
-from setups import EXACT, cosine, one_step
+from setups import EXACT, cosine
 from torch import Tensor, nn
 from torch.autograd.functional import jvp
 from torch.nn import functional
@@ -719,25 +719,41 @@ def test_a_function_that_cannot_be_followed_is_named() -> None:
         lambda m, x: functional.linear(x, torch.view_as_complex(m.weight).abs()),
     ],
 )
-def test_memory_that_is_read_in_another_way_goes_through_the_module(
+def test_memory_that_is_read_in_another_way_is_left_to_the_module(
     forward: Callable[[nn.Module, Tensor], Tensor],
 ) -> None:
-    model = Functional(forward, weight=real(3, 4, 2))
-    x = torch.randn(5, 4, dtype=torch.float64)
-    report = one_step(model, lambda m: m(x).sum().backward())
-    assert {reading.kind for reading in report.layers.values()} == {"module"}
-    assert not report.unsupported
+    module = Functional(forward, weight=real(3, 4, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with Monitor(module, optimizer, on_error="raise") as monitor:
+        module(torch.randn(5, 4, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    assert monitor.latest.unsupported == {}
+    assert [reading.kind for reading in monitor.latest.layers.values()] == ["module"]
+
+
+def test_a_constant_that_changes_after_its_use_is_refused() -> None:
+    def scaled(m: nn.Module, x: Tensor) -> Tensor:
+        m.constant = torch.arange(12.0, dtype=x.dtype).view(3, 4).sqrt()
+        z = functional.linear(x, m.weight.exp() + m.constant)
+        m.constant.zero_()
+        return z
+
+    assert "was changed in place since" in reason(scaled, weight=real(3, 4))
 
 
 def test_what_never_reaches_a_use_is_named_with_the_function_it_ended_in() -> None:
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
-        vars(m)["kept"] = m.weight.sigmoid()  # for a loss outside
-        return functional.linear(x, m.other)
+    """A weight that is kept, and used outside the forward."""
 
-    model = Functional(forward, weight=real(4), other=real(3, 4))
-    x = torch.randn(5, 4, dtype=torch.float64)
-    report = one_step(model, lambda m: (m(x).sum() + m.kept.sum()).backward())
-    (found,) = report.unsupported.values()
+    def kept(m: nn.Module, x: Tensor) -> Tensor:
+        m.kept = m.weight.clone().sigmoid()
+        return x
+
+    module = Functional(kept, weight=real(4))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with Monitor(module, optimizer, on_error="raise") as monitor:
+        (module(torch.randn(5, 4, dtype=torch.float64)) * module.kept).sum().backward()
+        optimizer.step()
+    (found,) = monitor.latest.unsupported.values()
     assert "it went through torch's sigmoid, whose result no function was seen to use" in found
 
 
