@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.monitor import Monitor
-from adiv_monitor.report import WORST, StepReport
+from adiv_monitor.report import ATTENTION_MEASURES, WORST, StepReport
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.logger import logger_sink
 from adiv_monitor.sinks.scalars import (
@@ -69,6 +69,7 @@ class DivergenceCallback(Callback):
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
         max_rows: rows to look at per layer and step; None: all of them.
         attainable: measure the ceiling too, which looks at all rows.
+        attention: measure what the step does to attention scores too.
         measures: what goes to loggers and callbacks.
         sinks: further sinks, which stay open; only rank zero writes to them.
         prog_bar: show the worst value of the first of the measures in the progress bar.
@@ -93,6 +94,7 @@ class DivergenceCallback(Callback):
         layers: LayerChoice = None,
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
+        attention: bool = False,
         measures: Iterable[str] = DEFAULT_MEASURES,
         sinks: Sequence[Sink] = (),
         prog_bar: bool = False,
@@ -105,6 +107,7 @@ class DivergenceCallback(Callback):
             "max_overhead": max_overhead,
             "max_rows": max_rows,
             "attainable": attainable,
+            "attention": attention,
             "on_error": on_error,
             "seed": seed,
         }
@@ -228,6 +231,8 @@ class DivergenceCallback(Callback):
         for name in self.monitors:
             for measure in self._measures:
                 if measure == "attainable_cosine" and not self._options["attainable"]:
+                    continue
+                if measure in ATTENTION_MEASURES and not self._options["attention"]:
                     continue
                 for tag in summary_tags(measure, name).values():
                     trainer.callback_metrics.setdefault(tag, None)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from adiv_monitor.arguments import (
     check_choice,
     held_parameters,
 )
+from adiv_monitor.capture.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.eager import forced_eager, in_compiled_code
 from adiv_monitor.capture.hook import Hook, NextForward
@@ -60,6 +61,8 @@ class Monitor:
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
         max_rows: rows to look at per layer and step, chosen at random; None: all of them.
         attainable: measure the ceiling `attainable_cosine` too, which looks at all rows.
+        attention: measure what the step does to attention scores too (`StepReport.attention`), on
+            a few samples, with which the modules that attend are run once more.
         sinks: where reports go; closed with the monitor.
         keep: how many reports `reports` holds.
         on_error: "warn": an exception inside the monitor switches the layer off with a warning and
@@ -91,6 +94,7 @@ class Monitor:
         layers: LayerChoice = None,
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
+        attention: bool = False,
         sinks: Sequence[Sink] = (),
         keep: int = 100,
         on_error: Literal["warn", "raise"] = "warn",
@@ -107,6 +111,7 @@ class Monitor:
         self._choice = layers
         self._max_rows = max_rows
         self._attainable = attainable
+        self._attention = attention
         self._sinks = tuple(sinks)
         self._on_error = on_error
         self._generator = np.random.default_rng(seed)
@@ -232,6 +237,7 @@ class Monitor:
             max_rows=self._max_rows,
             generator=self._generator,
             attainable=self._attainable,
+            attention=self._attention_calls(selection) if self._attention else None,
             checked=self._checked,
             switched_off=set(self._switched_off),
             fail=self._switch_off,
@@ -242,6 +248,9 @@ class Monitor:
         )
         self._armed = _Armed(capture, step, selection)
         self._armed.cleanup.enter_context(forced_eager())
+
+    def _attention_calls(self, selection: Selection) -> AttentionCalls:
+        return AttentionCalls(selection, self._generator, self._attention_failed)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -359,6 +368,7 @@ class Monitor:
             interval=self._schedule.interval,
             notes=(*self._notes, *outcome.notes),
             unmeasured=pending.selection.unmeasured(measured),
+            attention=outcome.attention,
         )
         self._notes.clear()
         self._emit(report)
@@ -401,6 +411,16 @@ class Monitor:
             raise error
         self._switched_off[path] = f"measuring it failed: {type(error).__name__}: {error}"
         self._warn(path, f"adiv_monitor: layer '{path}': {self._switched_off[path]}")
+
+    def _attention_failed(self, path: str, error: Exception) -> None:
+        """An exception while measuring an attention, which the report's notes tell."""
+        if self._on_error == "raise":
+            raise error
+        self._warn(
+            f"attention of {path}",
+            f"adiv_monitor: attention of '{path}': measuring it failed: "
+            f"{type(error).__name__}: {error}",
+        )
 
     def _guard_sink(self, sink: Sink, action: Callable[[], None]) -> str | None:
         """Run a sink's method; its failure becomes a sentence in the report."""

@@ -22,7 +22,8 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
-from adiv_monitor.capture.forwards import Forwards, Function
+from adiv_monitor.capture.attention_calls import AttentionCalls
+from adiv_monitor.capture.forwards import Forward, Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.origin import Origin, tensors_in
@@ -51,6 +52,7 @@ class Capture:
         max_rows: rows to look at per layer; None: all.
         generator: the monitor's own source of chance.
         attainable: gather all rows too, for the ceiling.
+        attention: what gathers samples of attentions, if that is asked for.
         checked: paths of the layers whose module's rule was already checked against the output.
         switched_off: paths of the layers that must not be watched.
         fail: called with a layer's path and the exception that its hook met; from then on the layer
@@ -71,6 +73,7 @@ class Capture:
         max_rows: int | None,
         generator: np.random.Generator,
         attainable: bool,
+        attention: AttentionCalls | None,
         checked: set[str],
         switched_off: set[str],
         fail: Callable[[str, Exception], None],
@@ -80,6 +83,7 @@ class Capture:
         self.rows: dict[str, LayerRows] = {}
         self.accumulated: dict[int, Accumulation] = {}
         self.refused: dict[str, str] = {}
+        self.attention = attention
         self._selection = selection
         self._chooser = Chooser(max_rows, generator)
         self._attainable = attainable
@@ -100,6 +104,8 @@ class Capture:
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
         self._active = False
+        if self.attention is not None:
+            self.attention.detach()
         self._forwards.remove()
         for accumulated in self.accumulated.values():
             accumulated.remove()
@@ -163,8 +169,10 @@ class Capture:
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
-    def _begins(self, module: nn.Module) -> None:
-        if module in self._owners:
+    def _begins(self, forward: Forward) -> None:
+        if self.attention is not None:
+            self.attention.begins(forward)
+        if forward.module in self._owners:
             begins, self._first_begins = self._first_begins, lambda: None
             begins()
 
@@ -191,6 +199,8 @@ class Capture:
         watched = self._active and torch.is_grad_enabled() and name not in ("__get__", "__set__")
         if not watched or self._forwards.innermost in self._selection.rules:
             return function(*args, **kwargs)
+        if self.attention is not None:
+            function = self.attention.watched(function, self._forwards)
         origin = self._origin
         tensors = list(tensors_in(*args, *kwargs.values()))
         theirs = [origin.of_model(tensor) for tensor in tensors]
@@ -266,10 +276,13 @@ class Capture:
         whole = use.whole() if layer.weight is not None else None
         if whole is not None:
             whole = whole.restrict(weight=True, bias=layer.bias is not None)
-        call = Call(rows, chosen, _trained(layer, features), taken, whole)
+        call = Call(rows, chosen)
+        call.look(_trained(layer, features), taken, whole)
         if self._attainable:
             call.every_row = _trained(layer, use.features(Rows(rows.shape, None, rows.device)))
         rows_of_layer.calls.append(call)
+        if self.attention is not None:
+            self.attention.last_used = layer.pieces[0].parameter
         path = layer.path
         arrive = partial(
             self._guarded, lambda: [path], partial(self._on_gradient, path, use.layout, call)
@@ -345,11 +358,12 @@ class Capture:
 
     def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
         """Rows of the layers whose gradient is told by this parameter's."""
-        return [
+        found = [
             self.rows[path]
             for path, layer in self.layers.items()
             if path in self.rows and layer.pieces[0].parameter is parameter
         ]
+        return found if self.attention is None else found + self.attention.rows_of(parameter)
 
     # --- what is seen of a backward pass ---------------------------------------------------------
 

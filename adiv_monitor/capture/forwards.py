@@ -1,7 +1,8 @@
 """Sees every function that is called inside the forwards of a model's modules."""
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -34,11 +35,20 @@ class _Mode(TorchFunctionMode):
         return self._watcher(func, args, kwargs or {})
 
 
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A forward that runs: of which module, on what."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class _Running(threading.local):
-    """The modules whose forwards run in a thread, and the mode that is on around them."""
+    """The forwards that run in a thread, the outermost first, and the mode that is on around."""
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
+        self.forwards: list[Forward] = []
         self.mode: _Mode | None = None
         self.inside = ""  # which function was opened
         self.closed: tuple[nn.Module, _Mode] | None = None
@@ -56,7 +66,7 @@ class Forwards:
         modules: the modules that hold what is trained, be it further below.
         closed: modules among or below them that hold parameters, none of which is trained.
         watcher: (function, args, kwargs) → what the call gives.
-        begins: called when a module's forward begins.
+        begins: called when a module's forward begins, with that.
         ends: called with (module, args, kwargs, output) when a module's forward ends.
 
     Attributes:
@@ -68,7 +78,7 @@ class Forwards:
         modules: Collection[nn.Module],
         closed: Collection[nn.Module],
         watcher: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any],
-        begins: Callable[[nn.Module], object],
+        begins: Callable[[Forward], object],
         ends: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
     ) -> None:
         self.strangers = False
@@ -94,7 +104,12 @@ class Forwards:
     @property
     def innermost(self) -> nn.Module:
         """The module whose forward runs."""
-        return self._running.modules[-1]
+        return self._running.forwards[-1].module
+
+    @property
+    def running(self) -> Sequence[Forward]:
+        """The forwards that run, from the outermost."""
+        return self._running.forwards
 
     @property
     def inside(self) -> str:
@@ -108,7 +123,7 @@ class Forwards:
         outside, self._running.inside = self._running.inside, function.__name__
         try:
             with mode:
-                return _opened(function)(*args, **kwargs)
+                return twin(function)(*args, **kwargs)
         finally:
             self._running.inside = outside
 
@@ -119,20 +134,21 @@ class Forwards:
             hook.remove()
         self._hooks.clear()
 
-    def _enter(self, module: nn.Module, args: object) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running = self._running
         if module not in self._modules:
             self.strangers = True
             return
-        if not running.modules:
+        if not running.forwards:
             if not torch.is_grad_enabled() or not trains(args):
                 return
             running.mode = _Mode(self._watcher)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
-        self._begins(module)
-        running.modules.append(module)
+        forward = Forward(module, args, kwargs)
+        self._begins(forward)
+        running.forwards.append(forward)
 
-    def _close(self, module: nn.Module, args: object) -> None:
+    def _close(self, module: nn.Module, *others: object) -> None:
         running = self._running
         if running.mode is not None and _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
@@ -149,32 +165,32 @@ class Forwards:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         running = self._running
-        if not running.modules or module is not running.modules[-1]:
+        if not running.forwards or module is not self.innermost:
             return
         try:
             if self._active and output is not None:  # None: an exception came
                 with torch._C.DisableTorchFunction():
                     self._ends(module, args, kwargs, output)
         finally:
-            running.modules.pop()
-            if not running.modules and running.mode is not None:
+            running.forwards.pop()
+            if not running.forwards and running.mode is not None:
                 mode, running.mode = running.mode, None
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 @cache
-def _opened(function: FunctionType) -> Function:
+def twin(function: FunctionType) -> Function:
     """A twin of a Python function of torch's that doesn't hand itself to a mode as a whole."""
     never = {name: _never for name in function.__globals__ if name.startswith("has_torch_function")}
-    twin = FunctionType(
+    made = FunctionType(
         function.__code__,
         {**function.__globals__, **never},
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    twin.__kwdefaults__ = function.__kwdefaults__
-    return twin
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def _never(*_: object) -> bool:

@@ -1,7 +1,9 @@
 """Hooks that only the training run sees: not its copies, and no function over the model."""
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ class ModuleHook:
 
     Args:
         module: what it is put on.
-        function: called before the forward pass with (module, args), or after it with
+        function: called before the forward pass with (module, args, kwargs), or after it with
             (module, args, kwargs, output).
         before: which of the two; before all other hooks then.
         always: after a forward pass that raised too, with None as its output.
@@ -48,13 +50,16 @@ class ModuleHook:
     ) -> None:
         self._hooks: dict[int, Any]
         self._tables: list[dict[int, Any]]
+        # Left in a copy, an entry of the further tables would change how a later hook of that
+        # number is called.
         if before:
             self._hooks = module._forward_pre_hooks
-            self._tables = [self._hooks]
-            self._handle = module.register_forward_pre_hook(Hook(function), prepend=True)
+            self._tables = [self._hooks, module._forward_pre_hooks_with_kwargs]
+            self._handle = module.register_forward_pre_hook(
+                Hook(function), prepend=True, with_kwargs=True
+            )
         else:
             self._hooks = module._forward_hooks
-            # Left in a copy, an entry here would change how a later hook of that number is called.
             self._tables = [
                 *(self._hooks, module._forward_hooks_with_kwargs),
                 module._forward_hooks_always_called,
@@ -121,13 +126,32 @@ def _others(table: dict[int, Any], hooks: dict[int, Any]) -> OrderedDict[int, An
     return OrderedDict((i, e) for i, e in table.items() if type(hooks.get(i)) is not Hook)
 
 
+class _OwnRun(threading.local):
+    runs = False
+
+
+_own = _OwnRun()
+
+
+@contextmanager
+def own_run() -> Iterator[None]:
+    """Within it a monitor runs parts of the model for itself: that belongs to no training step."""
+    outside, _own.runs = _own.runs, True
+    try:
+        yield
+    finally:
+        _own.runs = outside
+
+
 def trains(value: object) -> bool:
     """Whether what a hook is given belongs to a training step.
 
     If not, it is a function over the model that runs, which the hook has to look past: a transform
-    of `torch.func` or a batched gradient, a trace, an export, or a run without data (fake and meta
-    tensors).
+    of `torch.func` or a batched gradient, a trace, an export, a run without data (fake and meta
+    tensors), or one of a monitor's own.
     """
+    if _own.runs:
+        return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or _is_traced():

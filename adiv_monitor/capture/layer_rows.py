@@ -23,6 +23,9 @@ class Call:
     """What is kept of one call of a layer: the chosen rows, and what all rows say together.
 
     Attributes:
+        features: φ of the chosen rows; `look` gives them.
+        z: of the chosen rows, likewise.
+        whole: what one pass said of all rows, likewise.
         gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
         size: of the gradient of all rows: ‖g_r‖² of each, (rows,), where one pass looked at the
             input's rows too, else norms of its parts; None once two backward passes have gone
@@ -30,14 +33,13 @@ class Call:
         precision: rounding of the gradients that came.
     """
 
-    def __init__(
-        self, rows: Rows, chosen: Draw, features: Features, z: Tensor, whole: Whole | None
-    ) -> None:
+    features: Features
+    z: Tensor
+
+    def __init__(self, rows: Rows, chosen: Draw) -> None:
         self.rows = rows
         self.draw = chosen
-        self.features = features
-        self.z = z
-        self.whole = whole
+        self.whole: Whole | None = None
         self.gradient: Tensor | None = None
         self.size: Tensor | None = None
         self.precision = 0.0
@@ -46,6 +48,10 @@ class Call:
         self.hook: weakref.ref[Any] | None = None  # dies with the graph
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
+
+    def look(self, features: Features, z: Tensor, whole: Whole | None) -> None:
+        """Keep what the rows are."""
+        self.features, self.z, self.whole = features, z, whole
 
     def arrive(self, gradient: Tensor, size: Tensor, precision: float) -> None:
         """Keep ∂L/∂z of the rows, and what all say, until the parameters accumulate.
@@ -106,13 +112,17 @@ class Call:
         """Give up all chosen rows but these."""
         if kept is None:
             return
-        index = to_device(kept, self.z.device)
-        self.features = self.features.pick(index)
-        self.z = self.z.index_select(0, index)
+        index = to_device(kept, self.rows.device)
+        self.pick(index)
         if self.gradient is not None:
             self.gradient = self.gradient.index_select(0, index)
         chosen = kept if self.rows.chosen is None else self.rows.chosen[kept]
         self.rows = Rows(self.rows.shape, chosen, self.rows.device)
+
+    def pick(self, index: Tensor) -> None:
+        """Keep of what the rows are no more than of these."""
+        self.features = self.features.pick(index)
+        self.z = self.z.index_select(0, index)
 
 
 class Chooser:

@@ -11,10 +11,9 @@ and outputs do nothing to the scores.
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,25 +25,25 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from adiv_monitor.capture.eager import forced_eager
+from adiv_monitor.capture.forwards import twin
+from adiv_monitor.capture.hook import own_run
+from adiv_monitor.capture.origin import tensors_in
 from adiv_monitor.capture.randomness import restored_randomness
-from adiv_monitor.features.rows import exact
+from adiv_monitor.features import uses
+from adiv_monitor.features.rows import Rows, exact, precise
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
 
 Parameters = Mapping[str, Tensor]
 """By their names in the module."""
 
-ScaleOf = Callable[
-    [Any, Sequence[Any], Mapping[str, Any], Any], Float[Tensor, "rows groups"] | None
-]
-"""(function, args, kwargs, output) → ‖φ_r‖² of the output's rows; None if nothing is trained by it.
-
-Rows are the output's leading dimensions; its last one holds the channels, group by group.
-"""
-
 
 @dataclass(frozen=True)
 class AttentionModule:
     """A module that holds projections and calls attention, and what to run it with.
+
+    Its own hooks and those of the modules in it run too. What they and its forward set as
+    attributes of modules, and what they draw, is put back.
 
     Attributes:
         module: itself.
@@ -52,7 +51,8 @@ class AttentionModule:
         kwargs: see args.
         parameters: values to run with of the trained ones, those before the step; the others are
             the module's own.
-        calls: how often it calls attention.
+        calls: how often it calls attention until the run may end.
+        samples: which of the queries' samples are looked at, (chosen,) int64; None: all.
     """
 
     module: nn.Module
@@ -60,6 +60,7 @@ class AttentionModule:
     kwargs: Mapping[str, Any]
     parameters: Parameters
     calls: int = 1
+    samples: Tensor | None = None
 
 
 class Use(NamedTuple):
@@ -67,11 +68,14 @@ class Use(NamedTuple):
 
     Attributes:
         z: its output.
-        scale: ‖φ_r‖² of its rows.
+        scale: ‖φ_r‖² of its rows, of what is trained.
+        layout: (tensor shaped like the output) → rows in front, in the last dimension the channels,
+            group by group.
     """
 
     z: Tensor
     scale: Float[Tensor, "rows groups"]
+    layout: Callable[[Tensor], Tensor] = uses.as_it_is
 
 
 class Reached(NamedTuple):
@@ -100,25 +104,27 @@ def moves_of_scores(
     for name, direction in directions.items():
         with forward_ad.dual_level(), torch.no_grad():
             duals = {
-                key: _dual(value.detach(), direction.get(key))
+                key: _dual(precise(value.detach()), direction.get(key))
                 for key, value in attends.parameters.items()
             }
             reached = _run(attends, duals, _AttentionCalls(attends.calls)).arguments
             if not found:
-                found = [(_plain(arguments), {}) for arguments in reached]
+                found = [(_plain(arguments, attends.samples), {}) for arguments in reached]
             for (_, moves), arguments in zip(found, reached, strict=True):
-                moves[name] = _move(**arguments)
+                dq, dk = _move(**arguments)
+                if attends.samples is not None:
+                    dq, dk = (moved.index_select(0, attends.samples) for moved in (dq, dk))
+                moves[name] = dq, dk
     return found
 
 
-def scores_with_graph(
-    attends: AttentionModule, scale_of: ScaleOf
-) -> tuple[list[Reached], Parameters]:
-    """Every attention call of the module with the graph that leads to it from the parameters.
+def scores_with_graph(attends: AttentionModule) -> tuple[list[Reached], Parameters]:
+    """Every attention call of the module, on all samples, with the graph that leads to it.
+
+    The uses of parameters before it are those that the function rules know.
 
     Args:
         attends: the module.
-        scale_of: tells the uses of trained parameters among all functions called.
 
     Returns:
         The calls, and the leaves of the graph, by name.
@@ -126,13 +132,13 @@ def scores_with_graph(
     Raises:
         RuntimeError: the module calls attention less often than it should.
     """
-    leaves = {name: value.detach().requires_grad_() for name, value in attends.parameters.items()}
+    leaves = {n: precise(p).detach().requires_grad_() for n, p in attends.parameters.items()}
     with torch.enable_grad():
-        run = _run(attends, leaves, _AttentionCalls(attends.calls, scale_of))
+        run = _run(attends, leaves, _AttentionCalls(attends.calls, notes_uses=True))
         calls = []
-        for arguments, uses in zip(run.arguments, run.uses_before, strict=True):
-            query, key = by_head(arguments["query"]), by_head(arguments["key"])
-            calls.append(Reached(query, of_heads(key, query.shape[1]), run.uses[:uses]))
+        for arguments, before in zip(run.arguments, run.uses_before, strict=True):
+            query, key = _of_equal_shape(arguments["query"], arguments["key"])
+            calls.append(Reached(query, key, run.uses[:before]))
     return calls, leaves
 
 
@@ -145,9 +151,13 @@ def _load_forward_mode() -> None:
 
 
 def _move(query: Tensor, key: Tensor, **_: Any) -> Move:
-    heads = by_head(query).shape[1]
-    dq, dk = (by_head(exact(_parts(dual)[1])) for dual in (query, key))
-    return dq, of_heads(dk, heads)
+    return _of_equal_shape(*(exact(_parts(dual)[1]) for dual in (query, key)))
+
+
+def _of_equal_shape(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Both by sample and head, with as many of the one as of the other."""
+    query = by_head(query)
+    return query, of_heads(by_head(key), query.shape[1]).expand(len(query), -1, -1, -1)
 
 
 def _dual(value: Tensor, tangent: Tensor | None) -> Tensor:
@@ -163,12 +173,12 @@ def _parts(dual: Tensor) -> tuple[Tensor, Tensor]:
     return value, torch.zeros_like(value) if tangent is None else tangent
 
 
-def _plain(arguments: Mapping[str, Any]) -> Attention:
+def _plain(arguments: Mapping[str, Any], samples: Tensor | None) -> Attention:
     values: dict[str, Any] = {
         name: _parts(value)[0] if isinstance(value, Tensor) else value
         for name, value in arguments.items()
     }
-    return attention(**values)
+    return attention(**values, samples=samples)
 
 
 class _ScoresReached(Exception):
@@ -178,13 +188,14 @@ class _ScoresReached(Exception):
 class _AttentionCalls(TorchFunctionMode):
     """Notes the arguments of the first so many attention calls, and ends the run with the last."""
 
-    def __init__(self, calls: int, scale_of: ScaleOf | None = None) -> None:
+    def __init__(self, calls: int, *, notes_uses: bool = False) -> None:
         super().__init__()
         self.arguments: list[dict[str, Any]] = []
         self.uses: list[Use] = []
         self.uses_before: list[int] = []  # each of the calls
+        self.state: Collection[int] = ()  # ids of all parameters and buffers that the run uses
         self._calls = calls
-        self._scale_of = scale_of
+        self._notes_uses = notes_uses
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -196,7 +207,7 @@ class _AttentionCalls(TorchFunctionMode):
                 return _opened(**{**bound, "need_weights": False})
         if func is not functional.scaled_dot_product_attention:
             return self._noted(func, args, kwargs, func(*args, **kwargs))
-        self.arguments.append({**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs})
+        self.arguments.append({**dict(zip(ARGUMENTS, args, strict=False)), **kwargs})
         self.uses_before.append(len(self.uses))
         if len(self.arguments) == self._calls:
             raise _ScoresReached
@@ -204,39 +215,83 @@ class _AttentionCalls(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _noted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], z: Any) -> Any:
-        scale = None if self._scale_of is None else self._scale_of(func, args, kwargs, z)
-        if scale is None:
+        if not self._notes_uses or not any(map(_is_trained, tensors_in(*args, *kwargs.values()))):
             return z
-        self.uses.append(Use(z, scale))
-        return z.clone()  # what is done to it in place is no part of the use
+        if not isinstance(z, Tensor):
+            return z
+        name, call = getattr(func, "__name__", ""), uses.FunctionCall(z, self._of_model)
+        with torch.no_grad():
+            found = [
+                use
+                for used in uses.uses_in(name, call, tuple(args), dict(kwargs))
+                if (use := _with_scale(used, z)) is not None
+            ]
+        self.uses += found
+        return z.clone() if found else z  # what is done to it in place is no part of the use
+
+    def _of_model(self, value: object) -> bool:
+        base = value._base if isinstance(value, Tensor) else None
+        return not isinstance(value, Tensor) or id(value) in self.state or id(base) in self.state
 
 
-_ARGUMENTS = tuple(inspect.signature(attention).parameters)
+def _is_trained(tensor: Tensor | None) -> bool:
+    """Whether it is a parameter that moves, or a view of one: the inputs have no gradient."""
+    if tensor is None or not tensor.requires_grad:
+        return False
+    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
+
+
+def _with_scale(use: uses.Use, z: Tensor) -> Use | None:
+    weight, bias = _is_trained(use.weight), _is_trained(use.bias)
+    if not weight and not bias:
+        return None
+    every = Rows(tuple(use.layout(z).shape[:-1]), None, z.device)
+    scale = use.features(every).restrict(weight=weight, bias=bias).scale()
+    return None if scale is None else Use(z, scale, use.layout)
+
+
+ARGUMENTS = tuple(inspect.signature(attention).parameters)
 _SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
-
-
-def _without_overrides(function: Any) -> Callable[..., Any]:
-    """The same function, asking no mode whether it wants to do it instead: what is inside shows."""
-    blind = {**function.__globals__, "has_torch_function": lambda _: False}
-    twin = FunctionType(function.__code__, blind, function.__name__, function.__defaults__)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    return twin
-
-
-_opened = _without_overrides(functional.multi_head_attention_forward)
+_opened = twin(functional.multi_head_attention_forward)
 
 
 def _run(
     attends: AttentionModule, parameters: Parameters, noting: _AttentionCalls
 ) -> _AttentionCalls:
+    """Run the module in the precision of the measures; nobody is to notice."""
     module = attends.module
-    state = {**parameters, **{name: b.clone() for name, b in module.named_buffers()}}
+    state = {n: precise(p.detach()) for n, p in module.named_parameters() if n not in parameters}
+    state |= {**parameters, **{n: precise(b.clone()) for n, b in module.named_buffers()}}
+    noting.state = {id(tensor) for tensor in state.values()}
     device = next(iter(parameters.values())).device
-    with suppress(_ScoresReached), restored_randomness(device), noting:
-        functional_call(module, state, tuple(attends.args), dict(attends.kwargs))
+    try:
+        with ExitStack() as around:
+            for each in (suppress(_ScoresReached), own_run(), forced_eager()):
+                around.enter_context(each)
+            around.enter_context(restored_randomness(device))
+            around.enter_context(_same_attributes(module))
+            around.enter_context(noting)
+            functional_call(module, state, tuple(attends.args), dict(attends.kwargs))
+    except Exception as error:
+        raise RuntimeError(
+            f"{type(module).__name__}: failed when run once more: {type(error).__name__}: {error}"
+        ) from error
     if len(noting.arguments) < attends.calls:
         raise RuntimeError(
             f"{type(module).__name__}: got {len(noting.arguments)} calls of "
             f"F.scaled_dot_product_attention when run once more, expected {attends.calls}"
         )
     return noting
+
+
+@contextmanager
+def _same_attributes(module: nn.Module) -> Iterator[None]:
+    """Afterwards the module and all in it have the attributes that they had before."""
+    kept = [(vars(each), dict(vars(each))) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for now, before in kept:
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update({name: x for name, x in before.items() if now.get(name) is not x})

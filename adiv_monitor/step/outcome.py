@@ -1,7 +1,7 @@
 """From numbers on the host to readings, and what a reader must know about them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from adiv_monitor.capture.updates import APPLIED, STEPPED, Watch
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.readings import Array, Measured, Numbers, measure
-from adiv_monitor.report import MEASURES, LayerReading
+from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
 _RULE_TOLERANCE = 0.05
@@ -45,6 +45,7 @@ class Outcome:
         misdescribed: path → why a layer must not be watched again: its rule does not hold.
         checked: layers whose rule was seen to hold (an output of zeros shows nothing).
         notes: what else a reader must know.
+        attention: the readings of attentions.
     """
 
     layers: dict[str, LayerReading]
@@ -52,6 +53,7 @@ class Outcome:
     misdescribed: dict[str, str]
     checked: set[str]
     notes: list[str]
+    attention: dict[str, AttentionReading] = field(default_factory=dict)
 
 
 @dataclass
@@ -85,6 +87,11 @@ class Looked:
     entry_rows: Index | None = field(default=None, repr=False)
 
 
+def refusals(flags: Mapping[str, Array]) -> list[str]:
+    """Why the step can't be measured at all; empty if it can."""
+    return [reason for name, reason in _REFUSED.items() if flags.get(name, np.zeros(1)).any()]
+
+
 def understand(
     looked: Mapping[str, Looked],
     values: dict[str, dict[str, Array]],
@@ -106,8 +113,7 @@ def understand(
         watch: is told what happened to gradients and weights.
         keeps_gradient: γ was copied, so that the optimizer could not change it.
     """
-    refused = [reason for name, reason in _REFUSED.items() if flags.get(name, np.zeros(1)).any()]
-    if refused:
+    if refused := refusals(flags):
         return Outcome({}, {}, {}, set(), refused)
     errors = {p: float(v["rule_error"]) for p, v in values.items() if "rule_error" in v}
     misdescribed = {
@@ -198,13 +204,13 @@ class _Step:
         if self.gradient_lost:
             notes.append(
                 "The optimizer changed .grad during its step, unlike before: parameter_cosine, "
-                f"applied_cosine and descent are missing for {_listed(paths)}, from the next "
+                f"applied_cosine and descent are missing for {listed(paths)}, from the next "
                 "report on they are there."
             )
         if self.weights_changed and not self.has_applied:
             notes.append(
                 "The weights changed after the optimizer's step, unlike before: projection_cosine "
-                f"and applied_cosine are missing for {_listed(paths)}, from the next report on "
+                f"and applied_cosine are missing for {listed(paths)}, from the next report on "
                 "they are there."
             )
         return notes
@@ -254,7 +260,7 @@ def _not_finite(numbers: Mapping[str, Numbers]) -> list[str]:
         for path, found in numbers.items()
         if not np.isfinite(found.values["products"][:, 0, 0]).all()
     ]
-    return [f"The gradient is not finite in {_listed(paths)}."] if paths else []
+    return [f"The gradient is not finite in {listed(paths)}."] if paths else []
 
 
 def _from_rows(reasons: Mapping[str, str]) -> list[str]:
@@ -263,7 +269,7 @@ def _from_rows(reasons: Mapping[str, str]) -> list[str]:
     for reason, sentence in _FROM_ROWS.items():
         paths = [path for path, found in reasons.items() if found == reason]
         if paths:
-            notes.append(sentence.format(_listed(paths)) + ": estimated from their rows alone.")
+            notes.append(sentence.format(listed(paths)) + ": estimated from their rows alone.")
     return notes
 
 
@@ -276,7 +282,7 @@ def _without_common(readings: Mapping[str, LayerReading], watch: Watch) -> list[
     if not paths:
         return []
     return [
-        f"Idle rows, unlike before: common_share is missing for {_listed(paths)}, from the next "
+        f"Idle rows, unlike before: common_share is missing for {listed(paths)}, from the next "
         "report on it is there."
     ]
 
@@ -290,7 +296,8 @@ def _learn(
         watch.learn(gradient_changed=step.gradient_changed, weights_changed=step.weights_changed)
 
 
-def _listed(paths: list[str]) -> str:
+def listed(paths: Sequence[str]) -> str:
+    """The first few of them, and how many more there are."""
     shown = ", ".join(paths[:3])
     return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 
