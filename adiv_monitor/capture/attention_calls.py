@@ -36,7 +36,7 @@ from adiv_monitor.features.uses import Refused
 _MOST_SAMPLES = 8
 # Scores of all samples of an attention together; but less than two samples tell no error.
 _MOST_SCORES = 2**23
-_OPENED = "multi_head_attention_forward"
+_BY_HAND = ("bmm", "baddbmm", "matmul", "__matmul__", "softmax")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class AttentionCall(Call):
         self.seen = seen
         self.picked: Tensor | None = None
 
+    @property
+    def looked_at(self) -> int:
+        """How many samples are."""
+        return self.rows.total if self.rows.chosen is None else len(self.rows.chosen)
+
     def pick(self, index: Tensor) -> None:
         """Look at no more than these; the inputs stay, for what is per sample shows but once."""
         self.picked = index
@@ -102,7 +107,7 @@ class Attending:
         """The gradients are final: the calls that are part of them."""
         calls = [call for call in self.rows.finish() if isinstance(call, AttentionCall)]
         self.rows.calls.clear()
-        return [call for call in calls if call.picked is None or len(call.picked)]
+        return calls
 
 
 @dataclass(eq=False)
@@ -205,7 +210,8 @@ class AttentionCalls:
         if function is functional.scaled_dot_product_attention:
             return partial(self._attend, forwards.running)
         name = getattr(function, "__name__", "")
-        if forwards.inside == _OPENED and name in ("bmm", "baddbmm", "softmax"):
+        by_hand = isinstance(forwards.innermost, nn.MultiheadAttention) and name in _BY_HAND
+        if by_hand:
             return partial(self._weigh, forwards.running, function, name)
         return function
 
@@ -385,10 +391,5 @@ def _by_head(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def _heads_apart(module: nn.Module, tensor: Tensor) -> Tensor:
-    """Where samples and heads are one dimension."""
-    if not isinstance(module, nn.MultiheadAttention):
-        raise Refused(
-            f"{type(module).__name__} calls multi_head_attention_forward for its weights, expected "
-            "nn.MultiheadAttention to do so"
-        )
-    return tensor.view(-1, module.num_heads, *tensor.shape[1:])
+    """Torch's own attention has samples and heads in one dimension."""
+    return tensor if tensor.dim() == 4 else tensor.unflatten(0, (-1, module.num_heads))  # type: ignore[no-untyped-call]

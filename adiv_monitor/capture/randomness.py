@@ -1,7 +1,10 @@
 """The random numbers that training draws: what the monitor draws besides must not show in them."""
 
-from contextlib import AbstractContextManager
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +25,17 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def restored_randomness(device: torch.device) -> AbstractContextManager[None]:
-    """Afterwards random numbers go on as if nothing had been drawn, on the host and this device."""
-    if device.type == "cpu":
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[device], device_type=device.type)
+@contextmanager
+def restored_randomness(device: torch.device) -> Iterator[None]:
+    """Afterwards random numbers go on as if nothing had been drawn, on the host and this device.
+
+    On the host those of Python and numpy too.
+    """
+    states = random.getstate(), np.random.get_state()
+    kept = {} if device.type == "cpu" else {"device_type": device.type}
+    try:
+        with torch.random.fork_rng(devices=[device] if kept else [], **kept):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -8,12 +8,12 @@ the module are held, as everywhere (*single-layer*), and all of its parameters m
 and outputs do nothing to the scores.
 """
 
-import functools
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from adiv_monitor.capture.hook import own_run
 from adiv_monitor.capture.origin import tensors_in
 from adiv_monitor.capture.randomness import restored_randomness
 from adiv_monitor.features import uses
+from adiv_monitor.features.registry import Rule, find_rule, use_of
 from adiv_monitor.features.rows import Rows, exact, precise
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
 
@@ -142,7 +143,7 @@ def scores_with_graph(attends: AttentionModule) -> tuple[list[Reached], Paramete
     return calls, leaves
 
 
-@functools.cache
+@cache
 def _load_forward_mode() -> None:
     """Some of torch's forward derivatives are loaded with the first one; one file warns then."""
     with warnings.catch_warnings():
@@ -196,6 +197,7 @@ class _AttentionCalls(TorchFunctionMode):
         self.state: Collection[int] = ()  # ids of all parameters and buffers that the run uses
         self._calls = calls
         self._notes_uses = notes_uses
+        self._inside = 0  # how many modules with rules of their own
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -215,19 +217,51 @@ class _AttentionCalls(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _noted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], z: Any) -> Any:
-        if not self._notes_uses or not any(map(_is_trained, tensors_in(*args, *kwargs.values()))):
+        given = tensors_in(*args, *kwargs.values())
+        if not self._notes_uses or self._inside or not any(map(_is_trained, given)):
             return z
-        if not isinstance(z, Tensor):
+        if not isinstance(z, Tensor) or not z.requires_grad:
             return z
         name, call = getattr(func, "__name__", ""), uses.FunctionCall(z, self._of_model)
         with torch.no_grad():
-            found = [
-                use
-                for used in uses.uses_in(name, call, tuple(args), dict(kwargs))
-                if (use := _with_scale(used, z)) is not None
-            ]
-        self.uses += found
-        return z.clone() if found else z  # what is done to it in place is no part of the use
+            return self._with(z, uses.uses_in(name, call, tuple(args), dict(kwargs)))
+
+    def _with(self, z: Tensor, found: Iterable[uses.Use]) -> Tensor:
+        """The output, once its uses are noted; what is done to it in place is no part of them."""
+        count = len(self.uses)
+        self.uses += [use for each in found if (use := _with_scale(each, z)) is not None]
+        with torch.enable_grad():
+            return z.clone() if len(self.uses) > count else z
+
+    @contextmanager
+    def by_rules(self, module: nn.Module) -> Iterator[None]:
+        """Modules that have rules of their own are uses as a whole."""
+        with ExitStack() as hooks:
+            for each in module.modules() if self._notes_uses else ():
+                rule = find_rule(each)
+                if isinstance(rule, Rule):
+                    ends = partial(self._rule_ends, rule)
+                    before = each.register_forward_pre_hook(self._rule_begins)
+                    after = each.register_forward_hook(ends, with_kwargs=True)
+                    hooks.callback(before.remove)
+                    hooks.callback(after.remove)
+            yield
+
+    def _rule_begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._inside += 1
+
+    def _rule_ends(
+        self,
+        rule: Rule,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        z: Tensor,
+    ) -> Tensor:
+        with torch.no_grad():
+            z = self._with(z, [use_of(rule, module, args, kwargs)])
+        self._inside -= 1
+        return z
 
     def _of_model(self, value: object) -> bool:
         base = value._base if isinstance(value, Tensor) else None
@@ -264,14 +298,18 @@ def _run(
     state |= {**parameters, **{n: precise(b.clone()) for n, b in module.named_buffers()}}
     noting.state = {id(tensor) for tensor in state.values()}
     device = next(iter(parameters.values())).device
+    kwargs = dict(attends.kwargs)
+    if isinstance(module, nn.MultiheadAttention):  # else scores are made where they aren't seen
+        kwargs["need_weights"] = False
     try:
         with ExitStack() as around:
             for each in (suppress(_ScoresReached), own_run(), forced_eager()):
                 around.enter_context(each)
             around.enter_context(restored_randomness(device))
             around.enter_context(_same_attributes(module))
+            around.enter_context(noting.by_rules(module))
             around.enter_context(noting)
-            functional_call(module, state, tuple(attends.args), dict(attends.kwargs))
+            functional_call(module, state, tuple(attends.args), kwargs)
     except Exception as error:
         raise RuntimeError(
             f"{type(module).__name__}: failed when run once more: {type(error).__name__}: {error}"

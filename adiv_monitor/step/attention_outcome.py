@@ -64,7 +64,8 @@ def attention_outcome(
         if not scale_error <= min(50 * seen.precision**0.5, _TOLERANCE):
             no_scale[path] = (
                 "it is not the sum over rows of known uses of parameters (queries and keys have a "
-                "weight in common, tokens are mixed before the scores, or a use is not known)"
+                "weight in common, tokens are mixed before the scores, a layer weighs its gradient, "
+                "or a use is not known)"
             )
         if path in no_scale:
             numbers = {n: x for n, x in numbers.items() if not n.startswith("scale_")}

@@ -137,7 +137,7 @@ class AttentionStep:
         held = attending.held
         now = {name: parameter.detach() for name, parameter in held.items()}
         gamma = {name: p.grad for name, p in held.items() if p.grad is not None}
-        replayed = [self._replay(attending, call, now, gamma) for call in calls]
+        replayed = [self._replay(attending, c, now, gamma) for c in calls if c.looked_at]
         attended = Attended(
             samples=sum(call.rows.total for call in calls),
             precision=max(max(call.seen.precision, call.precision) for call in calls),
