@@ -18,6 +18,7 @@ from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import ATTENTION_MEASURES, WORST, StepReport
 from adiv_monitor.sinks import Sink
+from adiv_monitor.sinks.lent import lent
 from adiv_monitor.sinks.logger import logger_sink
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
@@ -112,7 +113,7 @@ class DivergenceCallback(Callback):
             "seed": seed,
         }
         self._measures = known_measures(measures)
-        self._sinks = tuple(_UserSink(sink) for sink in sinks)
+        self._sinks = lent(sinks, "DivergenceCallback")
         self._prog_bar = prog_bar
         self._restored: dict[str, Any] = {}
         self._published: dict[str, StepReport] = {}
@@ -282,18 +283,3 @@ def _shares(
     if not filled:
         return {"": layers}  # Monitor will refuse it, and say what there is to choose from
     return {name: shares[name] for name in filled}
-
-
-class _UserSink:
-    """A user's sink in a monitor's hands: a monitor closes its sinks, and there may be several."""
-
-    def __init__(self, sink: Sink) -> None:
-        if not isinstance(sink, Sink):
-            raise TypeError(
-                f"DivergenceCallback(sinks=…): got a {type(sink).__name__}, expected objects with "
-                "the methods write(report) and close()"
-            )
-        self.write = sink.write
-
-    def close(self) -> None:
-        """The user may go on with the sink after the fit."""

@@ -353,15 +353,17 @@ class Monitor:
         outcome = pending.step.outcome()
         self._checked |= outcome.checked
         self._switched_off |= outcome.misdescribed
-        measured = [x for path, x in pending.capture.layers.items() if path in outcome.layers]
+        seen = pending.capture.layers
+        measured = [layer for path, layer in seen.items() if path in outcome.layers]
         known = {**outcome.unsupported, **pending.capture.refused}
-        known |= {p: r for p, r in self._switched_off.items() if p in pending.capture.layers}
+        known |= {p: r for p, r in self._switched_off.items() if p in seen}
+        told = [*measured, *(layer for path, layer in seen.items() if path in known)]
         report = StepReport(
             step=pending.number,
             layers=outcome.layers,
             unsupported={
                 **pending.selection.unsupported,
-                **pending.selection.unexplained(measured, known, pending.capture.why_unmeasured),
+                **pending.selection.unexplained(told, known, pending.capture.why_unmeasured),
                 **known,
             },
             coverage=pending.selection.coverage(measured),

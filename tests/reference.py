@@ -8,7 +8,7 @@ what the layer gives after a plain gradient step with η = 1, d what it gives af
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,8 +29,8 @@ class LayerTruth:
     features: Tensor  # (rows, ·): φ_W, of all groups
     gamma: Tensor
     u: Tensor
-    module: nn.Module
-    inputs: list[Tensor]
+    module: nn.Module = field(default_factory=nn.Module)
+    inputs: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -134,20 +134,14 @@ def _scale(module: nn.Module, x: Tensor) -> Tensor:
     z = rows_of(module, module(x))
     groups = groups_of(module, z.shape[1])
     first = z[:, :: z.shape[1] // groups]
-    return torch.stack(
-        [
-            torch.stack(
-                [
-                    sum(
-                        g.square().sum()
-                        for g in torch.autograd.grad(v, parameters, retain_graph=True)
-                    )
-                    for v in row
-                ]
-            )
-            for row in first
-        ]
-    )
+    return _squares(first, parameters)
+
+
+def _squares(values: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """‖∂v/∂Θ‖² of every entry of a matrix."""
+    gradients = [torch.autograd.grad(v, parameters, retain_graph=True) for v in values.flatten()]
+    squares = [sum(g.square().sum() for g in of_entry) for of_entry in gradients]
+    return torch.stack(squares).reshape(values.shape)
 
 
 def _features(module: nn.Module, x: Tensor) -> Tensor:
@@ -160,6 +154,66 @@ def _features(module: nn.Module, x: Tensor) -> Tensor:
     return torch.stack(
         [torch.autograd.grad(row.sum(), weight, retain_graph=True)[0].flatten() for row in first]
     )
+
+
+def function_truth(
+    outputs: Callable[[Mapping[str, Tensor]], Tensor],
+    old: Mapping[str, Tensor],
+    new: Mapping[str, Tensor],
+    gradient: Mapping[str, Tensor],
+    G: Tensor,
+    *,
+    weight: str | None,
+    bias: str | None,
+    groups: int,
+) -> LayerTruth:
+    """The truth of one use of parameters by a function: it is called again with others.
+
+    Args:
+        outputs: (parameters) → z's rows, (rows, n_total).
+        old: all parameters before the step, detached; those of other uses keep these values.
+        new: all parameters after the step.
+        gradient: their gradients.
+        G: ∂L/∂z's rows.
+        weight: name of the weight among them.
+        bias: name of the bias.
+        groups: groups of z's channels with scales of their own.
+    """
+    names = [name for name in (weight, bias) if name is not None]
+
+    def changed(values: Mapping[str, Tensor], *only: str | None) -> Tensor:
+        with torch.no_grad():
+            return outputs({**old, **{name: values[name] for name in only if name is not None}})
+
+    z = changed(old)
+    leaves = {name: old[name].clone().requires_grad_() for name in names}
+    first = outputs({**old, **leaves})
+    first = first[:, :: first.shape[1] // groups]
+    lead = leaves[names[0]]
+    return LayerTruth(
+        G=G,
+        z=z,
+        e=z - changed({name: old[name] - gradient[name] for name in names}, *names),
+        d=z - changed(new, *names),
+        by_weight=changed(new, weight) - z,
+        by_bias=changed(new, bias) - z,
+        scale=_squares(first, list(leaves.values())),
+        features=torch.stack(
+            [torch.autograd.grad(row.sum(), lead, retain_graph=True)[0].flatten() for row in first]
+        ),
+        gamma=torch.cat([gradient[name].flatten() for name in names]),
+        u=torch.cat([(new[name] - old[name]).flatten() for name in names]),
+    )
+
+
+def projected(truth: LayerTruth, outputs: Callable[..., Tensor], values: Sequence[Tensor]) -> float:
+    """The ceiling: G projected on the columns of ∂z/∂Θ, z's rows as a function of Θ's parts."""
+    jacobians = torch.autograd.functional.jacobian(
+        lambda *parts: outputs(*parts).flatten(), tuple(values)
+    )
+    columns = torch.cat([j.reshape(len(j), -1) for j in jacobians], dim=1)
+    G = truth.G.flatten()
+    return float((columns @ torch.linalg.pinv(columns) @ G).norm() / G.norm())
 
 
 def measures(truth: LayerTruth, seen: Sequence[int] | None = None) -> dict[str, float]:
@@ -225,9 +279,6 @@ def attainable_cosine(truth: LayerTruth) -> float:
     def outputs(*values: Tensor) -> Tensor:
         named = dict(zip(parameters, values, strict=True))
         calls = [torch.func.functional_call(module, named, (x,)) for x in truth.inputs]
-        return torch.cat([rows_of(module, z) for z in calls]).flatten()
+        return torch.cat([rows_of(module, z) for z in calls])
 
-    jacobians = torch.autograd.functional.jacobian(outputs, tuple(parameters.values()))
-    columns = torch.cat([j.flatten(1) for j in jacobians], dim=1)
-    G = truth.G.flatten()
-    return float((columns @ torch.linalg.pinv(columns) @ G).norm() / G.norm())
+    return projected(truth, outputs, list(parameters.values()))

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "arguments": {"capture", "sinks", "step"},
     "monitor": {"arguments", "capture", "errors", "report", "sinks", "step"},
     "lightning": {"arguments", "capture", "errors", "monitor", "report", "sinks"},
+    "huggingface": {"arguments", "capture", "monitor", "sinks"},
     "__init__": {"errors", "monitor", "report"},
 }
 # Pure maths on the host: no tensors, no torch.

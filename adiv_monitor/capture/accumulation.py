@@ -21,6 +21,9 @@ from adiv_monitor.maths import dots
 class Rows(Protocol):
     """What is to follow the parameter's gradient: the rows of a layer that it belongs to."""
 
+    def settle(self) -> None:
+        """A gradient has come."""
+
     def reset(self) -> None:
         """What had been accumulated is gone."""
 
@@ -124,6 +127,8 @@ class Accumulation:
 
     def _before(self, gradient: Tensor) -> None:
         """Just before a gradient is accumulated, or returned by `autograd.grad`."""
+        for rows in self._users():
+            rows.settle()
         held = self._parameter.grad
         norm = None if held is None else dots.norm(held)
         touched = held is not None and not self._untouched(held)

@@ -10,7 +10,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import numpy as np
@@ -212,7 +212,8 @@ class AttentionCalls:
         name = getattr(function, "__name__", "")
         by_hand = isinstance(forwards.innermost, nn.MultiheadAttention) and name in _BY_HAND
         if by_hand:
-            return partial(self._weigh, forwards.running, function, name)
+            seen = partial(self._weigh, forwards.running, function, name)
+            return update_wrapper(seen, function, assigned=("__name__",), updated=())
         return function
 
     def _attend(self, running: Sequence[Forward], *args: Any, **kwargs: Any) -> Any:

@@ -6,12 +6,14 @@ activations, modules that are called several times and checkpointing all work:
 - several calls and micro-batches: every call is kept with its own gradient;
 - re-entrant checkpointing: the first pass has no gradient graph and is skipped;
 - other checkpointing: the recomputation's output never receives a gradient and is dropped;
-- gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them.
+- gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them;
+- recurrent functions, which hide their rows: a replay tells them in the backward pass.
 """
 
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -25,20 +27,26 @@ from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forward, Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
+from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.origin import Origin, tensors_in
 from adiv_monitor.capture.pieces import Piece, Source, overlap
+from adiv_monitor.capture.randomness import random_state
 from adiv_monitor.capture.selection import Layer, Place, Selection
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
+from adiv_monitor.features.linear import affine
+from adiv_monitor.features.recurrent import Map, Replay, Returned, uses_of
+from adiv_monitor.features.recurrent_call import RECURRENT, RecurrentCall, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.rows import Rows
-from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses_in
+from adiv_monitor.features.uses import FunctionCall, Refused, Use, as_it_is, name_of, uses_in
 from adiv_monitor.features.whole import squares
-from adiv_monitor.maths import dots
+from adiv_monitor.maths import ceiling, dots
 
 # These overwrite what they were given, which the rows need.
-_OVERWRITE = ("mul_", "__imul__", "addcmul_")
+_OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
+_ATTRIBUTES = ("__get__", "__set__")  # what they give is a view, or no tensor
 # These are Python, and use parameters in the functions that they call.
 _OPENED = ("multi_head_attention_forward",)
 
@@ -97,6 +105,7 @@ class Capture:
         self._order = {key: i for i, key in enumerate(selection.places)}
         self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
         self._owners = set(selection.owners)
+        self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
         self._forwards = Forwards(
             selection.modules, selection.closed, self._called, self._begins, self._ends
         )
@@ -110,6 +119,8 @@ class Capture:
         for accumulated in self.accumulated.values():
             accumulated.remove()
         self.accumulated.clear()  # they refer to this: a cycle that would hold gradients back
+        for late in list(self._late):
+            late.release()
 
     def saw_calls(self) -> bool:
         """Whether any layer was called with gradients enabled."""
@@ -196,32 +207,64 @@ class Capture:
     def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and note the parameters that it uses."""
         name = getattr(function, "__name__", "")
-        watched = self._active and torch.is_grad_enabled() and name not in ("__get__", "__set__")
-        if not watched or self._forwards.innermost in self._selection.rules:
+        if name in _ATTRIBUTES or not self._is_looking():
             return function(*args, **kwargs)
         if self.attention is not None:
             function = self.attention.watched(function, self._forwards)
         origin = self._origin
-        tensors = list(tensors_in(*args, *kwargs.values()))
-        theirs = [origin.of_model(tensor) for tensor in tensors]
-        trained = [tensor for tensor in tensors if origin.is_trained(tensor)]
-        kept = args
-        if trained and name in _OVERWRITE and not origin.of_model(args[0]):
-            kept = (args[0].detach().clone(), *args[1:])
-        if trained and name in _OPENED:
-            return self._forwards.opened(function, args, kwargs)
-        result = function(*args, **kwargs)
-        data = not all(theirs)
-        if trained and isinstance(result, Tensor) and trains(result):
-            call = FunctionCall(result, origin.of_model, self._forwards.inside)
-            used = self._uses(name, call, kept, kwargs, trained)
-            if data or used:
-                self._explain(name, trained, used)
+        trained, data = [], False
+        for tensor in tensors_in(*args, *kwargs.values()):
+            if not origin.of_model(tensor):
                 data = True
-        elif trained and data:
-            self._explain(name, trained, [])
+            elif origin.is_trained(tensor):
+                trained.append(tensor)
+        if trained:
+            return self._called_with(trained, function, name, args, kwargs, data=data)
+        result = function(*args, **kwargs)
         if not data:
             origin.remember(result)
+        elif args and (result is args[0] or result is None):
+            origin.forget(args[0])  # it may have been of zeros so far
+        return result
+
+    def _is_looking(self) -> bool:
+        """Whether what is called can be part of what is measured."""
+        return (
+            self._active
+            and torch.is_grad_enabled()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and self._forwards.innermost not in self._selection.rules
+        )
+
+    def _called_with(
+        self,
+        trained: list[Tensor],
+        function: Function,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        data: bool,
+    ) -> Any:
+        """Call a function that takes what is trained; `data`: and something of the batch."""
+        if name in _OPENED:
+            return self._forwards.opened(function, args, kwargs)
+        if function in RECURRENT:
+            return self._recurrent(function, args, kwargs, trained)
+        kept = args
+        if name in _OVERWRITE and not self._origin.of_model(args[0]):
+            kept = (args[0].detach().clone(), *args[1:])
+        result = function(*args, **kwargs)
+        made = args[0] if name == "__setitem__" else result
+        used: list[Tensor] = []
+        if isinstance(made, Tensor) and trains(made):
+            call = FunctionCall(made, self._origin.of_model, self._forwards.inside)
+            used = self._uses(name_of(function), call, kept, kwargs, trained)
+        if data or used:
+            self._explain(name, trained, used)
+            self._origin.forget(made)
+        else:
+            self._origin.remember(result)
         return result
 
     def _uses(
@@ -233,22 +276,53 @@ class Capture:
         trained: list[Tensor],
     ) -> list[Tensor]:
         """Note the uses in a call; the tensors that they account for."""
-        used: list[Tensor] = []
-        path = self._place(self._first(trained[0])).full_name
-        if path in self._off:
+        if self._is_off(trained):
             return trained
-        try:
-            with torch.no_grad(), without_autocast(call.result):
-                for use in uses_in(name, call, args, kwargs):
-                    used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
-                    self._note(use, call.result)
-        except Refused as refusal:
-            self.refused[self._place(self._first(trained[0])).path] = str(refusal)
-            return trained
-        except Exception as error:
-            self._failed(path, error)
-            return trained
+        with self._noting(trained) as used, without_autocast(call.result):
+            for use in uses_in(name, call, args, kwargs):
+                used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
+                self._note(use, call.result)
         return used
+
+    def _recurrent(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trained: list[Tensor],
+    ) -> Any:
+        """Call a recurrent function, and note the linear maps in it."""
+        call = rng_state = None
+        if not self._is_off(trained):
+            with self._noting(trained):
+                call = read_call(function, args, kwargs)
+                if call.draws and call.refusal is None:
+                    rng_state = random_state(call.input.device)
+        result = function(*args, **kwargs)
+        outputs = tuple(tensors_in(result))
+        if call is not None and trains(outputs[0]):
+            with self._noting(trained) as used:
+                used += self._note_maps(call, outputs, rng_state)
+            self._explain(function.__name__, trained, used)
+        return result
+
+    @contextmanager
+    def _noting(self, trained: list[Tensor]) -> Iterator[list[Tensor]]:
+        """While uses of these are noted: collects those accounted for; if that fails, all are."""
+        place = self._place(self._first(trained[0]))
+        used: list[Tensor] = []
+        try:
+            with torch.no_grad():
+                yield used
+        except Refused as refusal:
+            self.refused[place.path] = str(refusal)
+            used += trained
+        except Exception as error:
+            self._failed(place.full_name, error)
+            used += trained
+
+    def _is_off(self, trained: list[Tensor]) -> bool:
+        return bool(self._off) and self._place(self._first(trained[0])).full_name in self._off
 
     def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
         """Keep in mind what parameters went into where no rule can follow."""
@@ -268,18 +342,10 @@ class Capture:
             return
         z = use.layout(output)
         rows_of_layer = self.rows[layer.path]
-        rows, chosen = rows_of_layer.choose(tuple(z.shape[:-1]), output.device)
-        features = use.features(rows)
-        taken = rows.take(z)
-        if not checked and layer.path not in self._checked and len(taken):
-            rows_of_layer.linear = reproduces(use, features, taken)
-        whole = use.whole() if layer.weight is not None else None
-        if whole is not None:
-            whole = whole.restrict(weight=True, bias=layer.bias is not None)
-        call = Call(rows, chosen)
-        call.look(_trained(layer, features), taken, whole)
-        if self._attainable:
-            call.every_row = _trained(layer, use.features(Rows(rows.shape, None, rows.device)))
+        call = Call(*rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
+        features = self._look(layer, call, use, z)
+        if not checked and layer.path not in self._checked and len(call.z):
+            rows_of_layer.linear = reproduces(use, features, call.z)
         rows_of_layer.calls.append(call)
         if self.attention is not None:
             self.attention.last_used = layer.pieces[0].parameter
@@ -289,6 +355,43 @@ class Capture:
         )
         call.hook = weakref.ref(arrive)
         output.register_hook(arrive)  # type: ignore[no-untyped-call]
+
+    def _look(self, layer: Layer, call: Call, use: Use, z: Tensor) -> Features:
+        """Gather the rows of a call; all that is said of them, trained or not."""
+        features = use.features(call.rows)
+        whole = use.whole() if layer.weight is not None else None
+        if whole is not None:
+            whole = whole.restrict(weight=True, bias=layer.bias is not None)
+        call.look(_trained(layer, features), call.rows.take(z), whole)
+        if self._attainable and isinstance(features, ceiling.KNOWN):
+            every = Rows(call.rows.shape, None, call.rows.device)
+            call.every_row = _trained(layer, use.features(every))
+        return features
+
+    def _note_maps(
+        self, made: RecurrentCall, outputs: tuple[Tensor, ...], rng_state: Tensor | None
+    ) -> list[Tensor]:
+        """Choose rows of the maps in a recurrent call, and put hooks on its outputs."""
+        if made.refusal is not None:
+            raise Refused(made.refusal)
+        layers: dict[str, tuple[Layer, Call]] = {}
+        used: list[Tensor] = []
+        for use in uses_of(made):
+            used += [tensor for tensor in (use.weight, use.bias) if tensor is not None]
+            layer = self._layer(use, None)
+            if layer is not None and layer.path in self.rows:
+                rows = self.rows[layer.path].choose((made.rows,), made.input.device)
+                layers[use.part] = layer, Call(*rows)
+        if not layers:
+            return used
+        late = LateRows(made, Returned.of(made, outputs), rng_state, layers, self._on_replay)
+        for layer, call in layers.values():
+            call.late = call.hook = weakref.ref(late)
+            self.rows[layer.path].calls.append(call)
+        paths = [layer.path for layer, _ in layers.values()]
+        late.watch(outputs, lambda hook: partial(self._guarded, lambda: paths, hook))
+        self._late.add(late)
+        return used
 
     # --- layers ----------------------------------------------------------------------------------
 
@@ -410,14 +513,28 @@ class Capture:
     def _on_gradient(
         self, path: str, layout: Callable[[Tensor], Tensor], call: Call, gradient: Tensor
     ) -> None:
-        norms = dots.sample_norms(gradient) if call.whole is None else None
-        gradient = layout(gradient)
-        size = squares(gradient).reshape(-1) if norms is None else norms
+        whole, gradient = gradient, layout(gradient)
+        if call.whole is not None:
+            size = squares(gradient).reshape(-1)
+        else:  # as it lies in memory, if the layout has all of it
+            has_all = gradient.data_ptr() == whole.data_ptr() and gradient.numel() == whole.numel()
+            size = dots.sample_norms(whole if has_all else gradient)
         call.arrive(call.rows.take(gradient), size, torch.finfo(gradient.dtype).eps)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
         elif self._attainable:  # a second pass through one graph: its rows are summed up already
             self.rows[path].ceiling_is_whole = False
+
+    def _on_replay(
+        self, layer: Layer, call: Call, linear: Map, found: Replay, precision: float
+    ) -> None:
+        if layer.path not in self.rows:
+            return
+        if not call.known:
+            self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+        self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        call.precision = max(call.precision, precision)
+        call.replay_error = found.error
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:

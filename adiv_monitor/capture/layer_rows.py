@@ -2,7 +2,7 @@
 
 import weakref
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,14 @@ from adiv_monitor.maths.ceiling import Ceiling
 _WAITING = 8
 
 
+class Late(Protocol):
+    """Tells features, outputs and gradients together, where only a backward pass lets it."""
+
+    def settle(self) -> None:
+        """Tell them if they are complete."""
+        ...
+
+
 class Call:
     """What is kept of one call of a layer: the chosen rows, and what all rows say together.
 
@@ -26,11 +34,13 @@ class Call:
         features: φ of the chosen rows; `look` gives them.
         z: of the chosen rows, likewise.
         whole: what one pass said of all rows, likewise.
+        known: whether `look` was called.
         gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
         size: of the gradient of all rows: ‖g_r‖² of each, (rows,), where one pass looked at the
             input's rows too, else norms of its parts; None once two backward passes have gone
             through one graph: the sum of their gradients is known of the chosen rows alone.
         precision: rounding of the gradients that came.
+        replay_error: how far off the replay was that told the rows; None: they were seen.
     """
 
     features: Features
@@ -39,19 +49,29 @@ class Call:
     def __init__(self, rows: Rows, chosen: Draw) -> None:
         self.rows = rows
         self.draw = chosen
+        self.known = False
         self.whole: Whole | None = None
         self.gradient: Tensor | None = None
         self.size: Tensor | None = None
         self.precision = 0.0
         self._arrived: tuple[Tensor, Tensor] | None = None  # since the parameters last accumulated
         self._backward = -1  # in which backward pass
+        self.replay_error: Tensor | None = None
         self.hook: weakref.ref[Any] | None = None  # dies with the graph
+        self.late: weakref.ref[Late] | None = None  # so does this
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
 
     def look(self, features: Features, z: Tensor, whole: Whole | None) -> None:
         """Keep what the rows are."""
         self.features, self.z, self.whole = features, z, whole
+        self.known = True
+
+    def settle(self) -> None:
+        """A gradient has come to the parameters: all that is late can be told."""
+        late = None if self.late is None else self.late()
+        if late is not None:
+            late.settle()
 
     def arrive(self, gradient: Tensor, size: Tensor, precision: float) -> None:
         """Keep ∂L/∂z of the rows, and what all say, until the parameters accumulate.
@@ -187,6 +207,11 @@ class LayerRows:
         if gathered + min(total, self._max_rows) > _WAITING * self._max_rows:
             counted += waiting
         return threshold(counted, self._max_rows)
+
+    def settle(self) -> None:
+        """A gradient has come to the layer's parameters."""
+        for call in self.calls:
+            call.settle()
 
     def reset(self) -> None:
         """What the parameters had accumulated is gone, and its rows with it."""

@@ -1,7 +1,7 @@
 """What in a forward pass is made of the model alone, and of which parameters: all else is data."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ class Origin:
 
     def of_model(self, value: object) -> bool:
         """Whether it is no data: a parameter, a buffer, a constant, or made of these alone."""
-        if not isinstance(value, Tensor) or id(value) in self._held:
+        if id(value) in self._held or not isinstance(value, Tensor):
             return True
         made = self._made.get(id(value))
         if made is not None and made() is value:
@@ -42,8 +42,9 @@ class Origin:
         """Of which parameters it is made, and how; None if of none that are measured."""
         if value is None or not value.requires_grad:
             return None
-        base = value if value._base is None else value._base
-        parameter = self._trained.get(id(base))
+        parameter = self._trained.get(id(value))
+        if parameter is None and value._base is not None:
+            parameter = self._trained.get(id(value._base))
         return None if parameter is None else self.pieces.source(value, parameter)
 
     def remember(self, result: object) -> None:
@@ -52,13 +53,21 @@ class Origin:
             if id(tensor) not in self._held:
                 self._made[id(tensor)] = weakref.ref(tensor)
 
+    def forget(self, value: object) -> None:
+        """Data was written into a tensor, and into what it is a view of."""
+        if isinstance(value, Tensor):
+            for written in (value, value._base):
+                self._made.pop(id(written), None)
 
-def tensors_in(*values: Any) -> Iterator[Tensor]:
+
+def tensors_in(*values: Any) -> list[Tensor]:
     """The tensors among values, and in their lists."""
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, list | tuple):
-            yield from tensors_in(*value)
+            found += tensors_in(*value)
         elif isinstance(value, dict):
-            yield from tensors_in(*value.values())
+            found += tensors_in(*value.values())
+    return found

@@ -129,6 +129,7 @@ class Pieces:
 
     def __init__(self) -> None:
         self._pieces: dict[tuple[int, Strides | None], Piece] = {}
+        self._whole: dict[int, View] = {}
 
     def of(self, parameter: nn.Parameter, view: Strides | None = None) -> Piece:
         """The piece."""
@@ -140,7 +141,9 @@ class Pieces:
     def source(self, tensor: Tensor, parameter: nn.Parameter) -> View | None:
         """What a parameter, or a view of it, is; None for views that repeat entries."""
         if tensor is parameter:
-            return View(self.of(parameter))
+            if id(parameter) not in self._whole:
+                self._whole[id(parameter)] = View(self.of(parameter))
+            return self._whole[id(parameter)]
         strides = Strides(
             tuple(tensor.shape),
             tensor.stride(),

@@ -222,7 +222,7 @@ class _AttentionCalls(TorchFunctionMode):
             return z
         if not isinstance(z, Tensor) or not z.requires_grad:
             return z
-        name, call = getattr(func, "__name__", ""), uses.FunctionCall(z, self._of_model)
+        name, call = uses.name_of(func), uses.FunctionCall(z, self._of_model)
         with torch.no_grad():
             return self._with(z, uses.uses_in(name, call, tuple(args), dict(kwargs)))
 
@@ -332,4 +332,4 @@ def _same_attributes(module: nn.Module) -> Iterator[None]:
         for now, before in kept:
             for name in now.keys() - before.keys():
                 del now[name]
-            now.update({name: x for name, x in before.items() if now.get(name) is not x})
+            now.update({name: x for name, x in before.items() if now.get(name, now) is not x})

@@ -16,7 +16,12 @@ from adiv_monitor.features.uses import as_it_is
 
 LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
 
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = (
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_forward_module",  # Fabric
+)
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -133,16 +138,16 @@ class Selection:
         return {id(p): count for p, count in counts if count or is_lazy(p)}
 
     def unexplained(
-        self, measured: Iterable[Layer], known: Collection[str], why: Callable[[Tensor | None], str]
+        self, told: Iterable[Layer], known: Collection[str], why: Callable[[Tensor | None], str]
     ) -> dict[str, str]:
         """Module, or parameter where the module is measured in part → why there is no reading.
 
         Args:
-            measured: layers with a reading.
-            known: paths of those whose reason is known already.
+            told: layers with a reading, or whose reason is known already.
+            known: paths whose reason is known already.
             why: a parameter's reason.
         """
-        missing = self._missing(measured)
+        missing = self._missing(told)
         by_module: dict[str, list[tuple[Place, int]]] = defaultdict(list)
         for key, places in self.places.items():
             by_module[places[0].path].append((places[0], key))
@@ -152,7 +157,7 @@ class Selection:
             reasons = {key: why(place.module._parameters[place.name]) for place, key in lacking}
             if path in known:
                 continue
-            if len(lacking) == len(held) and len(set(reasons.values())) == 1:
+            if path and len(lacking) == len(held) and len(set(reasons.values())) == 1:
                 found[path] = reasons[lacking[0][1]]
                 continue
             names = {place.full_name: reasons[key] for place, key in lacking}
@@ -161,7 +166,7 @@ class Selection:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules; paths without the names that DDP, compile, FSDP and checkpoint wrappers add."""
+    """All modules; paths without what DDP, compile, FSDP, checkpoint and Fabric wrappers add."""
     for path, module in model.named_modules():
         parts, parent = [], model
         for part in path.split(".") if path else ():

@@ -2,12 +2,18 @@
 
 from adiv_monitor.features import (
     attention,
-    broadcast,
+    bags,
     conv,
     corrected,
+    einsum,
     elementwise,
     embedding,
+    experts,
+    gains,
     linear,
+    offsets,
+    products,
+    tokens,
 )
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.registry import channels_second, find_rule, register_features
@@ -25,10 +31,16 @@ __all__ = [
 
 del (
     attention,
-    broadcast,
+    bags,
     conv,
     corrected,
+    einsum,
     elementwise,
     embedding,
+    experts,
+    gains,
     linear,
+    offsets,
+    products,
+    tokens,
 )  # imported for the rules they register

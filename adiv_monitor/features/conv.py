@@ -1,11 +1,11 @@
-"""Convolutions: φ(x) = [patch, 1] per group, scale ‖patch‖² + 1.
+"""Convolutions, and their transposes: φ(x) = [patch, 1] per group, scale ‖patch‖² + 1.
 
 Of sampled rows only their patches are gathered; the input is neither unfolded nor padded. What all
 rows say together, scales and mean patch, are sums over windows of one channel or one sample.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -32,6 +32,7 @@ class Geometry:
         groups: groups of channels, each with patches of its own.
         channels: input channels of a group.
         mode: what the padding is filled with, as torch's modules call it.
+        spacing: step between the inputs, with zeros in between; empty: 1 each.
     """
 
     kernel: tuple[int, ...]
@@ -41,6 +42,7 @@ class Geometry:
     groups: int
     channels: int
     mode: str = "zeros"
+    spacing: tuple[int, ...] = ()
 
     @property
     def dims(self) -> int:
@@ -50,7 +52,7 @@ class Geometry:
     @property
     def by_position(self) -> bool:
         """Whether every patch is the input at the output's own position: 1×1, one by one."""
-        once = all(k == s == 1 for k, s in zip(self.kernel, self.stride, strict=True))
+        once = all(n == 1 for n in (*self.kernel, *self.stride, *self.spacing))
         return once and not any(map(any, self.padding))
 
     @property
@@ -99,6 +101,11 @@ def convolution(
     sides = _sides(padding, kernel, dilations)
     stride = repeated(stride, len(kernel))
     geometry = Geometry(kernel, stride, sides, dilations, groups, weight.shape[1])
+    return patchwise(geometry, input, weight, bias)
+
+
+def patchwise(geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | None) -> Use:
+    """An affine map of every patch."""
     of_bias = None if bias is None else 1.0
 
     def features(rows: Rows) -> DenseFeatures:
@@ -106,12 +113,47 @@ def convolution(
 
     def whole() -> Whole | None:
         """With groups every row has several scales: then from samples."""
-        if groups > 1:
+        if geometry.groups > 1:
             return None
         square = patch_squares(geometry, input)
         return Whole(square, of_bias or 0.0, _sum(geometry, input))
 
     return Use("convolution", weight, bias, features, geometry.spatial_last, whole)
+
+
+@uses("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed_convolution(
+    call: FunctionCall,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Use:
+    """Z = W patch + b: a patch has the inputs that reach the output position, and zeros.
+
+    It is a convolution, with the kernel turned round, of the input with zeros in between.
+    """
+    kernel = tuple(weight.shape[2:])
+    n = len(kernel)
+    dilations, steps, cut = (repeated(value, n) for value in (dilation, stride, padding))
+    sides = tuple(
+        (d * (k - 1) - p, outputs - 1 - step * (inputs - 1) + p)
+        for d, k, p, step, outputs, inputs in zip(
+            dilations, kernel, cut, steps, call.result.shape[-n:], input.shape[-n:], strict=True
+        )
+    )
+    once, channels = (1,) * n, len(weight) // groups
+    geometry = Geometry(kernel, once, sides, dilations, groups, channels, spacing=steps)
+
+    def turned(tensor: Tensor) -> Tensor:
+        by_group = tensor.flip(tuple(range(2, 2 + n))).reshape(groups, channels, -1, *kernel)
+        return by_group.transpose(1, 2).flatten(0, 1)
+
+    return replace(patchwise(geometry, input, weight, bias), shaped=turned)
 
 
 def repeated(value: Any, dims: int) -> tuple[int, ...]:
@@ -176,6 +218,8 @@ def _kernel_dims(geometry: Geometry) -> tuple[int, ...]:
 
 def _windows(geometry: Geometry, x: Tensor) -> Tensor:
     """(batch, channels, *positions, *kernel): a view of the padded input, every patch by place."""
+    if any(step > 1 for step in geometry.spacing):
+        x = _spaced(x, geometry.spacing)
     pad = [side for sides in reversed(geometry.padding) for side in sides]
     if any(pad):
         mode = "constant" if geometry.mode == "zeros" else geometry.mode
@@ -193,6 +237,15 @@ def _windows(geometry: Geometry, x: Tensor) -> Tensor:
     return x.as_strided(
         (*x.shape[:2], *outputs, *geometry.kernel), (*x.stride()[:2], *strides, *within)
     )
+
+
+def _spaced(x: Tensor, spacing: tuple[int, ...]) -> Tensor:
+    """The input with zeros in between."""
+    sizes = [(size - 1) * step + 1 for size, step in zip(x.shape[2:], spacing, strict=True)]
+    spaced = x.new_zeros(*x.shape[:2], *sizes)
+    places = tuple(slice(None, None, step) for step in (1, 1, *spacing))
+    spaced[places] = x
+    return spaced
 
 
 def _sources(
@@ -213,6 +266,9 @@ def _sources(
     for d, size in enumerate(sizes):
         start = outputs[d][:, None] * geometry.stride[d] - geometry.padding[d][0]
         position = start + kernel[d] * geometry.dilation[d]
+        if geometry.spacing:
+            position, between = np.divmod(position, geometry.spacing[d])
+            outside |= between != 0
         if geometry.mode == "zeros":
             outside |= (position < 0) | (position >= size)
         sources.append(_pad(position, size, geometry.mode))

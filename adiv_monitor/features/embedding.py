@@ -1,7 +1,6 @@
 """Look-ups: φ(x) = one-hot(token), scale 1."""
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,11 +23,16 @@ def embedding(
     sparse: bool = False,
 ) -> Use:
     """Z = W[token]: one row per token; the padding token is not trained."""
+    refuse_rescaled(scale_grad_by_freq, sparse)
+    return look_up(input, weight, padding_idx)
+
+
+def refuse_rescaled(scale_grad_by_freq: bool, sparse: bool) -> None:
+    """Gradients that are not GᵀΦ, or of which no norm can be taken."""
     if scale_grad_by_freq:
         raise Refused("scale_grad_by_freq=True rescales the gradient row by row: set it to False")
     if sparse:
         raise Refused("sparse=True gives sparse gradients: set it to False to measure this layer")
-    return look_up(input, weight, padding_idx)
 
 
 def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
@@ -55,20 +59,33 @@ def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
 
 @uses("__getitem__")
 def indexed(call: FunctionCall, input: Tensor, index: object) -> Use | None:
-    """Z = W[index] with numbers of rows: a table of position biases, say."""
-    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+    """Z = W[index], or W[:, index], with numbers of rows: a table of position biases, say."""
+    of_dims = index if isinstance(index, tuple) else (index,)
+    numbers = [d for d, of_dim in enumerate(of_dims) if isinstance(of_dim, Tensor)]
+    rest = [of_dim for of_dim in of_dims if not isinstance(of_dim, Tensor)]
+    if len(numbers) != 1 or any(of_dim != slice(None) for of_dim in rest):
         return None
-    table = input.flatten(1) if input.dim() > 1 else input[:, None]
-    found = look_up(index % len(input), table)
-    layout = partial(_rows_of_table, dims=index.dim())
-    return replace(found, weight=input, layout=layout, shaped=lambda w: w.reshape(len(w), -1))
+    index = of_dims[numbers[0]]
+    is_view = call.result._base is not None  # a single number
+    if is_view or not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+        return None
+    return selected(call, input, numbers[0], index)
 
 
 @uses("index_select")
 def selected(call: FunctionCall, input: Tensor, dim: int, index: Tensor) -> Use | None:
-    """Z = W[index]."""
-    return indexed(call, input, index) if dim in (0, -input.dim()) else None
+    """Z = W[index] along a dimension: one row of it per number."""
+    if not call.is_weight(input):
+        return None
+    dim %= input.dim()
 
+    def table(weight: Tensor) -> Tensor:
+        return weight.movedim(dim, 0).reshape(weight.shape[dim], -1)
 
-def _rows_of_table(tensor: Tensor, dims: int) -> Tensor:
-    return tensor.flatten(dims) if tensor.dim() > dims else tensor[..., None]
+    def layout(tensor: Tensor) -> Tensor:
+        places = range(dim, dim + index.dim())
+        tensor = tensor.movedim(tuple(places), tuple(range(index.dim())))
+        return tensor.flatten(index.dim()) if tensor.dim() > index.dim() else tensor[..., None]
+
+    found = look_up(index % input.shape[dim], table(input))
+    return replace(found, weight=input, layout=layout, shaped=table)

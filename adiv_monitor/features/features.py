@@ -45,6 +45,19 @@ class Features(Protocol):
         ...
 
 
+@runtime_checkable
+class Averaged(Protocol):
+    """Features that tell how much of them is common to several rows."""
+
+    def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
+        """φ_W,r·Σ_k a_k φ_W,k of every row."""
+        ...
+
+    def weight_norms(self) -> Float[Tensor, " rows"]:
+        """‖φ_W,r‖ of every row."""
+        ...
+
+
 @dataclass(frozen=True)
 class DenseFeatures:
     """Features that are vectors of numbers.

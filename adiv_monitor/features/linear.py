@@ -1,7 +1,10 @@
 """Affine maps: φ(x) = [x, 1], scale ‖x‖² + 1 (paper, eqn 11)."""
 
+from string import ascii_uppercase
+
 from torch import Tensor
 
+from adiv_monitor.features.contraction import Operand, contraction
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import Rows, exact_type
 from adiv_monitor.features.uses import FunctionCall, Use, uses
@@ -11,9 +14,16 @@ from adiv_monitor.features.whole import Whole, squares
 @uses("linear")
 def linear(
     call: FunctionCall, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Use | None:
-    """Z = x Wᵀ + b: one row per sample or token."""
-    return affine(input, weight, bias)
+) -> list[Use]:
+    """Z = x Wᵀ + b: one row per sample or token; or what is trained is x, and W is data."""
+    found = [affine(input, weight, bias)] if call.of_model(weight) or bias is not None else []
+    if call.is_weight(input) and call.has_data(weight):
+        rows = ascii_uppercase[: input.dim() - 1]
+        outputs = "j" if weight.dim() > 1 else ""
+        data = [Operand(weight, f"{outputs}k")]
+        by_input = contraction(Operand(input, f"{rows}k"), data, rows + outputs)
+        found += [] if by_input is None else [by_input]
+    return found
 
 
 def affine(
@@ -48,27 +58,3 @@ def affine(
         return tensor if outputs is None else tensor.narrow(-1, *outputs)
 
     return Use("linear", weight, bias, features, layout, whole, part=part)
-
-
-@uses("matmul", "__matmul__", "mm")
-def product(call: FunctionCall, input: Tensor, mat2: Tensor) -> Use | None:
-    """Z = x W with a matrix of weights, (inputs, outputs)."""
-    if call.of_model(mat2) and not call.of_model(input) and mat2.dim() == 2:
-        return affine(input, mat2, None, transposed=True)
-    return None
-
-
-@uses("addmm")
-def added_product(
-    call: FunctionCall,
-    input: Tensor,
-    mat1: Tensor,
-    mat2: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Use | None:
-    """Z = x W + b with a matrix of weights, (inputs, outputs)."""
-    plain = beta == alpha == 1 and call.of_model(mat2) and not call.of_model(mat1)
-    has_bias = call.of_model(input)
-    return affine(mat1, mat2, input if has_bias else None, transposed=True) if plain else None

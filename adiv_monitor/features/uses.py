@@ -4,10 +4,13 @@ A *use* is one call of a function whose result is linear in a parameter of the m
 features and ∂L/∂z follow from the call's arguments and from a hook on its result.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeGuard, TypeVar
 
+import torch
 from torch import Tensor
 
 from adiv_monitor.features.features import Features
@@ -75,11 +78,28 @@ class FunctionCall:
     of_model: Callable[[object], bool]
     inside: str = ""
 
+    def has_data(self, *values: object) -> bool:
+        """Whether any of them is data."""
+        return not all(map(self.of_model, values))
+
+    def is_weight(self, value: object) -> TypeGuard[Tensor]:
+        """Whether it is made of the model alone, and a gradient flows back to that."""
+        return isinstance(value, Tensor) and value.requires_grad and self.of_model(value)
+
 
 FunctionRule = Callable[..., Use | Sequence[Use] | None]
 R = TypeVar("R", bound=FunctionRule)
 
 _RULES: dict[str, FunctionRule] = {}
+
+# Functions of torch's that take other arguments than those of the same name in torch.nn.functional.
+_NAMESAKES = (torch.batch_norm, torch.instance_norm, torch.embedding, torch.embedding_bag)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, as rules know it."""
+    name: str = getattr(function, "__name__", "")
+    return f"torch.{name}" if function in _NAMESAKES else name
 
 
 def uses(*names: str) -> Callable[[R], R]:
@@ -100,9 +120,25 @@ def uses(*names: str) -> Callable[[R], R]:
 def uses_in(
     function: str, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[Use]:
-    """The uses that a call of a function is; none if that is not known."""
+    """The uses that a call of a function is; none if that is not known.
+
+    Nor where the arguments are other than the rule knows: functions and methods of one name differ.
+    """
     rule = _RULES.get(f"{call.inside}.{function}") or _RULES.get(function)
-    found = None if rule is None else rule(call, *args, **kwargs)
+    if rule is None or not call.result.is_floating_point():
+        return ()
+    if kwargs.get("out", call) is None:
+        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+    try:
+        _signature(rule).bind(call, *args, **kwargs)
+    except TypeError:
+        return ()
+    found = rule(call, *args, **kwargs)
     if found is None:
         return ()
     return (found,) if isinstance(found, Use) else found
+
+
+@cache
+def _signature(rule: FunctionRule) -> inspect.Signature:
+    return inspect.signature(rule)

@@ -4,7 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from adiv_monitor.features.blocks import BlockFeatures
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
+
+KNOWN = DenseFeatures | OneHotFeatures | BlockFeatures
 
 
 class Ceiling:
@@ -24,6 +27,9 @@ class Ceiling:
         self._squared = self._squared + torch.linalg.vecdot(gradient.flatten(), gradient.flatten())
         if isinstance(features, OneHotFeatures):
             self._add_tokens(features, gradient)
+            return
+        if isinstance(features, BlockFeatures):
+            self._add_blocks(features, gradient)
             return
         assert isinstance(features, DenseFeatures)
         phi = features.columns().double()
@@ -63,6 +69,12 @@ class Ceiling:
             self._cross = gradient.new_zeros(features.vocabulary, 1, gradient.shape[1])
         self._gram[:, 0, 0].index_add_(0, features.token, trained)
         self._cross[:, 0].index_add_(0, features.token, trained[:, None] * gradient)
+
+    def _add_blocks(self, features: BlockFeatures, gradient: Tensor) -> None:
+        # So is that of blocks: each is a group.
+        gram, cross = features.sums_of_squares(gradient)
+        self._gram = gram if self._gram is None else self._gram + gram
+        self._cross = cross if self._cross is None else self._cross + cross
 
 
 def attainable_cosine(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.scalars import layer_scalars, summary_scalars
 from adiv_monitor.sinks.sink import Sink
-from adiv_monitor.sinks.tensorboard import TensorBoardSink
+from adiv_monitor.sinks.tensorboard import TensorBoardSink, as_writer
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import Logger
@@ -13,14 +13,10 @@ if TYPE_CHECKING:
 
 def logger_sink(logger: "Logger", measures: tuple[str, ...], name: str) -> Sink:
     """A TensorBoard sink where the logger has a TensorBoard writer, else scalars."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
+    writer = as_writer(getattr(logger, "experiment", None))
+    if writer is None:
         return LoggerSink(logger, measures, name)
-    writer = getattr(logger, "experiment", None)
-    if isinstance(writer, SummaryWriter):
-        return TensorBoardSink(writer, measures, name=name)
-    return LoggerSink(logger, measures, name)
+    return TensorBoardSink(writer, measures, name=name)
 
 
 class LoggerSink:

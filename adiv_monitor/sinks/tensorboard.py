@@ -108,6 +108,15 @@ class TensorBoardSink:
                 self._texts[tag] = text
 
 
+def as_writer(found: object) -> Union["SummaryWriter", None]:
+    """What was found, if it is a writer that `TensorBoardSink` takes; else None."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return found if isinstance(found, SummaryWriter) else None
+
+
 def _writer(target: object) -> "SummaryWriter":
     try:
         from torch.utils.tensorboard import SummaryWriter

@@ -1,5 +1,6 @@
 """From numbers on the host to readings of attentions, and why there is none of others."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,9 +11,6 @@ from adiv_monitor.maths.attention import attention_reading
 from adiv_monitor.maths.readings import Array
 from adiv_monitor.report import AttentionReading
 from adiv_monitor.step.outcome import listed
-
-# Rounding of numbers that came about in two ways may differ by as much as this, whatever the type.
-_TOLERANCE = 0.05
 
 
 @dataclass
@@ -50,7 +48,7 @@ def attention_outcome(
     readings = {}
     for path, seen in attended.items():
         numbers = dict(values[path])
-        tolerance = min(4 * seen.precision**0.5, _TOLERANCE)
+        tolerance = _tolerance(seen.precision)
         errors = {what: float(numbers.pop(f"{what}_error")) for what in ("query", "key", "output")}
         off = [f"{what} (by {e:.2g})" for what, e in errors.items() if not e <= tolerance]
         if off:
@@ -61,11 +59,11 @@ def attention_outcome(
             )
             continue
         scale_error = float(numbers.pop("scale_error", 0.0))
-        if not scale_error <= min(50 * seen.precision**0.5, _TOLERANCE):
+        if not scale_error <= tolerance:
             no_scale[path] = (
                 "it is not the sum over rows of known uses of parameters (queries and keys have a "
-                "weight in common, tokens are mixed before the scores, a layer weighs its gradient, "
-                "or a use is not known)"
+                "weight in common, tokens are mixed before the scores, a layer weighs its "
+                "gradient, or a use is not known)"
             )
         if path in no_scale:
             numbers = {n: x for n, x in numbers.items() if not n.startswith("scale_")}
@@ -74,6 +72,15 @@ def attention_outcome(
         *_notes("Attention of {} is not measured: {}.", missing),
         *_notes("The attention scale of {} is not told: {}.", no_scale),
     ]
+
+
+def _tolerance(precision: float) -> float:
+    """How far rounding may take two ways to one number apart, relative to it.
+
+    Products of float32 may be taken with fewer digits (TensorFloat-32), half precision has few; and
+    some libraries' norms and rotations round to float32 in any case.
+    """
+    return min(max(1e-4, 50 * math.sqrt(precision)), 0.05)
 
 
 def _notes(sentence: str, reasons: Mapping[str, str]) -> list[str]:

@@ -15,7 +15,7 @@ from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
-from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
+from adiv_monitor.features.features import Averaged, DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.rows import exact, joined, to_device
 from adiv_monitor.maths import dots, totals
 from adiv_monitor.maths.totals import AllRows
@@ -285,6 +285,9 @@ class MeasuredStep:
             values["foreign"] = accumulated.foreign
         if rows.linear is not None:
             values["rule_error"] = rows.linear
+        replay_errors = [call.replay_error for call in calls if call.replay_error is not None]
+        if replay_errors:
+            values["replay_error"] = torch.stack(replay_errors).amax()
         if rows.ceiling is not None and rows.ceiling_is_whole:
             values["attainable_cosine"] = rows.ceiling.cosine()
         self._add_all_rows(layer.path, calls, values)
@@ -385,7 +388,7 @@ class MeasuredStep:
     def _add_common(self, measured: _Measured) -> None:
         """How alike the active rows are."""
         features = measured.features
-        if not isinstance(features, DenseFeatures | OneHotFeatures):
+        if not isinstance(features, Averaged):
             return
         active = measured.values["products"][:, 0, 0].sign()  # of ‖g_r‖²
         products = features.mean_products(active)

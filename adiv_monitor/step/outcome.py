@@ -122,7 +122,13 @@ def understand(
         for path, error in errors.items()
         if error > _RULE_TOLERANCE
     }
-    kept = {path: seen for path, seen in looked.items() if path not in misdescribed}
+    lost = {
+        path: f"a replay of its call does not give what the call gave (relative error {error:.2g}),"
+        " so its rows are not known"
+        for path, v in values.items()
+        if (error := float(v.get("replay_error", 0.0))) > 10 * _tolerance(looked[path])
+    }
+    kept = {path: seen for path, seen in looked.items() if path not in {**misdescribed, **lost}}
     step = _Step(flags, products, keeps_gradient)
     numbers: dict[str, Numbers] = {}
     reasons: dict[str, str] = {}
@@ -141,7 +147,7 @@ def understand(
     _learn(watch, step, readings, reasons)
     watch.suspected = {path for path, found in measured.items() if found.suspected}
     checked = {path for path, error in errors.items() if error <= _RULE_TOLERANCE}
-    return Outcome(readings, {**unreached, **misdescribed}, misdescribed, checked, notes)
+    return Outcome(readings, {**unreached, **lost, **misdescribed}, misdescribed, checked, notes)
 
 
 class _Step:
@@ -217,7 +223,7 @@ class _Step:
 
 
 # What is looked at by `_speaks_against` and the like, and is no part of any measure.
-_JUDGED = ("gradient_factor", "rule_error", "then", "now", "foreign", "probe")
+_JUDGED = ("gradient_factor", "rule_error", "replay_error", "then", "now", "foreign", "probe")
 
 
 def _speaks_against(values: Mapping[str, Array], gamma: float, factor: float, seen: Looked) -> str:

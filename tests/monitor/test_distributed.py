@@ -3,12 +3,12 @@
 They measure the same steps, and none waits for a process without a monitor.
 """
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from setups import free_port
 from torch import multiprocessing, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -72,12 +72,6 @@ def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
             seconds += 1 + 4 * bool(model[0]._forward_hooks) * (1 + (rank or 0))
             optimizer.step()
     return [(report.step, report.interval) for report in monitor.reports]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")

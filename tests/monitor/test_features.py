@@ -5,12 +5,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from rules import assert_of_all_rows, found, layouts
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.sampling import draw
-from adiv_monitor.features import DenseFeatures, Rows, find_rule, register_features
-from adiv_monitor.features.registry import Rule
+from adiv_monitor.features import DenseFeatures, Rows, register_features
+from adiv_monitor.features.uses import Use
 
 MODES = ("zeros", "reflect", "replicate", "circular")
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -49,29 +50,23 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def rule_of(module: nn.Module) -> Rule:
-    rule = find_rule(module)
-    assert isinstance(rule, Rule)
-    return rule
+def use_of(module: nn.Module, x: Tensor) -> tuple[Use, Tensor]:
+    """What the rules say of a module's one function, and what that gave."""
+    [(use, z)] = found(lambda: module(x), module.parameters())
+    return use, z.detach()
 
 
-def predicted(module: nn.Module, rows: Rows, x: Tensor) -> Tensor:
-    features = rule_of(module).function(module, rows, x)
-    bias = module._parameters.get("bias")
-    z = features.by_weight(module.weight)
-    return z if bias is None else z + features.by_bias(bias)
+def predicted(use: Use, rows: Rows) -> Tensor:
+    features = use.features(rows)
+    assert use.weight is not None
+    z = features.by_weight(use.shaped(use.weight.detach()))
+    return z if use.bias is None else z + features.by_bias(use.bias.detach())
 
 
-def layouts(x: Tensor) -> dict[str, Tensor]:
+def in_layouts(x: Tensor) -> list[Tensor]:
     """The same numbers in other memory layouts."""
-    found = {
-        "contiguous": x,
-        "last dimension first": x.transpose(0, -1).contiguous().transpose(0, -1),
-        "sliced": torch.stack([x, -x], dim=-1)[..., 0],
-    }
-    if x.dim() == 4:
-        found["channels last"] = x.contiguous(memory_format=torch.channels_last)
-    return found
+    others = [x.contiguous(memory_format=torch.channels_last)] if x.dim() == 4 else []
+    return [laid_out for [laid_out] in layouts([x])] + others
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -84,46 +79,34 @@ def test_output_is_linear_in_the_parameters_with_these_features(name: str) -> No
         module.running_mean.normal_()
         module.running_var.uniform_(0.5, 2)
     generator = np.random.default_rng(0)
-    for x in layouts(torch.randn(shape, dtype=torch.float64)).values():
-        z = rule_of(module).layout(module, module(x))
+    for x in in_layouts(torch.randn(shape, dtype=torch.float64)):
+        use, output = use_of(module, x)
+        z = use.layout(output)
         for count in (z[..., 0].numel(), 3, 1):
             chosen = draw(z[..., 0].numel(), count, np.inf, generator).chosen
             rows = Rows(tuple(z.shape[:-1]), chosen)
-            torch.testing.assert_close(predicted(module, rows, x), rows.take(z), rtol=0, atol=1e-12)
+            torch.testing.assert_close(predicted(use, rows), rows.take(z), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
-    """Scales of all rows and the sum of their features, where a rule takes them in one pass."""
+    """Scales of all rows and the length of their sum, where a rule takes them in one pass."""
     build, shape = LAYERS[name]
     module = build().double()
-    rule = rule_of(module)
-    x = torch.randn(shape, dtype=torch.float64)
-    whole = rule.whole(module, x)
-    if whole is None:
-        features = rule.function(module, Rows(tuple(rule.layout(module, module(x)).shape[:-1])), x)
-        assert not isinstance(features, DenseFeatures) or features.groups > 1
-        return
-    for laid_out in layouts(x).values():
-        whole = rule.whole(module, laid_out)
-        rows = Rows(tuple(rule.layout(module, module(laid_out)).shape[:-1]))
-        features = rule.function(module, rows, laid_out)
-        scale = features.scale()[:, 0]
-        close = {"rtol": 1e-12, "atol": 1e-12}
-        torch.testing.assert_close(
-            whole.weight_square.reshape(-1) + whole.bias_square, scale, **close
-        )
-        summed = features.phi.sum(0).flatten()
-        torch.testing.assert_close(whole.weight_sum.flatten(), summed, **close)
-        weight_only = whole.restrict(weight=True, bias=False)
-        squares = features.restrict(weight=True, bias=False).scale()[:, 0]
-        torch.testing.assert_close(weight_only.weight_square.reshape(-1), squares, **close)
-        assert weight_only.bias_square == 0
+    for x in in_layouts(torch.randn(shape, dtype=torch.float64)):
+        use, z = use_of(module, x)
+        features = use.features(Rows(tuple(use.layout(z).shape[:-1])))
+        whole = use.whole()
+        if whole is None:
+            assert features.groups > 1
+        else:
+            assert_of_all_rows(whole, features)
 
 
 def test_a_grouped_convolution_of_an_empty_batch() -> None:
     module = nn.Conv2d(4, 6, 3, groups=2)
-    assert predicted(module, Rows((0, 3, 3)), torch.randn(0, 4, 5, 5)).shape == (0, 6)
+    use, _ = use_of(module, torch.randn(0, 4, 5, 5))
+    assert predicted(use, Rows((0, 3, 3))).shape == (0, 6)
 
 
 @pytest.mark.parametrize("module", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)])
@@ -131,18 +114,18 @@ def test_normalisers_of_inputs_far_from_zero(module: nn.Module) -> None:
     """x̂ in float32 is as precise as its input, however far that is from zero."""
     x = 1000 + 0.1 * torch.randn(8, 4, 5, 5)
     rows = Rows((8, 5, 5))
-    exact = predicted(module.double(), rows, x.double())
-    torch.testing.assert_close(
-        predicted(module.float(), rows, x).double(), exact, rtol=0, atol=1e-5
-    )
+    exact, _ = use_of(module.double(), x.double())
+    expected = predicted(exact, rows)
+    rounded, _ = use_of(module.float(), x)
+    torch.testing.assert_close(predicted(rounded, rows).double(), expected, rtol=0, atol=1e-5)
 
 
 def test_embedding_reads_its_rows() -> None:
     module = nn.Embedding(7, 4, padding_idx=2).double()
-    tokens = torch.tensor([[0, 2, 6], [3, 2, 2]])
+    use, z = use_of(module, torch.tensor([[0, 2, 6], [3, 2, 2]]))
     rows = Rows((2, 3), np.array([0, 1, 4]))
-    features = rule_of(module).function(module, rows, tokens)
-    torch.testing.assert_close(features.by_weight(module.weight), rows.take(module(tokens)))
+    features = use.features(rows)
+    torch.testing.assert_close(features.by_weight(module.weight.detach()), rows.take(z))
     assert features.scale().flatten().tolist() == [1, 0, 0]
 
 
@@ -151,15 +134,18 @@ def test_embedding_reads_its_rows() -> None:
     [
         (nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq=True rescales"),
         (nn.Embedding(4, 3, sparse=True), "sparse=True gives sparse gradients"),
-        (nn.SyncBatchNorm(3), "belong to all ranks"),
-        (nn.LSTM(3, 4), "no rule for LSTM"),
-        (nn.ConvTranspose2d(3, 4, 2), "no rule for ConvTranspose2d"),
+        (nn.EmbeddingBag(4, 3, sparse=True), "sparse=True gives sparse gradients"),
+        (nn.EmbeddingBag(4, 3, mode="max"), "mode='max' takes every feature"),
     ],
 )
 def test_what_cannot_be_measured_has_a_reason(module: nn.Module, reason: str) -> None:
-    found = find_rule(module)
-    assert isinstance(found, str)
-    assert reason in found
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with Monitor(module, optimizer, on_error="raise") as monitor:
+        module(torch.tensor([[0, 2, 3], [3, 2, 2]])).square().sum().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert not monitor.latest.layers
+    assert reason in monitor.latest.unsupported[""]
 
 
 def test_many_calls_share_the_rows_evenly() -> None:

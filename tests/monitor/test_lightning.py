@@ -34,7 +34,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
 ]
 
-BATCHES = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(8)]
+CHANCE = torch.Generator().manual_seed(0)
+BATCHES = [
+    (torch.randn(6, 4, generator=CHANCE), torch.randint(3, (6,), generator=CHANCE))
+    for _ in range(8)
+]
 
 
 def net() -> nn.Sequential:

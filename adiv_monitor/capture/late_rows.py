@@ -1,0 +1,75 @@
+"""Rows of a recurrent call's layers: a replay tells them once the call's gradients have come."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.selection import Layer
+from adiv_monitor.features.recurrent import Map, Replay, Returned, replay
+from adiv_monitor.features.recurrent_call import RecurrentCall
+
+# (layer, its call, its map, the replay that tells it, rounding of the gradients that came)
+Receive = Callable[[Layer, Call, Map, Replay, float], None]
+
+
+class LateRows:
+    """A recurrent call from its forward pass to the end of the step, or of its graph.
+
+    Hooks on its outputs hold it and nothing else does, so that it goes with the graph.
+
+    Args:
+        call: the call.
+        returned: what it returned.
+        rng_state: if the call draws: the state of its device's generator just before it.
+        layers: by name of the map, those that are watched.
+        receive: gets what a replay says of each of them.
+    """
+
+    def __init__(
+        self,
+        call: RecurrentCall,
+        returned: Returned,
+        rng_state: Tensor | None,
+        layers: dict[str, tuple[Layer, Call]],
+        receive: Receive,
+    ) -> None:
+        self._call = call
+        self._returned = returned
+        self._rng_state = rng_state
+        self._layers = layers
+        self._receive = receive
+        self._gradients: list[Tensor | None] = []
+        self._backward = -1  # in which backward pass they came
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, outputs: tuple[Tensor, ...], guard: Callable[..., Callable[..., None]]) -> None:
+        """Put hooks on the outputs."""
+        for i, output in enumerate(outputs):
+            hook = guard(partial(self._arrive, i))
+            self._handles.append(output.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def release(self) -> None:
+        """Take the hooks off, and go with them."""
+        for handle in self._handles:
+            handle.remove()
+
+    def settle(self) -> None:
+        """A weight's gradient has come: so has all that this pass lets reach the outputs."""
+        if self._backward != torch._C._current_graph_task_id():
+            return
+        found = replay(self._call, self._returned, self._gradients, self._rng_state)
+        precision = max(torch.finfo(g.dtype).eps for g in self._gradients if g is not None)
+        for linear in found.maps:
+            if linear.name in self._layers:
+                self._receive(*self._layers[linear.name], linear, found, precision)
+        self._gradients, self._backward = [], -1
+
+    def _arrive(self, output: int, gradient: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._backward:
+            self._gradients, self._backward = [None] * len(self._returned.outputs), task
+        self._gradients[output] = gradient.detach()

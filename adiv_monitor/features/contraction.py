@@ -1,0 +1,297 @@
+"""Products of a weight with data, summed over what they share, whatever the order of dimensions.
+
+Written as Einstein does: every dimension of weight, data and result has a letter. Of the weight's
+letters, those that
+
+- the result lacks are features (φ is repeated along those that the data lacks too);
+- the data lacks are outputs;
+- both have are blocks, of which every row uses one (`BlockFeatures`); without outputs, groups.
+
+The result's other letters are rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adiv_monitor.features.blocks import BlockFeatures
+from adiv_monitor.features.features import DenseFeatures, Features
+from adiv_monitor.features.rows import Rows, exact, exact_type, to_device
+from adiv_monitor.features.uses import FunctionCall, Use
+from adiv_monitor.features.whole import Whole, squares
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor, and a letter for each of its dimensions."""
+
+    tensor: Tensor
+    letters: str
+
+    def squeeze(self, letters: str) -> "Operand":
+        """Without some letters of size one."""
+        dims = [d for d, letter in enumerate(self.letters) if letter in letters]
+        return Operand(self.tensor.squeeze(dims), _without(self.letters, letters))
+
+    def sum(self, letters: str) -> "Operand":
+        """Summed over some letters."""
+        if not letters:
+            return self
+        dims = [self.letters.index(letter) for letter in letters]
+        summed = self.tensor.sum(dims, dtype=exact_type(self.tensor))
+        return Operand(summed, _without(self.letters, letters))
+
+    def permute(self, letters: str) -> Tensor:
+        """The tensor with its dimensions in this order."""
+        return self.tensor.permute([self.letters.index(letter) for letter in letters])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every letter."""
+        return dict(zip(self.letters, self.tensor.shape, strict=True))
+
+
+def contractions(
+    call: FunctionCall, operands: Sequence[Operand], result: str, factor: float = 1.0
+) -> list[Use]:
+    """One use for each trained operand, with the others held; none if nothing is data."""
+    theirs = [call.of_model(operand.tensor) for operand in operands]
+    if all(theirs):
+        return []
+    found = (
+        contraction(operand, [*operands[:i], *operands[i + 1 :]], result, factor=factor)
+        for i, operand in enumerate(operands)
+        if theirs[i] and operand.tensor.requires_grad
+    )
+    return [use for use in found if use is not None]
+
+
+def contraction(
+    weight: Operand,
+    others: Sequence[Operand],
+    result: str,
+    *,
+    factor: float = 1.0,
+    bias: Tensor | None = None,
+    bias_factor: float = 1.0,
+) -> Use | None:
+    """Z = factor · Σ W x₁ x₂ … + bias_factor · b; None where a letter comes twice in an operand.
+
+    Args:
+        weight: the parameter.
+        others: what it is multiplied with.
+        result: the letters of z.
+        factor: of the product.
+        bias: a parameter (outputs,) where z's last letter is the weight's only output.
+        bias_factor: of the bias.
+    """
+    if any(len(set(o.letters)) < len(o.letters) for o in (weight, *others)):
+        return None
+    form = Form.of(weight, others, result)
+    if bias is not None and form.blocks:
+        return None
+    of_bias = None if bias is None else float(bias_factor)
+
+    def features(rows: Rows) -> Features:
+        phi = form.phi(rows)
+        phi = phi if factor == 1 else factor * phi
+        if form.blocks:
+            block = to_device(form.block_of(rows), rows.device)
+            return BlockFeatures(phi[:, 0], block, form.block_count)
+        return DenseFeatures(phi, of_bias)
+
+    def whole() -> Whole | None:
+        found = form.whole()
+        if found is None:
+            return None
+        square, summed = found
+        return Whole(factor**2 * square, (of_bias or 0.0) ** 2, factor * summed)
+
+    return Use("linear", weight.tensor, bias, features, form.layout, whole, form.shaped)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Which letters are what.
+
+    Attributes:
+        weight: the letters of the weight.
+        dropped: those of them, of size one, that others have.
+        data: what the weight is multiplied with, without what can be summed beforehand.
+        result: the letters of z.
+        sizes: the size of every letter.
+        rows: z's letters that are rows, with those of blocks, in z's order.
+        blocks: letters of the weight that tell which block a row uses.
+        channels: z's other letters.
+        grouped: whether these are groups, and no outputs.
+        inner: letters of the weight that are summed over.
+        absent: the last ones of these, which the data lacks.
+    """
+
+    weight: str
+    dropped: str
+    data: tuple[Operand, ...]
+    result: str
+    sizes: dict[str, int]
+    rows: str
+    blocks: str
+    channels: str
+    grouped: bool
+    inner: str
+    absent: str
+
+    @classmethod
+    def of(cls, weight: Operand, others: Sequence[Operand], result: str) -> "Form":
+        """What the letters are."""
+        sizes: dict[str, int] = {}
+        for operand in (weight, *others):
+            for letter, size in operand.sizes.items():
+                sizes[letter] = size if sizes.get(letter, 1) == 1 else sizes[letter]
+        theirs = _letters(others)
+        dropped = "".join(c for c, n in weight.sizes.items() if n == 1 and c in theirs)
+        own = _without(weight.letters, dropped)
+        data = tuple(_alone(own, others, result))
+        theirs = _letters(data)
+        both = [c for c in own if c in theirs and c in result]
+        free = [c for c in own if c not in theirs and c in result]
+        blocks = "".join(both if free else ())
+        channels = "".join(c for c in result if c in (free or both))
+        absent = "".join(c for c in own if c not in result and c not in theirs)
+        inner = "".join(dict.fromkeys(c for c in theirs if c in own and c not in result))
+        return cls(
+            weight=weight.letters,
+            dropped=dropped,
+            data=data,
+            result=result,
+            sizes=sizes,
+            rows=_without(result, channels),
+            blocks=blocks,
+            channels=channels,
+            grouped=not free,
+            inner=inner + absent,
+            absent=absent,
+        )
+
+    def layout(self, tensor: Tensor) -> Tensor:
+        """Z with its rows first and its channels last."""
+        if self.rows + self.channels != self.result:
+            tensor = Operand(tensor, self.result).permute(self.rows + self.channels)
+        if not self.channels:
+            return tensor[..., None]
+        return tensor.flatten(len(self.rows)) if len(self.channels) > 1 else tensor
+
+    def shaped(self, weight: Tensor) -> Tensor:
+        """The weight as (blocks, outputs, features), or (groups, 1, features)."""
+        operand = Operand(weight, self.weight).squeeze(self.dropped)
+        weight = operand.permute(self.blocks + self.channels + self.inner)
+        outputs, width = self._volume(self.channels), self._volume(self.inner)
+        if self.blocks:
+            return weight.reshape(self.block_count, outputs, width)
+        return weight.reshape(outputs, width)
+
+    def _volume(self, letters: str) -> int:
+        return prod(self.sizes[letter] for letter in letters)
+
+    @property
+    def block_count(self) -> int:
+        """How many blocks there are."""
+        return self._volume(self.blocks)
+
+    def block_of(self, rows: Rows) -> np.ndarray:
+        """Which block every row uses."""
+        places = [rows.positions[self.rows.index(letter)] for letter in self.blocks]
+        return np.ravel_multi_index(places, [self.sizes[letter] for letter in self.blocks])
+
+    # --- what the weight is multiplied with ------------------------------------------------------
+
+    @property
+    def _groups(self) -> str:
+        return self.channels if self.grouped else ""
+
+    @property
+    def _present(self) -> str:
+        return self._groups + _without(self.inner, self.absent)
+
+    def phi(self, rows: Rows) -> Tensor:
+        """Φ of some rows, (rows, groups, features)."""
+        r = _another(self.weight + self.result + _letters(self.data))
+        taken = [self._take(rows, operand, r) for operand in self.data]
+        count = rows.total if rows.chosen is None else len(rows.chosen)
+        if len(taken) == 1:
+            phi = taken[0].permute(r + self._present)
+        else:
+            terms = ",".join(operand.letters for operand in taken)
+            phi = torch.einsum(f"{terms}->{r}{self._present}", [o.tensor for o in taken])
+        groups = self._volume(self._groups)
+        return self._repeated(phi).reshape(count, groups, self._volume(self.inner))
+
+    def _take(self, rows: Rows, operand: Operand, r: str) -> Operand:
+        """The operand's part of each row; r is the letter of rows."""
+        places = [c for c in self.rows if c in operand.letters]
+        rest = _without(operand.letters, "".join(places))
+        tensor = operand.permute("".join(places) + rest)
+        if len(places) == len(self.rows):
+            return Operand(rows.take(tensor), r + rest)
+        if not places:
+            return Operand(exact(tensor), rest)
+        index = np.stack([rows.positions[self.rows.index(c)] for c in places])
+        return Operand(exact(tensor[tuple(to_device(index, rows.device))]), r + rest)
+
+    def _repeated(self, tensor: Tensor) -> Tensor:
+        """With the features that the data lacks, which are all the same."""
+        if not self.absent:
+            return tensor
+        sizes = [self.sizes[letter] for letter in self.absent]
+        whole = tensor[(..., *(None for _ in sizes))]
+        return whole.expand(*tensor.shape, *sizes)
+
+    def whole(self) -> tuple[Tensor, Tensor] | None:
+        """‖φ‖² of all rows, (rows,), and Σφ; None with groups, or sums inside the data."""
+        summed_inside = set(_letters(self.data)) - set(self.rows + self._present)
+        if self._groups or summed_inside:
+            return None
+        times = self._volume(self.absent)
+        kept = self.blocks + self._present
+        if len(self.data) == 1:
+            operand = self.data[0]
+            x = operand.permute(self.rows + self._present)
+            square = squares(x.flatten(len(self.rows)) if self._present else x[..., None])
+            dims = [d for d, letter in enumerate(self.rows) if letter not in self.blocks]
+            summed = x.sum(dims, dtype=exact_type(x)) if dims else exact(x)
+        else:
+            terms = ",".join(operand.letters for operand in self.data)
+            tensors = [exact(operand.tensor) for operand in self.data]
+            square = torch.einsum(f"{terms}->{self.rows}", [x.square() for x in tensors])
+            summed = torch.einsum(f"{terms}->{kept}", tensors)
+        return times * square.reshape(-1), self._repeated(summed)
+
+
+def _alone(own: str, others: Sequence[Operand], result: str) -> Iterator[Operand]:
+    """The data without letters of size one that others have, and summed over what it alone has."""
+    others = list(others)
+    for i, operand in enumerate(others):
+        elsewhere = own + _letters(others[:i] + others[i + 1 :])
+        small = (c for c, n in operand.sizes.items() if n == 1 and c in elsewhere)
+        others[i] = operand.squeeze("".join(small))
+    for i, operand in enumerate(others):
+        elsewhere = own + result + _letters(others[:i] + others[i + 1 :])
+        yield operand.sum("".join(c for c in operand.letters if c not in elsewhere))
+
+
+def _letters(operands: Sequence[Operand]) -> str:
+    return "".join(operand.letters for operand in operands)
+
+
+def _without(letters: str, others: str) -> str:
+    return "".join(letter for letter in letters if letter not in others)
+
+
+def _another(letters: str) -> str:
+    """A letter that is not taken."""
+    return next(
+        c for c in map(chr, range(ord("A"), ord("z") + 1)) if c.isalpha() and c not in letters
+    )

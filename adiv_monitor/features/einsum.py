@@ -1,0 +1,34 @@
+"""Einstein sums with a weight among their operands."""
+
+from collections.abc import Sequence
+from string import ascii_letters
+
+from torch import Tensor
+
+from adiv_monitor.features.contraction import Operand, contractions
+from adiv_monitor.features.uses import FunctionCall, Use, uses
+
+
+@uses("einsum")
+def einsum(call: FunctionCall, equation: str, *operands: Tensor | Sequence[Tensor]) -> list[Use]:
+    """Z by any equation that takes no diagonals."""
+    tensors: list[Tensor] = []
+    for operand in operands:
+        tensors += [operand] if isinstance(operand, Tensor) else operand
+    terms, result = spelled_out(equation, [tensor.dim() for tensor in tensors])
+    named = [Operand(tensor, term) for tensor, term in zip(tensors, terms, strict=True)]
+    return contractions(call, named, result)
+
+
+def spelled_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
+    """The letters of all operands and of the result, with letters for what "..." stands for."""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    counts = [d - len(term.replace("...", "")) for term, d in zip(terms, dims, strict=True)]
+    free = [letter for letter in ascii_letters if letter not in equation]
+    rest = "".join(free[: max(counts)])
+    if not arrow:  # what comes once, in the order of the alphabet
+        once = (letter for letter in ascii_letters if left.count(letter) == 1)
+        result = ("..." if "." in left else "") + "".join(once)
+    full = [t.replace("...", rest[len(rest) - n :]) for t, n in zip(terms, counts, strict=True)]
+    return full, result.replace("...", rest)

@@ -1,0 +1,315 @@
+"""Recurrent layers: the linear maps inside one fused call, by an exact replay of its cells.
+
+`torch.lstm`, `torch.gru`, `torch.rnn_tanh`, `torch.rnn_relu` and their cells hide the gates. So the
+call is run once more with plain operations, and the gradients that reached its outputs are carried
+back to each map's own z = Wφ + b. A row is (time, sample): one use of the weights.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from adiv_monitor.features.features import Features
+from adiv_monitor.features.recurrent_call import CellWeights, Layout, Mode, RecurrentCall, State
+from adiv_monitor.features.rows import Rows, exact, joined
+from adiv_monitor.features.uses import Use
+
+Step = Callable[..., State]  # (input map's z, hidden map's z, *state) → the next state
+
+
+def _rnn_tanh(z_input: Tensor, z_hidden: Tensor, h: Tensor) -> State:
+    return (torch.tanh(z_input + z_hidden),)
+
+
+def _rnn_relu(z_input: Tensor, z_hidden: Tensor, h: Tensor) -> State:
+    return (torch.relu(z_input + z_hidden),)
+
+
+def _lstm(z_input: Tensor, z_hidden: Tensor, h: Tensor, c: Tensor) -> State:
+    i, f, g, o = (z_input + z_hidden).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru(z_input: Tensor, z_hidden: Tensor, h: Tensor) -> State:
+    input_r, input_z, input_n = z_input.chunk(3, -1)
+    hidden_r, hidden_z, hidden_n = z_hidden.chunk(3, -1)
+    n = torch.tanh(input_n + (input_r + hidden_r).sigmoid() * hidden_n)
+    return (n + (input_z + hidden_z).sigmoid() * (h - n),)
+
+
+_STEPS: dict[Mode, Step] = {
+    "rnn_tanh": _rnn_tanh,
+    "rnn_relu": _rnn_relu,
+    "lstm": _lstm,
+    "gru": _gru,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Map:
+    """One linear map of a recurrent call in all its uses: ∂L/∂W = gradientᵀ inputs.
+
+    The precision is float32, or float64 if the call's was. All maps of a call have the same rows in
+    the same order: by time, then sample. `inputs` may share memory with the call's input.
+
+    Attributes:
+        name: "input_l0", "hidden_l0", "projection_l0", "input_l0_reverse", …; of a cell "input" and
+            "hidden".
+        weight: W (N, K), the very tensor that was passed.
+        bias: b (N,), likewise, or None; ∂L/∂b = Σ_r gradient_r.
+        inputs: φ_W of all rows, (rows, K).
+        z: Wφ_W + b, (rows, N): of this map alone, before it meets the others in the gates.
+        gradient: ∂L/∂z, (rows, N).
+    """
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    inputs: Tensor
+    z: Tensor
+    gradient: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """What a replay found.
+
+    Attributes:
+        maps: every linear map of the call, layer by layer.
+        error: ‖replayed − real outputs‖ / ‖real outputs‖ over all outputs that were not changed in
+            place since, shape (). More than the rounding of the call's precision (bfloat16 under
+            autocast, TF32 in cuDNN by default) says that something else was replayed, and that the
+            gradients are of something else too.
+    """
+
+    maps: list[Map]
+    error: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """What a recurrent call returned, without its graph, so that a hook in that may hold it.
+
+    Attributes:
+        outputs: (output, h_n), (output, h_n, c_n), of a cell (h,) or (h, c); detached.
+        versions: of each, to tell whether it is still what was returned.
+        c_enters_h: h of an LSTM cell was made from the very c that was returned, as on a CPU. What
+            a hook on c is given is then the whole ∂L/∂c, the part that came through h included;
+            where one kernel returns both, that part is not in it.
+    """
+
+    outputs: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    c_enters_h: bool
+
+    @classmethod
+    def of(cls, call: RecurrentCall, result: Tensor | Sequence[Tensor]) -> "Returned":
+        """The very tensors that the call returned, just now.
+
+        Raises:
+            ValueError: an LSTM cell's outputs are detached.
+        """
+        given = (result,) if isinstance(result, Tensor) else tuple(result)
+        c_enters_h = False
+        if call.layout == "cell" and len(given) == 2:
+            h, c = given
+            if c.grad_fn is None:
+                raise ValueError(
+                    "the outputs of an LSTM cell have no graph: give the tensors that the call "
+                    "returned, not copies (which of them was made from which says what the "
+                    "gradients hold)"
+                )
+            c_enters_h = h.grad_fn is not c.grad_fn
+        detached = tuple(tensor.detach() for tensor in given)
+        return cls(detached, tuple(tensor._version for tensor in detached), c_enters_h)
+
+    @property
+    def unchanged(self) -> list[int]:
+        """Which of the outputs nothing was written to since."""
+        pairs = zip(self.outputs, self.versions, strict=True)
+        return [i for i, (tensor, version) in enumerate(pairs) if tensor._version == version]
+
+
+def uses_of(call: RecurrentCall) -> Iterator[Use]:
+    """The linear maps in a call, named as in `Replay.maps`, which alone tell their rows."""
+
+    def features(rows: Rows) -> Features:
+        raise RuntimeError("the rows of a recurrent layer come with its gradient, by a replay")
+
+    for weights in call.weights:
+        for name, weight, bias in weights.maps:
+            yield Use(call.mode, weight, bias, features, part=name)
+
+
+def replay(
+    call: RecurrentCall,
+    returned: Returned,
+    gradients: Sequence[Tensor | None],
+    rng_state: Tensor | None = None,
+) -> Replay:
+    """Inputs and ∂L/∂z of all rows of every linear map in the call.
+
+    The run is left as it is: its parameters and gradients, its graph, autocast, random numbers.
+    Cost, of the whole sequence once forwards and backwards: for each time, layer and direction 7
+    kernels (LSTM: 28, GRU: 26); for each row, layer and direction 13 H numbers (31 H, 25 H) at the
+    peak, of which the maps keep about half.
+
+    Args:
+        call: the call.
+        returned: what it returned.
+        gradients: ∂L/∂ each of the outputs as a hook on it is given it; None for zero.
+        rng_state: if the call draws: the state of its device's generator just before it.
+
+    Raises:
+        RuntimeError: the call has a `refusal`, which is the message.
+        ValueError: the call draws and no state is given.
+    """
+    if call.refusal is not None:
+        raise RuntimeError(call.refusal)
+    reached = [
+        torch.zeros_like(output) if gradient is None else gradient
+        for output, gradient in zip(returned.outputs, gradients, strict=True)
+    ]
+    upstream = _laid_out(call, reached)
+    masks = _masks(call, returned.outputs[0].dtype, rng_state)
+    with torch.enable_grad(), torch.autocast(call.input.device.type, enabled=False):
+        maps, replayed = _run(call, masks)
+        if returned.c_enters_h:
+            replayed[1].register_hook(lambda _: upstream[1])  # type: ignore[no-untyped-call]
+        found = torch.autograd.grad(replayed, [z for linear in maps for z in linear.z], upstream)
+    taken = iter(found)
+    closed = [linear.closed([next(taken) for _ in linear.z]) for linear in maps]
+    real = _laid_out(call, returned.outputs)
+    return Replay(closed, _distance(replayed, real, returned.unchanged))
+
+
+def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The call's outputs, or their gradients, as `_run` has them."""
+    given = [exact(tensor.detach()) for tensor in tensors]
+    if call.layout == "cell":
+        return given
+    return [_by_time(given[0], call.layout), *given[1:]]
+
+
+def _by_time(tensor: Tensor, layout: Layout) -> Tensor:
+    """Input or output as rows by time, then sample: (rows, channels)."""
+    if layout in ("packed", "cell"):
+        return tensor
+    return (tensor.transpose(0, 1) if layout == "batch first" else tensor).flatten(0, 1)
+
+
+def _masks(call: RecurrentCall, dtype: torch.dtype, rng_state: Tensor | None) -> list[Tensor]:
+    """What each layer's outputs but the last's were multiplied by: 0 or 1/(1 − dropout).
+
+    The call's own function draws as many numbers again, in the same order and precision.
+    """
+    if not call.draws:
+        return []
+    if rng_state is None:
+        raise ValueError(
+            f"the call has dropout={call.dropout} between its layers: to draw its masks again give "
+            "rng_state, the state of its device's generator just before the call"
+        )
+    device = call.input.device
+    width = call.directions * call.states[0].shape[-1]
+    ones = torch.ones(call.rows, width, dtype=dtype, device=device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(rng_state, device)
+        else:
+            torch.set_rng_state(rng_state)
+        between = len(call.weights) // call.directions - 1
+        return [exact(torch.dropout(ones, call.dropout, True)) for _ in range(between)]
+
+
+@dataclass(eq=False)
+class _OpenMap:
+    """A linear map in use: for all times at once, or for one time after the other."""
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    backwards: bool = False
+    inputs: list[Tensor] = field(default_factory=list)
+    z: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._weight = exact(self.weight.detach())
+        self._bias = None if self.bias is None else exact(self.bias.detach())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.inputs.append(x)
+        self.z.append(functional.linear(x, self._weight, self._bias))
+        return self.z[-1]
+
+    def by_time(self, parts: list[Tensor]) -> Tensor:
+        """What was found at one time after the other, as rows by time."""
+        return joined(parts[::-1] if self.backwards else parts)
+
+    def closed(self, gradients: list[Tensor]) -> Map:
+        """The map with all its rows, and without the graph."""
+        rows = (self.by_time(parts).detach() for parts in (self.inputs, self.z, gradients))
+        return Map(self.name, self.weight, self.bias, *rows)
+
+
+def _run(call: RecurrentCall, masks: list[Tensor]) -> tuple[list[_OpenMap], list[Tensor]]:
+    """All layers: their maps; the output (rows, channels) unless it is a cell, and last states."""
+    # Leaves that require gradients make every z part of the graph.
+    x, *states = (exact(tensor.detach()).requires_grad_() for tensor in (call.input, *call.states))
+    x = _by_time(x, call.layout)
+    maps: list[_OpenMap] = []
+    ends: list[State] = []
+    for first in range(0, len(call.weights), call.directions):
+        if first > 0 and masks:
+            x = x * masks[first // call.directions - 1]
+        sides = []
+        for k in range(first, first + call.directions):
+            state = tuple(of_all[k] for of_all in states)
+            opened, side, end = _unroll(call, call.weights[k], x, state, backwards=k > first)
+            maps += opened
+            sides.append(side)
+            ends.append(end)
+        x = torch.cat(sides, -1)
+    if call.layout == "cell":
+        return maps, list(ends[0])
+    return maps, [x, *(torch.stack(of_all) for of_all in zip(*ends, strict=True))]
+
+
+def _unroll(
+    call: RecurrentCall, weights: CellWeights, x: Tensor, state: State, backwards: bool
+) -> tuple[list[_OpenMap], Tensor, State]:
+    """One layer in one direction: its maps, its outputs (rows, size of h), its last state."""
+    maps = [_OpenMap(*linear, backwards) for linear in weights.maps]
+    enter, recur, *projection = maps
+    z_input = torch.split(enter(x), list(call.batch_sizes))
+    step = _STEPS[call.mode]
+    outputs = []
+    times = range(len(call.batch_sizes))
+    for t in reversed(times) if backwards else times:
+        present = [s[: call.batch_sizes[t]] for s in state]
+        new = step(z_input[t], recur(present[0]), *present)
+        if projection:
+            new = (projection[0](new[0]), *new[1:])
+        outputs.append(new[0])
+        state = tuple(_renewed(s, n) for s, n in zip(state, new, strict=True))
+    return maps, recur.by_time(outputs), state
+
+
+def _renewed(state: Tensor, new: Tensor) -> Tensor:
+    """The new state; samples that have ended, or not begun, keep theirs."""
+    return new if len(new) == len(state) else torch.cat([new, state[len(new) :]])
+
+
+def _distance(replayed: list[Tensor], real: list[Tensor], compared: list[int]) -> Tensor:
+    if not compared:
+        return replayed[0].new_zeros(())
+    ours, theirs = (
+        torch.cat([tensors[i].detach().flatten() for i in compared]) for tensors in (replayed, real)
+    )
+    length = torch.linalg.vector_norm(theirs).clamp(min=torch.finfo(theirs.dtype).tiny)
+    distance: Tensor = torch.linalg.vector_norm(ours - theirs) / length
+    return distance

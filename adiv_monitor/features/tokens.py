@@ -1,0 +1,122 @@
+"""Parameters put among data as they are: class tokens, mask tokens, queries that are learned."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.features.broadcast import gain, offset, own_dims
+from adiv_monitor.features.uses import FunctionCall, Use, uses
+
+
+@uses("expand", "expand_as", "broadcast_to", "repeat", "tile")
+def repetition(call: FunctionCall, input: Tensor, *size: object, **_: object) -> Use | None:
+    """Z = p, once for every sample."""
+    shape = call.result.shape
+    first = len(shape) - input.dim()
+    whole = all(shape[first + d] == size for d, size in enumerate(input.shape) if size > 1)
+    if not call.is_weight(input) or call.result.numel() == input.numel() or not whole:
+        return None
+    return offset(input, shape)
+
+
+@uses("cat", "concat", "concatenate")
+def concatenation(call: FunctionCall, tensors: Sequence[Tensor], dim: int = 0) -> list[Use]:
+    """Z = p in its place among what is data."""
+    start, found = 0, []
+    for tensor in tensors if call.has_data(*tensors) else ():
+        size = tensor.shape[dim]
+        if call.is_weight(tensor):
+            place = partial(torch.narrow, dim=dim, start=start, length=size)
+            found += _placed(tensor, tensor.shape, place)
+        start += size
+    return found
+
+
+@uses("stack")
+def stack(call: FunctionCall, tensors: Sequence[Tensor], dim: int = 0) -> list[Use]:
+    """Z = p at its place along a new dimension."""
+    found = []
+    for i, tensor in enumerate(tensors) if call.has_data(*tensors) else ():
+        if call.is_weight(tensor):
+            found += _placed(tensor, tensor.shape, partial(torch.select, dim=dim, index=i))
+    return found
+
+
+@uses("where")
+def choice(call: FunctionCall, condition: Tensor, input: object, other: object) -> list[Use]:
+    """Z = p where a condition holds, or where it does not."""
+    if not call.has_data(condition, input, other):
+        return []
+    found = []
+    for parameter, mask in ((input, condition), (other, condition.logical_not())):
+        if call.is_weight(parameter):
+            found += _masked(parameter, mask, call.result.shape)
+    return found
+
+
+@uses("masked_fill", "masked_fill_")
+def masked_fill(call: FunctionCall, input: Tensor, mask: Tensor, value: object) -> list[Use]:
+    """Z = p where a mask is set."""
+    if not call.is_weight(value) or not call.has_data(input, mask):
+        return []
+    return _masked(value, mask, call.result.shape)
+
+
+@uses("__setitem__")
+def assignment(call: FunctionCall, input: Tensor, index: object, value: object) -> list[Use]:
+    """x[index] = p: of a part that slices and numbers tell, or where a mask is set.
+
+    Not of a view: it gets no gradient of what else is read from the tensor that it shows.
+    """
+    if not call.is_weight(value) or input._base is not None:
+        return []
+    if isinstance(index, Tensor) and index.dtype == torch.bool:
+        rest = input.dim() - index.dim()
+        if value.dim() > rest and value.shape[: value.dim() - rest].numel() > 1:
+            return []  # an entry for each place
+        return _masked(value, index[(..., *(None for _ in range(rest)))], input.shape)
+    if _is_plain(index):
+        return _placed(value, input[index].shape, lambda tensor: tensor[index])  # type: ignore[index]
+    return []
+
+
+def _is_plain(index: object) -> bool:
+    if isinstance(index, tuple):
+        return all(map(_is_plain, index))
+    return (
+        index is None
+        or index is ...
+        or (isinstance(index, int | slice) and not isinstance(index, bool))
+    )
+
+
+def _placed(
+    parameter: Tensor, shape: Sequence[int], place: Callable[[Tensor], Tensor]
+) -> list[Use]:
+    """An offset in a part of the result."""
+    found = offset(parameter, shape)
+    if found is None:
+        return []
+    layout = found.layout
+    return [replace(found, layout=lambda tensor: layout(place(tensor)))]
+
+
+def _masked(parameter: Tensor, mask: Tensor, shape: Sequence[int]) -> list[Use]:
+    """An offset where a mask is set: nothing trains the parameter in other rows.
+
+    A gain of zeros and ones where rows are set in part.
+    """
+    own = own_dims(parameter, shape)
+    dim = own[-1] - len(shape) if own else 0
+    if not own or mask.dim() < -dim or mask.shape[dim] == 1:
+        found = offset(parameter, shape, where=mask)
+        return [] if found is None else [found]
+    entries = gain(parameter, mask, shape)
+
+    def layout(tensor: Tensor) -> Tensor:
+        return entries.layout(tensor.masked_fill(~mask, 0))
+
+    return [replace(entries, kind="offset", layout=layout)]

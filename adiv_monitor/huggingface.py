@@ -1,0 +1,319 @@
+"""The monitor as a callback of Hugging Face's Trainer: translation only."""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import update_wrapper
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.capture.selection import LayerChoice
+from adiv_monitor.monitor import Monitor
+from adiv_monitor.sinks import Sink
+from adiv_monitor.sinks.lent import lent
+from adiv_monitor.sinks.scalars import (
+    DEFAULT_MEASURES,
+    known_measures,
+    summary_scalars,
+    summary_tags,
+)
+from adiv_monitor.sinks.trainer import TrainerSink
+
+try:
+    from accelerate.utils import broadcast_object_list
+    from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import IntervalStrategy
+except ImportError as error:
+    raise ImportError(
+        "adiv_monitor.huggingface needs transformers and accelerate: "
+        'pip install "adiv-monitor[huggingface]"'
+    ) from error
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+
+class DivergenceTrainerCallback(TrainerCallback, ExportableState):
+    """Monitors the optimizer of a `Trainer.train` and logs where the Trainer does.
+
+    The summary over layers, such as `adiv.summary/update_cosine_min`, and `adiv.summary/coverage`
+    are in `trainer.state.log_history` and go to all callbacks but those that merely print (for what
+    standard errors do to it see `MeasureSummary`). TensorBoard, W&B, MLflow and whatever else the
+    Trainer reports to get the layers too. A report is there once the next batch or an evaluation
+    has run, because what happens to the weights until then belongs to it. In the history it stands
+    at the number of steps taken till then: one more than the report's `step`.
+
+    With `TrainingArguments(metric_for_best_model="adiv.summary/…")` each evaluation has the latest
+    value of it, for early stopping and the best checkpoint; NaN where it has no direction.
+
+    When training fails in a batch or an evaluation, the monitor is taken off. The Trainer says
+    nothing of other failures: `close()` takes it off, and so does the next training.
+
+    Args:
+        every_n_steps: measure every so many optimizer steps, the first included; None follows
+            `TrainingArguments(logging_steps=…)`.
+        max_overhead: the share of the training time that the monitor may take, as in `Monitor`.
+        layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
+        max_rows: rows to look at per layer and step; None: all of them.
+        attainable: measure the ceiling too, which looks at all rows.
+        measures: what is logged.
+        sinks: further sinks, which stay open; only the first process writes to them.
+        on_error: what an error inside the monitor does: "warn" and go on, or "raise".
+        seed: of the choice of rows.
+
+    Raises:
+        ImportError: without transformers or accelerate.
+        TypeError: when a sink is none.
+        ValueError: when there is no measure of that name; when training begins, and there is no
+            interval to follow, no such layer, no such metric, or a callback that can't see it.
+
+    Attributes:
+        monitor: of the present or last training; None before the first.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        max_overhead: float | None = None,
+        layers: LayerChoice = None,
+        max_rows: int | None = DEFAULT_MAX_ROWS,
+        attainable: bool = False,
+        measures: Iterable[str] = DEFAULT_MEASURES,
+        sinks: Sequence[Sink] = (),
+        on_error: Literal["warn", "raise"] = "warn",
+        seed: int = 0,
+    ) -> None:
+        self._every_n_steps = every_n_steps
+        self._layers = layers
+        self._options: dict[str, Any] = {
+            "max_overhead": max_overhead,
+            "max_rows": max_rows,
+            "attainable": attainable,
+            "on_error": on_error,
+            "seed": seed,
+        }
+        self._measures = known_measures(measures)
+        self._sinks = lent(sinks, "DivergenceTrainerCallback")
+        self._lost: list[str] = []  # arguments that the checkpoint could not hold
+        self._trainer: Trainer | None = None  # while it trains
+        self.monitor: Monitor | None = None
+
+    # --- events of the Trainer -------------------------------------------------------------------
+
+    def on_train_begin(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        **kwargs: Any,
+    ) -> None:
+        """Attach the monitor: the optimizer exists, checkpoints are restored."""
+        self.close()  # where the last training failed
+        trainer = _calling_trainer()
+        self._check(trainer)
+        log: list[Sink] = [TrainerSink(trainer, self._measures), *self._sinks]
+        self.monitor = Monitor(
+            kwargs["model"],
+            kwargs["optimizer"],
+            every_n_steps=self._interval(args, state),
+            layers=self._layers,
+            sinks=log if state.is_world_process_zero else (),
+            **self._options,
+        )
+        if state.global_step:
+            self._count_on(self.monitor, state)
+        # A checkpoint made without this callback has no place for its state.
+        _states(state).setdefault(type(self).__name__, self.state())
+        self.monitor.attach()
+        self._trainer = trainer
+        _listen(trainer, self.close)
+
+    def on_evaluate(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        **kwargs: Any,
+    ) -> None:
+        """Offer the metric that early stopping and the best checkpoint follow, if it is ours."""
+        metric = _followed(args)
+        if metric is None or self.monitor is None:
+            return
+        latest = self.monitor.latest
+        summary = {} if latest is None else summary_scalars(latest, self._measures)
+        # Each process has looked at its own rows, and all must come to the same decision.
+        (value,) = broadcast_object_list([summary.get(metric, math.nan)])
+        kwargs["metrics"][f"eval_{metric}"] = value
+
+    def on_epoch_end(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        **kwargs: Any,
+    ) -> None:
+        """Complete the last report while what the Trainer reports to is open."""
+        if control.should_training_stop:
+            self.close()
+
+    def on_train_end(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        **kwargs: Any,
+    ) -> None:
+        """Leave nothing on the model."""
+        self.close()
+
+    def close(self) -> None:
+        """Complete the report under way and take the monitor off the model. Can be repeated."""
+        if self._trainer is not None:
+            _unlisten(self._trainer, self.close)
+            self._trainer = None
+        if self.monitor is not None:
+            self.monitor.close()
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """How far the monitor has counted; and this callback's arguments, as JSON can hold them."""
+        layers = None if self._layers is None or callable(self._layers) else [*self._layers]
+        lost = {"layers": callable(self._layers), "sinks": bool(self._sinks)}
+        return {
+            "args": {
+                "every_n_steps": self._every_n_steps,
+                "layers": layers,
+                "measures": [*self._measures],
+                **self._options,
+            },
+            "attributes": {
+                "_lost": [name for name, is_lost in lost.items() if is_lost],
+                "_counted": None if self.monitor is None else self.monitor.state_dict(),
+            },
+        }
+
+    def _count_on(self, monitor: Monitor, state: "TrainerState") -> None:
+        """Where the checkpoint's monitor was, or, if there was none, where its Trainer was."""
+        saved = _states(state).get(type(self).__name__, {})
+        latest = saved[-1] if isinstance(saved, list) else saved  # of several: they count the same
+        counted = latest.get("attributes", {}).get("_counted")
+        if counted:
+            monitor.load_state_dict(counted)
+        else:
+            monitor.step = state.global_step
+
+    # --- what the Trainer was told ---------------------------------------------------------------
+
+    def _interval(self, args: "TrainingArguments", state: "TrainerState") -> int:
+        if self._every_n_steps is not None:
+            return self._every_n_steps
+        strategy = IntervalStrategy(args.logging_strategy)
+        if strategy != IntervalStrategy.STEPS:
+            raise ValueError(
+                "DivergenceTrainerCallback: every_n_steps=None follows logging_steps, but got "
+                f"TrainingArguments(logging_strategy={strategy.value!r}), which has "
+                "none; expected DivergenceTrainerCallback(every_n_steps=1) or more"
+            )
+        return int(state.logging_steps)
+
+    def _check(self, trainer: Trainer) -> None:
+        """Refuse what would be lost, or be there too late."""
+        if self._lost:
+            raise ValueError(
+                "DivergenceTrainerCallback: restore_callback_states_from_checkpoint=True makes it "
+                f"from the checkpoint, which can't hold its {' and '.join(self._lost)}; expected "
+                "False: step numbers go on without it"
+            )
+        metric = _followed(trainer.args)
+        if metric is None:
+            return
+        absent = () if self._options["attainable"] else ("attainable_cosine",)
+        there = [measure for measure in self._measures if measure not in absent]
+        tags = [tag for measure in there for tag in summary_tags(measure).values()]
+        if metric not in tags:
+            raise ValueError(
+                f"DivergenceTrainerCallback: got metric_for_best_model={metric!r}, expected one of "
+                f"{', '.join(tags)}"
+            )
+        callbacks = trainer.callback_handler.callbacks
+        earlier = callbacks[: callbacks.index(self)]
+        if any(isinstance(callback, EarlyStoppingCallback) for callback in earlier):
+            raise ValueError(
+                f"DivergenceTrainerCallback: got an EarlyStoppingCallback before it, which looks "
+                f"for {metric!r} before it is there; expected the other order: "
+                "callbacks=[DivergenceTrainerCallback(), EarlyStoppingCallback()]"
+            )
+
+
+def _states(state: "TrainerState") -> dict[str, Any]:
+    """Class name → what the callback's `state()` said; a list of it where there are several."""
+    return cast(dict[str, Any], state.stateful_callbacks)
+
+
+def _followed(args: "TrainingArguments") -> str | None:
+    """The metric of the best model, if it is a summary of ours."""
+    metric = (args.metric_for_best_model or "").removeprefix("eval_")
+    return metric if metric.startswith("adiv.") else None
+
+
+def _calling_trainer() -> Trainer:
+    """The Trainer whose event is handled: events don't say, but one of its methods has called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer):
+            return found
+        frame = frame.f_back
+    raise ValueError(
+        "DivergenceTrainerCallback: got an event that no transformers.Trainer has called, expected "
+        "one that does; in a loop of your own, use adiv_monitor.Monitor"
+    )
+
+
+# --- failures, for which the Trainer has no event ------------------------------------------------
+
+_WORK = ("get_batch_samples", "training_step", "evaluate")
+
+
+class _Watched:
+    """A method of the Trainer's, while it trains: tells the listeners when it raises."""
+
+    def __init__(self, method: Callable[..., Any], is_own: bool) -> None:
+        self.method = method
+        self.is_own = is_own  # somebody has set it on this very Trainer
+        self.listeners: list[Callable[[], None]] = []
+        update_wrapper(self, method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.method(*args, **kwargs)
+        except BaseException:
+            for failed in tuple(self.listeners):
+                failed()
+            raise
+
+
+def _listen(trainer: Trainer, failed: Callable[[], None]) -> None:
+    for name in _WORK:
+        method = getattr(trainer, name)
+        if not isinstance(method, _Watched):
+            method = _Watched(method, is_own=name in vars(trainer))
+            setattr(trainer, name, method)
+        method.listeners.append(failed)
+
+
+def _unlisten(trainer: Trainer, failed: Callable[[], None]) -> None:
+    """Take back `_listen`; with the last listener the Trainer is as it was."""
+    for name in _WORK:
+        watched = getattr(trainer, name)
+        watched.listeners.remove(failed)
+        if watched.listeners:
+            continue
+        if watched.is_own:
+            setattr(trainer, name, watched.method)
+        else:
+            delattr(trainer, name)

@@ -1,0 +1,30 @@
+"""Sinks of the user's in the hands of a callback."""
+
+from collections.abc import Sequence
+
+from adiv_monitor.sinks.sink import Sink
+
+
+class Lent:
+    """Passes reports on, but stays open: a monitor closes its sinks, and there may be several."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.write = sink.write
+
+    def close(self) -> None:
+        """The user may go on with the sink after the training."""
+
+
+def lent(sinks: Sequence[object], owner: str) -> tuple[Lent, ...]:
+    """The sinks, each so that whoever closes it leaves it open.
+
+    Raises:
+        TypeError: when one is no sink; `owner` is the class that it was given to.
+    """
+    for sink in sinks:
+        if not isinstance(sink, Sink):
+            raise TypeError(
+                f"{owner}(sinks=…): got a {type(sink).__name__}, expected objects with the "
+                "methods write(report) and close()"
+            )
+    return tuple(Lent(sink) for sink in sinks if isinstance(sink, Sink))

@@ -1,0 +1,64 @@
+"""Reports in the log of a Hugging Face Trainer, and wherever that reports to."""
+
+from copy import copy
+from typing import TYPE_CHECKING
+
+from adiv_monitor.report import StepReport
+from adiv_monitor.sinks.scalars import layer_scalars, summary_scalars
+from adiv_monitor.sinks.tensorboard import TensorBoardSink, as_writer
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback
+
+
+class TrainerSink:
+    """Logs through a Trainer's history and callbacks, for one training.
+
+    The summary over layers, and the coverage, go into `trainer.state.log_history` and to all
+    callbacks that don't merely print logs. What each layer says would flood the history: it goes to
+    those that report to some product, to TensorBoard in the way of `TensorBoardSink`.
+
+    Args:
+        trainer: the Trainer, which has begun to train.
+        measures: which measures, by name.
+    """
+
+    def __init__(self, trainer: "Trainer", measures: tuple[str, ...]) -> None:
+        self._trainer = trainer
+        self._state = trainer.state  # of this training: the next one has another
+        self._measures = measures
+        self._board: TensorBoardSink | None = None
+
+    def write(self, report: StepReport) -> None:
+        """Log the report at the number of steps that the Trainer has taken."""
+        from transformers import PrinterCallback, ProgressCallback
+        from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+        products: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())
+        summary = summary_scalars(report, self._measures)
+        summary |= {"adiv.summary/coverage": report.coverage, "epoch": self._state.epoch}
+        layers = layer_scalars(report, self._measures)
+        # Not by `trainer.log`: trainers that override it log means, which would begin anew with it.
+        self._state.log_history.append({**summary, "step": self._state.global_step})
+        for callback in self._trainer.callback_handler.callbacks:
+            writer = as_writer(getattr(callback, "tb_writer", None))
+            if writer is not None:
+                self._board = self._board or TensorBoardSink(writer, self._measures)
+                self._board.write(report)
+            elif isinstance(callback, products):
+                self._tell(callback, {**summary, **layers})
+            elif not isinstance(callback, (PrinterCallback, ProgressCallback)):
+                self._tell(callback, dict(summary))
+
+    def close(self) -> None:
+        """Nothing to finish: what is written to belongs to the Trainer."""
+
+    def _tell(self, callback: "TrainerCallback", logs: dict[str, float]) -> None:
+        """As the Trainer tells its callbacks of a log."""
+        handler = copy(self._trainer.callback_handler)
+        handler.callbacks = [callback]
+        control = self._trainer.control
+        # A log takes back the wish for one, which the Trainer's own losses may still wait for.
+        wished = control.should_log
+        handler.on_log(self._trainer.args, self._state, control, logs)
+        control.should_log = wished

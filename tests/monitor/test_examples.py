@@ -1,0 +1,83 @@
+"""The short examples as their users run them: they learn, and all is measured."""
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("lightning.fabric")
+from accelerate.state import AcceleratorState, GradientState
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Logs go to runs/ of the current folder; Accelerate's settings are the process's."""
+    monkeypatch.chdir(tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def run(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def tables(text: str) -> dict[int, list[str]]:
+    """Step → paths of the layers in its table, of steps at which all is measured."""
+    found: dict[int, list[str]] = {}
+    for block in text.split("step ")[1:]:
+        step, said, *table = re.split(r" · |\n", block)
+        assert said == "100% of the trained parameters measured"
+        rule = next(i for i, line in enumerate(table) if line.startswith("──"))
+        rows = (re.match(r"(\S+) +\d+ ", line) for line in table[rule + 1 :])
+        found[int(step)] = [row[1] for row in rows if row]
+    return found
+
+
+def final_loss(text: str) -> float:
+    return float(re.findall(r"Loss (\d\.\d+)", text)[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "layers"),
+    [
+        ("plain_loop", [0, 100, 200], ["0", "2", "4"]),
+        ("accelerate_loop", [0, 80, 160, 240, 320], ["embed", "norm", "hidden", "output"]),
+        ("fabric_loop", [0, 60], ["0", "1", "3", "7"]),
+    ],
+)
+def test_loops(
+    name: str, steps: list[int], layers: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run(name, capsys)
+    assert tables(text) == dict.fromkeys(steps, layers)
+    assert final_loss(text) < 0.3
+
+
+def test_the_plain_loop_leaves_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    run("plain_loop", capsys)
+    assert len(Path("runs/plain_loop.jsonl").read_text().splitlines()) == 3
+
+
+def test_hugging_face_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run("hugging_face_trainer", capsys)
+    found = tables(text.split("After step")[0])
+    assert list(found) == [0, 50, 100]
+    assert len(found[100]) == 22
+    assert {"bert.encoder.layer.1.attention.self.key", "classifier"} <= set(found[100])
+    told = dict(re.findall(r"^After step (\d+): (.*)$", text, flags=re.MULTILINE))
+    assert re.fullmatch(r"adiv\.summary/update_cosine_median 0\.\d+", told["101"])
+    assert float(told["150"].removeprefix("eval_loss ")) < 0.4
+
+
+def test_every_example_is_tried() -> None:
+    tried = {"plain_loop", "accelerate_loop", "fabric_loop", "hugging_face_trainer", "demo"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tried

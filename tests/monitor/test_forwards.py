@@ -1,0 +1,244 @@
+"""The watch over a forward pass: on where it must be, gone afterwards, and unseen by the run."""
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from setups import one_step, same
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from adiv_monitor import Monitor
+
+
+def modes() -> list[object]:
+    found: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return found
+
+
+def hooks_of(model: nn.Module) -> list[object]:
+    tables = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
+    return [hook for m in model.modules() for name in tables for hook in vars(m)[name].items()]
+
+
+class Net(nn.Module):
+    """Two layers, one of which is used without being called, and a say in what happens between."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 2)
+        self.shift = nn.Parameter(torch.randn(2))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.between(self.first(x))
+        return functional.linear(hidden, self.second.weight, self.second.bias) + self.shift
+
+
+def net(between: Callable[[Tensor], Tensor] = lambda x: x) -> Net:
+    torch.manual_seed(0)
+    return Net(between).double()
+
+
+X = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3)
+
+
+def loss(model: nn.Module) -> None:
+    model(X).square().sum().backward()
+
+
+def test_a_forward_that_raises_leaves_nothing_behind() -> None:
+    def fails(x: Tensor) -> Tensor:
+        if wrong:
+            raise ZeroDivisionError
+        return x
+
+    model, wrong = net(fails), True
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        with pytest.raises(ZeroDivisionError):
+            loss(model)
+        assert not modes()
+        wrong = False
+        loss(model)
+        assert not modes()
+        optimizer.step()
+    assert monitor.latest is not None
+    same(monitor.latest, one_step(net(), loss))
+    assert not hooks_of(model)
+
+
+def test_modes_of_the_users_stay_where_they_were() -> None:
+    class Counts(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    for monitored in (False, True):
+        inner, outer = Counts(), Counts()
+
+        def between(x: Tensor, inner: Counts = inner) -> Tensor:
+            with inner, torch.device("cpu"):
+                return x + torch.ones(4)
+
+        model = net(between)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        monitor = Monitor(model, optimizer, on_error="raise")
+        if monitored:
+            monitor.attach()
+        with outer:
+            model(X).square().sum().backward()
+            assert modes() == [outer]
+        optimizer.step()
+        monitor.close()
+        seen.append((inner.names, outer.names))
+    assert "add" in seen[0][0]
+    assert seen[0][0] == seen[1][0]
+    assert [n for n in seen[0][1] if n == "linear"] == ["linear", "linear"]
+    linear = [name for name in seen[1][1] if name == "linear"]
+    assert linear == ["linear", "linear"], "calls reach a mode around ours as before"
+
+
+def test_each_thread_has_its_own_watch() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    inside: list[int] = []
+    halt, go = threading.Event(), threading.Event()
+
+    def between(x: Tensor) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            go.set()
+            assert halt.wait(10)
+        return x
+
+    model.between = between
+    losses: list[Tensor] = []
+    with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
+        other = threading.Thread(target=lambda: losses.append(model(X).square().sum()))
+        other.start()
+        assert go.wait(10)
+        inside.append(len(modes()))  # the other thread is in the middle of its forward
+        losses.append(model(X).square().sum())
+        halt.set()
+        other.join()
+        sum(losses).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    assert inside == [0]
+    assert monitor.latest is not None
+    assert {r.rows_seen for r in monitor.latest.layers.values()} == {10}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_functions_that_use_parameters(reentrant: bool) -> None:
+    """Seen where a module is called in the recomputation."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+            self.last = nn.Linear(2, 2).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.net, x, use_reentrant=reentrant) if kept else self.net(x)
+            return self.last(hidden)
+
+    torch.manual_seed(3)
+    model, kept = Outer(), True
+    twin = copy.deepcopy(model)
+    x = X.clone().requires_grad_()
+    report = one_step(model, lambda m: m(x).square().sum().backward(), max_rows=None)
+    kept = False
+    same(report, one_step(twin, lambda m: m(x).square().sum().backward(), max_rows=None))
+    assert report.coverage == 1.0
+
+
+def test_a_model_that_is_called_in_parts() -> None:
+    """The root's forward is never called."""
+    whole, parts = net(), net()
+
+    def in_parts(model: nn.Module) -> None:
+        assert isinstance(model, Net)
+        hidden = model.first(X)
+        (model.second(hidden) + model.shift).square().sum().backward()
+
+    expected, found = one_step(whole, loss), one_step(parts, in_parts)
+    assert found.layers.keys() == {"first", "second"}
+    for path in found.layers:
+        assert found.layers[path].measures() == pytest.approx(
+            expected.layers[path].measures(), rel=1e-9, nan_ok=True
+        )
+    assert "outside" in found.unsupported["shift"]
+
+
+def test_what_is_not_trained_runs_as_without_a_watch() -> None:
+    """torch's encoder layer chooses another kernel, with other roundings, while a mode is on."""
+
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            teacher = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.teacher = teacher.requires_grad_(False)
+            self.student = nn.Linear(8, 8)
+            self.inside: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.teacher.eval()
+            taught = self.teacher(x)
+            self.inside.append(len(modes()))
+            return self.student(x) - taught
+
+    outputs = []
+    for monitored in (False, True):
+        torch.manual_seed(1)
+        model = Distilled()
+        seen: list[int] = []
+        model.teacher.linear1.register_forward_pre_hook(lambda *_, s=seen: s.append(len(modes())))
+        optimizer = torch.optim.SGD(model.student.parameters(), 0.1)
+        monitor = Monitor(model, optimizer, on_error="raise")
+        if monitored:
+            monitor.attach()
+        output = model(torch.randn(2, 3, 8))
+        outputs.append(output)
+        output.square().sum().backward()
+        optimizer.step()
+        monitor.close()
+        assert not any(seen)
+        assert model.inside == [int(monitored)]
+    assert torch.equal(*outputs)
+
+
+def test_an_evaluation_before_a_measured_step_takes_its_usual_way() -> None:
+    torch.manual_seed(1)
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        expected = model.eval()(x)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Monitor(model, optimizer, on_error="raise"), torch.no_grad():
+        assert torch.equal(model(x), expected)
+
+
+def test_one_module_that_is_called_within_itself() -> None:
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            x = torch.tanh(x @ self.weight)
+            return self(x, depth - 1) if depth else x
+
+    report = one_step(Recursive(), loss, max_rows=None)
+    assert report.layers.keys() == {""}
+    assert report.layers[""].rows_seen == 15
+    assert not modes()

@@ -1,0 +1,320 @@
+"""Every rule of a function against a slow reference that calls the function again; float64, 1e-9.
+
+The reference takes the step and calls the function with what the parameters then are, its inputs
+held (`tests/reference.py`); nothing of the monitor's is used. Cases: `tests/function_cases.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from function_cases import CASES, Caller, FunctionCase, Of, grouped_mm, written
+from rules import assert_of_all_rows, found, layouts, trained_of
+from torch import Tensor
+from torch.nn import functional
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.capture.sampling import draw
+from adiv_monitor.features import Rows
+from adiv_monitor.features.features import Averaged
+from adiv_monitor.features.uses import Use
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+# What may carry an error when rows are sampled: all that rests on d and e; scales as well where no
+# one pass tells them.
+OF_MOVES = {
+    *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
+    *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
+    *("bias_share", "update_ratio", "common_share"),
+}
+OF_SCALES = {
+    *("diagonal_cosine", "scale_mean", "scale_cv", "scale_max", "scale_p05", "scale_p50"),
+    *("scale_p95", "idle_share"),
+}
+
+
+def loss_of(z: Tensor) -> Tensor:
+    """Of a different gradient at every place."""
+    aims = torch.linspace(-1.0, 2.0, z.numel(), dtype=z.dtype).reshape(z.shape)
+    return (z - aims).square().sum() + (z * aims).sin().sum()
+
+
+def measured(
+    case: FunctionCase, optimizer: str, max_rows: int | None
+) -> tuple[StepReport, dict[str, dict[str, float]]]:
+    """One measured step, and all measures of every use as they are."""
+    model, inputs = case.model(), case.data()
+    own = OPTIMIZERS[optimizer](model.parameters())
+    old = {name: p.detach().clone() for name, p in model._parameters.items()}
+    with Monitor(model, own, max_rows=max_rows, attainable=True, on_error="raise") as monitor:
+        loss_of(model(*inputs)).backward()
+        gradient = {name: p.grad.clone() for name, p in model._parameters.items()}
+        own.step()
+    assert monitor.latest is not None
+    new = {name: p.detach() for name, p in model._parameters.items()}
+    truths = {use.path: truth_of(model, inputs, use, old, new, gradient) for use in case.uses}
+    return monitor.latest, truths
+
+
+def truth_of(
+    model: Caller,
+    inputs: Sequence[Tensor],
+    use: Of,
+    old: dict[str, Tensor],
+    new: dict[str, Tensor],
+    gradient: dict[str, Tensor],
+) -> dict[str, float]:
+    z = model.called(old, *inputs).requires_grad_()
+    (G,) = torch.autograd.grad(loss_of(z), z)
+    truth = reference.function_truth(
+        lambda parameters: use.rows(model.called(parameters, *inputs)),
+        old,
+        new,
+        gradient,
+        use.rows(G),
+        weight=use.weight,
+        bias=use.bias,
+        groups=use.groups,
+    )
+    names = [name for name in (use.weight, use.bias) if name is not None]
+
+    def outputs(*values: Tensor) -> Tensor:
+        changed = dict(zip(names, values, strict=True))
+        return use.rows(model.called({**old, **changed}, *inputs))
+
+    expected = reference.measures(truth)
+    values = [old[name] for name in names]
+    expected["attainable_cosine"] = reference.projected(truth, outputs, values)
+    expected["rows_total"] = len(truth.G)
+    return expected
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_measure(name: str, optimizer: str) -> None:
+    report, truths = measured(CASES[name], optimizer, None)
+    assert report.coverage == 1.0
+    assert not report.unsupported
+    assert not report.notes
+    assert report.layers.keys() == truths.keys()
+    for path, expected in truths.items():
+        reading = report.layers[path]
+        assert reading.rows_total == reading.rows_seen == expected.pop("rows_total")
+        assert not reading.standard_error
+        for measure, value in reading.measures().items():
+            if value is not None:
+                assert value == pytest.approx(expected[measure], rel=1e-9, abs=1e-9, nan_ok=True), (
+                    f"{measure} of {path}"
+                )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_exact_stays_so_when_rows_are_sampled(name: str) -> None:
+    case = CASES[name]
+    report, truths = measured(case, "adamw", 3)
+    assert report.layers.keys() == truths.keys()
+    for use in case.uses:
+        reading, expected = report.layers[use.path], truths[use.path]
+        total = expected.pop("rows_total")
+        assert (reading.rows_seen, reading.rows_total) == (min(3, total), total)
+        allowed = set() if total <= 3 else OF_MOVES if use.one_pass else OF_MOVES | OF_SCALES
+        assert reading.standard_error.keys() <= allowed
+        for measure, value in reading.measures().items():
+            if value is not None and measure not in allowed:
+                assert value == pytest.approx(expected[measure], rel=1e-9, abs=1e-9, nan_ok=True), (
+                    f"{measure} of {use.path}"
+                )
+
+
+# --- the rules themselves ------------------------------------------------------------------------
+
+
+def seen(
+    model: Caller, parameters: dict[str, Tensor], inputs: Sequence[Tensor], of: Of
+) -> tuple[Use, Tensor]:
+    """The use that a rule finds, and what the function gave."""
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+    lead = leaves[of.path]
+    for use, made in found(lambda: model.called(leaves, *inputs), leaves.values()):
+        source = use.bias if use.weight is None else use.weight
+        assert source is not None
+        if source is lead or source._base is lead:
+            return use, made.detach()
+    raise AssertionError(f"no rule for {of.path}")
+
+
+def some(total: int, count: int) -> np.ndarray | None:
+    return draw(total, count, np.inf, np.random.default_rng(0)).chosen
+
+
+# What a function overwrites is kept for the rules by the hooks, which are not here.
+NOT_OVERWRITING = [name for name, case in CASES.items() if not case.overwrites]
+
+
+@pytest.mark.parametrize("name", NOT_OVERWRITING)
+def test_rows_move_with_the_parameters_by_these_features(name: str) -> None:
+    """For all rows and for some, wherever the inputs lie in memory."""
+    case = CASES[name]
+    model = case.model()
+    old = {name: p.detach() for name, p in model._parameters.items()}
+    for inputs in layouts(case.data()):
+        for of in case.uses:
+            own = [name for name in (of.weight, of.bias) if name is not None]
+            new = {name: 2 * p - 1 if name in own else p for name, p in old.items()}
+            use, z = seen(model, old, inputs, of)
+            moved, z_moved = seen(model, new, inputs, of)
+            change = use.layout(z_moved) - use.layout(z)
+            total = change[..., 0].numel()
+            for count in (total, 3, 1):
+                rows = Rows(tuple(change.shape[:-1]), some(total, count))
+                features = use.features(rows)
+                predicted = torch.zeros_like(rows.take(change))
+                if use.weight is not None and moved.weight is not None:
+                    by_weight = features.by_weight(use.shaped(moved.weight - use.weight))
+                    predicted = predicted + by_weight
+                if use.bias is not None and moved.bias is not None:
+                    predicted = predicted + features.by_bias(moved.bias - use.bias)
+                trained = trained_of(features)  # what others do is not asked
+                expected = rows.take(change) * trained
+                torch.testing.assert_close(predicted * trained, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", NOT_OVERWRITING)
+def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
+    """Scales of all rows and the length of their sum, where a rule takes them in one pass."""
+    case = CASES[name]
+    model = case.model()
+    old = {name: p.detach() for name, p in model._parameters.items()}
+    for of in case.uses:
+        for inputs in layouts(case.data()):
+            use, z = seen(model, old, inputs, of)
+            whole = use.whole() if use.weight is not None else None
+            assert (whole is not None) == (of.one_pass and of.weight is not None)
+            if whole is not None:
+                assert_of_all_rows(whole, use.features(Rows(tuple(use.layout(z).shape[:-1]))))
+
+
+@pytest.mark.parametrize("name", NOT_OVERWRITING)
+def test_rows_of_several_calls_are_rows_of_one(name: str) -> None:
+    """Picked apart and put together again, features say the same."""
+    case = CASES[name]
+    model = case.model()
+    old = {name: p.detach() for name, p in model._parameters.items()}
+    for of in case.uses:
+        use, z = seen(model, old, case.data(), of)
+        shape = tuple(use.layout(z).shape[:-1])
+        features = use.features(Rows(shape))
+        order = torch.arange(Rows(shape).total)
+        halves = features.pick(order[1::2]), use.features(Rows(shape)).pick(order[::2])
+        back = torch.cat([order[1::2], order[::2]]).argsort()
+        again = halves[0].joined([halves[1]]).pick(back)
+        close = {"rtol": 1e-12, "atol": 1e-12}
+        torch.testing.assert_close(again.scale(), features.scale(), **close)
+        if use.weight is not None:
+            weight = use.shaped(use.weight.detach())
+            torch.testing.assert_close(again.by_weight(weight), features.by_weight(weight), **close)
+        assert isinstance(features, Averaged)
+        active = (order % 3 == 0).double()
+        mean = features.mean_products(active)
+        if mean is not None:
+            torch.testing.assert_close(again.mean_products(active), mean, **close)
+            torch.testing.assert_close(again.weight_norms(), features.weight_norms(), **close)
+
+
+# --- what is not exact has no reading ------------------------------------------------------------
+
+NOT_LINEAR: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], str]] = {
+    "quotient": (lambda p, x: x / p.w, (3,), "div"),
+    "rounded": (lambda p, x: torch.div(p.w, x + 3, rounding_mode="floor") + 0 * p.w, (3,), "div"),
+    "divisor": (lambda p, x: torch.addcdiv(x, x, p.w), (3,), "addcdiv"),
+    "power": (lambda p, x: x.abs() ** p.w, (3,), "pow"),
+    "diagonal": (lambda p, x: torch.einsum("bi,ii->b", x, p.w), (3, 3), "einsum"),
+    "scattered": (lambda p, x: written(x, torch.arange(3), p.w), (3, 3), "__setitem__"),
+    "one for each": (lambda p, x: written(x, x > 1.3, p.w), (4,), "__setitem__"),
+    "into a view": (
+        lambda p, x: written(x.view(3, 5).t(), 0, p.w, copy=False),
+        (3,),
+        "__setitem__",
+    ),
+    "scaled table": (lambda p, x: torch.add(x, p.w, alpha=0.5), (5, 3), "add"),
+    "namesake": (
+        lambda p, x: torch.batch_norm(x, p.w, None, None, None, True, 0.1, 1e-5, False),
+        (3,),
+        "batch_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_what_has_no_rule_is_named(name: str) -> None:
+    call, shape, function = NOT_LINEAR[name]
+    model = Caller(call, {"w": shape})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        loss_of(model(torch.linspace(-1.0, 2.0, 15).double().reshape(5, 3))).backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert not monitor.latest.layers
+    assert f"torch's {function}, for which there is no rule" in monitor.latest.unsupported["w"]
+
+
+def test_half_precision() -> None:
+    """Rows of a half-precision function are single precision; readings agree up to rounding."""
+    for name, case in CASES.items():
+        found = []
+        for dtype in (torch.float64, torch.bfloat16):
+            model = case.model().to(dtype)
+            inputs = [x.to(dtype) if x.is_floating_point() else x for x in case.data()]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
+                loss_of(model(*inputs)).backward()
+                optimizer.step()
+            assert monitor.latest is not None
+            found.append(monitor.latest.layers)
+        full, half = found
+        assert full.keys() == half.keys()
+        for path, reading in half.items():
+            for measure in ("gradient_cosine", "diagonal_cosine", "scale_mean", "common_share"):
+                expected, value = (getattr(r, measure) for r in (full[path], reading))
+                assert (value is None) == (expected is None)
+                if value is not None:
+                    close = pytest.approx(expected, rel=0.15, abs=0.15, nan_ok=True)
+                    assert value == close, f"{measure} of {name}"
+
+
+@pytest.mark.parametrize("function", [torch._grouped_mm, functional.grouped_mm])
+def test_grouped_products_of_torch_itself(function: Callable[..., Tensor]) -> None:
+    """In bfloat16, as torch takes them; rows behind the last expert's are whatever they were."""
+    ends = torch.tensor([3, 3, 10], dtype=torch.int32)
+
+    def grouped(p: Any, x: Tensor) -> Tensor:
+        return function(x, p.w.mT, offs=ends)[:10]
+
+    def one_by_one(p: Any, x: Tensor) -> Tensor:
+        return grouped_mm(x, p.w.mT, ends)[:10]
+
+    readings = []
+    for call in (grouped, one_by_one):
+        torch.manual_seed(0)
+        model = Caller(call, {"w": (3, 8, 16)}).bfloat16()
+        x = torch.randn(12, 16, dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with Monitor(model, optimizer, on_error="raise") as monitor:
+            loss_of(model(x)).backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        assert monitor.latest.coverage == 1.0
+        readings.append(monitor.latest.layers["w"])
+    assert readings[0].kind == "experts"
+    assert readings[0].idle_share == pytest.approx(1 / 6)
+    for measure, value in readings[0].measures().items():
+        if value is not None:
+            expected = getattr(readings[1], measure)
+            assert value == pytest.approx(expected, rel=0.02, abs=0.01), measure

@@ -1,0 +1,738 @@
+"""The Trainer's callback against the same monitor in a plain loop, in every setting it has."""
+
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from setups import free_port
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.integrations import TensorBoardCallback
+
+from adiv_monitor import Monitor, StepReport, huggingface
+from adiv_monitor.huggingface import DivergenceTrainerCallback
+from adiv_monitor.sinks import MemorySink
+from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars, summary_tags
+
+STEPS, SIZE = 8, 6
+CHANCE = torch.Generator().manual_seed(0)
+ROWS = [
+    {"x": torch.randn(4, generator=CHANCE), "labels": torch.tensor(i % 3)}
+    for i in range(STEPS * SIZE)
+]
+
+
+class Rows(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """In their order, where a list would be shuffled."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(ROWS)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.net(x)
+        return {"loss": nn.functional.cross_entropy(out, labels), "logits": out}
+
+
+class Seed(TrainerCallback):
+    """The dropout's: the loaders of the Trainer draw from the same stream."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        torch.manual_seed(state.global_step)
+
+
+def trainer_in(
+    folder: Path, *callbacks: Any, model: Any = None, kind: type[Trainer] = Trainer, **options: Any
+) -> Trainer:
+    """A Trainer on the rows, with output in the folder; keywords of TrainingArguments."""
+    fixed = {
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": SIZE,
+        "per_device_eval_batch_size": SIZE,
+        "max_steps": STEPS,
+        "optim": "adamw_torch",
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return kind(
+        model=Net() if model is None else model,
+        args=TrainingArguments(**{**fixed, **options}),
+        train_dataset=Rows(),
+        eval_dataset=ROWS[: 2 * SIZE],
+        callbacks=[Seed(), *callbacks],
+    )
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
+    """`trainer_in` a folder of this test's."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # a Trainer may leave its own there
+    return partial(trainer_in, tmp_path)
+
+
+Make = Callable[..., Trainer]
+
+
+def train(make: Make, **options: Any) -> list[StepReport]:
+    """Train with a callback that measures every second step; return its reports."""
+    memory = MemorySink()
+    make(DivergenceTrainerCallback(2, sinks=[memory], on_error="raise"), **options).train()
+    return memory.reports
+
+
+def plain(
+    accumulate: int = 1, prepare: Callable[[nn.Module], object] = lambda model: None
+) -> list[StepReport]:
+    """The same training as a loop of one's own."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:
+        for index in range(STEPS):
+            if index % accumulate == 0:
+                torch.manual_seed(index // accumulate)
+            rows = ROWS[index * SIZE : (index + 1) * SIZE]
+            batch = {name: torch.stack([row[name] for row in rows]) for name in ("x", "labels")}
+            (model(**batch)["loss"] / accumulate).backward()
+            if (index + 1) % accumulate == 0:
+                prepare(model)
+                optimizer.step()
+                optimizer.zero_grad()
+    return list(monitor.reports)
+
+
+def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
+    assert [report.step for report in ours] == [report.step for report in expected]
+    for one, other in zip(ours, expected, strict=True):
+        assert one.layers.keys() == other.layers.keys()
+        assert (one.coverage, one.unsupported) == (other.coverage, other.unsupported)
+        for path, reading in one.layers.items():
+            assert reading.measures() == pytest.approx(
+                other.layers[path].measures(), rel=1e-4, abs=1e-6, nan_ok=True
+            )
+
+
+def logged(trainer: Trainer) -> dict[int, dict[str, float]]:
+    """What the history holds of ours, by the Trainer's step."""
+    ours = [record for record in trainer.state.log_history if "adiv.summary/coverage" in record]
+    found = {int(record["step"]): record for record in ours}
+    assert len(found) == len(ours)
+    return found
+
+
+# The same readings as in a plain loop
+
+
+def test_readings_are_those_of_a_plain_loop(make: Make) -> None:
+    reports = train(make)
+    assert [report.step for report in reports] == [0, 2, 4, 6]
+    assert list(reports[0].layers) == ["net.0", "net.3"]
+    assert_same(reports, plain())
+
+
+def test_accumulated_batches_count_as_one_step(make: Make) -> None:
+    reports = train(make, gradient_accumulation_steps=2, max_steps=4)
+    assert [report.step for report in reports] == [0, 2]
+    assert reports[0].layers["net.0"].rows_total == 2 * SIZE
+    assert_same(reports, plain(accumulate=2))
+
+
+def test_clipped_gradients(make: Make) -> None:
+    reports = train(make, max_grad_norm=0.01)
+    clip = nn.utils.clip_grad_norm_
+    assert_same(reports, plain(prepare=lambda model: clip(model.parameters(), 0.01)))
+    assert 0 < reports[0].layers["net.0"].gradient_factor < 0.9
+
+
+def test_bfloat16(make: Make) -> None:
+    (first, *_) = train(make, bf16=True)
+    (expected, *_) = plain()
+    measured = first.layers["net.3"].measures()
+    assert measured == pytest.approx(expected.layers["net.3"].measures(), rel=0.1, abs=0.05)
+
+
+def test_evaluations_between_steps_are_no_steps(make: Make) -> None:
+    assert_same(train(make, eval_strategy="steps", eval_steps=1), plain())
+
+
+def test_an_evaluation_completes_the_report(make: Make) -> None:
+    """Else it would miss what was done to the weights before, and take what was done after."""
+    steps = []
+
+    class Complete(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert callback.monitor is not None
+            steps.append([report.step for report in callback.monitor.reports])
+
+    callback = DivergenceTrainerCallback(1, on_error="raise")
+    make(callback, Complete(), eval_strategy="steps", eval_steps=2, max_steps=4).train()
+    assert steps == [[0, 1], [0, 1, 2, 3]]
+
+
+def test_the_training_is_bit_identical(make: Make) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 3, "logging_steps": 2}
+    runs = []
+    for callbacks in ([], [DivergenceTrainerCallback(2, attainable=True, on_error="raise")]):
+        trainer = make(*callbacks, **options)
+        trainer.train()
+        losses = [r["loss"] for r in trainer.state.log_history if "loss" in r]
+        evaluated = [r["eval_loss"] for r in trainer.state.log_history if "eval_loss" in r]
+        runs.append((losses, evaluated, trainer.model.state_dict(), torch.get_rng_state()))
+    (losses, evaluated, weights, stream), monitored = runs
+    assert len(losses) == 4
+    assert (losses, evaluated) == monitored[:2]
+    assert all(torch.equal(weights[name], monitored[2][name]) for name in weights)
+    assert torch.equal(stream, monitored[3])
+
+
+BERT = BertConfig(
+    vocab_size=20,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=24,
+    max_position_embeddings=8,
+    num_labels=3,
+)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_transformer(make: Make, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    rows = [{"input_ids": torch.randint(20, (8,)), "labels": torch.tensor(0)} for _ in ROWS]
+    monkeypatch.setattr(Rows, "__iter__", lambda self: iter(rows))
+    memory = MemorySink()
+    callback = DivergenceTrainerCallback(2, sinks=[memory], on_error="raise")
+    model = BertForSequenceClassification(BERT)
+    name = "activation_checkpointing"  # since transformers 5.23
+    name = name if hasattr(TrainingArguments, name) else "gradient_checkpointing"
+    make(callback, model=model, max_steps=2, **{name: checkpointing}).train()
+    (report,) = memory.reports
+    assert (report.coverage, report.unsupported, report.notes) == (1.0, {}, ())
+    query = report.layers["bert.encoder.layer.1.attention.self.query"]
+    assert query.rows_total == SIZE * 8
+    assert -1 <= query.update_cosine <= 1
+
+
+# Where the reports go
+
+
+def test_the_history_holds_every_reports_summary(make: Make) -> None:
+    callback = DivergenceTrainerCallback(3, on_error="raise")
+    trainer = make(callback, logging_steps=2)
+    trainer.train()
+    assert callback.monitor is not None
+    reports = {report.step + 1: report for report in callback.monitor.reports}
+    records = logged(trainer)
+    assert list(records) == list(reports) == [1, 4, 7]
+    for step, report in reports.items():
+        record = dict(records[step])
+        epoch = record.pop("epoch")
+        assert epoch == pytest.approx(step / STEPS)
+        expected = {**summary_scalars(report, DEFAULT_MEASURES), "adiv.summary/coverage": 1.0}
+        assert record == {**expected, "step": step}
+    assert [r["step"] for r in trainer.state.log_history if "loss" in r] == [2, 4, 6, 8]
+    assert "train_runtime" in trainer.state.log_history[-1]
+
+
+def test_the_interval_follows_the_trainer(make: Make) -> None:
+    trainer = make(DivergenceTrainerCallback(on_error="raise"), logging_steps=3)
+    trainer.train()
+    assert list(logged(trainer)) == [1, 4, 7]
+
+
+@pytest.mark.parametrize("strategy", ["no", "epoch"])
+def test_an_interval_that_is_none_is_refused(make: Make, strategy: str) -> None:
+    trainer = make(DivergenceTrainerCallback(), logging_strategy=strategy)
+    with pytest.raises(ValueError, match=rf"logging_strategy='{strategy}'.*every_n_steps=1"):
+        trainer.train()
+
+
+class Told(TrainerCallback):
+    """Keeps what every callback is told."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.logs.append(dict(kwargs["logs"]))
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_callbacks_get_the_summary_and_the_console_is_not_flooded(
+    make: Make, bar: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told()
+    callback = DivergenceTrainerCallback(4, measures=["scale_cv"])
+    make(told, callback, logging_steps=4, disable_tqdm=not bar).train()
+    printed = capsys.readouterr().out
+    assert "loss" in printed
+    assert "adiv" not in printed
+    ours = [logs for logs in told.logs if any(tag.startswith("adiv.") for tag in logs)]
+    tags = {*summary_tags("scale_cv").values(), "adiv.summary/coverage", "epoch"}
+    assert [set(logs) for logs in ours] == [tags, tags]
+
+
+def test_tensorboard_gets_layers_and_histograms(make: Make, tmp_path: Path) -> None:
+    board = tmp_path / "board"
+    writer = SummaryWriter(str(board))
+    callback = DivergenceTrainerCallback(7, on_error="raise")
+    make(TensorBoardCallback(writer), callback, logging_steps=4).train()
+    (file,) = board.iterdir()  # a second one would be begun after the Trainer has closed the first
+    found = EventAccumulator(str(file)).Reload()
+    scalars = found.Tags()["scalars"]
+    assert {"adiv.update_cosine/net.0", "adiv.summary/scale_cv_max", "train/loss"} <= set(scalars)
+    assert "adiv.row_scale/net.3" in found.Tags()["histograms"]
+    assert [event.step for event in found.Scalars("adiv.scale_mean/net.0")] == [0, 7]
+
+
+def test_other_products_get_the_layers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Product(Told):
+        """Stands for W&B, MLflow and the like."""
+
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "product", Product)
+    product = Product()
+    make(product, DivergenceTrainerCallback(4, measures=["scale_cv"], on_error="raise")).train()
+    tags = {"adiv.scale_cv/net.0", "adiv.scale_cv/net.3", *summary_tags("scale_cv").values()}
+    tags |= {"adiv.summary/coverage", "epoch"}
+    assert [set(logs) for logs in product.logs if "adiv.summary/coverage" in logs] == [tags, tags]
+
+
+def test_a_trainers_own_means_go_on(make: Make) -> None:
+    """Trainers that gather means until they log, as those for fine-tuning do."""
+
+    class Gathering(Trainer):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.gathered: list[float] = []
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            self.gathered.append(1.0)
+            return super().training_step(*args, **kwargs)
+
+        def log(self, logs: dict[str, float], *args: Any) -> None:
+            super().log({**logs, "gathered": sum(self.gathered)}, *args)
+            self.gathered.clear()
+
+    callback = DivergenceTrainerCallback(1, on_error="raise")
+    trainer = make(callback, kind=Gathering, logging_steps=4)
+    trainer.train()
+    means = [r["gathered"] for r in trainer.state.log_history if "loss" in r]
+    assert means == [4, 4]
+    assert len(logged(trainer)) == STEPS
+
+
+def test_a_forward_pass_before_the_trainer_logs_does_not_keep_it_from_that(make: Make) -> None:
+    class Sample(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            with torch.no_grad():
+                kwargs["model"](torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))
+
+    trainer = make(DivergenceTrainerCallback(1, on_error="raise"), Sample(), logging_steps=2)
+    trainer.train()
+    assert [r["step"] for r in trainer.state.log_history if "loss" in r] == [2, 4, 6, 8]
+    assert list(logged(trainer)) == [*range(1, 9)]
+
+
+def test_only_the_first_process_writes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "is_world_process_zero", lambda self: False)
+    assert not train(make)
+
+
+def test_sinks_of_the_users_stay_open(make: Make) -> None:
+    closed = []
+
+    class Sink(MemorySink):
+        def close(self) -> None:
+            closed.append(self)
+
+    sink = Sink()
+    for _ in range(2):
+        make(DivergenceTrainerCallback(4, sinks=[sink])).train()
+    assert [report.step for report in sink.reports] == [0, 4, 0, 4]
+    assert not closed
+
+
+def test_what_is_no_sink_is_refused() -> None:
+    expected = r"DivergenceTrainerCallback.*got a str, expected .* write\(report\)"
+    with pytest.raises(TypeError, match=expected):
+        DivergenceTrainerCallback(sinks=["run.jsonl"])  # type: ignore[list-item]
+
+
+def test_an_unknown_measure_is_refused() -> None:
+    with pytest.raises(ValueError, match="no measure 'update_cosin'"):
+        DivergenceTrainerCallback(measures=["update_cosin"])
+
+
+def test_an_event_from_elsewhere_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no transformers\.Trainer.*adiv_monitor\.Monitor"):
+        DivergenceTrainerCallback(1).on_train_begin(None, None, None)  # type: ignore[arg-type]
+
+
+# What early stopping and the best checkpoint follow
+
+FOLLOWED = "adiv.summary/update_cosine_min"
+
+
+def followed(**options: Any) -> dict[str, Any]:
+    """Evaluate and save every second step, and follow our metric."""
+    return {
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "metric_for_best_model": FOLLOWED,
+        "load_best_model_at_end": True,
+        **options,
+    }
+
+
+class Look(TrainerCallback):
+    """Keeps what each evaluation offers."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(kwargs["metrics"][f"eval_{FOLLOWED}"])
+
+
+@pytest.mark.parametrize("name", [FOLLOWED, f"eval_{FOLLOWED}"])
+def test_the_best_checkpoint_is_that_of_the_metric(make: Make, name: str) -> None:
+    trainer = make(
+        DivergenceTrainerCallback(1, on_error="raise"), **followed(metric_for_best_model=name)
+    )
+    trainer.train()
+    values = {step: record[FOLLOWED] for step, record in logged(trainer).items() if step % 2 == 0}
+    best = max(values, key=lambda step: values[step])
+    assert trainer.state.best_global_step == best
+    assert trainer.state.best_metric == values[best]
+
+
+def test_early_stopping_follows_the_metric(make: Make) -> None:
+    """It demands more than the metric can give: the first value is the best."""
+    stop = EarlyStoppingCallback(1, early_stopping_threshold=10.0)
+    trainer = make(DivergenceTrainerCallback(1, on_error="raise"), stop, **followed())
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_early_stopping_before_the_callback_is_refused(make: Make) -> None:
+    trainer = make(EarlyStoppingCallback(), DivergenceTrainerCallback(1), **followed())
+    with pytest.raises(ValueError, match=r"EarlyStoppingCallback before.*the other order"):
+        trainer.train()
+    other = make(
+        EarlyStoppingCallback(),
+        DivergenceTrainerCallback(1, on_error="raise"),
+        **followed(metric_for_best_model="loss"),
+    )
+    other.train()
+    assert "eval_loss" in other.evaluate(), "with another metric the order is nobody's business"
+
+
+@pytest.mark.parametrize("measure", ["update_cosin", "bias_share", "attainable_cosine"])
+def test_a_metric_that_will_not_be_there_is_refused(make: Make, measure: str) -> None:
+    metric = f"adiv.summary/{measure}_min"
+    trainer = make(DivergenceTrainerCallback(1), **followed(metric_for_best_model=metric))
+    with pytest.raises(ValueError, match=rf"'{metric}', expected one of {FOLLOWED}"):
+        trainer.train()
+
+
+def test_a_metric_without_direction_is_nan_and_no_error(make: Make) -> None:
+    """A warm-up from rate 0: the first step moves nothing."""
+    look = Look()
+    warm_up = {"lr_scheduler_type": "linear", "warmup_steps": 4}
+    options = followed(max_steps=2, eval_steps=1, save_steps=1, **warm_up)
+    make(DivergenceTrainerCallback(1, on_error="raise"), look, **options).train()
+    assert math.isnan(look.seen[0])
+    assert -1 <= look.seen[1] <= 1
+
+
+def test_the_metric_is_only_there_where_it_is_followed(make: Make) -> None:
+    trainer = make(DivergenceTrainerCallback(1))
+    trainer.train()
+    assert not [key for key in trainer.evaluate() if "adiv" in key]
+
+
+WORLD = 2
+
+
+def follow_together(rank: int, port: int, folder: str) -> None:
+    """One of two processes that stop together, each by what its own Trainer finds."""
+    torch.set_num_threads(1)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": WORLD}
+    os.environ |= {key: str(value) for key, value in where.items()}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    memory = MemorySink()
+    callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
+    look = Look()
+    trainer = trainer_in(Path(folder), callback, look, EarlyStoppingCallback(1), **followed())
+    trainer.train()
+    assert callback.monitor is not None
+    own = [summary_scalars(r, DEFAULT_MEASURES)[FOLLOWED] for r in callback.monitor.reports]
+    found = {"seen": look.seen, "own": own, "steps": trainer.state.global_step}
+    written = {"sink": len(memory.reports), "history": len(logged(trainer))}
+    torch.save({**found, **written}, Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs the gloo backend")
+def test_processes_follow_the_first_which_alone_writes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(follow_together, (free_port(), str(tmp_path)), nprocs=WORLD)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
+    assert first["own"] != second["own"], "each looks at its own rows"
+    assert first["seen"] == second["seen"] == first["own"][1::2]
+    assert first["steps"] == second["steps"]
+    assert (first["sink"], first["history"]) == (first["steps"], first["steps"])
+    assert (second["sink"], second["history"]) == (0, 0)
+
+
+# Checkpoints
+
+
+def test_a_resumed_training_counts_on(make: Make, tmp_path: Path) -> None:
+    make(DivergenceTrainerCallback(3), save_strategy="steps", save_steps=4, max_steps=4).train()
+    memory = MemorySink()
+    callback = DivergenceTrainerCallback(3, sinks=[memory], on_error="raise")
+    trainer = make(callback)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    assert [report.step for report in memory.reports] == [4, 6]
+    assert list(logged(trainer)) == [1, 5, 7], "step 3 was not complete when it was saved"
+    assert callback.monitor is not None
+    assert callback.monitor.step == STEPS
+
+
+def test_the_choice_of_rows_goes_on_too(make: Make, tmp_path: Path) -> None:
+    def callback() -> tuple[DivergenceTrainerCallback, MemorySink]:
+        memory = MemorySink()
+        return DivergenceTrainerCallback(2, max_rows=3, sinks=[memory], on_error="raise"), memory
+
+    whole, expected = callback()
+    make(whole, save_strategy="steps", save_steps=4, model=Net().eval()).train()
+    resumed, found = callback()
+    make(resumed).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    assert_same(found.reports, expected.reports[2:])
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_checkpoint_tells_the_step_taken(make: Make, tmp_path: Path, counted: bool) -> None:
+    """The Trainer's number of steps holds those that a scaler skipped, the monitor's does not."""
+    callbacks = [DivergenceTrainerCallback(3)] if counted else []
+    make(*callbacks, save_strategy="steps", save_steps=4, max_steps=4).train()
+    file = tmp_path / "out" / "checkpoint-4" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    if counted:
+        state["stateful_callbacks"]["DivergenceTrainerCallback"]["attributes"]["_counted"][
+            "step"
+        ] = 2
+        file.write_text(json.dumps(state))
+    callback = DivergenceTrainerCallback(3, on_error="raise")
+    trainer = make(callback, save_strategy="steps", save_steps=8)
+    trainer.train(resume_from_checkpoint=str(file.parent))
+    assert callback.monitor is not None
+    assert [r.step for r in callback.monitor.reports] == ([2, 3] if counted else [4, 6])
+    saved = json.loads((tmp_path / "out" / "checkpoint-8" / "trainer_state.json").read_text())
+    attributes = saved["stateful_callbacks"]["DivergenceTrainerCallback"]["attributes"]
+    assert attributes["_counted"]["step"] == (6 if counted else 8)
+
+
+def test_a_callback_may_be_made_from_the_checkpoint(make: Make, tmp_path: Path) -> None:
+    first = DivergenceTrainerCallback(3, layers=["net.3"], measures=["scale_cv"], on_error="raise")
+    make(first, save_strategy="steps", save_steps=4, max_steps=4).train()
+    trainer = make(DivergenceTrainerCallback(), restore_callback_states_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    records = logged(trainer)
+    assert list(records) == [1, 5, 7]
+    expected = {*summary_tags("scale_cv").values(), "adiv.summary/coverage", "epoch", "step"}
+    assert set(records[7]) == expected
+
+
+@pytest.mark.parametrize(
+    "lost", [{"sinks": [MemorySink()]}, {"layers": lambda path, module: path == "net.3"}]
+)
+def test_what_a_checkpoint_cannot_hold_is_said(
+    make: Make, tmp_path: Path, lost: dict[str, Any]
+) -> None:
+    make(DivergenceTrainerCallback(3, **lost), save_strategy="steps", max_steps=4).train()
+    trainer = make(
+        DivergenceTrainerCallback(3, **lost), restore_callback_states_from_checkpoint=True
+    )
+    with pytest.raises(ValueError, match=rf"can't hold its {next(iter(lost))}; expected False"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+
+
+def test_two_callbacks_share_a_trainer(make: Make, tmp_path: Path) -> None:
+    def callbacks() -> list[DivergenceTrainerCallback]:
+        return [DivergenceTrainerCallback(3, layers=[f"net.{i}"], on_error="raise") for i in (0, 3)]
+
+    make(*callbacks(), save_strategy="steps", save_steps=4, max_steps=4).train()
+    pair = callbacks()
+    trainer = make(*pair)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    for callback, path in zip(pair, ("net.0", "net.3"), strict=True):
+        assert callback.monitor is not None
+        assert [(r.step, *r.layers) for r in callback.monitor.reports] == [(4, path), (6, path)]
+    assert not set(vars(trainer)) & {"training_step", "evaluate", "get_batch_samples"}
+
+
+# However the training ends
+
+
+def hooks(trainer: Trainer) -> int:
+    modules = [
+        (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in trainer.model.modules()
+    ]
+    optimizer: Any = trainer.optimizer
+    on_parameters = [p._backward_hooks or {} for p in trainer.model.parameters()]
+    inner = optimizer.optimizer
+    return sum(
+        map(
+            len,
+            [
+                *(hook for three in modules for hook in three),
+                *on_parameters,
+                inner._optimizer_step_pre_hooks,
+                inner._optimizer_step_post_hooks,
+            ],
+        )
+    )
+
+
+class Failing(Trainer):
+    """Fails in the third batch, in the forward pass or around it, or in an evaluation."""
+
+    where: str
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        self.fail("data", self.state.global_step == 3)
+        return super().get_batch_samples(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.fail("batch", self.state.global_step == 3)
+        return loss
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.fail("evaluation", self.state.global_step == 3)
+        return super().evaluation_loop(*args, **kwargs)
+
+    def fail(self, where: str, now: bool) -> None:
+        if where == self.where and now:
+            assert hooks(self) > 0, "there was something to remove"
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["data", "batch", "evaluation"])
+def test_nothing_stays_on_the_model_when_training_fails(make: Make, where: str) -> None:
+    memory = MemorySink()
+    callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
+    trainer = make(callback, kind=Failing, eval_strategy="steps", eval_steps=3)
+    trainer.where = where
+    before = set(vars(trainer))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert hooks(trainer) == 0
+    assert [report.step for report in memory.reports] == [0, 1, 2], "none is lost"
+    assert not (set(vars(trainer)) - before) & {"training_step", "evaluate", "get_batch_samples"}
+    trainer.where = ""
+    trainer.train()
+    assert [report.step for report in memory.reports[3:]] == [*range(STEPS)]
+    assert hooks(trainer) == 0
+
+
+class Raise(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of luck")
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_after_other_failures_the_next_training_or_close_tidies_up(make: Make, again: bool) -> None:
+    callback = DivergenceTrainerCallback(1, on_error="raise")
+    trainer = make(callback, Raise())
+    with pytest.raises(RuntimeError, match="out of luck"):
+        trainer.train()
+    assert hooks(trainer) > 0
+    if again:
+        trainer.remove_callback(Raise)
+        trainer.train()
+    callback.close()
+    assert hooks(trainer) == 0
+    assert not set(vars(trainer)) & {"training_step", "evaluate", "get_batch_samples"}
+    assert list(logged(trainer)) == ([*range(1, STEPS + 1)] if again else [1])
+    assert callback.monitor is not None
+    assert callback.monitor.latest is not None
+    assert callback.monitor.latest.step == (STEPS - 1 if again else 0)
+
+
+def test_a_method_that_somebody_set_on_the_trainer_stays(make: Make) -> None:
+    trainer = make(DivergenceTrainerCallback(1, on_error="raise"))
+    theirs = trainer.training_step
+    trainer.training_step = theirs  # type: ignore[method-assign]
+    trainer.train()
+    assert trainer.training_step is theirs
+
+
+def test_weights_of_the_best_checkpoint_are_no_step(make: Make) -> None:
+    """The Trainer loads them after the last step, when its report must be complete."""
+    memory = MemorySink()
+    callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
+    options = followed(metric_for_best_model="loss", greater_is_better=True)  # an early one
+    trainer = make(callback, **options)
+    trainer.train()
+    assert trainer.state.best_global_step != STEPS
+    assert memory.reports[-1].step == STEPS - 1
+    for reading in memory.reports[-1].layers.values():
+        assert reading.projection_cosine == pytest.approx(1.0)
+
+
+# Without it
+
+
+def load_again() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("loaded_again", huggingface.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize("missing", ["transformers", "accelerate.utils"])
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=r'pip install "adiv-monitor\[huggingface\]"'):
+        load_again()

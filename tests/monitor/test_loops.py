@@ -1,0 +1,245 @@
+"""Loops with Accelerate and Fabric: the readings of a plain loop, under the same names."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("accelerate")
+pytest.importorskip("lightning.fabric")
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
+from lightning.fabric import Fabric
+from setups import same
+
+from adiv_monitor import Monitor, StepReport
+
+CHANCE = torch.Generator().manual_seed(0)
+BATCHES = [
+    (torch.randn(6, 4, generator=CHANCE), torch.randint(3, (6,), generator=CHANCE))
+    for _ in range(8)
+]
+
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def pair() -> Pair:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+def watched(pair: Pair, train: Callable[[], None], every: int = 2) -> list[StepReport]:
+    torch.manual_seed(2)
+    with Monitor(*pair, every_n_steps=every, on_error="raise") as monitor:
+        train()
+    return list(monitor.reports)
+
+
+def plain(batches: list[tuple[Tensor, Tensor]] = BATCHES, accumulate: int = 1) -> list[StepReport]:
+    model, optimizer = pair()
+
+    def train() -> None:
+        for index, batch in enumerate(batches):
+            (loss_of(model, batch) / accumulate).backward()
+            if (index + 1) % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return watched((model, optimizer), train)
+
+
+def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
+    assert [report.step for report in ours] == [report.step for report in expected]
+    for one, other in zip(ours, expected, strict=True):
+        same(one, other, loosely=True)
+        assert (one.coverage, one.unsupported, one.notes) == (1.0, {}, ())
+
+
+def assert_close(one: StepReport, other: StepReport) -> None:
+    """As close as bfloat16 is."""
+    for path, reading in one.layers.items():
+        expected = other.layers[path].measures()
+        assert reading.measures() == pytest.approx(expected, rel=0.1, abs=0.05)
+
+
+class Loop(NamedTuple):
+    """A loop of some library around a pair."""
+
+    wrapped: Pair
+    original: Pair
+    train: Callable[[], None]
+
+    def watched(self, given: str = "ww") -> list[StepReport]:
+        """Monitored by model and optimizer, each [w]rapped or as it [o]riginally was."""
+        model, optimizer = (self.wrapped if kind == "w" else self.original for kind in given)
+        return watched((model[0], optimizer[1]), self.train)
+
+
+GIVEN = ["ww", "oo", "wo", "ow"]
+
+
+# Accelerate
+
+
+@pytest.fixture
+def _fresh_accelerate() -> Iterator[None]:
+    """Its settings are the process's."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def accelerate(**options: Any) -> Loop:
+    accelerator = Accelerator(cpu=True, **options)
+    original = pair()
+    model, optimizer = accelerator.prepare(*original)
+    assert isinstance(optimizer, AcceleratedOptimizer)
+
+    def train() -> None:
+        for batch in BATCHES:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Loop((model, optimizer), original, train)
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+@pytest.mark.parametrize("given", GIVEN)
+def test_accelerate(given: str) -> None:
+    assert_same(accelerate().watched(given), plain())
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+def test_accelerate_with_accumulation() -> None:
+    """Its optimizer is told to step after every batch, and does after every second."""
+    reports = accelerate(gradient_accumulation_steps=2).watched()
+    assert [report.step for report in reports] == [0, 2]
+    assert reports[0].layers["0"].rows_total == 12
+    assert_same(reports, plain(accumulate=2))
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+def test_accelerate_in_bfloat16() -> None:
+    (first, *_) = accelerate(mixed_precision="bf16").watched()
+    assert_close(first, plain()[0])
+    assert first.layers["0"].update_cosine != plain()[0].layers["0"].update_cosine
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+def test_steps_that_accelerate_skips_are_no_steps() -> None:
+    """The first batch has no finite gradient: it is as if it had not been there."""
+    Accelerator(cpu=True)
+    model, inner = pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    optimizer = AcceleratedOptimizer(inner, scaler=scaler)
+    skipped = []
+
+    def train() -> None:
+        for index, batch in enumerate(BATCHES):
+            torch.manual_seed(index)
+            loss = loss_of(model, batch) * (torch.inf if index == 0 else 1.0)
+            scaler.scale(loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(optimizer.step_was_skipped)
+
+    reports = watched((model, optimizer), train)
+    assert skipped == [True, *7 * [False]]
+
+    other, other_optimizer = pair()
+
+    def train_on_the_others() -> None:
+        for index, batch in enumerate(BATCHES[1:], start=1):
+            torch.manual_seed(index)
+            loss_of(other, batch).backward()
+            other_optimizer.step()
+            other_optimizer.zero_grad()
+
+    expected = watched((other, other_optimizer), train_on_the_others)
+    assert [report.step for report in reports] == [0, 2, 4, 6]
+    assert "zeroed before a step was taken" in reports[0].notes[0]
+    for one, plain_one in zip(reports, expected, strict=True):
+        same(one, plain_one, but=("gradient_factor",), loosely=True)
+
+
+# Lightning Fabric
+
+
+def fabric(compiled: bool = False, **options: Any) -> Loop:
+    runner = Fabric(accelerator="cpu", devices=1, **options)
+    net, inner = pair()
+    original = torch.compile(net, backend="eager") if compiled else net, inner
+    model, optimizer = runner.setup(*original)
+
+    def train() -> None:
+        for batch in BATCHES:
+            runner.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return Loop((model, optimizer), original, train)
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_fabric(given: str) -> None:
+    reports = fabric().watched(given)
+    assert list(reports[0].layers) == ["0", "3"]
+    assert_same(reports, plain())
+
+
+# Dynamo itself looks at `.grad` of what it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_fabric_with_a_compiled_model() -> None:
+    assert_same(fabric(compiled=True).watched(), plain())
+
+
+def test_fabric_in_bfloat16() -> None:
+    (first, *_) = fabric(precision="bf16-mixed").watched()
+    assert_close(first, plain()[0])
+
+
+def test_patterns_name_layers_as_if_fabric_were_not_there() -> None:
+    model, _ = Fabric(accelerator="cpu", devices=1).setup(*pair())
+    with Monitor(model, None, layers=["3"], on_error="raise") as monitor:
+        loss_of(model, BATCHES[0]).backward()
+        monitor.end_step()
+    assert monitor.latest is not None
+    assert list(monitor.latest.layers) == ["3"]
+
+
+def test_fabric_around_data_parallel_copies() -> None:
+    """Wrappers in wrappers, as with its strategy of many devices."""
+    from lightning.fabric.wrappers import _FabricModule
+
+    from adiv_monitor.capture.selection import named_modules
+
+    net, _ = pair()
+    runner = Fabric(accelerator="cpu", devices=1)
+    wrapped = _FabricModule(nn.DataParallel(net), runner.strategy, original_module=net)
+    assert {path for path, _ in named_modules(wrapped)} == {"", "0", "1", "2", "3"}
+
+
+# Both
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+@pytest.mark.parametrize("make", [accelerate, fabric])
+def test_the_monitored_run_is_bit_identical(make: Callable[[], Loop]) -> None:
+    monitored, alone = make(), make()
+    monitored.watched()
+    stream = torch.get_rng_state()
+    torch.manual_seed(2)
+    alone.train()
+    assert torch.equal(torch.get_rng_state(), stream)
+    weights = monitored.original[0].state_dict()
+    assert all(torch.equal(weights[k], w) for k, w in alone.original[0].state_dict().items())

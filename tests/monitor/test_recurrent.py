@@ -1,0 +1,619 @@
+"""Recurrent layers measured: every reading is that of linear layers which do the same by hand."""
+
+import copy
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from setups import one_step, same
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.capture import capture, late_rows
+from adiv_monitor.features import recurrent_call
+
+K, H, P, B, T = 3, 4, 2, 4, 5
+F64 = torch.float64
+KINDS: dict[str, Callable[..., nn.RNNBase]] = {
+    "tanh": lambda **kw: nn.RNN(K, H, **kw),
+    "relu": lambda **kw: nn.RNN(K, H, nonlinearity="relu", **kw),
+    "lstm": lambda **kw: nn.LSTM(K, H, **kw),
+    "projected-lstm": lambda **kw: nn.LSTM(K, H, proj_size=P, **kw),
+    "gru": lambda **kw: nn.GRU(K, H, **kw),
+}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+# What is estimated of the rows that are looked at; all else is of all rows.
+SAMPLED = {
+    *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
+    *("row_cosine_p05", "row_cosine_p50", "row_cosine_p95", "harmed_fraction"),
+    *("bias_share", "update_ratio"),
+}
+
+
+# The same networks of plain linear layers, named as the monitor names the maps of the fused ones.
+
+
+def cell_by_hand(kind: str, a: Tensor, b: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A cell's equations, as torch's documentation writes them, from its two maps' outputs."""
+    if kind == "tanh":
+        return ((a + b).tanh(),)
+    if kind == "relu":
+        return ((a + b).clamp(min=0),)
+    if kind == "gru":
+        r, z = ((a[:, k * H : (k + 1) * H] + b[:, k * H : (k + 1) * H]).sigmoid() for k in (0, 1))
+        n = (a[:, 2 * H :] + r * b[:, 2 * H :]).tanh()
+        return ((1 - z) * n + z * state[0],)
+    i, f, g, o = ((a + b)[:, k * H : (k + 1) * H] for k in range(4))
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    found = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+    found.weight.data.copy_(weight.data)
+    found.weight.requires_grad_(weight.requires_grad)
+    if bias is not None:
+        found.bias.data.copy_(bias.data)
+        found.bias.requires_grad_(bias.requires_grad)
+    return found
+
+
+class ByHand(nn.Module):
+    """A recurrent network of linear layers, called once for each time.
+
+    Takes padded input (T, B, K), or packed input.
+    """
+
+    def __init__(self, kind: str, rnn: nn.RNNBase) -> None:
+        super().__init__()
+        self.kind = "lstm" if isinstance(rnn, nn.LSTM) else kind
+        self.like = [rnn.num_layers, 2 if rnn.bidirectional else 1, rnn.dropout]
+        for suffix in self.suffixes():
+            for name, short in (("input", "ih"), ("hidden", "hh"), ("projection", "hr")):
+                weight = getattr(rnn, f"weight_{short}{suffix}", None)
+                if weight is not None:
+                    bias = getattr(rnn, f"bias_{short}{suffix}", None)
+                    self.add_module(name + suffix, linear(weight, bias))
+
+    def suffixes(self) -> list[str]:
+        layers, directions, _ = self.like
+        return [f"_l{k}{s}" for k in range(layers) for s in ("", "_reverse")[:directions]]
+
+    def forward(self, x: Tensor | PackedSequence) -> tuple[Any, Any]:
+        packed = isinstance(x, PackedSequence)
+        sizes = x.batch_sizes.tolist() if packed else [x.shape[1]] * len(x)
+        rows = list(x.data.split(sizes)) if packed else list(x)
+        layers, directions, dropout = self.like
+        ends: list[tuple[Tensor, ...]] = []
+        for k in range(layers):
+            if k and dropout and self.training:
+                rows = list(torch.dropout(torch.cat(rows), dropout, True).split(sizes))
+            sides = [
+                self.side(suffix, rows, ends, backwards=suffix.endswith("reverse"))
+                for suffix in self.suffixes()[k * directions : (k + 1) * directions]
+            ]
+            rows = [torch.cat(parts, 1) for parts in zip(*sides, strict=True)]
+        last = [torch.stack(of_all) for of_all in zip(*ends, strict=True)]
+        output = PackedSequence(torch.cat(rows), *x[1:]) if packed else torch.stack(rows)
+        if packed and x.unsorted_indices is not None:
+            last = [state[:, x.unsorted_indices] for state in last]
+        return output, tuple(last) if self.kind == "lstm" else last[0]
+
+    def side(
+        self, suffix: str, rows: list[Tensor], ends: list[tuple[Tensor, ...]], *, backwards: bool
+    ) -> list[Tensor]:
+        enter, recur = self.get_submodule("input" + suffix), self.get_submodule("hidden" + suffix)
+        narrow = self._modules.get("projection" + suffix)
+        sizes = [recur.in_features, *([H] if self.kind == "lstm" else [])]
+        widest = max(map(len, rows))
+        state = tuple(rows[0].new_zeros(widest, n) for n in sizes)
+        found: dict[int, Tensor] = {}
+        for t in reversed(range(len(rows))) if backwards else range(len(rows)):
+            n = len(rows[t])
+            present = tuple(s[:n] for s in state)
+            new = cell_by_hand(self.kind, enter(rows[t]), recur(present[0]), present)
+            if narrow is not None:
+                new = narrow(new[0]), new[1]
+            found[t] = new[0]
+            state = tuple(torch.cat([a, s[n:]]) for a, s in zip(new, state, strict=True))
+        ends.append(state)
+        return [found[t] for t in range(len(rows))]
+
+
+class Net(nn.Module):
+    """A recurrent network and a read-out; everything that it returns is in the loss."""
+
+    def __init__(self, rnn: nn.Module, width: int) -> None:
+        super().__init__()
+        self.rnn = rnn
+        self.head = nn.Linear(width, 2, dtype=F64)
+        self.checkpointed: bool | None = None  # whether re-entrant
+        self.in_place = False
+
+    def forward(self, x: Any) -> Tensor:
+        if self.checkpointed is None:
+            output, *ends = self.flat(x)
+        else:
+            output, *ends = checkpoint(self.flat, x, use_reentrant=self.checkpointed)
+        if self.in_place:
+            output.mul_(2.0)
+        loss = self.head(output).square().sum()
+        for k, state in enumerate(ends):
+            loss = loss + (state * weights_like(state, 1 + k)).sum()
+        return loss
+
+    def flat(self, x: Any) -> tuple[Tensor, ...]:
+        output, ends = self.rnn(x)
+        data = output.data if isinstance(output, PackedSequence) else output
+        return (data, *ends) if isinstance(ends, tuple) else (data, ends)
+
+
+def weights_like(tensor: Tensor, largest: float) -> Tensor:
+    return torch.linspace(-1, largest, tensor.numel(), dtype=F64).view_as(tensor)
+
+
+def nets(kind: str, **options: Any) -> tuple[Net, Net]:
+    """The fused network and the one by hand, with the same numbers."""
+    torch.manual_seed(3)
+    rnn = KINDS[kind](dtype=F64, **options)
+    width = (rnn.proj_size or H) * (2 if rnn.bidirectional else 1)
+    fused = Net(rnn, width)
+    by_hand = Net(ByHand(kind, rnn), width)
+    by_hand.head.load_state_dict(fused.head.state_dict())
+    return fused, by_hand
+
+
+def padded(seed: int = 0, samples: int = B) -> Tensor:
+    return torch.randn(T, samples, K, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(seed: int = 0) -> PackedSequence:
+    return pack_padded_sequence(padded(seed), torch.tensor([3, 5, 1, 5]), enforce_sorted=False)
+
+
+LAYOUTS: dict[str, Callable[[int], Any]] = {"padded": padded, "packed": packed}
+
+
+def trained(
+    net: nn.Module, optimizer: str, given: Callable[[int], Any], **options: Any
+) -> StepReport:
+    """The report of the second of two steps; the same random numbers for every network."""
+    torch.manual_seed(11)
+    own = OPTIMIZERS[optimizer](net.parameters())
+    with Monitor(net, own, every_n_steps=1, on_error="raise", **options) as monitor:
+        for seed in range(2):
+            own.zero_grad()
+            net(given(seed)).backward()
+            own.step()
+    assert monitor.latest is not None
+    assert monitor.latest.coverage == 1.0
+    assert not monitor.latest.unsupported
+    return monitor.latest
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_readings_are_those_of_linear_layers(
+    kind: str, layers: int, bidirectional: bool, bias: bool, layout: str, optimizer: str
+) -> None:
+    fused, by_hand = nets(
+        kind,
+        num_layers=layers,
+        bidirectional=bidirectional,
+        bias=bias,
+        dropout=0.4 if layers > 1 else 0.0,
+    )
+    options = {"max_rows": None, "attainable": True}
+    found = trained(fused, optimizer, LAYOUTS[layout], **options)
+    expected = trained(by_hand, optimizer, LAYOUTS[layout], **options)
+    assert found.notes == expected.notes
+    same(found, expected)
+    for path, reading in found.layers.items():
+        assert reading.rows_total == expected.layers[path].rows_total
+        assert not reading.standard_error
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_some_rows(kind: str, layout: str) -> None:
+    fused, _ = nets(kind, num_layers=2, bidirectional=True)
+    whole = trained(copy.deepcopy(fused), "adamw", LAYOUTS[layout], max_rows=None)
+    found = trained(fused, "adamw", LAYOUTS[layout], max_rows=6)
+    assert found.layers.keys() == whole.layers.keys()
+    for path, reading in found.layers.items():
+        expected = whole.layers[path].measures()
+        assert (reading.rows_seen, reading.rows_total) == (6, 14 if layout == "packed" else T * B)
+        assert reading.standard_error
+        assert reading.standard_error.keys() <= SAMPLED
+        for name, value in reading.measures().items():
+            if name not in SAMPLED:
+                assert value == pytest.approx(expected[name], rel=1e-9, nan_ok=True), (name, path)
+        for name in ("update_cosine", "gradient_cosine"):
+            error = reading.standard_error[name]
+            assert getattr(reading, name) == pytest.approx(expected[name], abs=6 * error)
+
+
+# Cells in a loop of the user's.
+
+
+class Loop(nn.Module):
+    """One cell for all times; torch's own, or its two maps by hand."""
+
+    def __init__(self, kind: str, cell: nn.Module) -> None:
+        super().__init__()
+        self.kind = kind
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: tuple[Tensor, ...] = (x.new_zeros(x.shape[1], H),) * (
+            2 if self.kind == "lstm" else 1
+        )
+        total = x.new_zeros(())
+        for t in range(len(x)):
+            if isinstance(self.cell, nn.ModuleDict):
+                a, b = self.cell["input"](x[t]), self.cell["hidden"](state[0])
+                state = cell_by_hand(self.kind, a, b, state)
+            else:
+                new = self.cell(x[t], state if self.kind == "lstm" else state[0])
+                state = new if self.kind == "lstm" else (new,)
+            total = total + (state[0] * torch.linspace(-1, 2, H, dtype=F64)).square().sum()
+        return total + state[-1].sum()
+
+
+CELLS: dict[str, Callable[..., nn.RNNCellBase]] = {
+    "tanh": lambda **kw: nn.RNNCell(K, H, **kw),
+    "relu": lambda **kw: nn.RNNCell(K, H, nonlinearity="relu", **kw),
+    "lstm": lambda **kw: nn.LSTMCell(K, H, **kw),
+    "gru": lambda **kw: nn.GRUCell(K, H, **kw),
+}
+
+
+def loops(kind: str, *, bias: bool = True) -> tuple[Loop, Loop]:
+    torch.manual_seed(3)
+    cell = CELLS[kind](dtype=F64, bias=bias)
+    biases = (cell.bias_ih, cell.bias_hh) if bias else (None, None)
+    maps = {
+        "input": linear(cell.weight_ih, biases[0]),
+        "hidden": linear(cell.weight_hh, biases[1]),
+    }
+    return Loop(kind, cell), Loop(kind, nn.ModuleDict(maps))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", CELLS)
+def test_a_cell_in_a_loop(kind: str, bias: bool, optimizer: str) -> None:
+    """As many calls as there are times, of which each has its rows."""
+    fused, by_hand = loops(kind, bias=bias)
+    options = {"max_rows": None, "attainable": True}
+    found = trained(fused, optimizer, padded, **options)
+    same(found, trained(by_hand, optimizer, padded, **options))
+    assert found.layers.keys() == {"cell.input", "cell.hidden"}
+    assert all(reading.rows_total == T * B for reading in found.layers.values())
+
+
+def test_some_rows_of_a_cell_in_a_loop() -> None:
+    """Rows are chosen among all times."""
+    fused, _ = loops("gru")
+    whole = trained(copy.deepcopy(fused), "sgd", padded, max_rows=None)
+    found = trained(fused, "sgd", padded, max_rows=7)
+    for path, reading in found.layers.items():
+        assert (reading.rows_seen, reading.rows_total) == (7, T * B)
+        assert reading.scale_mean == pytest.approx(whole.layers[path].scale_mean, rel=1e-9)
+        assert 0 < reading.standard_error["update_cosine"] < math.inf
+
+
+# Loops that reach `.grad` by other ways. What is true of linear layers must be true here.
+
+
+def parts() -> tuple[Tensor, Tensor]:
+    return padded(1, 2), padded(2, 3)
+
+
+def micro_batches(net: nn.Module) -> None:
+    for x in parts():
+        net(x).backward()
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+def one_graph_twice(net: nn.Module) -> None:
+    loss = net(padded())
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def zeroed_between(net: nn.Module) -> None:
+    loss = net(padded())
+    loss.backward(retain_graph=True)
+    net.zero_grad()
+    (2 * loss).backward()
+
+
+def attacked_first(net: nn.Module) -> None:
+    """A pass that reaches no parameter, as for the gradient of the input."""
+    x = padded().requires_grad_()
+    loss = net(x)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    (3 * loss).backward()
+
+
+def evaluated_between(net: nn.Module) -> None:
+    net(padded(5))  # with a graph that nobody runs back through
+    loss = net(padded())
+    net.eval()
+    with torch.no_grad():
+        net(padded(6))
+    net.train()
+    loss.backward()
+
+
+def clipped(net: nn.Module) -> None:
+    net(padded()).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+def hooked(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        parameter.register_hook(lambda g: 0.25 * g)
+    for x in parts():
+        net(x).backward()
+
+
+def set_by_hand(net: nn.Module) -> None:
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(net(padded()), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def in_one_loss(net: nn.Module) -> None:
+    """Two calls in one graph."""
+    first, second = parts()
+    (net(first) * net(second)).backward()
+
+
+LOOPS = [
+    *(micro_batches, one_graph_twice, zeroed_between, attacked_first, evaluated_between),
+    *(clipped, hooked, set_by_hand, in_one_loss),
+]
+
+
+@pytest.mark.parametrize("max_rows", [None, 5])
+@pytest.mark.parametrize("course", LOOPS)
+@pytest.mark.parametrize("kind", ["lstm", "gru", "lstm-cell"])
+def test_other_courses(
+    kind: str, course: Callable[[nn.Module], None], max_rows: int | None
+) -> None:
+    cell = kind == "lstm-cell"
+    fused, by_hand = loops("lstm") if cell else nets(kind, num_layers=2, bidirectional=True)
+    whole = one_step(by_hand, course, max_rows=None)
+    found = one_step(fused, course, max_rows=max_rows)
+    assert found.coverage == 1.0
+    assert len(found.notes) == len(whole.notes)
+    if max_rows is None:
+        same(found, whole, loosely=course is clipped)
+        return
+    estimated = course in (one_graph_twice, zeroed_between)  # whose sums only the sample knows
+    for path, reading in found.layers.items():
+        assert reading.rows_seen == max_rows
+        assert reading.rows_total == whole.layers[path].rows_total
+        if not estimated:
+            for name in ("scale_mean", "effective_lr"):
+                expected = getattr(whole.layers[path], name)
+                assert getattr(reading, name) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["lstm", "projected-lstm", "gru"])
+def test_checkpointing(kind: str, reentrant: bool) -> None:
+    fused, by_hand = nets(kind, num_layers=2, dropout=0.5)
+    fused.checkpointed = reentrant
+
+    def backward(net: nn.Module) -> None:
+        torch.manual_seed(4)
+        net(padded().requires_grad_()).backward()
+
+    found = one_step(fused, backward, max_rows=None)
+    assert found.coverage == 1.0
+    same(found, one_step(by_hand, backward, max_rows=None))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
+def test_parts_that_are_not_trained(kind: str, frozen: str) -> None:
+    fused, _ = nets(kind, num_layers=2)
+    for name, parameter in fused.rnn.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen) and "ih_l0" not in name)
+    by_hand = Net(ByHand(kind, fused.rnn), H)
+    by_hand.head.load_state_dict(fused.head.state_dict())
+    found = one_step(fused, lambda net: net(padded()).backward(), max_rows=None)
+    assert found.coverage == 1.0
+    assert "rnn.input_l0" not in found.layers
+    same(found, one_step(by_hand, lambda net: net(padded()).backward(), max_rows=None))
+
+
+# That it is told when it can't be, and that the run is left alone.
+
+
+def test_a_language_model_with_a_tied_read_out() -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(11, H)
+            self.lstm = nn.LSTM(H, H, 2, batch_first=True, dropout=0.2)
+            self.read_out = nn.Linear(H, 11)
+            self.read_out.weight = self.embedding.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits = self.read_out(self.lstm(self.embedding(tokens))[0])
+            return nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+            )
+
+    torch.manual_seed(0)
+    tokens = torch.randint(11, (3, 6))
+    report = one_step(Language(), lambda model: model(tokens).backward())
+    assert report.coverage == 1.0
+    assert not report.unsupported
+    recurrent = {path: r.kind for path, r in report.layers.items() if path.startswith("lstm")}
+    assert recurrent == dict.fromkeys(
+        ["lstm.input_l0", "lstm.hidden_l0", "lstm.input_l1", "lstm.hidden_l1"], "lstm"
+    )
+    assert all("embedding" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_run_is_bit_identical(kind: str) -> None:
+    plain, _ = nets(kind, num_layers=2, bidirectional=True, dropout=0.5)
+    ends = []
+    for watched in (False, True):
+        net = copy.deepcopy(plain)
+        torch.manual_seed(5)
+        optimizer = OPTIMIZERS["adamw"](net.parameters())
+        monitor = Monitor(net, optimizer, every_n_steps=2, on_error="raise")
+        if watched:
+            monitor.attach()
+        seen = []
+        for seed in range(3):
+            optimizer.zero_grad()
+            x = packed(seed) if seed == 1 else padded(seed).requires_grad_()
+            loss = net(x)
+            seen += [loss.detach(), torch.get_rng_state()]
+            loss.backward()
+            optimizer.step()
+            seen += [torch.get_rng_state(), *(p.detach().clone() for p in net.parameters())]
+        monitor.close()
+        assert len(monitor.reports) == (2 if watched else 0)
+        ends.append(seen)
+    for ours, theirs in zip(*ends, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_output_that_is_changed_in_place() -> None:
+    fused, by_hand = nets("lstm")
+    fused.in_place = by_hand.in_place = True
+    found = one_step(fused, lambda net: net(padded()).backward(), max_rows=None)
+    same(found, one_step(by_hand, lambda net: net(padded()).backward(), max_rows=None))
+
+
+def test_a_replay_of_something_else_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other masks of dropout than the call's."""
+    other = torch.Generator().manual_seed(99).get_state()
+    monkeypatch.setattr(capture, "random_state", lambda device: other)
+    fused, _ = nets("gru", num_layers=2, dropout=0.5)
+    report = one_step(fused, lambda net: net(padded()).backward())
+    assert report.layers.keys() == {"head"}
+    assert report.unsupported.keys() == {
+        f"rnn.{part}_l{k}" for k in (0, 1) for part in ("input", "hidden")
+    }
+    for reason in report.unsupported.values():
+        assert "a replay of its call does not give what the call gave" in reason
+    assert report.coverage < 0.2
+
+
+def test_masks_that_cannot_be_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent_call, "_refusal", lambda input: "the kernel draws them itself")
+    fused, _ = nets("gru", num_layers=2, dropout=0.5)
+    report = one_step(fused, lambda net: net(padded()).backward())
+    assert report.layers.keys() == {"head"}
+    assert report.unsupported == {"rnn": "the kernel draws them itself"}
+
+
+def test_a_replay_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ArithmeticError("not today")
+
+    monkeypatch.setattr(late_rows, "replay", fails)
+    fused, _ = nets("lstm")
+    twin = copy.deepcopy(fused)
+    twin(padded()).backward()
+    optimizer = OPTIMIZERS["sgd"](fused.parameters())
+    with (
+        pytest.warns(UserWarning, match=r"layer 'rnn\.\w+_l0': .*ArithmeticError: not today"),
+        Monitor(fused, optimizer) as monitor,
+    ):
+        fused(padded()).backward()
+        for ours, theirs in zip(fused.parameters(), twin.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad)
+        optimizer.step()
+    assert monitor.latest is not None
+    assert monitor.latest.layers.keys() == {"head"}
+    assert monitor.latest.unsupported.keys() == {"rnn.input_l0", "rnn.hidden_l0"}
+
+
+def test_autocast() -> None:
+    torch.manual_seed(0)
+    net = nn.LSTM(K, H, 2, dropout=0.5)
+
+    def backward(net: nn.Module, *, low: bool) -> None:
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
+            output, _ = net(padded().float())
+            output.float().square().sum().backward()
+
+    found = one_step(copy.deepcopy(net), lambda net: backward(net, low=True))
+    expected = one_step(net, lambda net: backward(net, low=False))
+    assert found.layers.keys() == expected.layers.keys()
+    assert not found.unsupported
+    for path, reading in found.layers.items():
+        for name in ("scale_mean", "update_cosine", "gradient_cosine"):
+            value = getattr(expected.layers[path], name)
+            assert getattr(reading, name) == pytest.approx(value, rel=0.05)
+
+
+@pytest.mark.parametrize("ran_back", [False, True])
+@pytest.mark.parametrize("kind", ["lstm", "gru", "lstm-cell"])
+def test_nothing_is_kept_alive(kind: str, ran_back: bool) -> None:
+    """Neither by a graph that nobody runs back through, nor by a loss that is kept."""
+    fused = loops("lstm")[0] if kind == "lstm-cell" else nets(kind, num_layers=2)[0]
+    seen: list[weakref.ref[Any]] = []
+    enter = fused.cell if kind == "lstm-cell" else fused.rnn
+    enter.register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))
+    optimizer = OPTIMIZERS["sgd"](fused.parameters())
+    created: list[weakref.ref[Any]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        with Monitor(fused, optimizer, on_error="raise") as monitor:
+            made = late_rows.LateRows.__init__
+
+            def noted(self: Any, *args: Any) -> None:
+                created.append(weakref.ref(self))
+                made(self, *args)
+
+            late_rows.LateRows.__init__ = noted
+            try:
+                loss = fused(padded())
+            finally:
+                late_rows.LateRows.__init__ = made
+            assert created
+            if ran_back:
+                loss.backward()
+                optimizer.step()
+            else:
+                del loss
+            assert not [late for late in created if late() is not None]
+            assert not [x for x in seen if x() is not None]
+            if not ran_back:
+                optimizer.step()
+        assert monitor.latest is not None
+        assert len(monitor.latest.layers) > 1 if ran_back else not monitor.latest.layers
+    finally:
+        gc.enable()
