@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.monitor import Monitor
-from adiv_monitor.report import ATTENTION_MEASURES, WORST, StepReport
+from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.lent import lent
 from adiv_monitor.sinks.logger import logger_sink
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
+    asked_for,
     known_measures,
     summary_scalars,
     summary_tags,
@@ -229,12 +230,9 @@ class DivergenceCallback(Callback):
 
     def _announce(self, trainer: "Trainer") -> None:
         """A checkpoint refuses a metric that does not exist, and skips one that is None."""
+        attainable, attention = self._options["attainable"], self._options["attention"]
         for name in self.monitors:
-            for measure in self._measures:
-                if measure == "attainable_cosine" and not self._options["attainable"]:
-                    continue
-                if measure in ATTENTION_MEASURES and not self._options["attention"]:
-                    continue
+            for measure in asked_for(self._measures, attainable=attainable, attention=attention):
                 for tag in summary_tags(measure, name).values():
                     trainer.callback_metrics.setdefault(tag, None)  # type: ignore[arg-type]
 

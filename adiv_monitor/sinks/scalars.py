@@ -51,6 +51,13 @@ def taken(report: StepReport, measures: Iterable[str]) -> tuple[str, ...]:
     )
 
 
+def asked_for(measures: Iterable[str], *, attainable: bool, attention: bool) -> tuple[str, ...]:
+    """Those of the measures that a monitor with these options may take."""
+    absent = () if attention else ATTENTION_MEASURES
+    absent = absent if attainable else (*absent, "attainable_cosine")
+    return tuple(measure for measure in measures if measure not in absent)
+
+
 def layer_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, float]:
     """`adiv.<measure>/<module path>` → value, for the measures that were taken.
 

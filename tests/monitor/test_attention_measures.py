@@ -464,10 +464,11 @@ def test_checkpointing_changes_nothing(reentrant: bool, plain: StepReport) -> No
     assert report.attention["attention"].samples_total == 4
 
 
-def test_only_gradients_that_make_the_step_count(plain: StepReport) -> None:
+@pytest.mark.parametrize("to_none", [False, True])
+def test_only_gradients_that_make_the_step_count(to_none: bool, plain: StepReport) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         loss_of(model, 2 * batch()).backward()
-        optimizer.zero_grad()
+        optimizer.zero_grad(to_none)
         with torch.no_grad():
             model(batch())
         loss = loss_of(model, batch())
@@ -498,7 +499,7 @@ def test_without_an_optimizer_there_is_what_the_gradient_says(plain: StepReport)
     assert reading.attention_gradient_cosine == pytest.approx(expected.attention_gradient_cosine)
 
 
-@pytest.mark.parametrize("micro_batch", [40, 8])
+@pytest.mark.parametrize("micro_batch", [40, 8, 1])
 def test_some_samples_speak_for_all(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for part in batch(40).split(micro_batch):
@@ -685,6 +686,26 @@ def test_the_module_is_as_it_was() -> None:
     assert len(counts.last) == 4
     assert torch.equal(counts.total, plain.parts[0].changed.total)
     assert (random.random(), np.random.random()) == drawn
+
+
+def test_other_monitors_do_not_take_it_for_training() -> None:
+    """Running a module once more is no forward pass: it has no rows, and ends no step."""
+    model = built("torch")
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    armed, pending = Monitor(model, None), Monitor(model, still)
+    armed.attach()
+    pending.attach()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss_of(model, batch()).backward()
+        still.step()
+
+    assert monitored(model, step=step).attention
+    assert pending.latest is None
+    assert armed._armed is not None
+    assert {len(rows.calls) for rows in armed._armed.capture.rows.values()} == {1}
+    for monitor in (armed, pending):
+        monitor.close()
 
 
 def test_nothing_is_kept_after_the_step() -> None:
