@@ -119,7 +119,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         return handle_torch_function(grouped_mm, (x, w), x, w, offs=offs)
     starts, ends = [0, *offs[:-1].tolist()], offs.tolist()
     parts = [x[a:b] @ w[e] for e, (a, b) in enumerate(zip(starts, ends, strict=True))]
-    return torch.cat([*parts, torch.full((len(x) - ends[-1], w.shape[2]), 7.0).to(x)])
+    return torch.cat([*parts, torch.full((len(x) - ends[-1], w.shape[2]), torch.nan).to(x)])
 
 
 X = 4  # inputs
@@ -746,7 +746,7 @@ case(
     (5, 3),
     shares_of_three,
 )
-case("embedding_bag-offsets", lambda p, i, o: F.embedding_bag(i, p.w, o), (5, 3), bags(0, 3, 3))
+case("embedding_bag-offsets", lambda p, i, o: F.embedding_bag(i, p.w, o), (5, 3), bags(0, 3, 3, 4))
 case(
     "embedding_bag-ends",
     lambda p, i, o: F.embedding_bag(i, p.w, o, mode="sum", include_last_offset=True),

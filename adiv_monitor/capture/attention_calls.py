@@ -50,6 +50,7 @@ class Seen:
         kwargs: see args.
         query: q, times the scores' scale where that comes before the product.
         key: k; fewer heads where queries are grouped.
+        written: see `AttentionModule`.
         precision: rounding of the coarsest number on the way.
         output: O; None if the gradient is that of the scores.
         kept: which probabilities dropout did not zero; None without dropout.
@@ -59,6 +60,7 @@ class Seen:
     kwargs: dict[str, Any]
     query: Float[Tensor, "samples of_each heads queries width"]
     key: Float[Tensor, "samples of_each few keys width"]
+    written: Mapping[int, Tensor]
     precision: float
     output: Float[Tensor, "samples of_each heads queries value_width"] | None = None
     kept: Bool[Tensor, "samples of_each heads queries keys"] | None = None
@@ -73,7 +75,7 @@ class AttentionCall(Call):
     """
 
     def __init__(self, rows: Rows, chosen: Draw, seen: Seen) -> None:
-        super().__init__(rows, chosen)
+        super().__init__(None, rows, chosen)
         self.seen = seen
         self.picked: Tensor | None = None
 
@@ -114,7 +116,6 @@ class Attending:
 class _Progress:
     """How far a forward of a module has got."""
 
-    random: Tensor  # state of the random numbers when it began
     attended: int = 0
     product: tuple[Tensor, Tensor] | None = None  # the last product of matrices, q and kᵀ perhaps
 
@@ -199,11 +200,8 @@ class AttentionCalls:
 
     def begins(self, forward: Forward) -> None:
         """A module's forward begins."""
-        held = self._held.get(forward.module)
-        if held is not None:
-            with self.guarded(self._paths[forward.module]):
-                device = next(iter(held.values())).device
-                self._progress[forward] = _Progress(random_state(device))
+        if forward.module in self._held:
+            self._progress[forward] = _Progress()
 
     def watched(self, function: Function, forwards: Forwards) -> Function:
         """The same function; what it makes of scores is seen."""
@@ -285,7 +283,7 @@ class AttentionCalls:
         key: Tensor,
         shaped: Callable[[nn.Module, Tensor], Tensor],
     ) -> _Choice:
-        if not torch.equal(progress.random, random_state(query.device)):
+        if not forward.random.is_still(forward.random.now()):
             raise Refused(
                 "random numbers are drawn before its scores are made (dropout of what queries and "
                 "keys are made of?), which can't be repeated on some samples"
@@ -333,6 +331,7 @@ class AttentionCalls:
                 kwargs,
                 choice.take(query),
                 choice.take(key),
+                forward.written,
                 max(torch.finfo(tensor.dtype).eps for tensor in (query, asks)),
                 None if output is None else choice.take(output),
                 dropped,

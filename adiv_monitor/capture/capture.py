@@ -7,15 +7,16 @@ activations, modules that are called several times and checkpointing all work:
 - re-entrant checkpointing: the first pass has no gradient graph and is skipped;
 - other checkpointing: the recomputation's output never receives a gradient and is dropped;
 - gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them;
-- recurrent functions, which hide their rows: a replay tells them in the backward pass.
+- recurrent functions, which hide their rows: a replay tells them in the backward pass;
+- parameters that no rule accounts for: through the output of the module that holds them.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,14 @@ from adiv_monitor.capture.forwards import Forward, Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.capture.origin import Origin, tensors_in
-from adiv_monitor.capture.pieces import Piece, Source, overlap
+from adiv_monitor.capture.leftovers import Leftovers
+from adiv_monitor.capture.origin import Origin
+from adiv_monitor.capture.outputs import Outputs
+from adiv_monitor.capture.pieces import Piece, Source, Together, overlap
 from adiv_monitor.capture.randomness import random_state
+from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
+from adiv_monitor.capture.tape import tensors_in, values_in
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.linear import affine
@@ -46,7 +51,7 @@ from adiv_monitor.maths import ceiling, dots
 
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
-_ATTRIBUTES = ("__get__", "__set__")  # what they give is a view, or no tensor
+_ATTRIBUTES = ("__get__", "__set__")
 # These are Python, and use parameters in the functions that they call.
 _OPENED = ("multi_head_attention_forward",)
 
@@ -103,12 +108,12 @@ class Capture:
         self._verdict = (-1, False)
         self._origin = Origin(model, selection.parameters)
         self._order = {key: i for i, key in enumerate(selection.places)}
-        self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
+        self._leftovers = Leftovers(selection)
         self._owners = set(selection.owners)
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
-        self._forwards = Forwards(
-            selection.modules, selection.closed, self._called, self._begins, self._ends
-        )
+        devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
+        watchers = self._called, self._begins, self._ends
+        self._forwards = Forwards(selection.modules, selection.closed, *watchers, devices)
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -121,6 +126,7 @@ class Capture:
         self.accumulated.clear()  # they refer to this: a cycle that would hold gradients back
         for late in list(self._late):
             late.release()
+        self._leftovers.release()
 
     def saw_calls(self) -> bool:
         """Whether any layer was called with gradients enabled."""
@@ -147,7 +153,7 @@ class Capture:
         found = set()
         for key, users in uses.items():
             pieces = [piece for _, piece in users]
-            if key in self._unexplained or overlap(pieces[0].parameter, pieces):
+            if self._leftovers.has(key) or overlap(pieces[0].parameter, pieces):
                 found |= {layer.path for layer, _ in users}
         return found
 
@@ -169,14 +175,20 @@ class Capture:
             reason = (
                 "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
             )
-        elif key in self._unexplained:
-            reason = f"it is used by {self._unexplained[key]}, for which there is no rule"
+        elif (found := self._leftovers.why(key)) is not None:
+            reason = found
+        elif (ended := self._origin.tape.ended_in(parameter)) and not self._measures(parameter):
+            reason = f"it went through torch's {ended}, whose result no function was seen to use"
         else:
             reason = (
                 "it has a gradient, but no function was seen to use it inside the forward of a "
                 "module: compiled or scripted code, a copy of the module, or code outside"
             )
         return f"{kind.__module__}.{kind.__qualname__}: {reason}"
+
+    def _measures(self, parameter: Tensor) -> bool:
+        """Whether any of it is part of a layer."""
+        return any(piece.parameter is parameter for x in self.layers.values() for piece in x.pieces)
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
@@ -190,9 +202,12 @@ class Capture:
     def _ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run: the rows of one whose class has a rule."""
+        """A module's forward has run: its rows, if its class has a rule or something is left."""
         rule = self._selection.rules.get(module)
-        if rule is None or not trains(output):
+        if not trains(output):
+            return
+        if rule is None:
+            self._look_at_whole(module, args, kwargs, output)
             return
         path = self._selection.modules[module]
         try:
@@ -204,16 +219,42 @@ class Capture:
         except Exception as error:
             self._failed(path, error)
 
+    def _look_at_whole(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Measure through a module's own output what no rule accounts for."""
+        path = self._selection.modules[module]
+        if path in self._off or not self._leftovers.may_be_in(module):
+            return
+        try:
+            inputs = list(tensors_in(*args, *kwargs.values()))
+            if not self._forwards.is_outermost and all(map(self._origin.of_model, inputs)):
+                return  # it makes a weight, no activations
+            outputs = Outputs(output, inputs)
+            tensors = outputs.of(output)
+            names = self._leftovers.claim(module, tensors, inputs) if tensors else []
+            if names:
+                with torch.no_grad():
+                    self._note_whole(module, names, (args, kwargs), outputs, tensors)
+        except Exception as error:
+            self._failed(path, error)
+
     def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and note the parameters that it uses."""
         name = getattr(function, "__name__", "")
-        if name in _ATTRIBUTES or not self._is_looking():
+        if self._active and (name.endswith("_") or "out" in kwargs):
+            buffer = self._origin.buffer(kwargs.get("out", args[0] if args else None))
+            if buffer is not None:
+                self._forwards.is_written(buffer)
+        if not self._is_looking():
             return function(*args, **kwargs)
+        if name in _ATTRIBUTES:
+            return self._read(function, args)
         if self.attention is not None:
             function = self.attention.watched(function, self._forwards)
         origin = self._origin
         trained, data = [], False
-        for tensor in tensors_in(*args, *kwargs.values()):
+        for tensor in values_in(name, args, kwargs):
             if not origin.of_model(tensor):
                 data = True
             elif origin.is_trained(tensor):
@@ -224,17 +265,23 @@ class Capture:
         if not data:
             origin.remember(result)
         elif args and (result is args[0] or result is None):
-            origin.forget(args[0])  # it may have been of zeros so far
+            origin.spend(args[0], written=True)  # it may have been of zeros so far
         return result
 
     def _is_looking(self) -> bool:
         """Whether what is called can be part of what is measured."""
         return (
             self._active
-            and torch.is_grad_enabled()
             and torch._C._functorch.peek_interpreter_stack() is None
             and self._forwards.innermost not in self._selection.rules
         )
+
+    def _read(self, function: Function, args: tuple[Any, ...]) -> Any:
+        """An attribute of a tensor: `.T` and `.data` are tensors too."""
+        result = function(*args)
+        if isinstance(result, Tensor) and self._origin.of_model(args[0]):
+            self._origin.remember(result)
+        return result
 
     def _called_with(
         self,
@@ -247,24 +294,32 @@ class Capture:
         data: bool,
     ) -> Any:
         """Call a function that takes what is trained; `data`: and something of the batch."""
-        if name in _OPENED:
+        gradients = torch.is_grad_enabled()
+        if gradients and name in _OPENED:
             return self._forwards.opened(function, args, kwargs)
-        if function in RECURRENT:
+        if gradients and function in RECURRENT:
             return self._recurrent(function, args, kwargs, trained)
+        origin, begun = self._origin, None
+        if not data and trains(trained[0]):
+            with self._noting(trained):
+                begun = origin.tape.begin(function, args, kwargs, gradients=gradients)
         kept = args
-        if name in _OVERWRITE and not self._origin.of_model(args[0]):
+        if name in _OVERWRITE and not origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
         result = function(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
         used: list[Tensor] = []
-        if isinstance(made, Tensor) and trains(made):
-            call = FunctionCall(made, self._origin.of_model, self._forwards.inside)
+        if gradients and isinstance(made, Tensor) and trains(made):
+            call = FunctionCall(made, origin.of_model, self._forwards.inside)
             used = self._uses(name_of(function), call, kept, kwargs, trained)
+        if begun is not None:
+            with self._noting(trained):
+                origin.tape.end(begun, () if used else tensors_in(result))
         if data or used:
-            self._explain(name, trained, used)
-            self._origin.forget(made)
+            self._explain(name, trained if gradients else [], used)
+            origin.spend(made, written=bool(args) and made is args[0])
         else:
-            self._origin.remember(result)
+            origin.remember(result)
         return result
 
     def _uses(
@@ -304,6 +359,8 @@ class Capture:
             with self._noting(trained) as used:
                 used += self._note_maps(call, outputs, rng_state)
             self._explain(function.__name__, trained, used)
+        elif call is None:
+            self._explain(function.__name__, trained, trained)
         return result
 
     @contextmanager
@@ -327,11 +384,11 @@ class Capture:
     def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
         """Keep in mind what parameters went into where no rule can follow."""
         for tensor in trained:
+            keys = self._origin.parameters_of(tensor)
             if any(tensor is other for other in used):
-                continue
-            source = self._origin.source(tensor)
-            for piece in source.pieces if source is not None else ():
-                self._unexplained.setdefault(id(piece.parameter), f"torch's {name}")
+                self._leftovers.account(keys)
+            else:
+                self._leftovers.leave(keys, f"torch's {name}")
 
     def _note(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
@@ -342,7 +399,7 @@ class Capture:
             return
         z = use.layout(output)
         rows_of_layer = self.rows[layer.path]
-        call = Call(*rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
+        call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
         features = self._look(layer, call, use, z)
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
@@ -381,7 +438,7 @@ class Capture:
             layer = self._layer(use, None)
             if layer is not None and layer.path in self.rows:
                 rows = self.rows[layer.path].choose((made.rows,), made.input.device)
-                layers[use.part] = layer, Call(*rows)
+                layers[use.part] = layer, Call(layer, *rows)
         if not layers:
             return used
         late = LateRows(made, Returned.of(made, outputs), rng_state, layers, self._on_replay)
@@ -393,6 +450,43 @@ class Capture:
         self._late.add(late)
         return used
 
+    def _note_whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+    ) -> None:
+        """Gather rows of a module that is measured as a whole, and hook its output."""
+        parameters = [module.get_parameter(name) for name in names]
+        source = Together([self._origin.pieces.of(p) for p in parameters], module)
+        use = Use("module", None, None, _no_features)
+        layer = self._find(self._whole_names(module, parameters), use, source, None)
+        if layer is None or layer.path not in self.rows:
+            return
+        path, rows_of_layer = layer.path, self.rows[layer.path]
+        z = outputs.rows(tensors)
+        call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), z.device))
+        taken = call.rows.take(z)
+        try:
+            features = self._leftovers.features(
+                module, names, arguments, outputs, taken, self._forwards.forward, call.rows
+            )
+            if any(other.z.shape[1] != taken.shape[1] for other in rows_of_layer.calls):
+                raise Refused("its output has rows of another length at every call")
+        except Refused as refusal:
+            self._leftovers.refuse(parameters, str(refusal))
+            del self.layers[path], self.rows[path]
+            return
+        call.look(features, taken, None)
+        rows_of_layer.calls.append(call)
+        arrive = partial(
+            self._guarded, lambda: [path], partial(self._on_gradient, path, as_it_is, call)
+        )
+        call.hook = weakref.ref(arrive)
+        outputs.hook(tensors, arrive)
+
     # --- layers ----------------------------------------------------------------------------------
 
     def _layer(self, use: Use, path: str | None) -> Layer | None:
@@ -401,12 +495,20 @@ class Capture:
         lead = weight or bias
         if lead is None:
             return None
-        for name in self._names(use, lead) if path is None else [path]:
-            known = self.layers.get(name)
+        names = self._names(use, lead) if path is None else [path]
+        return self._find(names, use, weight, bias)
+
+    def _find(
+        self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
+    ) -> Layer | None:
+        """The layer of one of these names that is made alike, or a new one."""
+        path = ""
+        for path in names:
+            known = self.layers.get(path)
             if known is None:
-                return self._new_layer(name, use, weight, bias)
+                return self._new_layer(path, use, weight, bias)
             if _identity(known.kind, known.weight, known.bias) == _identity(use.kind, weight, bias):
-                return known
+                return known.made_of(weight, bias)
         raise ValueError(f"'{path}' uses other parameters at every call")
 
     def _new_layer(
@@ -415,7 +517,7 @@ class Capture:
         lead = weight or bias
         assert lead is not None
         parameter = lead.pieces[0].parameter
-        place = self._place(parameter)
+        place = self._place(id(parameter))
         order = self._order[id(parameter)]
         layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order)
         self.layers[path] = layer
@@ -431,31 +533,40 @@ class Capture:
             )
         return layer
 
-    def _first(self, tensor: Tensor) -> nn.Parameter:
-        source = self._origin.source(tensor)
-        assert source is not None
-        return source.pieces[0].parameter
+    def _first(self, tensor: Tensor) -> int:
+        """The first parameter in the model of which the tensor is made."""
+        return min(self._origin.parameters_of(tensor), key=self._order.__getitem__)
 
-    def _place(self, parameter: Tensor) -> Place:
+    def _place(self, parameter: int) -> Place:
         """Where a parameter is: in the module that runs, if that holds it too."""
-        places = self._selection.places[id(parameter)]
+        places = self._selection.places[parameter]
         running = self._forwards.innermost
         return next((place for place in places if place.module is running), places[0])
 
     def _names(self, use: Use, lead: Source) -> Iterator[str]:
         """What a layer may be called: as its module, as its parameter, with who uses it."""
-        piece = lead.pieces[0]
-        place = self._place(piece.parameter)
-        part = use.part or part_of(place.module, place.name)
-        if part:
-            name = f"{place.path}.{part}".strip(".")
-            yield name
-        else:
-            name = place.full_name + piece.name
-            if place.name in ("weight", "bias") and not piece.name:
-                yield place.path
-            yield name
-        user = self._selection.modules[self._forwards.innermost] or use.kind
+        places = [self._place(id(piece.parameter)) for piece in lead.pieces]
+        homes = list(dict.fromkeys(place.home for place in places))
+        path, name = homes[0] if len(homes) == 1 else (_common([path for path, _ in homes]), "")
+        rows = lead.pieces[0].name if len(lead.pieces) == 1 else ""
+        part = use.part or part_of(places[0].module, places[0].name)
+        full = ".".join(filter(None, (path, part or name))) + ("" if part else rows)
+        if part == "" and name in ("weight", "bias") and not rows:
+            yield path
+        yield full
+        yield from self._with_user(full, use.kind)
+
+    def _whole_names(self, module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[str]:
+        """What a module measured as a whole may be called: as it is, or as its one parameter."""
+        name = self._selection.modules[module]
+        if len(parameters) == 1:
+            place = self._place(id(parameters[0]))
+            name = place.path if place.name in ("weight", "bias") else place.full_name
+        yield from (name, f"{name}@module")
+        yield from self._with_user(name, "module")
+
+    def _with_user(self, name: str, kind: str) -> Iterator[str]:
+        user = self._selection.modules[self._forwards.innermost] or kind
         yield f"{name}@{user}"
         yield from (f"{name}@{user}#{i}" for i in count(2))
 
@@ -479,8 +590,11 @@ class Capture:
     def _guarded(
         self, paths: Callable[[], list[str]], function: Callable[..., None], *args: Any
     ) -> None:
-        """Run a hook's body for some layers, which are not watched any more if it fails."""
-        if not self._active or not trains(args[-1]):
+        """Run a hook's body for some layers, which are not watched any more if it fails.
+
+        It is given no gradient where the loss leaves this output of a function out.
+        """
+        if not self._active or args[-1] is None or not trains(args[-1]):
             return
         watched = [path for path in paths() if path in self.rows]
         if not watched:
@@ -528,11 +642,15 @@ class Capture:
     def _on_replay(
         self, layer: Layer, call: Call, linear: Map, found: Replay, precision: float
     ) -> None:
+        """A replay has told the rows of one of the layers in a recurrent call."""
         if layer.path not in self.rows:
             return
-        if not call.known:
-            self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
-        self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        try:
+            if not call.known:
+                self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+            self._on_gradient(layer.path, as_it_is, call, linear.gradient)
+        except Exception as error:
+            self._failed(layer.path, error)
         call.precision = max(call.precision, precision)
         call.replay_error = found.error
 
@@ -548,8 +666,18 @@ def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
     return error
 
 
+def _no_features(rows: Rows) -> Features:
+    raise NotImplementedError("what a module as a whole does to its rows is told by a replay")
+
+
 def _trained(layer: Layer, features: Features) -> Features:
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The path of the module that all of these are in."""
+    several = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, several))
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:

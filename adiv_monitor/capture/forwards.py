@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -17,6 +17,7 @@ from torch.overrides import (
 )
 
 from adiv_monitor.capture.hook import ModuleHook, trains
+from adiv_monitor.capture.randomness import Randomness
 
 Function = Callable[..., Any]
 
@@ -37,11 +38,21 @@ class _Mode(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A forward that runs: of which module, on what."""
+    """A forward that runs, and what it found when it began, as far as that is gone since.
+
+    Attributes:
+        module: whose it is.
+        args: what it got.
+        kwargs: see args.
+        random: the random numbers.
+        written: by id, what tensors were that were written to since.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    random: Randomness
+    written: dict[int, Tensor]
 
 
 class _Running(threading.local):
@@ -68,6 +79,7 @@ class Forwards:
         watcher: (function, args, kwargs) → what the call gives.
         begins: called when a module's forward begins, with that.
         ends: called with (module, args, kwargs, output) when a module's forward ends.
+        devices: on which forwards may draw random numbers.
 
     Attributes:
         strangers: a module ran in the place of one of these: its copy, with its hooks.
@@ -80,6 +92,7 @@ class Forwards:
         watcher: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any],
         begins: Callable[[Forward], object],
         ends: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
+        devices: Collection[torch.device],
     ) -> None:
         self.strangers = False
         self._modules = modules
@@ -87,6 +100,7 @@ class Forwards:
         self._watcher = watcher
         self._begins = begins
         self._ends = ends
+        self._devices = devices
         self._active = True
         self._hooks = [
             hook
@@ -104,12 +118,22 @@ class Forwards:
     @property
     def innermost(self) -> nn.Module:
         """The module whose forward runs."""
-        return self._running.forwards[-1].module
+        return self.forward.module
+
+    @property
+    def forward(self) -> Forward:
+        """Its forward."""
+        return self._running.forwards[-1]
 
     @property
     def running(self) -> Sequence[Forward]:
-        """The forwards that run, from the outermost."""
+        """All forwards that run, the outermost first."""
         return self._running.forwards
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether no other module's forward runs around it."""
+        return len(self._running.forwards) == 1
 
     @property
     def inside(self) -> str:
@@ -123,9 +147,15 @@ class Forwards:
         outside, self._running.inside = self._running.inside, function.__name__
         try:
             with mode:
-                return twin(function)(*args, **kwargs)
+                return without_overrides(function)(*args, **kwargs)
         finally:
             self._running.inside = outside
+
+    def is_written(self, tensor: Tensor) -> None:
+        """A tensor is about to be written to: the forwards that run have found it as it is now."""
+        copy = tensor.detach().clone()
+        for forward in self._running.forwards:
+            forward.written.setdefault(id(tensor), copy)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -144,7 +174,7 @@ class Forwards:
                 return
             running.mode = _Mode(self._watcher)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
-        forward = Forward(module, args, kwargs)
+        forward = Forward(module, args, kwargs, Randomness(self._devices), {})
         self._begins(forward)
         running.forwards.append(forward)
 
@@ -179,18 +209,18 @@ class Forwards:
 
 
 @cache
-def twin(function: FunctionType) -> Function:
+def without_overrides(function: FunctionType) -> Function:
     """A twin of a Python function of torch's that doesn't hand itself to a mode as a whole."""
     never = {name: _never for name in function.__globals__ if name.startswith("has_torch_function")}
-    made = FunctionType(
+    twin = FunctionType(
         function.__code__,
         {**function.__globals__, **never},
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
 
 
 def _never(*_: object) -> bool:

@@ -1,9 +1,7 @@
 """Hooks that only the training run sees: not its copies, and no function over the model."""
 
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -126,32 +124,13 @@ def _others(table: dict[int, Any], hooks: dict[int, Any]) -> OrderedDict[int, An
     return OrderedDict((i, e) for i, e in table.items() if type(hooks.get(i)) is not Hook)
 
 
-class _OwnRun(threading.local):
-    runs = False
-
-
-_own = _OwnRun()
-
-
-@contextmanager
-def own_run() -> Iterator[None]:
-    """Within it a monitor runs parts of the model for itself: that belongs to no training step."""
-    outside, _own.runs = _own.runs, True
-    try:
-        yield
-    finally:
-        _own.runs = outside
-
-
 def trains(value: object) -> bool:
     """Whether what a hook is given belongs to a training step.
 
     If not, it is a function over the model that runs, which the hook has to look past: a transform
-    of `torch.func` or a batched gradient, a trace, an export, a run without data (fake and meta
-    tensors), or one of a monitor's own.
+    of `torch.func` or a batched gradient, a trace, an export, or a run without data (fake and meta
+    tensors).
     """
-    if _own.runs:
-        return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or _is_traced():

@@ -12,7 +12,7 @@ from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.recurrent import Map, Replay, Returned, replay
 from adiv_monitor.features.recurrent_call import RecurrentCall
 
-# (layer, its call, its map, the replay that tells it, rounding of the gradients that came)
+# (layer, its call, its map, the replay that tells it, precision of the call)
 Receive = Callable[[Layer, Call, Map, Replay, float], None]
 
 
@@ -62,10 +62,9 @@ class LateRows:
         if self._backward != torch._C._current_graph_task_id():
             return
         found = replay(self._call, self._returned, self._gradients, self._rng_state)
-        precision = max(torch.finfo(g.dtype).eps for g in self._gradients if g is not None)
         for linear in found.maps:
             if linear.name in self._layers:
-                self._receive(*self._layers[linear.name], linear, found, precision)
+                self._receive(*self._layers[linear.name], linear, found, self._call.precision)
         self._gradients, self._backward = [], -1
 
     def _arrive(self, output: int, gradient: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.capture.sampling import Draw, draw, threshold, winners
+from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, to_device
 from adiv_monitor.features.whole import Whole
@@ -31,6 +32,7 @@ class Call:
     """What is kept of one call of a layer: the chosen rows, and what all rows say together.
 
     Attributes:
+        layer: with the weights that this call used; None of what is no layer.
         features: φ of the chosen rows; `look` gives them.
         z: of the chosen rows, likewise.
         whole: what one pass said of all rows, likewise.
@@ -46,7 +48,8 @@ class Call:
     features: Features
     z: Tensor
 
-    def __init__(self, rows: Rows, chosen: Draw) -> None:
+    def __init__(self, layer: Layer | None, rows: Rows, chosen: Draw) -> None:
+        self.layer = layer
         self.rows = rows
         self.draw = chosen
         self.known = False

@@ -1,12 +1,13 @@
 """What in a forward pass is made of the model alone, and of which parameters: all else is data."""
 
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
 
 from torch import Tensor, nn
 
-from adiv_monitor.capture.pieces import Pieces, Source
+from adiv_monitor.capture.derived import Derived
+from adiv_monitor.capture.pieces import Pieces, Source, Strides
+from adiv_monitor.capture.tape import Tape, tensors_in, whole_of
 
 
 class Origin:
@@ -15,14 +16,28 @@ class Origin:
     Args:
         model: the model.
         trained: the parameters to measure.
+
+    Attributes:
+        tape: the calls that make tensors of parameters.
+        pieces: of the parameters.
     """
 
     def __init__(self, model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
-        self.pieces = Pieces()
         self._trained = {id(p): p for p in trained}
+        self.tape = Tape(self._trained, model)
+        self.pieces = Pieces()
         self._held: dict[int, Tensor] = {id(p): p for p in model.parameters()}
         self._held |= {id(buffer): buffer for buffer in model.buffers()}
+        self._buffers = {id(buffer) for buffer in model.buffers()}
         self._made: dict[int, weakref.ref[Tensor]] = {}
+        self._expanded: dict[int, weakref.ref[Tensor]] = {}
+
+    def buffer(self, value: object) -> Tensor | None:
+        """The buffer of the model that this is, or is a view of; None if it is not."""
+        if not isinstance(value, Tensor):
+            return None
+        base = value if value._base is None else value._base
+        return base if id(base) in self._buffers else None
 
     def of_model(self, value: object) -> bool:
         """Whether it is no data: a parameter, a buffer, a constant, or made of these alone."""
@@ -32,42 +47,66 @@ class Origin:
         if made is not None and made() is value:
             return True
         base = value._base
-        return base is not None and self.of_model(base)
+        return base is not None and not self._is_spent(value) and self.of_model(base)
 
     def is_trained(self, value: Tensor) -> bool:
         """Whether it depends on a parameter to measure, and on no data."""
-        return self.source(value) is not None
+        return bool(self.parameters_of(value))
+
+    def parameters_of(self, value: Tensor) -> Collection[int]:
+        """Ids of the parameters to measure that it is made of, if of no data."""
+        if not value.requires_grad or self._is_spent(value):
+            return ()
+        whole = whole_of(value)
+        return (id(whole),) if id(whole) in self._trained else self.tape.parameters_of(whole)
 
     def source(self, value: Tensor | None) -> Source | None:
-        """Of which parameters it is made, and how; None if of none that are measured."""
-        if value is None or not value.requires_grad:
+        """Of which parameters it is made, and how; None if of none that are measured.
+
+        Raises:
+            Refused: its memory is read as numbers of another type.
+        """
+        if value is None or not self.is_trained(value):
             return None
-        parameter = self._trained.get(id(value))
-        if parameter is None and value._base is not None:
-            parameter = self._trained.get(id(value._base))
-        return None if parameter is None else self.pieces.source(value, parameter)
+        ref = self.tape.ref(value)
+        parameter = ref.root.parameter
+        view = None if parameter is None else self.pieces.source(value, parameter)
+        return view or Derived(ref, self.tape.making_of(ref), self.pieces)
 
     def remember(self, result: object) -> None:
         """What a function made of the model alone."""
         for tensor in tensors_in(result):
-            if id(tensor) not in self._held:
-                self._made[id(tensor)] = weakref.ref(tensor)
+            for known in (tensor, whole_of(tensor)):
+                if id(known) not in self._held:
+                    self._made[id(known)] = weakref.ref(known)
 
-    def forget(self, value: object) -> None:
-        """Data was written into a tensor, and into what it is a view of."""
-        if isinstance(value, Tensor):
-            for written in (value, value._base):
-                self._made.pop(id(written), None)
+    def forget(self, tensor: Tensor) -> None:
+        """Data was written into it; a buffer stays the model's, unless it leads to parameters."""
+        whole = whole_of(tensor)
+        for known in (tensor, whole):
+            self._made.pop(id(known), None)
+            if known.requires_grad and not isinstance(known, nn.Parameter):
+                self._held.pop(id(known), None)
+        self.tape.forget(whole)
 
+    def spend(self, result: object, *, written: bool) -> None:
+        """What a function gave is data now: there was data in it, or a use of it is noted.
 
-def tensors_in(*values: Any) -> list[Tensor]:
-    """The tensors among values, and in their lists."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(*value)
-        elif isinstance(value, dict):
-            found += tensors_in(*value.values())
-    return found
+        Args:
+            result: a tensor, mostly.
+            written: it is what the function was given, and wrote to.
+        """
+        if not isinstance(result, Tensor):
+            return
+        if written:
+            self.forget(result)
+        elif result._base is not None:  # a parameter that was expanded
+            self._expanded[id(result._base)] = weakref.ref(result._base)
+
+    def _is_spent(self, view: Tensor) -> bool:
+        """Whether it shows entries of an expanded parameter again and again."""
+        whole = view._base
+        if whole is None or id(whole) not in self._expanded:
+            return False
+        repeats = Strides.between(view, whole).repeats
+        return repeats and self._expanded[id(whole)]() is whole

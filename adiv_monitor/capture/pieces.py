@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 Parts = Mapping[int, Tensor]  # by a piece's key, a tensor of its shape: a change, a gradient
+NOTHING: Parts = {}
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,17 @@ class Strides:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+    @classmethod
+    def between(cls, view: Tensor, whole: Tensor) -> "Strides":
+        """How a view lies in the memory of the tensor that it is a view of."""
+        offset = int(view.storage_offset()) - int(whole.storage_offset())
+        return cls(tuple(view.shape), view.stride(), offset)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it shows an entry several times."""
+        return any(s == 0 and n > 1 for n, s in zip(self.size, self.stride, strict=True))
 
     @property
     def stretch(self) -> tuple[int, int] | None:
@@ -91,8 +103,23 @@ class Source(Protocol):
         """Equal for tensors that are made alike of the same pieces."""
         ...
 
-    def of(self, parts: Parts) -> Tensor:
-        """How the tensor changes, to first order, when the pieces change by `parts`."""
+    @property
+    def is_view(self) -> bool:
+        """Whether its entries are entries of a piece, so that its gradient is theirs."""
+        ...
+
+    def is_as(self, other: "Source | None") -> bool:
+        """Whether it changes as another one of the same identity does."""
+        ...
+
+    def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
+        """How the tensor changes, to first order, when the pieces change by `parts`.
+
+        Args:
+            parts: a change of the pieces.
+            taken: what a step took away from the pieces since the tensor was made: the change is
+                to start from where they were.
+        """
         ...
 
 
@@ -118,10 +145,50 @@ class View:
         """The same view of the same piece."""
         return self.piece.key, self.strides
 
-    def of(self, parts: Parts) -> Tensor:
-        """The same view of the piece's change."""
+    @property
+    def is_view(self) -> bool:
+        """Always."""
+        return True
+
+    def is_as(self, other: Source | None) -> bool:
+        """Always."""
+        return True
+
+    def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
+        """The same view of the piece's change, wherever that starts."""
         part = parts[self.piece.key]
         return part if self.strides is None else self.strides.of(part, self.piece.parameter)
+
+
+@dataclass(frozen=True, eq=False)
+class Together:
+    """Several pieces, one after the other in one vector.
+
+    Attributes:
+        pieces: the pieces.
+        through: what they are measured through.
+    """
+
+    pieces: Sequence[Piece]
+    through: object
+
+    @property
+    def identity(self) -> object:
+        """The same pieces through the same."""
+        return self.through, tuple(piece.key for piece in self.pieces)
+
+    @property
+    def is_view(self) -> bool:
+        """The gradient of the vector is that of the pieces."""
+        return True
+
+    def is_as(self, other: Source | None) -> bool:
+        """It is made of nothing else."""
+        return True
+
+    def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
+        """All their changes in a vector (P,)."""
+        return torch.cat([parts[piece.key].reshape(-1) for piece in self.pieces])
 
 
 class Pieces:
@@ -144,14 +211,12 @@ class Pieces:
             if id(parameter) not in self._whole:
                 self._whole[id(parameter)] = View(self.of(parameter))
             return self._whole[id(parameter)]
-        strides = Strides(
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()) - int(parameter.storage_offset()),
-        )
-        if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-            return None
-        if tensor.numel() == parameter.numel():
+        strides = Strides.between(tensor, parameter)
+        return None if strides.repeats else self.view(parameter, strides)
+
+    def view(self, parameter: nn.Parameter, strides: Strides) -> View:
+        """A view of a parameter; of a part of it, that part is the piece."""
+        if prod(strides.size) == parameter.numel():
             return View(self.of(parameter), strides)
         return View(self.of(parameter, strides))
 

@@ -1,8 +1,8 @@
 """The random numbers that training draws: what the monitor draws besides must not show in them."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -25,17 +25,43 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-@contextmanager
-def restored_randomness(device: torch.device) -> Iterator[None]:
-    """Afterwards random numbers go on as if nothing had been drawn, on the host and this device.
+def restored_randomness(device: torch.device) -> AbstractContextManager[None]:
+    """Afterwards random numbers go on as if nothing had been drawn, on the host and this device."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
-    On the host those of Python and numpy too.
+
+class Randomness:
+    """Where torch's generators stand now, so that a forward pass can be repeated.
+
+    Args:
+        devices: all that it may draw on.
     """
-    states = random.getstate(), np.random.get_state()
-    kept = {} if device.type == "cpu" else {"device_type": device.type}
-    try:
-        with torch.random.fork_rng(devices=[device] if kept else [], **kept):
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._states = {device: random_state(device) for device in devices}
+
+    def now(self) -> "Randomness":
+        """Where the same generators stand now."""
+        return Randomness(self._states)
+
+    def is_still(self, other: "Randomness") -> bool:
+        """Whether nothing was drawn between the two."""
+        return all(torch.equal(state, other._states[d]) for d, state in self._states.items())
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw as then; afterwards all generators, Python's and numpy's too, are as before."""
+        now, python, numpy = self.now(), random.getstate(), np.random.get_state()
+        try:
+            self._set()
             yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        finally:
+            now._set()
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+    def _set(self) -> None:
+        for device, state in self._states.items():
+            set_random_state(state, device)

@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -26,10 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from adiv_monitor.capture.eager import forced_eager
-from adiv_monitor.capture.forwards import twin
-from adiv_monitor.capture.hook import own_run
-from adiv_monitor.capture.origin import tensors_in
-from adiv_monitor.capture.randomness import restored_randomness
+from adiv_monitor.capture.forwards import without_overrides
+from adiv_monitor.capture.randomness import Randomness
+from adiv_monitor.capture.replay import twin_of
+from adiv_monitor.capture.tape import tensors_in
 from adiv_monitor.features import uses
 from adiv_monitor.features.registry import Rule, find_rule, use_of
 from adiv_monitor.features.rows import Rows, exact, precise
@@ -43,9 +43,6 @@ Parameters = Mapping[str, Tensor]
 class AttentionModule:
     """A module that holds projections and calls attention, and what to run it with.
 
-    Its own hooks and those of the modules in it run too. What they and its forward set as
-    attributes of modules, and what they draw, is put back.
-
     Attributes:
         module: itself.
         args: its inputs, on the samples that are looked at.
@@ -53,6 +50,8 @@ class AttentionModule:
         parameters: values to run with of the trained ones, those before the step; the others are
             the module's own.
         calls: how often it calls attention until the run may end.
+        written: by id, what its buffers were when the forward began that is to be repeated, if
+            other than now.
         samples: which of the queries' samples are looked at, (chosen,) int64; None: all.
     """
 
@@ -61,6 +60,7 @@ class AttentionModule:
     kwargs: Mapping[str, Any]
     parameters: Parameters
     calls: int = 1
+    written: Mapping[int, Tensor] = field(default_factory=dict)
     samples: Tensor | None = None
 
 
@@ -286,50 +286,37 @@ def _with_scale(use: uses.Use, z: Tensor) -> Use | None:
 
 ARGUMENTS = tuple(inspect.signature(attention).parameters)
 _SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
-_opened = twin(functional.multi_head_attention_forward)
+_opened = without_overrides(functional.multi_head_attention_forward)
 
 
 def _run(
     attends: AttentionModule, parameters: Parameters, noting: _AttentionCalls
 ) -> _AttentionCalls:
-    """Run the module in the precision of the measures; nobody is to notice."""
-    module = attends.module
-    state = {n: precise(p.detach()) for n, p in module.named_parameters() if n not in parameters}
-    state |= {**parameters, **{n: precise(b.clone()) for n, b in module.named_buffers()}}
-    noting.state = {id(tensor) for tensor in state.values()}
-    device = next(iter(parameters.values())).device
+    """Run a twin of the module, in the precision of the measures, as if nobody had."""
     kwargs = dict(attends.kwargs)
-    if isinstance(module, nn.MultiheadAttention):  # else scores are made where they aren't seen
+    if isinstance(attends.module, nn.MultiheadAttention):  # else scores are made where none looks
         kwargs["need_weights"] = False
+    device = next(iter(parameters.values())).device
     try:
+        own = {id(parameter): parameter for parameter in attends.module.parameters()}
+        twin = twin_of(attends.module, own, attends.written)
+        state = {name: precise(p.detach()) for name, p in twin.named_parameters()}
+        state |= {**{name: precise(b) for name, b in twin.named_buffers()}, **parameters}
+        noting.state = {id(tensor) for tensor in state.values()}
         with ExitStack() as around:
-            for each in (suppress(_ScoresReached), own_run(), forced_eager()):
+            for each in (suppress(_ScoresReached), forced_eager(), Randomness([device]).again()):
                 around.enter_context(each)
-            around.enter_context(restored_randomness(device))
-            around.enter_context(_same_attributes(module))
-            around.enter_context(noting.by_rules(module))
+            around.enter_context(noting.by_rules(twin))
             around.enter_context(noting)
-            functional_call(module, state, tuple(attends.args), kwargs)
+            functional_call(twin, state, tuple(attends.args), kwargs)
     except Exception as error:
         raise RuntimeError(
-            f"{type(module).__name__}: failed when run once more: {type(error).__name__}: {error}"
+            f"{type(attends.module).__name__}: failed when run once more: "
+            f"{type(error).__name__}: {error}"
         ) from error
     if len(noting.arguments) < attends.calls:
         raise RuntimeError(
-            f"{type(module).__name__}: got {len(noting.arguments)} calls of "
+            f"{type(attends.module).__name__}: got {len(noting.arguments)} calls of "
             f"F.scaled_dot_product_attention when run once more, expected {attends.calls}"
         )
     return noting
-
-
-@contextmanager
-def _same_attributes(module: nn.Module) -> Iterator[None]:
-    """Afterwards the module and all in it have the attributes that they had before."""
-    kept = [(vars(each), dict(vars(each))) for each in module.modules()]
-    try:
-        yield
-    finally:
-        for now, before in kept:
-            for name in now.keys() - before.keys():
-                del now[name]
-            now.update({name: x for name, x in before.items() if now.get(name, now) is not x})

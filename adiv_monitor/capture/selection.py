@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from adiv_monitor.capture.pieces import Piece, Source, covered
+from adiv_monitor.capture.pieces import NOTHING, Parts, Piece, Source, covered
 from adiv_monitor.features.registry import Rule, find_rule
 from adiv_monitor.features.uses import as_it_is
 
@@ -53,6 +53,29 @@ class Layer:
         sources = [source for source in (self.weight, self.bias) if source is not None]
         return list(dict.fromkeys(piece for source in sources for piece in source.pieces))
 
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether it uses pieces as they are, so that their gradient is that of its rows."""
+        return all(source is None or source.is_view for source in (self.weight, self.bias))
+
+    def made_of(self, weight: Source | None, bias: Source | None) -> "Layer":
+        """The layer as another call uses it: itself, or with weights made of other constants."""
+        same = all(
+            mine is None or mine.is_as(other)
+            for mine, other in ((self.weight, weight), (self.bias, bias))
+        )
+        return self if same else replace(self, weight=weight, bias=bias)
+
+    def change(self, parts: Parts, taken: Parts = NOTHING) -> tuple[Tensor | None, Tensor | None]:
+        """How weight and bias change when the pieces do; None for what is not trained.
+
+        Args:
+            parts: a change of the pieces.
+            taken: what a step has taken away from the pieces since the layer used them.
+        """
+        weight = None if self.weight is None else self.shaped(self.weight.of(parts, taken))
+        return weight, None if self.bias is None else self.bias.of(parts, taken)
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the pieces belong to, once each."""
@@ -71,6 +94,14 @@ class Place:
     def full_name(self) -> str:
         """The parameter's name in the model."""
         return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def home(self) -> tuple[str, str]:
+        """Path and name before torch moved it, to put what is made of it in its place."""
+        owner, moved, rest = f".{self.full_name}".partition(".parametrizations.")
+        if moved:
+            return owner.removeprefix("."), rest.partition(".")[0]
+        return self.path, self.name.removesuffix("_orig")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from adiv_layers.autocast import autocast_dtype
 from torch import Tensor
 
 State = tuple[Tensor, ...]  # (h,); of an LSTM (h, c)
@@ -81,6 +82,7 @@ class RecurrentCall:
         weights: of layer 0, of layer 0 in reverse, of layer 1, …
         directions: 1 or 2.
         dropout: its probability between the layers; 0.0 in evaluation and of one layer.
+        precision: rounding of the coarsest numbers that it computes with.
         refusal: why this call can't be replayed, or None.
     """
 
@@ -92,6 +94,7 @@ class RecurrentCall:
     weights: tuple[CellWeights, ...]
     directions: int
     dropout: float
+    precision: float
     refusal: str | None
 
     @property
@@ -137,6 +140,7 @@ def read_call(
         ),
         directions=directions,
         dropout=dropout,
+        precision=_precision(input),
         refusal=_refusal(input) if dropout > 0 else None,
     )
 
@@ -152,6 +156,7 @@ def _read_cell(mode: Mode, given: dict[str, Any]) -> RecurrentCall:
         weights=(CellWeights("", given["w_ih"], given["w_hh"], *biases),),
         directions=1,
         dropout=0.0,
+        precision=_precision(given["input"]),
         refusal=None,
     )
 
@@ -180,6 +185,12 @@ def _weights(
         projection = rest[-1] if each % 2 else None
         suffix = f"_l{k // directions}" + ("_reverse" if k % directions else "")
         yield CellWeights(suffix, w_ih, w_hh, b_ih, b_hh, projection)
+
+
+def _precision(input: Tensor) -> float:
+    """Autocast may compute in half precision and return what is not."""
+    cast = autocast_dtype(input)
+    return max(torch.finfo(dtype).eps for dtype in (input.dtype, cast) if dtype is not None)
 
 
 def _refusal(input: Tensor) -> str | None:

@@ -173,7 +173,9 @@ class AttentionStep:
             within = torch.arange(of_each, device=made.picked.device)
             samples = (made.picked[:, None] * of_each + within).flatten()
         attends = AttentionModule(
-            attending.module, seen.args, seen.kwargs, now, attending.number, samples
+            *(attending.module, seen.args, seen.kwargs, now, attending.number),
+            written=seen.written,
+            samples=samples,
         )
         call, moves = moves_of_scores(attends, {"e": gamma})[-1]
         call = replace(call, kept=_looked_at(made, seen.kept))

@@ -5,6 +5,7 @@ Everything stays on the device until `outcome`, which makes one transfer.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -16,14 +17,19 @@ from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
 from adiv_monitor.features.features import Averaged, DenseFeatures, Features, OneHotFeatures
+from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import exact, joined, to_device
+from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths import dots, totals
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.attention_outcome import attention_outcome
 from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.outcome import Looked, Outcome, refusals, understand
-from adiv_monitor.step.plain_step import act, added, gram_is_less, probe
+from adiv_monitor.step.plain_step import Making, act, added, changes, gram_is_less, probe, stretch
 from adiv_monitor.step.transfer import fetch
+
+# There is no mean feature, and no telling which of the parameters are a bias.
+_WITHOUT_FEATURES = ("common_share", "bias_share")
 
 
 @dataclass
@@ -31,14 +37,15 @@ class _Measured:
     """What is known of one layer so far."""
 
     layer: Layer
+    makings: list[Making]
     looked: Looked
     features: Features
     vectors: dict[str, Tensor]  # (rows, n_total) each
     values: dict[str, Tensor] = field(default_factory=dict)  # for the host
 
     def release(self) -> None:
-        """Let go of the rows."""
-        del self.features, self.vectors
+        """Let go of the rows, and of what made their weights."""
+        del self.features, self.vectors, self.makings
 
 
 class MeasuredStep:
@@ -251,7 +258,10 @@ class MeasuredStep:
             self._measured.pop(layer.path, None)
             self._all_rows.pop(layer.path, None)
             self._weight_sums.pop(layer.path, None)
-            self._fail(layer.path, error)
+            if isinstance(error, Refused):
+                self._unreached[layer.path] = str(error)
+            else:
+                self._fail(layer.path, error)
 
     def _begin(
         self, layer: Layer, calls: list[Call], factor: Tensor | None, gradient_scale: Tensor | None
@@ -276,6 +286,7 @@ class MeasuredStep:
             groups=features.groups,
             precision=max(call.precision for call in calls),
             from_rows=_why_from_rows(features, shared=layer.path in self._shared),
+            undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
         )
         accumulated = self._capture.accumulation_of(layer)
         if accumulated.entries is not None:
@@ -291,6 +302,10 @@ class MeasuredStep:
         if rows.ceiling is not None and rows.ceiling_is_whole:
             values["attainable_cosine"] = rows.ceiling.cosine()
         self._add_all_rows(layer.path, calls, values)
+        makings = [
+            (made, sum(len(call.z) for call in alike))
+            for made, alike in groupby(calls, key=lambda call: call.layer)
+        ]
         gamma = {piece.key: piece.gradient() for piece in layer.pieces}
         if gradient_scale is not None:
             gamma = {key: g / gradient_scale for key, g in gamma.items()}
@@ -299,9 +314,12 @@ class MeasuredStep:
             e = features.gram() @ G
             values["probe"] = probe(layer, features, G, gamma, self._generator)
         else:
-            e = added(*act(layer, features, gamma))
+            changed = changes(makings, gamma)
+            e = added(*act(makings, changed, features))
+            if not layer.is_direct:
+                values["stretch"] = stretch(changed, gamma)
         vectors = {"G": G, "e": e, "z": joined([call.z for call in calls])}
-        measured = _Measured(layer, looked, features, vectors, values)
+        measured = _Measured(layer, makings, looked, features, vectors, values)
         self._add_scale(measured)
         self._measured[layer.path] = measured
         rows.calls.clear()
@@ -368,7 +386,8 @@ class MeasuredStep:
         steps, layer = self._steps, measured.layer
         assert steps is not None
         taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
-        by_weight, by_bias = act(layer, measured.features, taken)
+        changed = changes(measured.makings, taken, taken)
+        by_weight, by_bias = act(measured.makings, changed, measured.features)
         measured.vectors["d"] = added(by_weight, by_bias)
         if by_bias is not None and by_weight is not None:
             measured.vectors["bias"] = by_bias

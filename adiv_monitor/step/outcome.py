@@ -70,6 +70,7 @@ class Looked:
         groups: groups of the layer.
         precision: rounding of the coarsest number that a gradient went through.
         from_rows: why the parameters do not speak for the rows, if that is known beforehand.
+        undefined: measures that such a layer does not have.
         vectors: names of the matrices whose row products were taken.
         entry_rows: see `Numbers`.
     """
@@ -83,6 +84,7 @@ class Looked:
     groups: int
     precision: float
     from_rows: str
+    undefined: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
     entry_rows: Index | None = field(default=None, repr=False)
 
@@ -137,12 +139,15 @@ def understand(
         numbers[path], reasons[path] = step.numbers(seen, values[path], suspected=suspected)
     measured = measure(numbers)
     reasons |= {path: "more" for path, found in measured.items() if found.holds_more}
-    readings = {p: _reading(kept[p], numbers[p], measured[p], step) for p in kept}
+    readings = {
+        p: _reading(seen, numbers[p], measured[p], step, stretched=_is_stretched(values[p], seen))
+        for p, seen in kept.items()
+    }
     notes = [
         *_not_finite(numbers),
         *_from_rows(reasons),
         *step.notes(list(kept)),
-        *_without_common(readings, watch),
+        *_without_common(readings, kept, watch),
     ]
     _learn(watch, step, readings, reasons)
     watch.suspected = {path for path, found in measured.items() if found.suspected}
@@ -223,7 +228,10 @@ class _Step:
 
 
 # What is looked at by `_speaks_against` and the like, and is no part of any measure.
-_JUDGED = ("gradient_factor", "rule_error", "replay_error", "then", "now", "foreign", "probe")
+_JUDGED = (
+    *("gradient_factor", "rule_error", "replay_error", "then", "now", "foreign", "probe"),
+    "stretch",
+)
 
 
 def _speaks_against(values: Mapping[str, Array], gamma: float, factor: float, seen: Looked) -> str:
@@ -279,11 +287,14 @@ def _from_rows(reasons: Mapping[str, str]) -> list[str]:
     return notes
 
 
-def _without_common(readings: Mapping[str, LayerReading], watch: Watch) -> list[str]:
+def _without_common(
+    readings: Mapping[str, LayerReading], looked: Mapping[str, Looked], watch: Watch
+) -> list[str]:
     paths = [
         path
         for path, reading in readings.items()
         if reading.idle_share and reading.common_share is None and not watch.expects_idle(path)
+        if "common_share" not in looked[path].undefined
     ]
     if not paths:
         return []
@@ -308,10 +319,25 @@ def listed(paths: Sequence[str]) -> str:
     return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 
 
-def _reading(seen: Looked, numbers: Numbers, found: Measured, step: _Step) -> LayerReading:
+def _is_stretched(values: Mapping[str, Array], seen: Looked) -> bool:
+    """Whether a gradient changes its length on its way from the parameters to the weight.
+
+    If so, e is no plain step of the weight itself, and what other rows do to a row can't be told
+    from what it does to itself.
+    """
+    return bool((np.abs(values.get("stretch", np.ones(1)) - 1) > _tolerance(seen)).any())
+
+
+def _reading(
+    seen: Looked, numbers: Numbers, found: Measured, step: _Step, *, stretched: bool
+) -> LayerReading:
     values = dict(found.values)
+    if stretched:
+        values.pop("interference_ratio", None)
     if found.common_unknown:
         values.pop("common_share", None)
+    for name in seen.undefined:
+        values.pop(name, None)
     if step.gradient_lost:  # what was read for γ is not what the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)

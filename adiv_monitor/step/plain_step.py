@@ -1,30 +1,56 @@
 """What a change of a layer's parameters does to its rows; the plain gradient step's in two ways."""
 
+from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.capture.pieces import Parts
+from adiv_monitor.capture.pieces import NOTHING, Parts
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import DenseFeatures, Features
-from adiv_monitor.features.rows import exact, to_device
+from adiv_monitor.features.rows import exact, joined, to_device
+
+Making = tuple[Layer, int]  # a layer as some calls made its weights, and how many rows they have
+Change = tuple[Tensor | None, Tensor | None]  # of weight and bias; None: not trained
 
 
-def act(layer: Layer, features: Features, parts: Parts) -> tuple[Tensor | None, Tensor | None]:
-    """Φ_W Wᵀ and φ_b ⊗ b, (rows, n_total), for a change of the layer's pieces."""
-    weight, bias = of_layer(layer, parts)
+def changes(makings: Sequence[Making], parts: Parts, taken: Parts = NOTHING) -> list[Change]:
+    """How weight and bias change when the pieces do, for each way in which they were made.
+
+    Args:
+        makings: those of a layer's rows, in order.
+        parts: a change of the layer's pieces.
+        taken: what a step has taken away from them since.
+    """
+    return [layer.change(parts, taken) for layer, _ in makings]
+
+
+def act(makings: Sequence[Making], changed: Sequence[Change], features: Features) -> Change:
+    """Φ_W Wᵀ and φ_b ⊗ b, (rows, n_total), for a change of weight and bias."""
+    if len(changed) == 1:
+        return _acted(changed[0], features)
+    device = makings[0][0].parameters[0].device
+    parts = torch.split(
+        torch.arange(sum(rows for _, rows in makings), device=device), [n for _, n in makings]
+    )
+    acted = [_acted(c, features.pick(rows)) for c, rows in zip(changed, parts, strict=True)]
+    by_weight, by_bias = zip(*acted, strict=True)
+    return _all_rows(by_weight), _all_rows(by_bias)
+
+
+def _all_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return joined(present) if present else None
+
+
+def _acted(change: Change, features: Features) -> Change:
+    weight, bias = change
     return (
         None if weight is None else features.by_weight(weight),
         None if bias is None else features.by_bias(bias),
     )
-
-
-def of_layer(layer: Layer, parts: Parts) -> tuple[Tensor | None, Tensor | None]:
-    """How weight and bias change when the layer's pieces do; None for what is not trained."""
-    weight = None if layer.weight is None else layer.shaped(layer.weight.of(parts))
-    return weight, None if layer.bias is None else layer.bias.of(parts)
 
 
 def added(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
@@ -36,11 +62,28 @@ def added(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
     return by_weight + by_bias
 
 
+def stretch(changed: Sequence[Change], parts: Parts) -> Tensor:
+    """‖J t‖ / ‖t‖ for each way in which weight and bias were made of the pieces, t = parts.
+
+    It is 1 where e = Φ(J Jᵀ)Γᵀ, Γ = GᵀΦ, is the plain step of weight and bias themselves.
+    """
+    norm = _norm(parts.values())
+    return torch.stack([_norm(change) for change in changed]) / norm
+
+
+def _norm(tensors: Iterable[Tensor | None]) -> Tensor:
+    norms = torch._foreach_norm([exact(t) for t in tensors if t is not None])
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
 def gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[DenseFeatures]:
     """Whether e = (ΦΦᵀ)G of R rows is less work than Φγᵀ: R(P + N) < P N.
 
     It is e only if all rows are seen and γ = GᵀΦ, which `probe` is to show.
     """
+    if not layer.is_direct:  # γ is JᵀGᵀΦ
+        return False
     rows, outputs = G.shape
     entries = sum(piece.value().numel() for piece in layer.pieces)
     width = entries / max(outputs, 1)
@@ -56,7 +99,7 @@ def probe(
     generator: np.random.Generator,
 ) -> Tensor:
     """γv − Gᵀ(Φv) and γv for a random v (R. Freivalds 1977): the first is 0 if γ = GᵀΦ."""
-    of_weight, of_bias = of_layer(layer, gamma)
+    of_weight, of_bias = layer.change(gamma)
     width = 0 if features.phi is None else features.phi.shape[2]
     drawn = generator.standard_normal(width + (of_bias is not None))
     v = to_device(drawn, G.device).to(G.dtype)

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from adiv_monitor import Monitor
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.sampling import draw, threshold, winners
-from adiv_monitor.features import DenseFeatures
 from adiv_monitor.step.measured_step import MeasuredStep
 
 
@@ -74,9 +73,7 @@ def test_rows_that_wait_stay_few() -> None:
     """However many passes live on without a gradient."""
     rows = LayerRows(Chooser(16, np.random.default_rng(0)))
     for _ in range(500):
-        chosen, keys = rows.choose((100,), torch.device("cpu"))
-        nothing = torch.empty(0)
-        rows.calls.append(Call(chosen, keys, DenseFeatures(nothing[:, None, None]), nothing, None))
+        rows.calls.append(Call(*rows.choose((100,), torch.device("cpu"))))
     assert sum(len(call.draw.keys) for call in rows.calls) < 20 * 16
 
 

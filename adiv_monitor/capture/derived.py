@@ -1,0 +1,183 @@
+"""Weights that are made of parameters: how they change when those do, by making them once more.
+
+What made a weight Θ of the parameters θ is on the tape. Its change J t, J = ∂Θ/∂θ, to first order
+in a change t of θ, is taken by two backward passes through the same calls made again: v ↦ Jᵀv is
+linear, and its own derivative in the direction t is J t (J. Townsend, "A new trick for calculating
+Jacobian vector products", 2017). So each function needs a backward pass that is differentiable,
+which more of them have than a forward-mode derivative.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from adiv_monitor.capture.pieces import NOTHING, Parts, Piece, Pieces, Source, View, overlap
+from adiv_monitor.capture.tape import Recorded, Ref, Root, memory_of, tensors_in, whole_of
+from adiv_monitor.features.rows import exact
+from adiv_monitor.features.uses import Refused
+
+
+class Derived:
+    """A tensor that calls have made of parameters.
+
+    Args:
+        ref: the tensor, as the tape knows it.
+        calls: what made it, in order.
+        pieces: all pieces of the step.
+    """
+
+    def __init__(self, ref: Ref, calls: Sequence[Recorded], pieces: Pieces) -> None:
+        self._ref = ref
+        self._calls = calls
+        self._views = _views(dict.fromkeys(_refs(ref, calls)), pieces)
+
+    @cached_property
+    def pieces(self) -> Sequence[Piece]:
+        """The pieces of parameters that went in, in the order in which they did."""
+        return tuple(dict.fromkeys(view.piece for view in self._views.values()))
+
+    @cached_property
+    def identity(self) -> object:
+        """The same functions, of the same pieces and of constants in the same places."""
+        numbers: dict[int, int] = {}
+
+        def told(ref: Ref) -> tuple[object, ...]:
+            view = self._views.get(ref)
+            name = view.identity if view else numbers.setdefault(ref.root.key, len(numbers))
+            return name, ref.strides
+
+        calls = (
+            (call.name, tree_map_only(Ref, told, (call.args, dict(call.kwargs))))
+            for call in self._calls
+        )
+        return repr([*calls, told(self._ref)])
+
+    @property
+    def is_view(self) -> bool:
+        """Never: its gradient is not that of the pieces."""
+        return False
+
+    def is_as(self, other: Source | None) -> bool:
+        """Whether the constants are the same too, and no random numbers went in."""
+        if other is self:
+            return True
+        random = any(call.randomness for call in self._calls)
+        return isinstance(other, Derived) and not random and self._constants == other._constants
+
+    @cached_property
+    def _constants(self) -> list[tuple[object, ...]]:
+        """Which memory they are in, and which version of that."""
+        roots = (ref.root for ref in _refs(self._ref, self._calls))
+        constants = ((root.constant, root.version) for root in roots if root.constant is not None)
+        return [
+            (memory_of(constant), constant.storage_offset(), constant.stride(), version)
+            for constant, version in constants
+        ]
+
+    def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
+        """J t for the change t = `parts`.
+
+        Raises:
+            Refused: a function can't be made again, or its backward pass is not differentiable.
+        """
+        leaves = {piece.key: _before(piece, taken).requires_grad_() for piece in self.pieces}
+        try:
+            with torch.enable_grad(), torch._C.DisableTorchFunction():
+                return _pushed_forward(self._made_again(leaves), leaves, parts)
+        except RuntimeError as error:
+            functions = ", ".join(dict.fromkeys(call.name for call in self._calls))
+            raise Refused(
+                f"its weight is made of parameters by torch's {functions}, through which a change "
+                f"of those can't be followed: {error}"
+            ) from error
+
+    def _made_again(self, leaves: Parts) -> Tensor:
+        """The tensor, of other values of the pieces."""
+        written = frozenset[int]().union(*(call.written for call in self._calls))
+        memory: dict[int, Tensor] = {}
+
+        def tensor_of(ref: Ref) -> Tensor:
+            view = self._views.get(ref)
+            if view is not None:
+                return view.of(leaves)
+            root = ref.root
+            if root.key not in memory:
+                constant = _constant(root)
+                memory[root.key] = constant.clone() if root.key in written else constant
+            return ref.of(memory[root.key])
+
+        for call in self._calls:
+            results = tensors_in(call.again(tensor_of))
+            for root, tensor in zip(call.made, results, strict=True):
+                if root is not None:
+                    memory[root.key] = _laid_out(_precise(whole_of(tensor)), root.stride)
+        return tensor_of(self._ref)
+
+
+def _pushed_forward(made: Tensor, leaves: Parts, parts: Parts) -> Tensor:
+    """J t, J = ∂made/∂leaves, t = parts."""
+    along = torch.zeros_like(made, requires_grad=True)
+    if not made.requires_grad:
+        return along.detach()
+    inputs = list(leaves.values())
+    pulled = torch.autograd.grad(made, inputs, along, create_graph=True, allow_unused=True)
+    reached = [
+        (g, parts[key].to(g.dtype))
+        for key, g in zip(leaves, pulled, strict=True)
+        if g is not None and g.requires_grad
+    ]
+    gradients, tangents = zip(*reached, strict=True) if reached else ((), ())
+    (moved,) = torch.autograd.grad(gradients, along, tangents, allow_unused=True)
+    return along.detach() if moved is None else moved
+
+
+def _refs(ref: Ref, calls: Sequence[Recorded]) -> Iterator[Ref]:
+    for call in calls:
+        yield from call.reads
+    yield ref
+
+
+def _views(refs: Iterable[Ref], pieces: Pieces) -> dict[Ref, View]:
+    """What the references to parameters are; with pieces that don't overlap."""
+    of_parameters: dict[nn.Parameter, list[Ref]] = defaultdict(list)
+    for ref in refs:
+        if ref.root.parameter is not None:
+            of_parameters[ref.root.parameter].append(ref)
+    views: dict[Ref, View] = {}
+    for parameter, several in of_parameters.items():
+        apart = [r.strides for r in several if r.strides is not None and not r.strides.repeats]
+        parts = [pieces.view(parameter, strides) for strides in apart]
+        if len(parts) == len(several) and not overlap(parameter, [v.piece for v in parts]):
+            views |= zip(several, parts, strict=True)
+        else:
+            views |= {ref: View(pieces.of(parameter), ref.strides) for ref in several}
+    return views
+
+
+def _before(piece: Piece, taken: Parts) -> Tensor:
+    """The piece as it was when the tensor was made, in the precision of the measures."""
+    now = exact(piece.value())
+    return now + taken[piece.key] if piece.key in taken else now
+
+
+def _constant(root: Root) -> Tensor:
+    assert root.constant is not None
+    if root.constant._version != root.version:
+        raise Refused("a constant that its weight is made with was changed in place since")
+    return _precise(root.constant)
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return exact(tensor) if tensor.is_floating_point() else tensor
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The tensor as the recorded one lay in memory, so that views of that hold for it too."""
+    if tensor.stride() == stride:
+        return tensor
+    like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return like.copy_(tensor)

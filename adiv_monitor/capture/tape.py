@@ -1,0 +1,361 @@
+"""The calls of functions by which tensors are made of parameters alone, as they were made.
+
+A weight that a function gets is often no parameter: 1 + p, W/σ(W), W + s·B A, a clone that was
+edited in place. What made it is written down here: functions, and which tensors they were given. No
+result is kept, and no graph.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
+
+from adiv_monitor.capture.pieces import Strides
+from adiv_monitor.capture.randomness import random_state, restored_randomness, set_random_state
+from adiv_monitor.features.rows import exact_type
+from adiv_monitor.features.uses import Refused
+
+Function = Callable[..., Any]
+
+_CASTS = ("to", "float", "double", "half", "bfloat16", "type", "type_as")
+# These take no more of a tensor than its form.
+_FORMS = ("zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty")
+_IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
+
+
+@dataclass(frozen=True, eq=False)
+class Root:
+    """A tensor with memory of its own, in which others are views.
+
+    Attributes:
+        key: tells roots apart.
+        stride: how it lies in memory.
+        parameter: the trained parameter that it is.
+        constant: its value, if no parameter had a part in it when it was first given to a call.
+        version: of the constant's memory, which grows when something writes to that.
+    """
+
+    key: int
+    stride: tuple[int, ...]
+    parameter: nn.Parameter | None = None
+    constant: Tensor | None = None
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor that a call was given: a root, or a view of it."""
+
+    root: Root
+    strides: Strides | None = None
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The same view of what stands for the root."""
+        if self.strides is None:
+            return memory
+        size, stride, offset = self.strides.size, self.strides.stride, self.strides.offset
+        return memory.as_strided(size, stride, memory.storage_offset() + offset)
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A call of a function.
+
+    Attributes:
+        number: its place in the order of calls.
+        function: what was called.
+        name: the function's.
+        args: its arguments, with a `Ref` for each tensor.
+        kwargs: see args.
+        reads: those `Ref`s.
+        made: the roots that its results have brought, in their order; None: a constant, a view.
+        written: keys of the roots in whose memory it wrote.
+        gradients: gradients were recorded.
+        randomness: state of the random numbers before it, if it drew any; and their device.
+        drawn_for: the type of number that they were drawn for.
+    """
+
+    number: int
+    function: Function
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    reads: tuple[Ref, ...]
+    made: tuple[Root | None, ...]
+    written: frozenset[int]
+    gradients: bool
+    randomness: tuple[Tensor, torch.device] | None
+    drawn_for: torch.dtype | None
+
+    def again(self, tensor_of: Callable[[Ref], Tensor]) -> Any:
+        """Make the call once more, with other tensors; of random numbers, the same."""
+
+        def given(ref: Ref) -> Tensor:
+            tensor = tensor_of(ref)
+            coarse = self.drawn_for is not None and tensor.is_floating_point()
+            return tensor.to(self.drawn_for) if coarse else tensor
+
+        args, kwargs = tree_map_only(Ref, given, (self.args, dict(self.kwargs)))
+        with torch.set_grad_enabled(self.gradients):
+            if self.randomness is None:
+                return self.function(*args, **kwargs)
+            state, device = self.randomness
+            with restored_randomness(device):
+                set_random_state(state, device)
+                return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A call that is about to be made."""
+
+    function: Function
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    gradients: bool
+    given: Mapping[Ref, Tensor]
+    versions: Mapping[Ref, int]
+    randomness: tuple[Tensor, torch.device]
+
+
+class Tape:
+    """Records calls that make tensors of parameters.
+
+    Args:
+        trained: the parameters to measure, by id.
+        model: its other parameters and buffers may change before the step is measured.
+    """
+
+    def __init__(self, trained: Mapping[int, nn.Parameter], model: nn.Module) -> None:
+        self._trained = trained
+        self._buffers = {id(buffer) for buffer in model.buffers()}
+        # The optimizer writes here.
+        changing = (p for p in model.parameters() if p.requires_grad and not is_lazy(p))
+        self._changing = {memory_of(p) for p in changing}
+        self._roots: dict[int, tuple[weakref.ref[Tensor], Root]] = {}
+        self._touching: dict[int, list[Recorded]] = defaultdict(list)  # what made or wrote a root
+        self._parameters: dict[int, frozenset[int]] = {}  # by root: ids of those it depends on
+        self._ended: dict[int, str] = {}
+        self._keys, self._numbers = count(), count()
+
+    def parameters_of(self, tensor: Tensor) -> frozenset[int]:
+        """Ids of the trained parameters that the tensor is made of, by calls that were recorded."""
+        root = self._known(whole_of(tensor))
+        return frozenset() if root is None else self._parameters_of(root)
+
+    def ended_in(self, parameter: Tensor) -> str | None:
+        """The last function that made something of a parameter, without data."""
+        return self._ended.get(id(parameter))
+
+    def forget(self, tensor: Tensor) -> None:
+        """Data was written into the tensor's memory."""
+        self._roots.pop(id(whole_of(tensor)), None)
+
+    # --- recording -------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        gradients: bool,
+    ) -> Pending:
+        """A call comes, all of whose tensors are of the model."""
+        name = function.__name__
+        given: dict[Ref, Tensor] = {}
+        if name in _CASTS:
+            args, kwargs = args[:1], {}
+
+        def ref(tensor: Tensor) -> Ref:
+            written = is_in_place(name) and tensor is args[0]
+            found = self.ref(tensor, copies=written)
+            given[found] = tensor
+            return found
+
+        refs, named = tree_map_only(Tensor, ref, (args, dict(kwargs)))
+        versions = {found: tensor._version for found, tensor in given.items()}
+        device = next(tensor.device for tensor in given.values() if tensor.requires_grad)
+        randomness = random_state(device), device
+        return Pending(function, name, refs, named, gradients, given, versions, randomness)
+
+    def end(self, call: Pending, results: Iterable[Tensor]) -> None:
+        """It was made: keep it if it has changed anything, or made what depends on parameters.
+
+        Args:
+            call: the call.
+            results: what it gave, unless that is data.
+        """
+        written = {
+            ref.root.key: ref.root
+            for ref, tensor in call.given.items()
+            if tensor._version != call.versions[ref]
+        }
+        known = {id(whole_of(tensor)) for tensor in call.given.values()}
+        results, made = list(results), []
+        for tensor in results:
+            made.append(None if id(whole_of(tensor)) in known else self._new(tensor))
+            known.add(id(whole_of(tensor)))
+        if not written and not any(made):
+            self._let_go(call)
+            return
+        touched = {root.key for root in made if root is not None} | written.keys()
+        parameters = frozenset[int]().union(*(self._parameters_of(ref.root) for ref in call.given))
+        state, device = call.randomness
+        drew = not torch.equal(state, random_state(device))
+        function, args, kwargs = call.function, call.args, call.kwargs
+        if call.name in _CASTS:
+            (cast,) = results
+            dtype = exact_type(cast) if cast.is_floating_point() else cast.dtype
+            kwargs = {"dtype": dtype, "device": cast.device}
+            function = _moved
+        recorded = Recorded(
+            next(self._numbers),
+            function,
+            call.name,
+            args,
+            kwargs,
+            tuple(call.given),
+            tuple(made),
+            frozenset(written),
+            call.gradients,
+            call.randomness if drew else None,
+            results[0].dtype if drew and results else None,
+        )
+        for key in touched:
+            self._touching[key].append(recorded)
+            self._parameters[key] = self._parameters.get(key, frozenset()) | parameters
+        for parameter in parameters:
+            self._ended[parameter] = call.name
+
+    def _let_go(self, call: Pending) -> None:
+        """Don't keep the constants of a call that is not kept."""
+        for ref, tensor in call.given.items():
+            if ref.root.constant is not None and ref.root.key not in self._touching:
+                self._roots.pop(id(whole_of(tensor)), None)
+
+    def ref(self, tensor: Tensor, *, copies: bool = False) -> Ref:
+        """How the tensor is told from now on; `copies`: it is about to be written to."""
+        whole = whole_of(tensor)
+        if whole.requires_grad and not tensor.requires_grad:  # detached: what it is now
+            return Ref(self._constant(tensor.detach().clone()))
+        if tensor.dtype != whole.dtype and not tensor.requires_grad:
+            return Ref(self._constant(tensor.detach()))
+        if tensor.dtype != whole.dtype:
+            raise Refused(
+                f"its memory is read as {tensor.dtype} instead of {whole.dtype}: a change can't be "
+                "followed through that"
+            )
+        root = self._known(whole)
+        if root is None or (root.constant is not None and self._is_outdated(root)):
+            root = self._register(whole, copies=copies)
+        if tensor is whole:
+            return Ref(root)
+        return Ref(root, Strides.between(tensor, whole))
+
+    def _known(self, whole: Tensor) -> Root | None:
+        reference, root = self._roots.get(id(whole), (None, None))
+        return root if reference is not None and reference() is whole else None
+
+    def _is_outdated(self, root: Root) -> bool:
+        assert root.constant is not None
+        return root.key not in self._touching and root.constant._version != root.version
+
+    def _register(self, whole: Tensor, *, copies: bool) -> Root:
+        if id(whole) in self._trained:
+            parameter = self._trained[id(whole)]
+            root = Root(next(self._keys), whole.stride(), parameter)
+        else:
+            changes = id(whole) in self._buffers or memory_of(whole) in self._changing
+            value = whole.detach()
+            root = self._constant(value.clone() if copies or changes else value)
+        self._roots[id(whole)] = weakref.ref(whole), root
+        return root
+
+    def _constant(self, value: Tensor) -> Root:
+        return Root(next(self._keys), value.stride(), None, value, value._version)
+
+    def _new(self, result: Tensor) -> Root | None:
+        """The root of what a call gave; some give a view of a tensor that they don't show."""
+        if not result.requires_grad:
+            return None
+        whole = whole_of(result)
+        root = Root(next(self._keys), whole.stride())
+        self._roots[id(whole)] = weakref.ref(whole), root
+        return root
+
+    def _parameters_of(self, root: Root) -> frozenset[int]:
+        if root.parameter is not None:
+            return frozenset((id(root.parameter),))
+        return self._parameters.get(root.key, frozenset())
+
+    # --- looking back ----------------------------------------------------------------------------
+
+    def making_of(self, ref: Ref) -> list[Recorded]:
+        """The calls that made the tensor what it is now, as they came.
+
+        Those that made its root or wrote to it; and so on for what these were given, as it was
+        then.
+        """
+        found: dict[int, Recorded] = {}
+        seen_to: dict[int, int] = {}
+        waiting = [(ref.root.key, next(self._numbers))]
+        while waiting:
+            key, end = waiting.pop()
+            if seen_to.get(key, -1) >= end:
+                continue
+            seen_to[key] = end
+            for call in self._touching.get(key, ()):
+                if call.number < end and call.number not in found:
+                    found[call.number] = call
+                    waiting += [(given.root.key, call.number) for given in call.reads]
+        return [found[number] for number in sorted(found)]
+
+
+def values_in(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among a function's arguments whose numbers count, not only their type or form."""
+    if name in _CASTS:
+        return tensors_in(*args[:1])
+    return [] if name in _FORMS else tensors_in(*args, *kwargs.values())
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """The tensor that this one is a view of; itself if it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Tells apart which memory tensors lie in."""
+    memory: int = tensor.untyped_storage()._cdata
+    return memory
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """The tensors among values, and in their lists."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
+
+
+def _moved(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """In place of a cast: coarser numbers than those of the measures would only add rounding."""
+    return tensor.to(device, dtype, copy=True)
