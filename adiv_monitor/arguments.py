@@ -38,6 +38,7 @@ def check_arguments(
     max_overhead: float | None,
     layers: object,
     max_rows: int | None,
+    realised: object,
     sinks: Sequence[object],
     keep: int,
     on_error: str,
@@ -70,6 +71,16 @@ def check_arguments(
         raise ValueError(
             f"Monitor(max_overhead=…): got {max_overhead!r}, expected a share of the training time "
             "above 0 and below 1, such as 0.01 for 1 %, or None"
+        )
+    if not isinstance(realised, bool) and not callable(realised):
+        raise TypeError(
+            f"Monitor(realised=…): got {type(realised).__name__}, expected True, False, the module "
+            "that computes the loss, or a function (what the model gave) → loss"
+        )
+    if realised is not False and optimizer is None:
+        raise ValueError(
+            "Monitor(realised=…): got it with optimizer=None, expected the optimizer whose steps "
+            "are to be followed"
         )
     if isinstance(layers, str):
         raise TypeError(

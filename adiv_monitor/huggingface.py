@@ -235,8 +235,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         metric = _followed(trainer.args)
         if metric is None:
             return
-        attainable, attention = self._options["attainable"], self._options["attention"]
-        there = asked_for(self._measures, attainable=attainable, attention=attention)
+        there = asked_for(self._measures, self._options)
         tags = [tag for measure in there for tag in summary_tags(measure).values()]
         if metric not in tags:
             raise ValueError(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.capture.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import WORST, StepReport
@@ -72,6 +73,7 @@ class DivergenceCallback(Callback):
         max_rows: rows to look at per layer and step; None: all of them.
         attainable: measure the ceiling too, which looks at all rows.
         attention: measure what the step does to attention scores too.
+        realised: find out what each measured step really did, as in `Monitor`.
         measures: what goes to loggers and callbacks.
         sinks: further sinks, which stay open; only rank zero writes to them.
         prog_bar: show the worst value of the first of the measures in the progress bar.
@@ -97,6 +99,7 @@ class DivergenceCallback(Callback):
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
         attention: bool = False,
+        realised: bool | LossOf = False,
         measures: Iterable[str] = DEFAULT_MEASURES,
         sinks: Sequence[Sink] = (),
         prog_bar: bool = False,
@@ -110,6 +113,7 @@ class DivergenceCallback(Callback):
             "max_rows": max_rows,
             "attainable": attainable,
             "attention": attention,
+            "realised": realised,
             "on_error": on_error,
             "seed": seed,
         }
@@ -230,9 +234,8 @@ class DivergenceCallback(Callback):
 
     def _announce(self, trainer: "Trainer") -> None:
         """A checkpoint refuses a metric that does not exist, and skips one that is None."""
-        attainable, attention = self._options["attainable"], self._options["attention"]
         for name in self.monitors:
-            for measure in asked_for(self._measures, attainable=attainable, attention=attention):
+            for measure in asked_for(self._measures, self._options):
                 for tag in summary_tags(measure, name).values():
                     trainer.callback_metrics.setdefault(tag, None)  # type: ignore[arg-type]
 

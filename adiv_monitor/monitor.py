@@ -26,12 +26,14 @@ from adiv_monitor.capture.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.eager import forced_eager, in_compiled_code
 from adiv_monitor.capture.hook import Hook, NextForward
+from adiv_monitor.capture.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.measured_step import MeasuredStep
+from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.schedule import make_schedule
 from adiv_monitor.step.stepping import is_within_own_step, stepping
 
@@ -63,6 +65,14 @@ class Monitor:
         attainable: measure the ceiling `attainable_cosine` too, which looks at all rows.
         attention: measure what the step does to attention scores too (`StepReport.attention`), on
             a few samples, with which the modules that attend are run once more.
+        realised: after each measured step, run its forward passes again with the new weights, and
+            half-way to them: what really happened, beside what this layer's own step made happen
+            (`realised_cosine`, `single_layer_share`, `first_order_error`). Instead of True: the
+            loss, to have its change as well (`StepReport.realised_loss_change`): the module that
+            computes it from what the model gave, or where that holds it, a function: what a call
+            of the model gave → its loss, one number or one of each sample. Forward hooks run again
+            too; random numbers, buffers and attributes of modules, gradients, modes and weights
+            are as if nothing had run. It takes two forward passes and a copy of the parameters.
         sinks: where reports go; closed with the monitor.
         keep: how many reports `reports` holds.
         on_error: "warn": an exception inside the monitor switches the layer off with a warning and
@@ -95,6 +105,7 @@ class Monitor:
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
         attention: bool = False,
+        realised: bool | LossOf = False,
         sinks: Sequence[Sink] = (),
         keep: int = 100,
         on_error: Literal["warn", "raise"] = "warn",
@@ -103,7 +114,7 @@ class Monitor:
         optimizer = stepping(optimizer)
         check_arguments(
             *(model, optimizer, every_n_steps, max_overhead, layers, max_rows),
-            *(sinks, keep, on_error),
+            *(realised, sinks, keep, on_error),
         )
         self._model = model
         self._optimizer = optimizer
@@ -112,6 +123,7 @@ class Monitor:
         self._max_rows = max_rows
         self._attainable = attainable
         self._attention = attention
+        self._realised = realised
         self._sinks = tuple(sinks)
         self._on_error = on_error
         self._generator = np.random.default_rng(seed)
@@ -231,6 +243,7 @@ class Monitor:
     def _arm(self) -> None:
         """Put the hooks on, before the forward pass of a step to measure."""
         selection = self._select()
+        realised = self._follow(selection)
         capture = Capture(
             self._model,
             selection,
@@ -242,12 +255,23 @@ class Monitor:
             switched_off=set(self._switched_off),
             fail=self._switch_off,
             begins=partial(self._safely, self._look),
+            calls=None if realised is None else realised.calls,
         )
         step = MeasuredStep(
-            capture, selection.parameters, self._watch, self._switch_off, self._generator
+            *(capture, selection.parameters, self._watch, self._switch_off, self._generator),
+            realised,
         )
         self._armed = _Armed(capture, step, selection)
         self._armed.cleanup.enter_context(forced_eager())
+        if realised is not None:
+            self._armed.cleanup.callback(realised.detach)
+
+    def _follow(self, selection: Selection) -> Realised | None:
+        """What notes the coming step, to find out what it really does, if asked for."""
+        if self._realised is False:
+            return None
+        loss = None if isinstance(self._realised, bool) else self._realised
+        return Realised(self._model, selection, loss, self._not_realised)
 
     def _attention_calls(self, selection: Selection) -> AttentionCalls:
         return AttentionCalls(selection, self._generator, self._attention_failed)
@@ -331,6 +355,11 @@ class Monitor:
                 renormed[-1:] or modules, partial(self._safely, self._finish), ends=bool(renormed)
             )
             self._pending.cleanup.callback(finish.remove)
+            if self._realised is not False:  # before anything of that pass has run
+                realise = NextForward(
+                    armed.selection.modules, partial(self._safely, armed.step.realise)
+                )
+                self._pending.cleanup.callback(realise.remove)
 
     def _look(self) -> None:
         """The forward pass of an armed step begins: when, and who called the model?"""
@@ -349,13 +378,14 @@ class Monitor:
             return
         pending, self._pending = self._pending, None
         pending.cleanup.close()
+        pending.step.realise()
         pending.step.applied()
         outcome = pending.step.outcome()
         self._checked |= outcome.checked
         self._switched_off |= outcome.misdescribed
         seen = pending.capture.layers
         measured = [layer for path, layer in seen.items() if path in outcome.layers]
-        known = {**outcome.unsupported, **pending.capture.refused}
+        known = dict(outcome.unsupported)
         known |= {p: r for p, r in self._switched_off.items() if p in seen}
         told = [*measured, *(layer for path, layer in seen.items() if path in known)]
         report = StepReport(
@@ -369,6 +399,8 @@ class Monitor:
             coverage=pending.selection.coverage(measured),
             interval=self._schedule.interval,
             notes=(*self._notes, *outcome.notes),
+            realised_loss_change=outcome.loss_change,
+            realised_loss_changes=outcome.loss_changes,
             unmeasured=pending.selection.unmeasured(measured),
             attention=outcome.attention,
         )
@@ -406,6 +438,13 @@ class Monitor:
             self._notes.append(failure)
             self._warn("step", f"adiv_monitor: {failure}; training goes on")
             return None
+
+    def _not_realised(self, error: Exception) -> None:
+        """Running a forward pass again has failed; the report says so."""
+        if self._on_error == "raise":
+            raise error
+        failure = f"{type(error).__name__}: {error}"
+        self._warn("realised", f"adiv_monitor: realised: {failure}; training goes on")
 
     def _switch_off(self, path: str, error: Exception) -> None:
         """An exception while measuring a layer: never again, and say so."""

@@ -63,6 +63,9 @@ class LayerReading:
     bias_share: float | None = None
     update_ratio: float | None = None
     descent: float | None = None
+    realised_cosine: float | None = None
+    single_layer_share: float | None = None
+    first_order_error: float | None = None
     parameter_cosine: float | None = None
     projection_cosine: float | None = None
     applied_cosine: float | None = None
@@ -88,6 +91,9 @@ MEASURES: tuple[str, ...] = tuple(
     f.name for f in fields(LayerReading) if f.name not in _RECORD + _ABOUT_MEASURES
 )
 
+# Those that take another run of the step's forward passes.
+REALISED_MEASURES = ("realised_cosine", "single_layer_share", "first_order_error")
+
 # Which end of a measure is the bad one. Measures that are missing here have no bad end: their
 # spread between layers is what tells.
 WORST: Mapping[str, Literal["min", "max"]] = MappingProxyType(
@@ -104,6 +110,8 @@ WORST: Mapping[str, Literal["min", "max"]] = MappingProxyType(
         "row_cosine_p95": "min",
         "harmed_fraction": "max",
         "descent": "min",
+        "realised_cosine": "min",
+        "first_order_error": "max",
         "parameter_cosine": "min",
         "projection_cosine": "min",
         "applied_cosine": "min",
@@ -271,6 +279,10 @@ class StepReport:
             with the number of their elements.
         interval: steps from one measured step to the next, as it stood at this one.
         attention: readings by the path of the module that attends; empty unless asked for.
+        realised_loss_change: how much larger the loss of this step's batch is after the step, the
+            mean over the calls of the loss; None unless asked for.
+        realised_loss_changes: the same of each sample, in the order of the batches; empty where
+            the loss says nothing of single samples.
     """
 
     step: int
@@ -281,6 +293,18 @@ class StepReport:
     unmeasured: Mapping[str, int] = field(default_factory=dict)
     interval: int | None = None
     attention: Mapping[str, AttentionReading] = field(default_factory=dict)
+    realised_loss_change: float | None = None
+    realised_loss_changes: tuple[float, ...] = field(default=(), repr=False)
+
+    @property
+    def descent(self) -> float | None:
+        """Σ of the layers' descents: how far the loss falls to first order; None if there are none.
+
+        Of the gradient that the optimizer saw: of a clipped one, or one that is the sum over
+        micro-batches, it is in that one's units, and not in those of `realised_loss_change`.
+        """
+        descents = [r.descent for r in self.layers.values() if r.descent is not None]
+        return math.fsum(descents) if descents else None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as nested plain data."""
@@ -293,6 +317,9 @@ class StepReport:
             "unmeasured": dict(self.unmeasured),
             "layers": {path: reading.to_dict() for path, reading in self.layers.items()},
             "attention": {path: reading.to_dict() for path, reading in self.attention.items()},
+            "descent": self.descent,
+            "realised_loss_change": self.realised_loss_change,
+            "realised_loss_changes": list(self.realised_loss_changes),
         }
 
     def to_rows(self) -> list[dict[str, Any]]:

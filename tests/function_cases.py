@@ -14,6 +14,10 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 
+def everything(z: Tensor) -> Tensor:
+    return z
+
+
 @dataclass(frozen=True)
 class Of:
     """One use of parameters: which rows it has, and what is exact of them when they are sampled.
@@ -31,8 +35,13 @@ class Of:
     bias: str | None = None
     channels: tuple[int, ...] = (-1,)
     groups: int = 1
-    part: Callable[[Tensor], Tensor] = lambda z: z
+    part: Callable[[Tensor], Tensor] = everything
     one_pass: bool = True
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it makes all of the result."""
+        return self.part is everything
 
     @property
     def path(self) -> str:
@@ -131,7 +140,7 @@ def gain(*channels: int, groups: int, name: str = "w") -> Of:
     return Of(name, channels=channels, groups=groups, one_pass=False)
 
 
-def constant(*channels: int, name: str = "w", part: Callable[[Tensor], Tensor] = lambda z: z) -> Of:
+def constant(*channels: int, name: str = "w", part: Callable[[Tensor], Tensor] = everything) -> Of:
     """An offset that is the same at all places."""
     return Of(None, name, channels, part=part, one_pass=False)
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.attention_calls import AttentionCalls
+from adiv_monitor.capture.forward_calls import CallPlace, ForwardCalls
 from adiv_monitor.capture.forwards import Forward, Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.late_rows import LateRows
@@ -33,11 +34,11 @@ from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.leftovers import Leftovers
 from adiv_monitor.capture.origin import Origin
 from adiv_monitor.capture.outputs import Outputs
-from adiv_monitor.capture.pieces import Piece, Source, Together, overlap
+from adiv_monitor.capture.pieces import Piece, Pieces, Source, Together, overlap
 from adiv_monitor.capture.randomness import random_state
 from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
-from adiv_monitor.capture.tape import tensors_in, values_in
+from adiv_monitor.capture.tape import is_retyped, tensors_in, values_in
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.linear import affine
@@ -65,18 +66,21 @@ class Capture:
         max_rows: rows to look at per layer; None: all.
         generator: the monitor's own source of chance.
         attainable: gather all rows too, for the ceiling.
-        attention: what gathers samples of attentions, if that is asked for.
         checked: paths of the layers whose module's rule was already checked against the output.
         switched_off: paths of the layers that must not be watched.
         fail: called with a layer's path and the exception that its hook met; from then on the layer
             is not watched any more.
         begins: called when the first layer's forward pass with gradients begins.
+        calls: notes the forward passes, so that they can be run again.
+        attention: gathers samples of attentions, if that is asked for.
 
     Attributes:
         layers: by path, the layers that were seen so far.
         rows: by path, their rows.
         accumulated: by id, what happened to the gradients of parameters.
     """
+
+    _repeated = False  # whether it watches forward passes that are run again
 
     def __init__(
         self,
@@ -86,11 +90,12 @@ class Capture:
         max_rows: int | None,
         generator: np.random.Generator,
         attainable: bool,
-        attention: AttentionCalls | None,
         checked: set[str],
         switched_off: set[str],
         fail: Callable[[str, Exception], None],
         begins: Callable[[], object],
+        calls: ForwardCalls | None = None,
+        attention: AttentionCalls | None = None,
     ) -> None:
         self.layers: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
@@ -110,10 +115,18 @@ class Capture:
         self._order = {key: i for i, key in enumerate(selection.places)}
         self._leftovers = Leftovers(selection)
         self._owners = set(selection.owners)
+        self._calls = calls
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
         devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
         watchers = self._called, self._begins, self._ends
-        self._forwards = Forwards(selection.modules, selection.closed, *watchers, devices)
+        self._forwards = Forwards(
+            *(selection.modules, selection.closed, *watchers, devices), repeated=self._repeated
+        )
+
+    @property
+    def pieces(self) -> Pieces:
+        """All pieces of parameters that were seen."""
+        return self._origin.pieces
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -164,6 +177,8 @@ class Capture:
         place = self._selection.places[key][0]
         kind = type(place.module)
         rule = self._selection.rules.get(place.module)
+        if place.path in self.refused:
+            return self.refused[place.path]
         if parameter.grad is None:
             return "no gradient reached it in this step"
         if rule is not None and place.name not in (rule.weight, rule.bias):
@@ -198,11 +213,21 @@ class Capture:
         if forward.module in self._owners:
             begins, self._first_begins = self._first_begins, lambda: None
             begins()
+        if self._calls is not None:
+            around = self._forwards.around
+            self._calls.began(forward.module, forward.args, forward.kwargs, around)
 
     def _ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run: its rows, if its class has a rule or something is left."""
+        """A module's forward has run: its rows, if its class has a rule or something is left.
+
+        `output` is None if it raised.
+        """
+        if self._calls is not None:
+            self._calls.ended(module, output, self._forwards.around)
+        if output is None:
+            return
         rule = self._selection.rules.get(module)
         if not trains(output):
             return
@@ -276,6 +301,13 @@ class Capture:
             and self._forwards.innermost not in self._selection.rules
         )
 
+    def _looks_for_uses(self) -> bool:
+        """Not without gradients; when run again, there runs what checkpointing recomputes."""
+        return torch.is_grad_enabled() or self._repeated
+
+    def _placed(self, layer: Layer) -> CallPlace | None:
+        return None if self._calls is None else self._calls.place(layer.path)
+
     def _read(self, function: Function, args: tuple[Any, ...]) -> Any:
         """An attribute of a tensor: `.T` and `.data` are tensors too."""
         result = function(*args)
@@ -294,12 +326,13 @@ class Capture:
         data: bool,
     ) -> Any:
         """Call a function that takes what is trained; `data`: and something of the batch."""
-        gradients = torch.is_grad_enabled()
+        gradients = self._looks_for_uses()
         if gradients and name in _OPENED:
             return self._forwards.opened(function, args, kwargs)
         if gradients and function in RECURRENT:
             return self._recurrent(function, args, kwargs, trained)
         origin, begun = self._origin, None
+        data = data or any(map(is_retyped, trained))  # no change can be followed through that
         if not data and trains(trained[0]):
             with self._noting(trained):
                 begun = origin.tape.begin(function, args, kwargs, gradients=gradients)
@@ -308,8 +341,10 @@ class Capture:
             kept = (args[0].detach().clone(), *args[1:])
         result = function(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
+        if not all(map(trains, tensors_in(made))):
+            return result
         used: list[Tensor] = []
-        if gradients and isinstance(made, Tensor) and trains(made):
+        if gradients and isinstance(made, Tensor):
             call = FunctionCall(made, origin.of_model, self._forwards.inside)
             used = self._uses(name_of(function), call, kept, kwargs, trained)
         if begun is not None:
@@ -400,6 +435,7 @@ class Capture:
         z = use.layout(output)
         rows_of_layer = self.rows[layer.path]
         call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
+        call.place = self._placed(layer)
         features = self._look(layer, call, use, z)
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
@@ -439,6 +475,7 @@ class Capture:
             if layer is not None and layer.path in self.rows:
                 rows = self.rows[layer.path].choose((made.rows,), made.input.device)
                 layers[use.part] = layer, Call(layer, *rows)
+                layers[use.part][1].place = self._placed(layer)
         if not layers:
             return used
         late = LateRows(made, Returned.of(made, outputs), rng_state, layers, self._on_replay)

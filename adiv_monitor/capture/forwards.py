@@ -16,7 +16,7 @@ from torch.overrides import (
     _push_mode,
 )
 
-from adiv_monitor.capture.hook import ModuleHook, trains
+from adiv_monitor.capture.hook import ModuleHook, is_replaying, trains
 from adiv_monitor.capture.randomness import Randomness
 
 Function = Callable[..., Any]
@@ -78,8 +78,10 @@ class Forwards:
         closed: modules among or below them that hold parameters, none of which is trained.
         watcher: (function, args, kwargs) → what the call gives.
         begins: called when a module's forward begins, with that.
-        ends: called with (module, args, kwargs, output) when a module's forward ends.
+        ends: called with (module, args, kwargs, output) when a module's forward ends; `output` is
+            None if it raised.
         devices: on which forwards may draw random numbers.
+        repeated: watch repetitions of forward passes, and nothing but these.
 
     Attributes:
         strangers: a module ran in the place of one of these: its copy, with its hooks.
@@ -93,8 +95,11 @@ class Forwards:
         begins: Callable[[Forward], object],
         ends: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
         devices: Collection[torch.device],
+        *,
+        repeated: bool = False,
     ) -> None:
         self.strangers = False
+        self._repeated = repeated
         self._modules = modules
         self._running = _Running()
         self._watcher = watcher
@@ -110,8 +115,8 @@ class Forwards:
             )
             for module in several
             for hook in (
-                ModuleHook(module, enter, before=True),
-                ModuleHook(module, leave, before=False, always=True),
+                ModuleHook(module, self._if_watched(enter), before=True),
+                ModuleHook(module, self._if_watched(leave), before=False, always=True),
             )
         ]
 
@@ -134,6 +139,11 @@ class Forwards:
     def is_outermost(self) -> bool:
         """Whether no other module's forward runs around it."""
         return len(self._running.forwards) == 1
+
+    @property
+    def around(self) -> list[nn.Module]:
+        """The modules whose forwards the innermost one runs in, outermost first."""
+        return [forward.module for forward in self._running.forwards[:-1]]
 
     @property
     def inside(self) -> str:
@@ -164,6 +174,13 @@ class Forwards:
             hook.remove()
         self._hooks.clear()
 
+    def _if_watched(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            if is_replaying() is self._repeated:
+                hook(*args)
+
+        return run
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running = self._running
         if module not in self._modules:
@@ -175,8 +192,9 @@ class Forwards:
             running.mode = _Mode(self._watcher)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
         forward = Forward(module, args, kwargs, Randomness(self._devices), {})
-        self._begins(forward)
         running.forwards.append(forward)
+        with torch._C.DisableTorchFunction():
+            self._begins(forward)
 
     def _close(self, module: nn.Module, *others: object) -> None:
         running = self._running
@@ -198,7 +216,7 @@ class Forwards:
         if not running.forwards or module is not self.innermost:
             return
         try:
-            if self._active and output is not None:  # None: an exception came
+            if self._active:
                 with torch._C.DisableTorchFunction():
                     self._ends(module, args, kwargs, output)
         finally:

@@ -1,7 +1,9 @@
 """Hooks that only the training run sees: not its copies, and no function over the model."""
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ class ModuleHook:
         always: bool = False,
     ) -> None:
         self._hooks: dict[int, Any]
+        # Left in a copy, an entry in the other tables would change how a later hook is called.
         self._tables: list[dict[int, Any]]
         # Left in a copy, an entry of the further tables would change how a later hook of that
         # number is called.
@@ -105,9 +108,36 @@ class NextForward:
             hook.remove()
 
     def _runs(self, module: nn.Module, args: object, *others: object) -> None:
-        if trains(args) and (torch.is_grad_enabled() or not self._with_gradients):
+        if is_replaying() or not trains(args):
+            return
+        if torch.is_grad_enabled() or not self._with_gradients:
             self.remove()
             self._function()
+
+
+class _Replay(threading.local):
+    """Whether a thread runs forward passes of a training step again, which are none themselves."""
+
+    def __init__(self) -> None:
+        self.under_way = False
+
+
+_replay = _Replay()
+
+
+def is_replaying() -> bool:
+    """Whether the forward pass that runs is a repetition of an earlier one."""
+    return _replay.under_way
+
+
+@contextmanager
+def replaying() -> Iterator[None]:
+    """Only what was made to watch repetitions sees the forward passes within."""
+    _replay.under_way = True
+    try:
+        yield
+    finally:
+        _replay.under_way = False
 
 
 def _hide(table: dict[int, Any], hooks: dict[int, Any]) -> None:

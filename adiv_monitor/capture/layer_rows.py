@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adiv_monitor.capture.forward_calls import CallPlace
 from adiv_monitor.capture.sampling import Draw, draw, threshold, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
@@ -42,6 +43,7 @@ class Call:
             input's rows too, else norms of its parts; None once two backward passes have gone
             through one graph: the sum of their gradients is known of the chosen rows alone.
         precision: rounding of the gradients that came.
+        place: where in the step the call was made, if the forward passes are noted.
         replay_error: how far off the replay was that told the rows; None: they were seen.
     """
 
@@ -64,6 +66,7 @@ class Call:
         self.late: weakref.ref[Late] | None = None  # so does this
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
+        self.place: CallPlace | None = None
 
     def look(self, features: Features, z: Tensor, whole: Whole | None) -> None:
         """Keep what the rows are."""

@@ -208,6 +208,18 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield ".".join(parts), module
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module calls the one inside with what it got, and does no more to it."""
+    return isinstance(module, _PARALLEL) or "_orig_mod" in module._modules
+
+
+def inside_wrappers(model: nn.Module) -> nn.Module:
+    """The module that such wrappers call in the end."""
+    while is_wrapper(model):
+        model = next(model.children())
+    return model
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """Every trainable parameter of the model, tied ones once."""
     return [p for p in model.parameters() if p.requires_grad]
@@ -288,6 +300,12 @@ def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
     if callable(choice):
         return bool(choice(path, module))
     return any(fnmatchcase(path, pattern) for pattern in choice)
+
+
+def listed(paths: Sequence[str]) -> str:
+    """Paths as a part of a sentence; not all if they are many."""
+    shown = ", ".join(paths[:3])
+    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 
 
 def _elements(parameter: Tensor) -> int:

@@ -247,9 +247,9 @@ class Tape:
         whole = whole_of(tensor)
         if whole.requires_grad and not tensor.requires_grad:  # detached: what it is now
             return Ref(self._constant(tensor.detach().clone()))
-        if tensor.dtype != whole.dtype and not tensor.requires_grad:
+        if is_retyped(tensor) and not tensor.requires_grad:
             return Ref(self._constant(tensor.detach()))
-        if tensor.dtype != whole.dtype:
+        if is_retyped(tensor):
             raise Refused(
                 f"its memory is read as {tensor.dtype} instead of {whole.dtype}: a change can't be "
                 "followed through that"
@@ -335,6 +335,11 @@ def is_in_place(name: str) -> bool:
 def whole_of(tensor: Tensor) -> Tensor:
     """The tensor that this one is a view of; itself if it is none."""
     return tensor if tensor._base is None else tensor._base
+
+
+def is_retyped(tensor: Tensor) -> bool:
+    """Whether it is a view that reads numbers of another type out of memory, complex ones say."""
+    return tensor._base is not None and tensor.dtype != tensor._base.dtype
 
 
 def memory_of(tensor: Tensor) -> int:

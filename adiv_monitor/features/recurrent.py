@@ -187,6 +187,23 @@ def replay(
     return Replay(closed, _distance(replayed, real, returned.unchanged))
 
 
+@torch.no_grad()
+def rows_of_maps(
+    call: RecurrentCall, dtype: torch.dtype, rng_state: Tensor | None = None
+) -> dict[str, Tensor]:
+    """By name, z of all rows of every linear map in the call: the first half of a `replay`.
+
+    Args:
+        call: the call.
+        dtype: of its output.
+        rng_state: see `replay`.
+    """
+    masks = _masks(call, dtype, rng_state)
+    with torch.autocast(call.input.device.type, enabled=False):
+        maps, _ = _run(call, masks)
+    return {linear.name: linear.by_time(linear.z) for linear in maps}
+
+
 def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The call's outputs, or their gradients, as `_run` has them."""
     given = [exact(tensor.detach()) for tensor in tensors]

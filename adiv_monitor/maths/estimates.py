@@ -110,6 +110,20 @@ def by_ratio(of: Sum, by: Sum, exact: PerLayer) -> Sum:
     return Sum(np.where(known, total, of.total), np.where(known[:, None], spread, of.spread))
 
 
+def by_regression(of: Sum, by: Sum, exact: PerLayer) -> Sum:
+    """A sampled sum of either sign, told from its rows' slope on those of a sum that is known.
+
+    `of.total + β (exact − by.total)`, β the slope of least squares (W. Cochran, Sampling
+    Techniques, ch. 7). Where `exact` is NaN, the sum as it is.
+    """
+    known = ~np.isnan(exact)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slope = (of.spread * by.spread).sum(1) / (by.spread**2).sum(1)
+    slope = np.where(known & np.isfinite(slope), slope, 0.0)
+    missed = np.where(known, exact - by.total, 0.0)
+    return Sum(of.total + slope * missed, of.spread - slope[:, None] * by.spread)
+
+
 def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample) -> Estimate:
     """N Π_j S_j^p_j, less its bias of order 1/R, with its standard error by the delta method.
 

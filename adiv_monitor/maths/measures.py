@@ -8,6 +8,7 @@ eqns 46 and 54). The functions below compare the two. They know nothing of modul
     G      ∂L/∂z of all rows, in the units of the gradient that the optimizer saw
     e      = M G = Φ (∂L/∂Θ)ᵀ: what a plain gradient step would do, per unit of learning rate
     d      = −Φ ΔΘᵀ: what the optimizer's step did, as a descent direction
+    r      = z before − z after the step, all layers having moved: what really happened
     scale  = ‖φ_r‖², the diagonal D of M; ‖x‖² + 1 for an affine layer (eqn 11)
 
 A grouped layer is a set of independent layers, each with its own Φ: D is one number per row and
@@ -97,6 +98,34 @@ def descent(d_G: Sum, sample: Sample) -> Estimate:
     decrease by the clipping factor.
     """
     return product(d_G, [], sample)
+
+
+def realised_cosine(r_G: Sum, r_r: Sum, G_G: Sum, sample: Sample) -> Estimate:
+    """cos(r, G), in [−1, 1], r = −(z after the step − z): did what really happened go downhill?
+
+    z after the step is that of the same forward pass with the new weights: all layers before this
+    one have moved as well (spec, section 4).
+    """
+    return _cosine(r_G, r_r, G_G, sample)
+
+
+def single_layer_share(r_d: Sum, r_r: Sum, d_d: Sum, sample: Sample) -> Estimate:
+    """cos(r, d), in [−1, 1]: how much of what really happened is this layer's own step.
+
+    1 for a layer whose inputs have not changed, such as the first.
+    """
+    return _cosine(r_d, r_r, d_d, sample)
+
+
+def first_order_error(b_b: Sum, r_r: Sum, sample: Sample) -> Estimate:
+    """2 ‖r − 2h‖ / ‖r‖, ≥ 0, h = what half the step does: how far r is from proportional to it.
+
+    With z(t) for the weights θ + t Δθ of the whole network, r − 2h = −z″/4 + O(‖Δθ‖³), so that this
+    is ‖Δz − J Δθ‖ / ‖Δz‖, what the first-order picture of the whole step leaves out, J = ∂z/∂θ, up
+    to terms of the next order. 0 where z is linear in the weights.
+    """
+    value, error = product(_one(sample), [(b_b, 0.5), (r_r, -0.5)], sample)
+    return Estimate(2 * value, 2 * error)
 
 
 def row_cosines(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerRow:

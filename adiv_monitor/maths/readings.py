@@ -20,6 +20,7 @@ from adiv_monitor.maths.estimates import (
     Sample,
     Sum,
     by_ratio,
+    by_regression,
     mean_of_active,
     over_rows,
     quantiles,
@@ -31,6 +32,9 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # The quantiles that are taken: for histograms, and for p05, p50, p95.
 _PERCENTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
+# The matrices whose row products `realised` are, if it was measured what a step really did: r, and
+# b = r − 2h (see `first_order_error`).
+REALISED = ("G", "d", "r", "b")
 LEVELS = (*QUANTILE_LEVELS, *_PERCENTILES.values())
 
 
@@ -159,6 +163,11 @@ class _Together:
             return found
         return np.where(self.sample.active, found, 0.0)
 
+    def realised(self, a: str, b: str) -> PerRow:
+        """The same of what really happened."""
+        found: PerRow = self.values["realised"][:, :, REALISED.index(a), REALISED.index(b)]
+        return np.where(self.sample.active, found, 0.0)
+
     def sum(self, a: str, b: str, exact: PerLayer | None = None) -> Sum:
         """⟨a, b⟩ over all rows: exact where that may be trusted."""
         known = None if exact is None else np.where(self.exact, exact, np.nan)
@@ -199,6 +208,8 @@ def _measure_alike(layers: Sequence[Numbers]) -> list[Measured]:
         cosines = measures.row_cosines(x.rows("d", "G"), x.rows("d", "d"), x.rows("G", "G"))
         mean = mean_of_active(cosines, ~np.isnan(cosines), x.sample)
         found["row_cosine_mean"] = mean
+        if "realised" in x.values:
+            found |= _of_realised(x)
         distributions["row_cosine"] = quantiles(cosines, LEVELS, x.share_of(~np.isnan(cosines)))
     if (common := _common_share(x)) is not None:
         found["common_share"] = common
@@ -265,6 +276,25 @@ def _of_update(x: _Together, G_G: Sum) -> dict[str, Estimate]:
         "descent": measures.descent(
             over_rows(x.rows("d", "G"), x.sample, _owned(x, x.dots["w_gamma"])), x.sample
         ),
+    }
+
+
+def _of_realised(x: _Together) -> dict[str, Estimate]:
+    def total(a: str, b: str) -> Sum:
+        return over_rows(x.realised(a, b), x.sample)
+
+    r_r, r_G = total("r", "r"), total("r", "G")
+    G_G = x.sum("G", "G", x.whole_gradient())
+    known = np.where(x.exact, x.dots["w_gamma"], np.nan)
+    return {
+        # This layer's own part of it is known exactly.
+        "realised_cosine": measures.realised_cosine(
+            by_regression(r_G, total("d", "G"), known), r_r, G_G, x.sample
+        ),
+        "single_layer_share": measures.single_layer_share(
+            total("r", "d"), r_r, total("d", "d"), x.sample
+        ),
+        "first_order_error": measures.first_order_error(total("b", "b"), r_r, x.sample),
     }
 
 

@@ -1,11 +1,11 @@
 """A report as flat scalars: what dashboards and loggers take."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from adiv_monitor.report import ATTENTION_MEASURES, MEASURES, StepReport
+from adiv_monitor.report import ATTENTION_MEASURES, MEASURES, REALISED_MEASURES, StepReport
 
-# What is shown per layer unless the user chooses: twelve scalars, one per question, and the ceiling
-# and those of attention where the monitor was asked for them.
+# What is shown per layer unless the user chooses: twelve scalars, one per question; and where the
+# monitor was asked for them, the ceiling, what really happened, and those of attention.
 DEFAULT_MEASURES: tuple[str, ...] = (
     "update_cosine",
     "gradient_cosine",
@@ -20,8 +20,16 @@ DEFAULT_MEASURES: tuple[str, ...] = (
     "parameter_cosine",
     "projection_cosine",
     "attainable_cosine",
+    *REALISED_MEASURES,
     *ATTENTION_MEASURES,
 )
+
+# Option of the monitor → the measures that it is for.
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "attainable": ("attainable_cosine",),
+    "realised": REALISED_MEASURES,
+    "attention": ATTENTION_MEASURES,
+}
 
 
 def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
@@ -51,10 +59,14 @@ def taken(report: StepReport, measures: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def asked_for(measures: Iterable[str], *, attainable: bool, attention: bool) -> tuple[str, ...]:
+def asked_for(measures: Iterable[str], options: Mapping[str, object]) -> tuple[str, ...]:
     """Those of the measures that a monitor with these options may take."""
-    absent = () if attention else ATTENTION_MEASURES
-    absent = absent if attainable else (*absent, "attainable_cosine")
+    absent = {
+        measure
+        for option, extra in _OPTIONAL.items()
+        if options.get(option, False) is False
+        for measure in extra
+    }
     return tuple(measure for measure in measures if measure not in absent)
 
 
@@ -76,21 +88,30 @@ def summary_scalars(
 ) -> dict[str, float]:
     """`adiv.summary/<measure>_min`, `…_median` and `…_max` → value over the layers (NaN left out).
 
+    And where it is known, `adiv.summary/realised_loss_change` beside `adiv.summary/descent`.
+
     Args:
         report: what is summarised.
         measures: which measures.
         name: tells several monitors of one run apart: the tags become `adiv.summary.<name>/…`.
     """
     summary = report.summary()
-    return {
+    scalars = {
         tag: getattr(summary[measure], end)
         for measure in measures
         if measure in summary
         for end, tag in summary_tags(measure, name).items()
     }
+    if report.realised_loss_change is not None and report.descent is not None:
+        scalars[f"{_group(name)}/realised_loss_change"] = report.realised_loss_change
+        scalars[f"{_group(name)}/descent"] = report.descent
+    return scalars
 
 
 def summary_tags(measure: str, name: str = "") -> dict[str, str]:
     """min, median and max → the tag that this end of the measure has in `summary_scalars`."""
-    group = f"adiv.summary.{name}" if name else "adiv.summary"
-    return {end: f"{group}/{measure}_{end}" for end in ("min", "median", "max")}
+    return {end: f"{_group(name)}/{measure}_{end}" for end in ("min", "median", "max")}
+
+
+def _group(name: str) -> str:
+    return f"adiv.summary.{name}" if name else "adiv.summary"

@@ -6,6 +6,7 @@ from typing import IO, TYPE_CHECKING
 from adiv_monitor.report import (
     ATTENTION_MEASURES,
     MEASURES,
+    REALISED_MEASURES,
     WORST,
     AttentionReading,
     LayerReading,
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# As many as fit a terminal of 120 columns beside a short name; the last of layers, and those of
-# attention, where they were asked for.
+# As many as fit a terminal of 120 columns beside a short name; then those that were asked for.
 TABLE_MEASURES: tuple[str, ...] = (
     "update_cosine",
     "gradient_cosine",
@@ -30,6 +30,7 @@ TABLE_MEASURES: tuple[str, ...] = (
     "interference_ratio",
     "harmed_fraction",
     "attainable_cosine",
+    *REALISED_MEASURES,
     *ATTENTION_MEASURES,
 )
 
@@ -72,6 +73,9 @@ class TableSink:
             of_kind = tuple(measure for measure in shown if measure in kind)
             for table in _tables(report, of_kind, self._console):
                 self._console.print(table)
+        if report.realised_loss_change is not None and report.descent is not None:
+            real, expected = number(report.realised_loss_change), number(-report.descent)
+            self._print(f"the batch's loss really changed by {real}, to first order by {expected}")
         for line in not_measured(report):
             if line not in self._said:
                 self._print(f"not measured: {line}")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from adiv_monitor.capture.selection import listed
 from adiv_monitor.maths.attention import attention_reading
 from adiv_monitor.maths.readings import Array
 from adiv_monitor.report import AttentionReading
-from adiv_monitor.step.outcome import listed
 
 
 @dataclass

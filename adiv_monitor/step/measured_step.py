@@ -12,6 +12,7 @@ import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
+from adiv_monitor.capture.again import Calls
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
@@ -26,6 +27,7 @@ from adiv_monitor.step.attention_outcome import attention_outcome
 from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.outcome import Looked, Outcome, refusals, understand
 from adiv_monitor.step.plain_step import Making, act, added, changes, gram_is_less, probe, stretch
+from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.transfer import fetch
 
 # There is no mean feature, and no telling which of the parameters are a bias.
@@ -41,6 +43,7 @@ class _Measured:
     looked: Looked
     features: Features
     vectors: dict[str, Tensor]  # (rows, n_total) each
+    calls: Calls  # where the rows are
     values: dict[str, Tensor] = field(default_factory=dict)  # for the host
 
     def release(self) -> None:
@@ -57,6 +60,7 @@ class MeasuredStep:
         watch: what this run was seen to do so far.
         fail: called with a layer's path and the exception met while measuring it.
         generator: the monitor's own source of chance.
+        realised: finds out what the step really did, if asked for.
     """
 
     def __init__(
@@ -66,11 +70,13 @@ class MeasuredStep:
         watch: Watch,
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
+        realised: Realised | None = None,
     ) -> None:
         self._capture = capture
         self._attention = (
             None if capture.attention is None else AttentionStep(capture.attention, generator)
         )
+        self._realised = realised
         self._unreached: dict[str, str] = {}
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
         self._moved: Tensor | None = None  # did the weights move before the gradient was there?
@@ -84,6 +90,7 @@ class MeasuredStep:
         self._steps: ParameterSteps | None = None
         self._shared: set[str] = set()
         self._flags: dict[str, Tensor] = {}  # of the step as a whole
+        self._notes: list[str] = []
 
     @torch.no_grad()
     def gradient_is_final(self, gradient_scale: Tensor | float, *, steps: bool) -> None:
@@ -101,6 +108,8 @@ class MeasuredStep:
         scale = gradient_scale if isinstance(gradient_scale, Tensor) else None
         if scale is not None:
             self._flags["gradient_scale"] = scale
+        if self._realised is not None and steps:
+            self._realised.step_begins()
         reached = self._reached()
         self._shared = self._capture.shared()
         pieces = [piece for layer in reached for piece in layer.pieces]
@@ -185,6 +194,22 @@ class MeasuredStep:
         ):
             self._steps.applied()
 
+    def realise(self) -> None:
+        """The weights are those of the next step: what has this one really done?"""
+        realised, self._realised = self._realised, None
+        if realised is None or not self._measured:
+            return
+        realised.run(self._capture)
+        for path, measured in self._measured.items():
+            if path in realised.products:
+                measured.values["realised"] = realised.products[path]
+        if realised.loss_change is not None:
+            whole, samples = realised.loss_change
+            self._flags["loss_change"] = whole
+            if samples is not None:
+                self._flags["loss_changes"] = samples
+        self._notes += realised.notes
+
     def weights(self) -> list[Tensor]:
         """Norms of all weights, to be compared by `weights_moved`."""
         return weight_norms(self._parameters)
@@ -224,7 +249,8 @@ class MeasuredStep:
             watch=self._watch,
             keeps_gradient=self._steps is not None and self._steps.has_copies,
         )
-        found = replace(found, notes=[*self._capture_notes(), *found.notes])
+        notes = [*self._capture_notes(), *self._notes, *found.notes]
+        found = replace(found, notes=notes)
         calls = self._capture.attention
         if calls is None or refusals(flags):
             return found
@@ -319,7 +345,8 @@ class MeasuredStep:
             if not layer.is_direct:
                 values["stretch"] = stretch(changed, gamma)
         vectors = {"G": G, "e": e, "z": joined([call.z for call in calls])}
-        measured = _Measured(layer, makings, looked, features, vectors, values)
+        places = [(call.place, call.rows) for call in calls]
+        measured = _Measured(layer, makings, looked, features, vectors, places, values)
         self._add_scale(measured)
         self._measured[layer.path] = measured
         rows.calls.clear()
@@ -400,6 +427,9 @@ class MeasuredStep:
         values["products"] = dots.of_rows(list(vectors.values()))
         measured.looked.vectors = tuple(vectors)
         path = measured.looked.path
+        if self._realised is not None and "d" in vectors:
+            rows = vectors["G"], vectors["d"], vectors["z"]
+            self._realised.keep(path, *rows, measured.calls)
         if self._watch.expects_idle(path) or "weight_sum" not in values:
             self._add_common(measured)
         measured.release()

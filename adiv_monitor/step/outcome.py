@@ -1,14 +1,15 @@
 """From numbers on the host to readings, and what a reader must know about them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from adiv_monitor.capture.selection import listed
 from adiv_monitor.capture.updates import APPLIED, STEPPED, Watch
 from adiv_monitor.features.rows import Index
-from adiv_monitor.maths.readings import Array, Measured, Numbers, measure
+from adiv_monitor.maths.readings import REALISED, Array, Measured, Numbers, measure
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
@@ -45,6 +46,8 @@ class Outcome:
         misdescribed: path → why a layer must not be watched again: its rule does not hold.
         checked: layers whose rule was seen to hold (an output of zeros shows nothing).
         notes: what else a reader must know.
+        loss_change: how the loss really changed, and that of every sample, if that was measured.
+        loss_changes: see loss_change.
         attention: the readings of attentions.
     """
 
@@ -53,6 +56,8 @@ class Outcome:
     misdescribed: dict[str, str]
     checked: set[str]
     notes: list[str]
+    loss_change: float | None = None
+    loss_changes: tuple[float, ...] = ()
     attention: dict[str, AttentionReading] = field(default_factory=dict)
 
 
@@ -148,11 +153,20 @@ def understand(
         *_from_rows(reasons),
         *step.notes(list(kept)),
         *_without_common(readings, kept, watch),
+        *_rounded(numbers, kept),
     ]
     _learn(watch, step, readings, reasons)
     watch.suspected = {path for path, found in measured.items() if found.suspected}
     checked = {path for path, error in errors.items() if error <= _RULE_TOLERANCE}
-    return Outcome(readings, {**unreached, **lost, **misdescribed}, misdescribed, checked, notes)
+    return Outcome(
+        readings,
+        {**unreached, **lost, **misdescribed},
+        misdescribed,
+        checked,
+        notes,
+        float(flags["loss_change"]) if "loss_change" in flags else None,
+        tuple(flags.get("loss_changes", np.empty(0)).tolist()),
+    )
 
 
 class _Step:
@@ -304,6 +318,24 @@ def _without_common(
     ]
 
 
+def _rounded(numbers: Mapping[str, Numbers], looked: Mapping[str, Looked]) -> list[str]:
+    paths = []
+    for path, found in numbers.items():
+        if "realised" in found.values:
+            at, of_z = REALISED.index("r"), found.vectors.index("z")
+            moved = math.sqrt(found.values["realised"][:, at, at].sum())
+            length = math.sqrt(found.values["products"][:, of_z, of_z].sum())
+            # The difference of two numbers of this precision is off by 0.3 of its last digit.
+            if 0 < moved < looked[path].precision * length:
+                paths.append(path)
+    if not paths:
+        return []
+    return [
+        f"What really happened to {listed(paths)} is hardly more than rounding: realised_cosine "
+        "and single_layer_share are too near to 0 there, first_order_error is too large."
+    ]
+
+
 def _learn(
     watch: Watch, step: _Step, readings: Mapping[str, LayerReading], reasons: Mapping[str, str]
 ) -> None:
@@ -311,12 +343,6 @@ def _learn(
     watch.idle |= {path for path, reading in readings.items() if reading.idle_share}
     if step.updated and readings:
         watch.learn(gradient_changed=step.gradient_changed, weights_changed=step.weights_changed)
-
-
-def listed(paths: Sequence[str]) -> str:
-    """The first few of them, and how many more there are."""
-    shown = ", ".join(paths[:3])
-    return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 
 
 def _is_stretched(values: Mapping[str, Array], seen: Looked) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from example_reports import LAYERS, attention, reading, report
 
-from adiv_monitor.report import ATTENTION_MEASURES, MEASURES
+from adiv_monitor.report import ATTENTION_MEASURES, MEASURES, REALISED_MEASURES
 from adiv_monitor.sinks import JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, layer_scalars, summary_scalars
 from adiv_monitor.sinks.table import TABLE_MEASURES
@@ -384,9 +384,22 @@ def test_an_unknown_measure_is_refused_with_the_choices(make, tmp_path, monkeypa
     assert not list(tmp_path.iterdir()), "refused before a file was made"
 
 
+def test_the_realised_change_of_the_loss_stands_beside_the_expected_one() -> None:
+    layers = {"a": reading(descent=0.5), "b": reading(descent=0.25)}
+    one = report(3, layers=layers, realised_loss_change=-0.7, realised_loss_changes=(-0.4, -1.0))
+    scalars = summary_scalars(one, ["descent"], "optimizer_1")
+    assert scalars["adiv.summary.optimizer_1/realised_loss_change"] == -0.7
+    assert scalars["adiv.summary.optimizer_1/descent"] == 0.75
+    assert "really changed by -0.700, to first order by -0.750" in printed(one)
+    assert one.to_dict()["realised_loss_changes"] == [-0.4, -1.0]
+    assert "really" not in printed(report(3))
+    assert "adiv.summary/descent" not in summary_scalars(report(3), ["descent"])
+
+
 def test_by_default_at_most_twelve_scalars_per_layer() -> None:
     scalars = layer_scalars(report(layers={"a": reading()}), DEFAULT_MEASURES)
-    assert len(scalars.keys() - {"adiv.attainable_cosine/a"}) == 12
+    asked_for = {f"adiv.{measure}/a" for measure in ("attainable_cosine", *REALISED_MEASURES)}
+    assert len(scalars.keys() - asked_for) == 12
     assert set(TABLE_MEASURES) <= set(DEFAULT_MEASURES) <= {*MEASURES, *ATTENTION_MEASURES}
 
 

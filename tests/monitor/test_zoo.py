@@ -17,6 +17,7 @@ from torch import Tensor
 from zoo import ZOO, Specimen, Trained, Training, seed
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.report import REALISED_MEASURES
 
 STEPS = 3
 
@@ -67,7 +68,8 @@ def run(specimen: Specimen, *, monitored: bool) -> Run:
     with ExitStack() as attached:
         for each in training.trained:
             if monitored:
-                monitor = Monitor(each.model, each.optimizer, every_n_steps=2, on_error="raise")
+                options = {"every_n_steps": 2, "realised": True, "on_error": "raise"}
+                monitor = Monitor(each.model, each.optimizer, **options)
                 monitors.append(attached.enter_context(monitor))
             else:
                 first_order.append(FirstOrder(each, specimen.unseen))
@@ -132,6 +134,13 @@ def test_the_run_is_the_unmonitored_one(monitored: Run, plain: Run) -> None:
         assert state.keys() == expected.keys()
         for path, tensor in expected.items():
             assert torch.equal(state[path], tensor), path
+
+
+def test_what_really_happened_is_known_of_every_layer(monitored: Run) -> None:
+    for report in (report for reports in monitored.reports for report in reports):
+        assert not [note for note in report.notes if "is not known" in note]
+        for path, reading in report.layers.items():
+            assert set(REALISED_MEASURES) <= reading.measures().keys(), path
 
 
 def test_the_layers_descents_add_up_to_that_of_the_step(monitored: Run, plain: Run) -> None:

@@ -1,0 +1,147 @@
+"""Runs the forward passes of a step again, and gathers the rows that were looked at then."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from torch import Tensor, nn
+
+from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.forward_calls import CallPlace, ForwardCalls, NotRepeatable
+from adiv_monitor.capture.losses import Losses
+from adiv_monitor.capture.origin import Origin
+from adiv_monitor.capture.pieces import Source
+from adiv_monitor.capture.selection import Layer, Selection
+from adiv_monitor.features.recurrent import rows_of_maps, uses_of
+from adiv_monitor.features.recurrent_call import RecurrentCall
+from adiv_monitor.features.rows import Rows, joined
+from adiv_monitor.features.uses import Use
+
+# Of each call of a layer: where it was made, and the rows that were looked at.
+Calls = Sequence[tuple[CallPlace | None, Rows]]
+
+
+class Again(Capture):
+    """Sees the layers that another capture has seen, and takes z of some rows.
+
+    Args:
+        model: the model.
+        selection: of the other.
+        first: the other, which watched the step.
+        wanted: the rows, by layer.
+    """
+
+    _repeated = True
+
+    def __init__(
+        self, model: nn.Module, selection: Selection, first: Capture, wanted: Mapping[str, Calls]
+    ) -> None:
+        super().__init__(
+            model,
+            selection,
+            max_rows=None,
+            generator=np.random.default_rng(0),
+            attainable=False,
+            checked=set(),
+            switched_off=set(),
+            fail=self._failed,
+            begins=lambda: None,
+        )
+        self._model = model
+        self._running = -1
+        self._wanted = wanted
+        self._rows = {place: rows for calls in wanted.values() for place, rows in calls if place}
+        self._found: dict[CallPlace, Tensor] = {}
+        self._counts: Counter[tuple[int, bool, str]] = Counter()
+        self._lost: dict[str, str] = {}
+        self.layers = first.layers
+        self._pieces = first.pieces
+
+    def begin(self, number: int) -> None:
+        """A forward pass begins, with the buffers in place that it will use."""
+        self._running = number
+        self._origin = Origin(self._model, self._selection.parameters)
+        self._origin.pieces = self._pieces
+
+    @property
+    def forward_passes(self) -> set[int]:
+        """The numbers of those in which wanted rows were."""
+        return {place.call for place in self._rows}
+
+    def gathered(self, path: str, counts: Mapping[tuple[int, bool, str], int]) -> Tensor:
+        """A layer's rows of z, call after call.
+
+        Args:
+            path: the layer.
+            counts: how often layers were called in each of the forward passes at first.
+
+        Raises:
+            NotRepeatable: it was not called as it was at first.
+        """
+        if path in self._lost:
+            raise NotRepeatable(self._lost[path])
+        parts = []
+        for place, _ in self._wanted[path]:
+            if place is None or (place.recomputed and counts[place[:3]] > 1):
+                raise NotRepeatable("in which forward pass its rows were is not known")
+            if self._counts[place[:3]] != counts[place[:3]]:
+                raise NotRepeatable(
+                    f"called {counts[place[:3]]} times at first and {self._counts[place[:3]]} "
+                    "times when the forward pass ran again"
+                )
+            parts.append(self._found[place])
+        return joined(parts)
+
+    def _note(
+        self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
+    ) -> None:
+        layer = self._layer(use, path)
+        if layer is not None:
+            self._take(layer, use.layout(output), recomputed=not output.requires_grad)
+
+    def _note_maps(
+        self, made: RecurrentCall, outputs: tuple[Tensor, ...], rng_state: Tensor | None
+    ) -> list[Tensor]:
+        z = rows_of_maps(made, outputs[0].dtype, rng_state)
+        for use in uses_of(made):
+            layer = self._layer(use, None)
+            if layer is not None:
+                self._take(layer, z[use.part], recomputed=not outputs[0].requires_grad)
+        return []
+
+    def _take(self, layer: Layer, z: Tensor, *, recomputed: bool) -> None:
+        """Take rows of z; what checkpointing recomputes runs without gradients here."""
+        key = self._running, recomputed, layer.path
+        self._counts[key] += 1
+        place = CallPlace(*key, self._counts[key] - 1)
+        if place not in self._rows:
+            return
+        rows = self._rows[place]
+        if tuple(z.shape[:-1]) == rows.shape:
+            self._found[place] = rows.take(z.detach())
+        else:
+            self._lost[layer.path] = "it had other rows when the forward pass ran again"
+
+    def _new_layer(
+        self, path: str, use: Use, weight: Source | None, bias: Source | None
+    ) -> Layer | None:
+        return None  # which was not seen at first
+
+    def _failed(self, path: str, error: Exception) -> None:
+        raise error  # which did not come at first
+
+
+def run_again(calls: ForwardCalls, again: Again, losses: Losses | None) -> None:
+    """Run the forward passes in which wanted rows were, and those of which the loss was made.
+
+    Raises:
+        NotRepeatable: they can't be.
+    """
+    if calls.refusal:
+        raise NotRepeatable(calls.refusal)
+    given: dict[int, list[Tensor]] = {}
+    for number in calls.in_order(again.forward_passes | (losses.needed if losses else set())):
+        if losses is not None:
+            losses.runs_again(number)
+        given[number] = calls.calls[number].run(given, partial(again.begin, number))

@@ -1,0 +1,217 @@
+"""What a step really did to the rows: the same forward passes once more, with the new weights.
+
+Everything moves at once then: the layers before this one have changed too. And once with the
+weights half-way, which tells how far the whole move is from proportional to the step.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from adiv_monitor.capture.again import Again, Calls, run_again
+from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.forward_calls import ForwardCalls, NotRepeatable
+from adiv_monitor.capture.losses import Losses, LossOf
+from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
+from adiv_monitor.capture.surroundings import is_plain, untouched
+from adiv_monitor.maths import dots
+from adiv_monitor.maths.readings import REALISED
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """What is known of a layer's rows when the step is taken."""
+
+    G: Tensor
+    d: Tensor
+    z: Tensor
+    calls: Calls
+
+
+class Realised:
+    """Follows one step until what it really did is known.
+
+    Args:
+        model: the model.
+        selection: the parameters that are measured.
+        loss: whose change is measured too, if any.
+        fail: called with an exception.
+
+    Attributes:
+        calls: notes the forward passes of the step.
+        products: by layer, of every row the products of the vectors `REALISED`.
+        loss_change: see `Losses.change`.
+        notes: what is missing, and why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        selection: Selection,
+        loss: LossOf | None,
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._model = model
+        self._selection = selection
+        self._fail = fail
+        own = [*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
+        self._modules = list(dict.fromkeys(m for m in own if not is_wrapper(m)))
+        self._parameters = _parameters(model, self._modules)
+        held = {x.device for m in self._modules for x in (*m.parameters(), *m.buffers())}
+        self._devices = [device for device in held if device.type not in ("cpu", "meta")]
+        ids = {id(parameter) for parameter in self._parameters}
+        self.calls = ForwardCalls(self._modules, ids, self._devices, fail)
+        self.calls.refusal = _why_not(self._modules)
+        self._losses = None if loss is None else Losses(loss, model, self.calls, fail)
+        self._before: list[Tensor] = []
+        self._kept: dict[str, _Kept] = {}
+        self.products: dict[str, Tensor] = {}
+        self.loss_change: tuple[Tensor, Tensor | None] | None = None
+        self.notes: list[str] = []
+
+    def detach(self) -> None:
+        """The step is taken: its forward passes are over."""
+        if self._losses is not None:
+            self._losses.detach()
+
+    def step_begins(self) -> None:
+        """The optimizer is about to move the weights."""
+        self._kept.clear()  # of an earlier attempt, which raised
+        if not self.calls.refusal:
+            self._before = [parameter.detach().clone() for parameter in self._parameters]
+
+    def keep(
+        self,
+        path: str,
+        G: Tensor,
+        d: Tensor,
+        z: Tensor,
+        calls: Calls,
+    ) -> None:
+        """The rows of a layer."""
+        if not self.calls.refusal:
+            self._kept[path] = _Kept(G, d, z, calls)
+
+    def run(self, first: Capture) -> None:
+        """The weights are what they are at the next step: run its forward passes again.
+
+        Args:
+            first: what watched the step.
+        """
+        try:
+            if self._kept or self.calls.refusal:
+                self._run(first)
+        except NotRepeatable as reason:
+            self.notes.append(f"What really happened is not known: {reason}.")
+        except Exception as error:
+            self.notes.append(
+                "What really happened is not known: when the forward pass ran again, it failed: "
+                f"{type(error).__name__}: {error}"
+            )
+            self._fail(error)
+        finally:
+            self._kept.clear()
+            self._before.clear()
+            self.calls.calls.clear()
+
+    def _run(self, first: Capture) -> None:
+        if self.calls.refusal:
+            raise NotRepeatable(self.calls.refusal)
+        wanted = {path: kept.calls for path, kept in self._kept.items()}
+        stand_ins = dict(zip(self._parameters, self._before, strict=True))
+        with untouched(self._modules, self._devices):
+            with torch.no_grad():
+                for parameter, old in stand_ins.items():
+                    old.lerp_(parameter, 0.5)
+            half = self._pass(first, wanted, stand_ins, None)
+            with torch.no_grad():
+                for parameter, old in stand_ins.items():
+                    old.copy_(parameter)
+            whole = self._pass(first, wanted, stand_ins, self._losses)
+        self._measure(half, whole)
+        self._read_loss()
+
+    def _pass(
+        self,
+        first: Capture,
+        wanted: Mapping[str, Calls],
+        stand_ins: Mapping[nn.Parameter, Tensor],
+        losses: Losses | None,
+    ) -> Again:
+        """What is gathered with these values of the parameters."""
+        again = Again(self._model, self._selection, first, wanted)
+        try:
+            if losses is not None:
+                losses.watch()
+            with _standing_in(stand_ins):
+                run_again(self.calls, again, losses)
+        finally:
+            again.detach()
+            self.detach()
+        return again
+
+    @torch.no_grad()
+    def _measure(self, half: Again, whole: Again) -> None:
+        lost: dict[str, list[str]] = defaultdict(list)
+        for path, kept in self._kept.items():
+            try:
+                z_half, z = (again.gathered(path, self.calls.counts) for again in (half, whole))
+            except NotRepeatable as reason:
+                lost[str(reason)].append(path)
+                continue
+            r = kept.z - z
+            vectors = {"G": kept.G, "d": kept.d, "r": r, "b": r - 2 * (kept.z - z_half)}
+            self.products[path] = dots.of_rows([vectors[name] for name in REALISED])
+        self.notes += [
+            f"What really happened to {listed(paths)} is not known: {reason}."
+            for reason, paths in lost.items()
+        ]
+
+    def _read_loss(self) -> None:
+        if self._losses is None:
+            return
+        try:
+            self.loss_change = self._losses.change()
+        except NotRepeatable as reason:
+            self.notes.append(f"How the loss really changed is not known: {reason}.")
+
+
+def _parameters(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Those that the step or a forward pass may change."""
+    renormed = [m for m in modules if getattr(m, "max_norm", None) is not None]
+    written = [p for m in renormed for p in m.parameters(recurse=False)]
+    return [p for p in dict.fromkeys([*trainable(model), *written]) if is_plain(p)]
+
+
+def _why_not(modules: Sequence[nn.Module]) -> str:
+    """Why the forward passes of these modules can't be run again; "" if nothing is against it."""
+    for module in modules:
+        name = type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{name} is scripted, so that its buffers can't be put back"
+        if any(type(p.data) is not Tensor for p in module._parameters.values() if p is not None):
+            return f"a parameter of {name} is not a plain tensor (sharded?)"
+        if isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
+            return f"{name} waits for the other processes"
+        drops = isinstance(module, nn.RNNBase) and module.dropout and module.training
+        if drops and any(p.is_cuda for p in module.parameters()):
+            return f"the dropout of {name} on a GPU can't be repeated, nor its state put back"
+    return ""
+
+
+@contextmanager
+def _standing_in(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Within, the parameters have other memory: what is written into it is lost."""
+    own = [parameter.data for parameter in values]
+    try:
+        for parameter, value in values.items():
+            parameter.data = value
+        yield
+    finally:
+        for parameter, data in zip(values, own, strict=True):
+            parameter.data = data

@@ -1,0 +1,694 @@
+"""What a step really did, against forward passes that are run again by hand; float64."""
+
+import copy
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import OPTIMIZERS
+from setups import cosine
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.report import REALISED_MEASURES
+
+EXACT = {"rel": 1e-9, "abs": 1e-9}
+Run = Callable[[nn.Module], Tensor]  # a forward pass, and its loss
+
+
+class Residual(nn.Module):
+    """Linear layers with a skip, a norm, dropout, and one layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, 8)
+        self.norm = nn.LayerNorm(8)
+        self.twice = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.enter(x)
+        for _ in range(2):
+            branch = functional.dropout(self.twice(self.norm(hidden)), 0.3, self.training)
+            hidden = hidden + torch.tanh(branch)
+        return self.head(hidden)
+
+
+class Block(nn.Module):
+    """A transformer's layer with a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x).mean(1))
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(4, 6, 3, stride=2), nn.BatchNorm2d(6), nn.SiLU(), nn.Flatten()),
+        *(nn.Dropout(0.2), nn.Linear(24, 3)),
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "residual": (Residual, (5,)),
+    "block": (Block, (4, 6)),
+    "batch norm": (batch_norm, (3, 5, 6)),
+}
+
+
+def made(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """A model, and three batches."""
+    torch.manual_seed(4)
+    build, shape = MODELS[name]
+    model = build().double()
+    shapes = [(size, *shape) for size in (6, 5, 7)]
+    return model, [(torch.randn(s, dtype=torch.float64), torch.randint(3, s[:1])) for s in shapes]
+
+
+def seeded(batches: Iterable[tuple[Tensor, Tensor]], count: int = 1) -> Run:
+    """Forward passes whose random numbers can be drawn again."""
+
+    def run(model: nn.Module) -> Tensor:
+        torch.manual_seed(11)
+        losses = [functional.cross_entropy(model(x), y) for x, y in batches]
+        return torch.stack(losses).sum() / count
+
+    return run
+
+
+def rows_of(module: nn.Module, tensor: Tensor) -> Tensor:
+    if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
+        tensor = tensor.movedim(1, -1)
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+class Seen:
+    """Inputs, outputs and gradients of all layers that are called as modules, in one run."""
+
+    def __init__(self, model: nn.Module, run: Run) -> None:
+        self.inputs: dict[str, list[Tensor]] = defaultdict(list)
+        self.z: dict[str, list[Tensor]] = defaultdict(list)
+        self.G: dict[str, list[Tensor]] = defaultdict(list)
+        handles = [
+            module.register_forward_hook(self._save(path))
+            for path, module in model.named_modules()
+            if module._parameters and not isinstance(module, nn.MultiheadAttention)
+        ]
+        self.loss = run(model)
+        self.loss.backward()
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()
+
+    def _save(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            self.inputs[path].append(args[0].detach().clone())
+            self.z[path].append(rows_of(module, output.detach()).clone())
+            G = self.G[path]
+            G.append(torch.zeros_like(self.z[path][-1]))
+            place = len(G) - 1
+            output.register_hook(lambda g: G.__setitem__(place, rows_of(module, g)))
+
+        return hook
+
+
+def truth(old: nn.Module, new: nn.Module, run: Run) -> dict[str, dict[str, float]]:
+    """The measures by their definitions: the same run of old, new, and half-way weights."""
+    half = copy.deepcopy(old)
+    for parameter, end in zip(half.parameters(), new.parameters(), strict=True):
+        parameter.data += (end.detach() - parameter.data) / 2
+    before, middle, after = (Seen(copy.deepcopy(model), run) for model in (old, half, new))
+    found = {}
+    for path in before.z:
+        z, z_half, z_new = (torch.cat(seen.z[path]) for seen in (before, middle, after))
+        moved = copy.deepcopy(new.get_submodule(path))
+        old_inputs = before.inputs[path]
+        with torch.no_grad():
+            effective = torch.cat([rows_of(moved, moved(x)) for x in old_inputs]) - z
+        G = torch.cat(before.G[path])
+        active = G.norm(dim=1) > 0
+        realised = (z_new - z)[active]
+        error = 2 * realised - 4 * (z_half - z)[active]
+        found[path] = {
+            "realised_cosine": cosine(-realised, G[active]),
+            "single_layer_share": cosine(realised, effective[active]),
+            "first_order_error": float(error.norm() / realised.norm()),
+        }
+    return found
+
+
+def trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, **options: Any
+) -> StepReport:
+    options = {"realised": True, "max_rows": None, "on_error": "raise", **options}
+    with Monitor(model, optimizer, **options) as monitor:
+        run(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert monitor.latest is not None
+    return monitor.latest
+
+
+def check(report: StepReport, expected: dict[str, dict[str, float]]) -> None:
+    assert not [note for note in report.notes if "really" in note]
+    assert expected.keys() <= report.layers.keys()
+    for path, values in expected.items():
+        for name, value in values.items():
+            assert getattr(report.layers[path], name) == pytest.approx(value, **EXACT), (name, path)
+    for reading in report.layers.values():  # also those inside an attention
+        assert set(REALISED_MEASURES) <= reading.measures().keys()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_measures_are_those_of_a_run_by_hand(name: str, optimizer: str) -> None:
+    model, batches = made(name)
+    run = seeded(batches[:1])
+    old = copy.deepcopy(model)
+    report = trained(model, OPTIMIZERS[optimizer](model.parameters()), run)
+    check(report, truth(old, model, run))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_micro_batches(name: str) -> None:
+    model, batches = made(name)
+    run = seeded(batches, 3)
+    old = copy.deepcopy(model)
+    report = trained(model, OPTIMIZERS["adamw"](model.parameters()), run)
+    check(report, truth(old, model, run))
+
+
+def test_a_single_layer_does_what_its_step_does() -> None:
+    """Nothing comes before it: realised = effective exactly, and linear in the step."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double()
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    reading = trained(model, sgd, seeded([(x, y)])).layers[""]
+    assert reading.single_layer_share == pytest.approx(1, **EXACT)
+    assert reading.realised_cosine == pytest.approx(reading.update_cosine, **EXACT)
+    assert reading.first_order_error == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # in forward-mode autograd
+def test_first_order_error_is_that_of_the_jacobian() -> None:
+    """‖Δz − J Δθ‖ / ‖Δz‖ by a forward-mode derivative: equal up to the next order in the step."""
+    gaps = []
+    for lr in (0.02, 0.01, 0.005):
+        model, batches = made("residual")
+        model.eval()
+        x = batches[0][0]
+        old = copy.deepcopy(model)
+        sgd = torch.optim.SGD(model.parameters(), lr=lr)
+        report = trained(model, sgd, seeded(batches[:1]))
+        start = {name: p.detach() for name, p in old.named_parameters()}
+        step = {name: p.detach() - start[name] for name, p in model.named_parameters()}
+
+        def output(parameters: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(old, parameters, (x,))  # noqa: B023
+
+        z, moved = torch.func.jvp(output, (start,), (step,))
+        realised = model(x).detach() - z
+        expected = float((realised - moved).norm() / realised.norm())
+        gaps.append(abs(report.layers["head"].first_order_error / expected - 1))
+    assert gaps[0] < 0.1
+    assert gaps[1] < 0.6 * gaps[0] and gaps[2] < 0.6 * gaps[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_changes_as_in_a_second_run(name: str) -> None:
+    """Of all samples and of each; over micro-batches the mean of their changes."""
+    model, batches = made(name)
+    criterion = nn.CrossEntropyLoss()
+    old = copy.deepcopy(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(model: nn.Module) -> Tensor:
+        torch.manual_seed(11)
+        return torch.stack([criterion(model(x), y) for x, y in batches]).mean()
+
+    def each(model: nn.Module) -> Tensor:
+        torch.manual_seed(11)
+        losses = [functional.cross_entropy(model(x), y, reduction="none") for x, y in batches]
+        return torch.cat(losses).detach()
+
+    report = trained(model, sgd, run, realised=criterion)
+    samples = each(copy.deepcopy(model)) - each(copy.deepcopy(old))
+    change = run(copy.deepcopy(model)) - run(old)
+    assert report.realised_loss_change == pytest.approx(change.item(), **EXACT)
+    assert report.realised_loss_changes == pytest.approx(samples.tolist(), **EXACT)
+    assert report.to_dict()["realised_loss_change"] == report.realised_loss_change
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_falls_by_the_descents_to_first_order(name: str) -> None:
+    errors = []
+    for lr in (1e-3, 1e-4):
+        model, batches = made(name)
+        criterion = nn.CrossEntropyLoss()
+        sgd = torch.optim.SGD(model.parameters(), lr=lr)
+        x, y = batches[0]
+        report = trained(model, sgd, lambda m: criterion(m(x), y), realised=criterion)  # noqa: B023
+        assert report.descent is not None and report.realised_loss_change is not None
+        errors.append(abs(report.realised_loss_change + report.descent))
+    assert errors[1] < errors[0] / 50  # a hundred times smaller for a tenth of the rate
+
+
+class WithLoss(nn.Module):
+    """Gives its loss along with the output, as models of Hugging Face do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.model(x)
+        assert labels is not None
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_loss_that_the_model_gives() -> None:
+    model, batches = made("residual")
+    whole = WithLoss(model)
+    x, y = batches[0]
+
+    def run(model: nn.Module) -> Tensor:
+        torch.manual_seed(11)
+        return model(x, labels=y)["loss"]
+
+    before = run(whole).item()
+    sgd = torch.optim.SGD(whole.parameters(), lr=0.1)
+    report = trained(whole, sgd, run, realised=lambda output: output["loss"])
+    expected = run(whole).item() - before
+    assert report.realised_loss_change == pytest.approx(expected, **EXACT)
+    assert report.realised_loss_changes == ()
+
+
+def test_a_model_that_is_called_in_parts() -> None:
+    """What one part gave and the next one got is made again; views of it too."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"encoder": nn.Linear(5, 8), "decoder": nn.Linear(4, 3)}).double()
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (12,))
+    criterion = nn.CrossEntropyLoss(reduction="none")
+
+    def run(model: nn.Module) -> Tensor:
+        return criterion(model["decoder"](model["encoder"](x).view(12, 4)), y).mean()
+
+    old = copy.deepcopy(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trained(model, sgd, run, realised=criterion)
+    check(report, truth(old, model, run))
+    expected = run(model) - run(old)
+    assert report.realised_loss_change == pytest.approx(expected.item(), **EXACT)
+    assert len(report.realised_loss_changes) == 12
+
+
+def test_code_between_the_parts_is_said() -> None:
+    model = nn.ModuleDict({"encoder": nn.Linear(5, 4), "decoder": nn.Linear(4, 3)})
+
+    def run(model: nn.Module) -> Tensor:
+        return model["decoder"](torch.tanh(model["encoder"](torch.ones(2, 5)))).sum()
+
+    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), run)
+    assert any("computed, outside" in note and "Linear" in note for note in report.notes)
+    assert report.layers["decoder"].realised_cosine is None
+    assert report.layers["decoder"].update_cosine is not None
+
+
+def test_an_input_that_was_overwritten_is_said() -> None:
+    model = nn.Linear(5, 3)
+    x = torch.ones(2, 5)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, sgd, realised=True, on_error="raise") as monitor:
+        model(x).sum().backward()
+        sgd.step()
+        x.add_(1)
+    report = monitor.latest
+    assert report is not None and report.layers[""].realised_cosine is None
+    assert any("changed in place since" in note for note in report.notes)
+
+
+def test_projected_weights_are_what_the_next_step_sees() -> None:
+    """Realised is with the weights in the end; the single layer's part is the optimizer's."""
+    model, batches = made("residual")
+    run = seeded(batches[:1])
+    old = copy.deepcopy(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, sgd, realised=True, max_rows=None, on_error="raise") as monitor:
+        run(model).backward()
+        sgd.step()
+        stepped = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.97)
+    assert monitor.latest is not None
+    for path, values in truth(old, model, run).items():
+        reading = monitor.latest.layers[path]
+        for name in ("realised_cosine", "first_order_error"):
+            assert getattr(reading, name) == pytest.approx(values[name], **EXACT)
+    real = Seen(copy.deepcopy(model), run).z["head"][0] - Seen(copy.deepcopy(old), run).z["head"][0]
+    inputs = Seen(copy.deepcopy(old), run).inputs["head"][0]
+    effective = (stepped.head(inputs) - old.head(inputs)).detach()
+    share = monitor.latest.layers["head"].single_layer_share
+    assert share == pytest.approx(cosine(real, effective), **EXACT)
+
+
+class Restless(nn.Module):
+    """Changes in its forward pass all that a module can: buffers, attributes, random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.old_spectral = nn.utils.spectral_norm(nn.Linear(6, 6))
+        self.table = nn.Embedding(7, 6, max_norm=0.5)
+        self.head = nn.Linear(6, 4)
+        self.register_buffer("mean", torch.zeros(6))
+        self.generator = torch.Generator().manual_seed(5)
+        self.numbers = np.random.default_rng(6)
+        self.calls = 0
+        self.head.register_forward_pre_hook(noisy)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = functional.dropout(self.first(x).mean((2, 3)), 0.3, self.training)
+        hidden = hidden + torch.rand(hidden.shape, generator=self.generator)
+        hidden = self.old_spectral(self.spectral(hidden)) + self.numbers.normal()
+        if random.random() < 0.5 or self.calls % 3 == 0:
+            hidden = hidden * np.random.normal()
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        self.last = hidden
+        return self.head(hidden - self.mean + self.table(torch.arange(len(x)) % 7))
+
+
+def noisy(module: nn.Module, args: object) -> None:
+    with torch.no_grad():
+        module.weight += 0.01 * torch.randn_like(module.weight)
+
+
+def states(model: Restless) -> list[Any]:
+    """Of all that draws random numbers."""
+    numpy_state = np.random.get_state()
+    return [
+        *(torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist()),
+        *(numpy_state[2:], model.generator.get_state().tolist(), model.numbers.bit_generator.state),
+    ]
+
+
+AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "nothing": nullcontext,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "parametrizations cached": nn.utils.parametrize.cached,
+    "a device": lambda: torch.device("cpu"),
+}
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("around", AROUND)
+def test_the_run_is_bit_identical(around: str, evaluates: bool) -> None:
+    """Weights, losses, buffers, attributes and random streams; two optimizers, both monitored."""
+
+    def run(monitored: bool) -> tuple[list[float], Restless, list[Any]]:
+        random.seed(3), np.random.seed(3), torch.manual_seed(3)
+        model, criterion = Restless(), nn.CrossEntropyLoss()
+        held = [model.first.parameters(), [*model.parameters()][3:]]
+        optimizers = [torch.optim.AdamW(parameters, lr=0.05) for parameters in held]
+        monitors = [
+            Monitor(
+                *(model, optimizer),
+                every_n_steps=1,
+                max_rows=7,
+                on_error="raise",
+                realised=criterion,
+            )
+            for optimizer in optimizers
+        ]
+        for monitor in monitors if monitored else ():
+            monitor.attach()
+        losses = []
+        for _ in range(4):
+            x, y = torch.randn(5, 3, 6, 6), torch.randint(4, (5,))
+            with AROUND[around]():
+                loss = criterion(model(x), y)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            if evaluates:
+                model.eval()
+                with torch.inference_mode(), AROUND[around]():
+                    losses.append(model(x).sum().item())
+                model.train()
+        for monitor in monitors:
+            monitor.close()
+        if monitored:
+            for monitor in monitors:
+                assert len(monitor.reports) == 4
+                for report in monitor.reports:
+                    assert not [note for note in report.notes if "is not known" in note]
+                    assert report.realised_loss_change is not None
+        return losses, model, states(model)
+
+    (losses, model, drawn), (plain_losses, plain, plain_drawn) = run(True), run(False)
+    assert losses == plain_losses
+    assert drawn == plain_drawn
+    assert model.calls == plain.calls and torch.equal(model.last, plain.last)
+    assert vars(model).keys() == vars(plain).keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, plain.state_dict()[name]), name
+
+
+def test_a_step_that_moves_nothing_has_moved_nothing() -> None:
+    """The same forward pass gives the same to the last bit, whatever it draws and changes."""
+    torch.manual_seed(3)
+    model, criterion = Restless(), nn.CrossEntropyLoss()
+    model.head._forward_pre_hooks.clear()
+    x, y = torch.randn(5, 3, 6, 6), torch.randint(4, (5,))
+    model(x)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    report = trained(model, sgd, lambda m: criterion(m(x), y), realised=criterion)
+    assert report.realised_loss_change == 0
+    assert set(report.realised_loss_changes) == {0.0}
+    for reading in report.layers.values():
+        assert math.isnan(reading.realised_cosine) and math.isnan(reading.first_order_error)
+
+
+def test_failures_of_the_repetition_leave_training_alone() -> None:
+    """It warns once and goes on; nothing of the attempt is left."""
+
+    class Once(nn.Linear):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if Once.fails:
+                raise RuntimeError("not again")
+            return super().forward(x)
+
+    model = Once(5, 3)
+    before = {name: dict(table) for name, table in vars(model).items() if isinstance(table, dict)}
+    weight = model.weight.detach().clone()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = Monitor(model, sgd, realised=True, every_n_steps=1)
+    monitor.attach()
+    model(torch.ones(2, 5)).sum().backward()
+    sgd.step()
+    Once.fails = True
+    with pytest.warns(UserWarning, match="not again; training goes on"):
+        monitor.close()
+    assert monitor.latest is not None
+    assert any("it failed: RuntimeError: not again" in note for note in monitor.latest.notes)
+    assert monitor.latest.layers[""].update_cosine is not None
+    assert torch.equal(model.weight, weight)
+    now = {name: dict(table) for name, table in vars(model).items() if isinstance(table, dict)}
+    assert now == before
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self, checkpointed: bool) -> None:
+            super().__init__()
+            self.checkpointed = checkpointed
+            self.enter, self.leave = nn.Linear(5, 8), nn.Linear(8, 3)
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.enter(x)
+            if self.checkpointed:
+                hidden = checkpoint(self.inner, hidden, use_reentrant=reentrant)
+            else:
+                hidden = self.inner(hidden)
+            return self.leave(hidden)
+
+    plain = Model(False).double()
+    model = copy.deepcopy(plain)
+    model.checkpointed = True
+    batches = [(torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))) for _ in range(2)]
+
+    def accumulated(model: nn.Module) -> Tensor:
+        torch.manual_seed(11)
+        losses = [functional.cross_entropy(model(x), y) for x, y in batches]
+        losses[0].backward()
+        return losses[1]
+
+    def in_turn(model: nn.Module) -> Tensor:
+        torch.manual_seed(11)
+        first, second = (batch for batch in batches)
+        functional.cross_entropy(model(first[0]), first[1]).backward()
+        return functional.cross_entropy(model(second[0]), second[1])
+
+    for run in (in_turn,) if reentrant else (in_turn, accumulated):
+        reports = [
+            trained(m, torch.optim.SGD(m.parameters(), lr=0.1), run)
+            for m in (copy.deepcopy(plain), copy.deepcopy(model))
+        ]
+        for path, reading in reports[0].layers.items():
+            for name in REALISED_MEASURES:
+                value = getattr(reports[1].layers[path], name)
+                assert value == pytest.approx(getattr(reading, name), **EXACT), (path, name)
+    if reentrant:  # of which forward pass is what is recomputed?
+        report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulated)
+        assert any("'inner" not in n and "is not known" in n for n in report.notes)
+        assert report.layers["inner.0"].realised_cosine is None
+        assert report.layers["leave"].realised_cosine is not None
+
+
+def test_a_compiled_model() -> None:
+    """The forward passes run eagerly, and nothing is compiled for the hooks."""
+    model, batches = made("residual")
+    model.eval()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="eager")
+    run = seeded(batches[:1])
+    expected = trained(twin, torch.optim.SGD(twin.parameters(), lr=0.1), run)
+    for watched in (compiled, model):
+        watched.load_state_dict(copy.deepcopy(watched.state_dict()))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trained(compiled, sgd, run)
+    for path, reading in expected.layers.items():
+        for name in REALISED_MEASURES:
+            assert getattr(report.layers[path], name) == pytest.approx(
+                getattr(reading, name), **EXACT
+            )
+
+
+def test_autocast_is_on_again() -> None:
+    """Also where the next forward pass, or the end, is outside of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    x = torch.randn(6, 5)
+
+    def run(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).square().mean()
+
+    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.0), run)
+    assert all(math.isnan(r.realised_cosine) for r in report.layers.values())
+    report = trained(model, torch.optim.SGD(model.parameters(), lr=1e-4), run)
+    assert any("hardly more than rounding" in note for note in report.notes)
+
+
+def test_of_several_losses_those_count_that_made_the_gradient() -> None:
+    """One that is only looked at, one of another model, and one of an evaluation don't."""
+    model, batches = made("residual")
+    model.eval()
+    criterion, old = nn.CrossEntropyLoss(), copy.deepcopy(model)
+    (x, y), (seen, labels), _ = batches
+
+    def run(model: nn.Module) -> Tensor:
+        criterion(torch.zeros(2, 3, requires_grad=True), torch.zeros(2).long()).backward()
+        criterion(model(seen), labels)
+        with torch.no_grad():
+            criterion(model(seen), labels)
+        return criterion(model(x), y)
+
+    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), run, realised=criterion)
+    expected = criterion(model(x), y) - criterion(old(x), y)
+    assert report.realised_loss_change == pytest.approx(expected.item(), **EXACT)
+    assert len(report.realised_loss_changes) == len(x)
+
+
+def test_a_loss_that_was_not_seen_is_said() -> None:
+    model, batches = made("residual")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trained(model, sgd, seeded(batches[:1]), realised=nn.CrossEntropyLoss())
+    assert report.realised_loss_change is None
+    assert any("How the loss really changed is not known" in note for note in report.notes)
+    assert report.layers["head"].realised_cosine is not None
+
+
+def test_a_loss_of_something_computed_outside_is_said() -> None:
+    model, batches = made("residual")
+    x, y = batches[0]
+    criterion = nn.NLLLoss()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trained(model, sgd, lambda m: criterion(m(x).log_softmax(1), y), realised=criterion)
+    assert report.realised_loss_change is None
+    assert any("an input of NLLLoss was computed, outside" in note for note in report.notes)
+    assert report.layers["head"].realised_cosine is not None
+
+
+def test_sampled_readings_keep_to_their_errors() -> None:
+    """Within three standard errors of the reading from all rows, but for a heavy tail."""
+    model, _ = made("residual")
+    model.eval()
+    torch.manual_seed(1)
+    x, y = torch.randn(600, 5, dtype=torch.float64), torch.randint(3, (600,))
+
+    def measured(max_rows: int | None, seed: int) -> StepReport:
+        twin = copy.deepcopy(model)
+        sgd = torch.optim.SGD(twin.parameters(), lr=0.1)
+        return trained(twin, sgd, seeded([(x, y)]), max_rows=max_rows, seed=seed)
+
+    whole = measured(None, 0)
+    deviations = defaultdict(list)
+    for seed in range(20):
+        for path, reading in measured(128, seed).layers.items():
+            for name in REALISED_MEASURES:
+                exact, value = getattr(whole.layers[path], name), getattr(reading, name)
+                if path == "enter" and name != "realised_cosine":  # its inputs have not moved
+                    assert value == pytest.approx(exact, abs=1e-9)
+                else:
+                    deviations[name].append((value - exact) / reading.standard_error[name])
+    for name, found in deviations.items():
+        beyond = sum(abs(deviation) > 3 for deviation in found) / len(found)
+        assert beyond <= (0.0 if name == "realised_cosine" else 0.07), name
+        assert 0.6 < np.std(found) < 1.6, name
+
+
+def test_what_can_not_be_asked_for() -> None:
+    model = nn.Linear(5, 3)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"Monitor\(realised=…\): got it with optimizer=None"):
+        Monitor(model, None, realised=True)
+    with pytest.raises(TypeError, match=r"Monitor\(realised=…\): got str, expected True"):
+        Monitor(model, sgd, realised="loss")  # type: ignore[arg-type]
+
+
+def test_without_it_nothing_runs_again() -> None:
+    model, batches = made("residual")
+    calls = []
+    model.head.register_forward_hook(lambda *_: calls.append(1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trained(model, sgd, seeded(batches[:1]), realised=False)
+    assert len(calls) == 1
+    assert report.layers["head"].realised_cosine is None
+    assert report.realised_loss_change is None
+    assert trained(model, sgd, seeded(batches[:1])).layers["head"].realised_cosine is not None
+    assert len(calls) == 1 + 3
