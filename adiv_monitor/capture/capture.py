@@ -25,8 +25,9 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
+from adiv_monitor.capture.attention_calls import AttentionCalls
 from adiv_monitor.capture.forward_calls import CallPlace, ForwardCalls
-from adiv_monitor.capture.forwards import Forwards, Function
+from adiv_monitor.capture.forwards import Forward, Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
@@ -71,6 +72,7 @@ class Capture:
             is not watched any more.
         begins: called when the first layer's forward pass with gradients begins.
         calls: notes the forward passes, so that they can be run again.
+        attention: gathers samples of attentions, if that is asked for.
 
     Attributes:
         layers: by path, the layers that were seen so far.
@@ -93,11 +95,13 @@ class Capture:
         fail: Callable[[str, Exception], None],
         begins: Callable[[], object],
         calls: ForwardCalls | None = None,
+        attention: AttentionCalls | None = None,
     ) -> None:
         self.layers: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
         self.accumulated: dict[int, Accumulation] = {}
         self.refused: dict[str, str] = {}
+        self.attention = attention
         self._selection = selection
         self._chooser = Chooser(max_rows, generator)
         self._attainable = attainable
@@ -127,6 +131,8 @@ class Capture:
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
         self._active = False
+        if self.attention is not None:
+            self.attention.detach()
         self._forwards.remove()
         for accumulated in self.accumulated.values():
             accumulated.remove()
@@ -201,12 +207,15 @@ class Capture:
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
-    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module in self._owners:
+    def _begins(self, forward: Forward) -> None:
+        if self.attention is not None:
+            self.attention.begins(forward)
+        if forward.module in self._owners:
             begins, self._first_begins = self._first_begins, lambda: None
             begins()
         if self._calls is not None:
-            self._calls.began(module, args, kwargs, self._forwards.around)
+            around = self._forwards.around
+            self._calls.began(forward.module, forward.args, forward.kwargs, around)
 
     def _ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -266,6 +275,8 @@ class Capture:
             return function(*args, **kwargs)
         if name in _ATTRIBUTES:
             return self._read(function, args)
+        if self.attention is not None:
+            function = self.attention.watched(function, self._forwards)
         origin = self._origin
         trained, data = [], False
         for tensor in values_in(name, args, kwargs):
@@ -429,6 +440,8 @@ class Capture:
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
         rows_of_layer.calls.append(call)
+        if self.attention is not None:
+            self.attention.last_used = layer.pieces[0].parameter
         path = layer.path
         arrive = partial(
             self._guarded, lambda: [path], partial(self._on_gradient, path, use.layout, call)
@@ -496,7 +509,7 @@ class Capture:
         taken = call.rows.take(z)
         try:
             features = self._leftovers.features(
-                module, names, arguments, outputs, taken, self._forwards.began, call.rows
+                module, names, arguments, outputs, taken, self._forwards.forward, call.rows
             )
             if any(other.z.shape[1] != taken.shape[1] for other in rows_of_layer.calls):
                 raise Refused("its output has rows of another length at every call")
@@ -597,11 +610,12 @@ class Capture:
 
     def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
         """Rows of the layers whose gradient is told by this parameter's."""
-        return [
+        found = [
             self.rows[path]
             for path, layer in self.layers.items()
             if path in self.rows and layer.pieces[0].parameter is parameter
         ]
+        return found if self.attention is None else found + self.attention.rows_of(parameter)
 
     # --- what is seen of a backward pass ---------------------------------------------------------
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.forwards import Began
+from adiv_monitor.capture.forwards import Forward
 from adiv_monitor.capture.graph import leaves_of
 from adiv_monitor.capture.outputs import Outputs
 from adiv_monitor.capture.replay import Arguments, Replay, pattern, tolerance
@@ -96,7 +96,7 @@ class Leftovers:
         arguments: Arguments,
         outputs: Outputs,
         expected: Tensor,
-        began: Began,
+        began: Forward,
         rows: Rows,
     ) -> JacobianFeatures:
         """How the chosen rows of z move with the parameters.

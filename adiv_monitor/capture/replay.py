@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adiv_monitor.capture.eager import forced_eager
-from adiv_monitor.capture.forwards import Began
+from adiv_monitor.capture.forwards import Forward
 from adiv_monitor.capture.outputs import Outputs
 from adiv_monitor.capture.tape import tensors_in
 from adiv_monitor.features.rows import exact
@@ -56,7 +56,7 @@ class Replay:
         names: Sequence[str],
         arguments: Arguments,
         outputs: Outputs,
-        began: Began,
+        began: Forward,
         before: dict[int, nn.Parameter],
         *,
         elements: Tensor | None,
@@ -70,7 +70,7 @@ class Replay:
         args, kwargs = arguments
         self._args = [_copied(arg, held) for arg in args]
         self._kwargs = {name: _copied(arg, held) for name, arg in kwargs.items()}
-        self._twin = _twin(module, before, began.written)
+        self._twin = twin_of(module, before, began.written)
         parameters = dict(self._twin.named_parameters())
         self._moving = {name: parameters[name] for name in names}
         self._outputs = outputs
@@ -222,7 +222,7 @@ def _copied(value: Any, held: Callable[[Tensor], Tensor]) -> Any:
         ) from error
 
 
-def _twin(
+def twin_of(
     module: nn.Module, before: dict[int, nn.Parameter], written: Mapping[int, Tensor]
 ) -> nn.Module:
     """A copy of a module without its hooks; trained parameters are those of `before`.

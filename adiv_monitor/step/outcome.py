@@ -10,7 +10,7 @@ from adiv_monitor.capture.selection import listed
 from adiv_monitor.capture.updates import APPLIED, STEPPED, Watch
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.readings import REALISED, Array, Measured, Numbers, measure
-from adiv_monitor.report import MEASURES, LayerReading
+from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
 _RULE_TOLERANCE = 0.05
@@ -48,6 +48,7 @@ class Outcome:
         notes: what else a reader must know.
         loss_change: how the loss really changed, and that of every sample, if that was measured.
         loss_changes: see loss_change.
+        attention: the readings of attentions.
     """
 
     layers: dict[str, LayerReading]
@@ -57,6 +58,7 @@ class Outcome:
     notes: list[str]
     loss_change: float | None = None
     loss_changes: tuple[float, ...] = ()
+    attention: dict[str, AttentionReading] = field(default_factory=dict)
 
 
 @dataclass
@@ -92,6 +94,11 @@ class Looked:
     entry_rows: Index | None = field(default=None, repr=False)
 
 
+def refusals(flags: Mapping[str, Array]) -> list[str]:
+    """Why the step can't be measured at all; empty if it can."""
+    return [reason for name, reason in _REFUSED.items() if flags.get(name, np.zeros(1)).any()]
+
+
 def understand(
     looked: Mapping[str, Looked],
     values: dict[str, dict[str, Array]],
@@ -113,8 +120,7 @@ def understand(
         watch: is told what happened to gradients and weights.
         keeps_gradient: γ was copied, so that the optimizer could not change it.
     """
-    refused = [reason for name, reason in _REFUSED.items() if flags.get(name, np.zeros(1)).any()]
-    if refused:
+    if refused := refusals(flags):
         return Outcome({}, {}, {}, set(), refused)
     errors = {p: float(v["rule_error"]) for p, v in values.items() if "rule_error" in v}
     misdescribed = {
