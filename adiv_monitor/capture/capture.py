@@ -42,7 +42,7 @@ from adiv_monitor.capture.tape import is_retyped, tensors_in, values_in
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.linear import affine
-from adiv_monitor.features.recurrent import Map, Replay, Returned, uses_of
+from adiv_monitor.features.recurrent import Map, Returned, uses_of
 from adiv_monitor.features.recurrent_call import RECURRENT, RecurrentCall, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.rows import Rows
@@ -436,7 +436,7 @@ class Capture:
         rows_of_layer = self.rows[layer.path]
         call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
         call.place = self._placed(layer)
-        features = self._look(layer, call, use, z)
+        features = self._look(call, use, z)
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
         rows_of_layer.calls.append(call)
@@ -449,9 +449,9 @@ class Capture:
         call.hook = weakref.ref(arrive)
         output.register_hook(arrive)  # type: ignore[no-untyped-call]
 
-    def _look(self, layer: Layer, call: Call, use: Use, z: Tensor) -> Features:
-        """Gather the rows of a call; all that is said of them, trained or not."""
-        features = use.features(call.rows)
+    def _look(self, call: Call, use: Use, z: Tensor) -> Features:
+        """Gather the rows of a call; their features, trained or not."""
+        layer, features = call.layer, use.features(call.rows)
         whole = use.whole() if layer.weight is not None else None
         if whole is not None:
             whole = whole.restrict(weight=True, bias=layer.bias is not None)
@@ -467,22 +467,23 @@ class Capture:
         """Choose rows of the maps in a recurrent call, and put hooks on its outputs."""
         if made.refusal is not None:
             raise Refused(made.refusal)
-        layers: dict[str, tuple[Layer, Call]] = {}
+        calls: dict[str, Call] = {}
         used: list[Tensor] = []
         for use in uses_of(made):
             used += [tensor for tensor in (use.weight, use.bias) if tensor is not None]
             layer = self._layer(use, None)
             if layer is not None and layer.path in self.rows:
                 rows = self.rows[layer.path].choose((made.rows,), made.input.device)
-                layers[use.part] = layer, Call(layer, *rows)
-                layers[use.part][1].place = self._placed(layer)
-        if not layers:
+                calls[use.part] = Call(layer, *rows)
+                calls[use.part].place = self._placed(layer)
+        if not calls:
             return used
-        late = LateRows(made, Returned.of(made, outputs), rng_state, layers, self._on_replay)
-        for layer, call in layers.values():
+        late = LateRows(made, Returned.of(made, outputs), rng_state, calls, self._on_replay)
+        for call in calls.values():
+            call.precision = made.precision
             call.late = call.hook = weakref.ref(late)
-            self.rows[layer.path].calls.append(call)
-        paths = [layer.path for layer, _ in layers.values()]
+            self.rows[call.layer.path].calls.append(call)
+        paths = [call.layer.path for call in calls.values()]
         late.watch(outputs, lambda hook: partial(self._guarded, lambda: paths, hook))
         self._late.add(late)
         return used
@@ -676,20 +677,18 @@ class Capture:
         elif self._attainable:  # a second pass through one graph: its rows are summed up already
             self.rows[path].ceiling_is_whole = False
 
-    def _on_replay(
-        self, layer: Layer, call: Call, linear: Map, found: Replay, precision: float
-    ) -> None:
+    def _on_replay(self, call: Call, linear: Map, error: Tensor) -> None:
         """A replay has told the rows of one of the layers in a recurrent call."""
-        if layer.path not in self.rows:
+        path = call.layer.path
+        if path not in self.rows:
             return
         try:
             if not call.known:
-                self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
-            self._on_gradient(layer.path, as_it_is, call, linear.gradient)
-        except Exception as error:
-            self._failed(layer.path, error)
-        call.precision = max(call.precision, precision)
-        call.replay_error = found.error
+                self._look(call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+            self._on_gradient(path, as_it_is, call, linear.gradient)
+        except Exception as failure:
+            self._failed(path, failure)
+        call.replay_error = error
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:

@@ -43,12 +43,7 @@ class Outputs:
         self._places = [ids.index(id(tensor)) for tensor in tensors]
         self._count = len(every)
         self.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        shapes = [tensor.shape for tensor in tensors]
-        self._kept = 0  # leading dimensions of several tensors that rows keep
-        for kept in (None if not shapes else len(shapes[0]) - 1, 1):
-            if kept and all(s[:kept] == shapes[0][:kept] for s in shapes):
-                self._kept = kept
-                break
+        self._kept = _alike([tensor.shape for tensor in tensors])
 
     def of(self, output: Any) -> list[Tensor]:
         """The same tensors of what another call gave."""
@@ -80,6 +75,15 @@ class Outputs:
             for gradient, (shape, dtype, device) in zip(gradients, self.like, strict=True)
         ]
         return self.rows(found)
+
+
+def _alike(shapes: Sequence[Sequence[int]]) -> int:
+    """How many leading dimensions of several tensors are those of rows: all but one, one, none."""
+    if not shapes:
+        return 0
+    first = shapes[0]
+    choices = (kept for kept in (len(first) - 1, 1) if kept > 0)
+    return next((k for k in choices if all(shape[:k] == first[:k] for shape in shapes)), 0)
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Replay:
     """z and J_Θ(z) ΔΘ of one call of a module, inputs held, for changes of some parameters.
 
-    By forward-mode derivatives; where a function has none, by differentiating its backward twice.
+    By forward-mode derivatives, for which no_grad hides nothing; where a function has none, by
+    differentiating its backward twice, which then says what a move is, for custom functions too.
     Hooks are not run, but those of `torch.nn.utils` that make weights: where another one changes
     the output, z is not what it was.
 

@@ -6,11 +6,13 @@ output after the other, on the inputs that the module got; and moves the paramet
 
 import copy
 import math
+import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from setups import one_step
@@ -24,7 +26,6 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture import leftovers
 from adiv_monitor.features import uses
 
-pytestmark = pytest.mark.filterwarnings("error")
 EXACT = {"rel": 1e-9, "abs": 1e-12}
 
 
@@ -134,6 +135,7 @@ class Noisy(nn.Module):
         self.norm = nn.BatchNorm1d(4, affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        random.random(), np.random.random()
         return self.norm((self.drop(x.abs()) + 0.5) ** self.power)
 
 
@@ -152,6 +154,18 @@ class Turning(Bent):
         z = super().forward(x - self.mean) * self.calls
         self.mean[1:].mul_(0.5)
         return z
+
+
+class Attending(nn.Module):
+    """Fused attention, which has no forward-mode derivative, behind a learned power."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bent = ((x.abs() + 0.5) ** self.power)[:, None]
+        return functional.scaled_dot_product_attention(bent, bent, bent, is_causal=True)[:, 0]
 
 
 def normed() -> nn.Module:
@@ -177,6 +191,22 @@ class Cell(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         kept = state * torch.atan2(self.rate, x) * mask
         return torch.atan2(x, self.turn), {"state": kept}
+
+
+class Uneven(nn.Module):
+    """Gives sequences, what each says in all, and perhaps what the batch says."""
+
+    def __init__(self, of_batch: bool) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.rand(4))
+        self.of_batch = of_batch
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        z = (x.abs() + 0.5) ** self.power
+        each = torch.atan2(x, self.power).sum(1)
+        if not self.of_batch:
+            return z, each
+        return z, each, torch.hypot(x[0], self.power).sum(0, keepdim=True)
 
 
 class Pictures(nn.Module):
@@ -244,7 +274,10 @@ def flat(output: Any) -> list[Tensor]:
 
 
 def laid_out(tensors: list[Tensor]) -> Tensor:
-    """Rows: positions of (B, …, C), of pictures (B, C, H, W)."""
+    """Rows: positions of (B, …, C) or (B, C, H, W); else elements of the batch; else one."""
+    if len({t.shape[:-1] for t in tensors}) > 1:
+        same = len({len(t) for t in tensors}) == 1
+        return torch.cat([t.reshape(len(t) if same else 1, -1) for t in tensors], 1)
     z = torch.cat(tensors, -1)
     z = z.movedim(1, -1) if z.dim() == 4 else z
     return z.reshape(-1, z.shape[-1])
@@ -356,8 +389,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str], Callable[[], Any], st
         lambda: ((data(6, 4),), {}),
         "inner.parametrizations.weight.original",
     ),
+    "fused attention": (Attending, ["power"], lambda: ((data(3, 5, 4),), {}), "inner.power"),
     "dropout and batch norm": (Noisy, ["power"], lambda: ((data(8, 4),), {}), "inner.power"),
     "buffers that change": (Turning, ["beta", "power"], lambda: ((data(6, 4),), {}), "inner"),
+    "outputs that share the batch": (
+        lambda: Uneven(False),
+        ["power"],
+        lambda: ((data(5, 3, 4),), {}),
+        "inner.power",
+    ),
+    "outputs that share nothing": (
+        lambda: Uneven(True),
+        ["power"],
+        lambda: ((data(5, 3, 4),), {}),
+        "inner.power",
+    ),
     "several outputs": (Cell, ["rate", "turn"], lambda: ((data(5, 4),), state()), "inner"),
 }
 
@@ -545,7 +591,7 @@ def test_calls_share_the_rows() -> None:
 
 
 class Stateful(nn.Module):
-    """All that a second run could be seen by."""
+    """All that a second run could be seen by: states, hooks, random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -558,13 +604,15 @@ class Stateful(nn.Module):
         self.calls += 1
         z = self.noisy(x)
         self.penalties.append(z.square().mean())
-        return self.last(z)
+        return functional.dropout(self.last(z), 0.3)
 
 
 @pytest.mark.parametrize("max_rows", [None, 2])
 def test_the_run_is_the_same_to_the_last_bit(max_rows: int | None) -> None:
     def train(monitored: bool) -> list[Tensor]:
         torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
         model = Stateful()
         called: list[int] = []
         model.noisy.norm.register_forward_hook(lambda *_: called.append(1))
@@ -586,10 +634,41 @@ def test_the_run_is_the_same_to_the_last_bit(max_rows: int | None) -> None:
             assert report.coverage == 1
         assert len(called) == 3
         assert not model.noisy._forward_hooks
-        return [*found, *model.state_dict().values(), torch.get_rng_state()]
+        drawn = torch.tensor([random.random(), np.random.random()])
+        return [*found, *model.state_dict().values(), torch.get_rng_state(), drawn]
 
     for a, b in zip(train(False), train(True), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler
+def test_a_compiled_part_is_not_compiled_again() -> None:
+    """Nor for a replay after the step, when compiled code runs as such again."""
+
+    def train(monitored: bool) -> int:
+        torch._dynamo.reset()
+        graphs = 0
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+            nonlocal graphs
+            graphs += 1
+            return graph.forward
+
+        model = Counted(torch.compile(nn.Linear(4, 4), backend=backend))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = Monitor(model, optimizer, every_n_steps=2, on_error="raise")
+        if monitored:
+            monitor.attach()
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+        monitor.close()
+        for report in monitor.reports:
+            assert report.layers.keys() == {"power", "inner"}
+        return graphs
+
+    assert train(True) == train(False) == 1
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
