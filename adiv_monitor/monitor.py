@@ -64,7 +64,7 @@ class Monitor:
         max_rows: rows to look at per layer and step, chosen at random; None: all of them.
         attainable: measure the ceiling `attainable_cosine` too, which looks at all rows.
         attention: measure what the step does to attention scores too (`StepReport.attention`), on
-            a few samples, with which the modules that attend are run once more.
+            a few samples, for which twins of the modules that attend are run.
         realised: after each measured step, run its forward passes again with the new weights, and
             half-way to them: what really happened, beside what this layer's own step made happen
             (`realised_cosine`, `single_layer_share`, `first_order_error`). Instead of True: the

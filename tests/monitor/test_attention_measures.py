@@ -708,6 +708,13 @@ def test_other_monitors_do_not_take_it_for_training() -> None:
         monitor.close()
 
 
+def test_realised_measures_go_with_it() -> None:
+    model = built("torch, dropout")
+    both = monitored(copy.deepcopy(model), realised=True)
+    same(both, monitored(model))
+    assert both.layers["before"].realised_cosine is not None
+
+
 def test_nothing_is_kept_after_the_step() -> None:
     model = built("torch, dropout")
     seen: list[weakref.ref[Tensor]] = []
