@@ -51,7 +51,7 @@ class Call:
     z: Tensor
 
     def __init__(self, layer: Layer | None, rows: Rows, chosen: Draw) -> None:
-        self.layer = layer
+        self._layer = layer
         self.rows = rows
         self.draw = chosen
         self.known = False
@@ -67,6 +67,12 @@ class Call:
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
         self.place: CallPlace | None = None
+
+    @property
+    def layer(self) -> Layer:
+        """What was called, with the weights that this call used; attention has none."""
+        assert self._layer is not None
+        return self._layer
 
     def look(self, features: Features, z: Tensor, whole: Whole | None) -> None:
         """Keep what the rows are."""
