@@ -14,6 +14,7 @@ from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.lent import lent
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
+    asked_for,
     known_measures,
     summary_scalars,
     summary_tags,
@@ -58,6 +59,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
         max_rows: rows to look at per layer and step; None: all of them.
         attainable: measure the ceiling too, which looks at all rows.
+        attention: measure what the step does to attention scores too.
         measures: what is logged.
         sinks: further sinks, which stay open; only the first process writes to them.
         on_error: what an error inside the monitor does: "warn" and go on, or "raise".
@@ -81,6 +83,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         layers: LayerChoice = None,
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
+        attention: bool = False,
         measures: Iterable[str] = DEFAULT_MEASURES,
         sinks: Sequence[Sink] = (),
         on_error: Literal["warn", "raise"] = "warn",
@@ -92,6 +95,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
             "max_overhead": max_overhead,
             "max_rows": max_rows,
             "attainable": attainable,
+            "attention": attention,
             "on_error": on_error,
             "seed": seed,
         }
@@ -231,8 +235,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         metric = _followed(trainer.args)
         if metric is None:
             return
-        absent = () if self._options["attainable"] else ("attainable_cosine",)
-        there = [measure for measure in self._measures if measure not in absent]
+        there = asked_for(self._measures, self._options)
         tags = [tag for measure in there for tag in summary_tags(measure).values()]
         if metric not in tags:
             raise ValueError(

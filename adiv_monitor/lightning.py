@@ -17,12 +17,13 @@ from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.capture.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.monitor import Monitor
-from adiv_monitor.report import REALISED_MEASURES, WORST, StepReport
+from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.lent import lent
 from adiv_monitor.sinks.logger import logger_sink
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
+    asked_for,
     known_measures,
     summary_scalars,
     summary_tags,
@@ -71,6 +72,7 @@ class DivergenceCallback(Callback):
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
         max_rows: rows to look at per layer and step; None: all of them.
         attainable: measure the ceiling too, which looks at all rows.
+        attention: measure what the step does to attention scores too.
         realised: find out what each measured step really did, as in `Monitor`.
         measures: what goes to loggers and callbacks.
         sinks: further sinks, which stay open; only rank zero writes to them.
@@ -96,6 +98,7 @@ class DivergenceCallback(Callback):
         layers: LayerChoice = None,
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
+        attention: bool = False,
         realised: bool | LossOf = False,
         measures: Iterable[str] = DEFAULT_MEASURES,
         sinks: Sequence[Sink] = (),
@@ -109,6 +112,7 @@ class DivergenceCallback(Callback):
             "max_overhead": max_overhead,
             "max_rows": max_rows,
             "attainable": attainable,
+            "attention": attention,
             "realised": realised,
             "on_error": on_error,
             "seed": seed,
@@ -230,13 +234,8 @@ class DivergenceCallback(Callback):
 
     def _announce(self, trainer: "Trainer") -> None:
         """A checkpoint refuses a metric that does not exist, and skips one that is None."""
-        not_asked_for = set(() if self._options["attainable"] else ("attainable_cosine",))
-        if self._options["realised"] is False:
-            not_asked_for.update(REALISED_MEASURES)
         for name in self.monitors:
-            for measure in self._measures:
-                if measure in not_asked_for:
-                    continue
+            for measure in asked_for(self._measures, self._options):
                 for tag in summary_tags(measure, name).values():
                     trainer.callback_metrics.setdefault(tag, None)  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ from adiv_monitor.arguments import (
     check_choice,
     held_parameters,
 )
+from adiv_monitor.capture.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.eager import forced_eager, in_compiled_code
 from adiv_monitor.capture.hook import Hook, NextForward
@@ -62,6 +63,8 @@ class Monitor:
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
         max_rows: rows to look at per layer and step, chosen at random; None: all of them.
         attainable: measure the ceiling `attainable_cosine` too, which looks at all rows.
+        attention: measure what the step does to attention scores too (`StepReport.attention`), on
+            a few samples, for which twins of the modules that attend are run.
         realised: after each measured step, run its forward passes again with the new weights, and
             half-way to them: what really happened, beside what this layer's own step made happen
             (`realised_cosine`, `single_layer_share`, `first_order_error`). Instead of True: the
@@ -101,6 +104,7 @@ class Monitor:
         layers: LayerChoice = None,
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
+        attention: bool = False,
         realised: bool | LossOf = False,
         sinks: Sequence[Sink] = (),
         keep: int = 100,
@@ -118,6 +122,7 @@ class Monitor:
         self._choice = layers
         self._max_rows = max_rows
         self._attainable = attainable
+        self._attention = attention
         self._realised = realised
         self._sinks = tuple(sinks)
         self._on_error = on_error
@@ -245,6 +250,7 @@ class Monitor:
             max_rows=self._max_rows,
             generator=self._generator,
             attainable=self._attainable,
+            attention=self._attention_calls(selection) if self._attention else None,
             checked=self._checked,
             switched_off=set(self._switched_off),
             fail=self._switch_off,
@@ -266,6 +272,9 @@ class Monitor:
             return None
         loss = None if isinstance(self._realised, bool) else self._realised
         return Realised(self._model, selection, loss, self._not_realised)
+
+    def _attention_calls(self, selection: Selection) -> AttentionCalls:
+        return AttentionCalls(selection, self._generator, self._attention_failed)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -376,7 +385,7 @@ class Monitor:
         self._switched_off |= outcome.misdescribed
         seen = pending.capture.layers
         measured = [layer for path, layer in seen.items() if path in outcome.layers]
-        known = {**outcome.unsupported, **pending.capture.refused}
+        known = dict(outcome.unsupported)
         known |= {p: r for p, r in self._switched_off.items() if p in seen}
         told = [*measured, *(layer for path, layer in seen.items() if path in known)]
         report = StepReport(
@@ -393,6 +402,7 @@ class Monitor:
             realised_loss_change=outcome.loss_change,
             realised_loss_changes=outcome.loss_changes,
             unmeasured=pending.selection.unmeasured(measured),
+            attention=outcome.attention,
         )
         self._notes.clear()
         self._emit(report)
@@ -442,6 +452,16 @@ class Monitor:
             raise error
         self._switched_off[path] = f"measuring it failed: {type(error).__name__}: {error}"
         self._warn(path, f"adiv_monitor: layer '{path}': {self._switched_off[path]}")
+
+    def _attention_failed(self, path: str, error: Exception) -> None:
+        """An exception while measuring an attention, which the report's notes tell."""
+        if self._on_error == "raise":
+            raise error
+        self._warn(
+            f"attention of {path}",
+            f"adiv_monitor: attention of '{path}': measuring it failed: "
+            f"{type(error).__name__}: {error}",
+        )
 
     def _guard_sink(self, sink: Sink, action: Callable[[], None]) -> str | None:
         """Run a sink's method; its failure becomes a sentence in the report."""

@@ -14,6 +14,10 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 
+def everything(z: Tensor) -> Tensor:
+    return z
+
+
 @dataclass(frozen=True)
 class Of:
     """One use of parameters: which rows it has, and what is exact of them when they are sampled.
@@ -31,8 +35,13 @@ class Of:
     bias: str | None = None
     channels: tuple[int, ...] = (-1,)
     groups: int = 1
-    part: Callable[[Tensor], Tensor] = lambda z: z
+    part: Callable[[Tensor], Tensor] = everything
     one_pass: bool = True
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it makes all of the result."""
+        return self.part is everything
 
     @property
     def path(self) -> str:
@@ -119,7 +128,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         return handle_torch_function(grouped_mm, (x, w), x, w, offs=offs)
     starts, ends = [0, *offs[:-1].tolist()], offs.tolist()
     parts = [x[a:b] @ w[e] for e, (a, b) in enumerate(zip(starts, ends, strict=True))]
-    return torch.cat([*parts, torch.full((len(x) - ends[-1], w.shape[2]), 7.0).to(x)])
+    return torch.cat([*parts, torch.full((len(x) - ends[-1], w.shape[2]), torch.nan).to(x)])
 
 
 X = 4  # inputs
@@ -131,7 +140,7 @@ def gain(*channels: int, groups: int, name: str = "w") -> Of:
     return Of(name, channels=channels, groups=groups, one_pass=False)
 
 
-def constant(*channels: int, name: str = "w", part: Callable[[Tensor], Tensor] = lambda z: z) -> Of:
+def constant(*channels: int, name: str = "w", part: Callable[[Tensor], Tensor] = everything) -> Of:
     """An offset that is the same at all places."""
     return Of(None, name, channels, part=part, one_pass=False)
 
@@ -746,7 +755,7 @@ case(
     (5, 3),
     shares_of_three,
 )
-case("embedding_bag-offsets", lambda p, i, o: F.embedding_bag(i, p.w, o), (5, 3), bags(0, 3, 3))
+case("embedding_bag-offsets", lambda p, i, o: F.embedding_bag(i, p.w, o), (5, 3), bags(0, 3, 3, 4))
 case(
     "embedding_bag-ends",
     lambda p, i, o: F.embedding_bag(i, p.w, o, mode="sum", include_last_offset=True),

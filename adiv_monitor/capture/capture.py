@@ -7,16 +7,17 @@ activations, modules that are called several times and checkpointing all work:
 - re-entrant checkpointing: the first pass has no gradient graph and is skipped;
 - other checkpointing: the recomputation's output never receives a gradient and is dropped;
 - gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them;
-- recurrent functions, which hide their rows: a replay tells them in the backward pass.
+- recurrent functions, which hide their rows: a replay tells them in the backward pass;
+- parameters that no rule accounts for: through the output of the module that holds them.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,20 +25,24 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
+from adiv_monitor.capture.attention_calls import AttentionCalls
 from adiv_monitor.capture.forward_calls import CallPlace, ForwardCalls
-from adiv_monitor.capture.forwards import Forwards, Function
+from adiv_monitor.capture.forwards import Forward, Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
+from adiv_monitor.capture.leftovers import Leftovers
 from adiv_monitor.capture.origin import Origin
-from adiv_monitor.capture.pieces import Piece, Pieces, Source, overlap
+from adiv_monitor.capture.outputs import Outputs
+from adiv_monitor.capture.pieces import Piece, Pieces, Source, Together, overlap
 from adiv_monitor.capture.randomness import random_state
+from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
-from adiv_monitor.capture.tape import is_in_place, tensors_in, values_in
+from adiv_monitor.capture.tape import is_retyped, tensors_in, values_in
 from adiv_monitor.features.attention import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.linear import affine
-from adiv_monitor.features.recurrent import Map, Replay, Returned, uses_of
+from adiv_monitor.features.recurrent import Map, Returned, uses_of
 from adiv_monitor.features.recurrent_call import RECURRENT, RecurrentCall, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.rows import Rows
@@ -45,11 +50,9 @@ from adiv_monitor.features.uses import FunctionCall, Refused, Use, as_it_is, nam
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import ceiling, dots
 
-T = TypeVar("T")
-
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
-_ATTRIBUTES = ("__get__", "__set__")  # what they give is a view, or no tensor
+_ATTRIBUTES = ("__get__", "__set__")
 # These are Python, and use parameters in the functions that they call.
 _OPENED = ("multi_head_attention_forward",)
 
@@ -69,6 +72,7 @@ class Capture:
             is not watched any more.
         begins: called when the first layer's forward pass with gradients begins.
         calls: notes the forward passes, so that they can be run again.
+        attention: gathers samples of attentions, if that is asked for.
 
     Attributes:
         layers: by path, the layers that were seen so far.
@@ -91,11 +95,13 @@ class Capture:
         fail: Callable[[str, Exception], None],
         begins: Callable[[], object],
         calls: ForwardCalls | None = None,
+        attention: AttentionCalls | None = None,
     ) -> None:
         self.layers: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
         self.accumulated: dict[int, Accumulation] = {}
         self.refused: dict[str, str] = {}
+        self.attention = attention
         self._selection = selection
         self._chooser = Chooser(max_rows, generator)
         self._attainable = attainable
@@ -107,17 +113,14 @@ class Capture:
         self._verdict = (-1, False)
         self._origin = Origin(model, selection.parameters)
         self._order = {key: i for i, key in enumerate(selection.places)}
-        self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
+        self._leftovers = Leftovers(selection)
         self._owners = set(selection.owners)
         self._calls = calls
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
+        devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
+        watchers = self._called, self._begins, self._ends
         self._forwards = Forwards(
-            selection.modules,
-            selection.closed,
-            self._called,
-            self._begins,
-            self._ends,
-            repeated=self._repeated,
+            *(selection.modules, selection.closed, *watchers, devices), repeated=self._repeated
         )
 
     @property
@@ -128,12 +131,15 @@ class Capture:
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
         self._active = False
+        if self.attention is not None:
+            self.attention.detach()
         self._forwards.remove()
         for accumulated in self.accumulated.values():
             accumulated.remove()
         self.accumulated.clear()  # they refer to this: a cycle that would hold gradients back
         for late in list(self._late):
             late.release()
+        self._leftovers.release()
 
     def saw_calls(self) -> bool:
         """Whether any layer was called with gradients enabled."""
@@ -160,7 +166,7 @@ class Capture:
         found = set()
         for key, users in uses.items():
             pieces = [piece for _, piece in users]
-            if key in self._unexplained or overlap(pieces[0].parameter, pieces):
+            if self._leftovers.has(key) or overlap(pieces[0].parameter, pieces):
                 found |= {layer.path for layer, _ in users}
         return found
 
@@ -171,6 +177,8 @@ class Capture:
         place = self._selection.places[key][0]
         kind = type(place.module)
         rule = self._selection.rules.get(place.module)
+        if place.path in self.refused:
+            return self.refused[place.path]
         if parameter.grad is None:
             return "no gradient reached it in this step"
         if rule is not None and place.name not in (rule.weight, rule.bias):
@@ -182,8 +190,8 @@ class Capture:
             reason = (
                 "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
             )
-        elif key in self._unexplained:
-            reason = f"it is used by {self._unexplained[key]}, for which there is no rule"
+        elif (found := self._leftovers.why(key)) is not None:
+            reason = found
         elif (ended := self._origin.tape.ended_in(parameter)) and not self._measures(parameter):
             reason = f"it went through torch's {ended}, whose result no function was seen to use"
         else:
@@ -199,17 +207,20 @@ class Capture:
 
     # --- what is seen of a forward pass ----------------------------------------------------------
 
-    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module in self._owners:
+    def _begins(self, forward: Forward) -> None:
+        if self.attention is not None:
+            self.attention.begins(forward)
+        if forward.module in self._owners:
             begins, self._first_begins = self._first_begins, lambda: None
             begins()
         if self._calls is not None:
-            self._calls.began(module, args, kwargs, self._forwards.around)
+            around = self._forwards.around
+            self._calls.began(forward.module, forward.args, forward.kwargs, around)
 
     def _ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run: the rows of one whose class has a rule.
+        """A module's forward has run: its rows, if its class has a rule or something is left.
 
         `output` is None if it raised.
         """
@@ -218,7 +229,10 @@ class Capture:
         if output is None:
             return
         rule = self._selection.rules.get(module)
-        if rule is None or not trains(output):
+        if not trains(output):
+            return
+        if rule is None:
+            self._look_at_whole(module, args, kwargs, output)
             return
         path = self._selection.modules[module]
         try:
@@ -230,13 +244,39 @@ class Capture:
         except Exception as error:
             self._failed(path, error)
 
+    def _look_at_whole(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Measure through a module's own output what no rule accounts for."""
+        path = self._selection.modules[module]
+        if path in self._off or not self._leftovers.may_be_in(module):
+            return
+        try:
+            inputs = list(tensors_in(*args, *kwargs.values()))
+            if not self._forwards.is_outermost and all(map(self._origin.of_model, inputs)):
+                return  # it makes a weight, no activations
+            outputs = Outputs(output, inputs)
+            tensors = outputs.of(output)
+            names = self._leftovers.claim(module, tensors, inputs) if tensors else []
+            if names:
+                with torch.no_grad():
+                    self._note_whole(module, names, (args, kwargs), outputs, tensors)
+        except Exception as error:
+            self._failed(path, error)
+
     def _called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, and note the parameters that it uses."""
         name = getattr(function, "__name__", "")
+        if self._active and (name.endswith("_") or "out" in kwargs):
+            buffer = self._origin.buffer(kwargs.get("out", args[0] if args else None))
+            if buffer is not None:
+                self._forwards.is_written(buffer)
         if not self._is_looking():
             return function(*args, **kwargs)
         if name in _ATTRIBUTES:
             return self._read(function, args)
+        if self.attention is not None:
+            function = self.attention.watched(function, self._forwards)
         origin = self._origin
         trained, data = [], False
         for tensor in values_in(name, args, kwargs):
@@ -250,7 +290,7 @@ class Capture:
         if not data:
             origin.remember(result)
         elif args and (result is args[0] or result is None):
-            origin.forget(args[0])  # it may have been of zeros so far
+            origin.spend(args[0], written=True)  # it may have been of zeros so far
         return result
 
     def _is_looking(self) -> bool:
@@ -286,74 +326,52 @@ class Capture:
         data: bool,
     ) -> Any:
         """Call a function that takes what is trained; `data`: and something of the batch."""
-        if name in _OPENED:
+        gradients = self._looks_for_uses()
+        if gradients and name in _OPENED:
             return self._forwards.opened(function, args, kwargs)
-        if function in RECURRENT:
+        if gradients and function in RECURRENT:
             return self._recurrent(function, args, kwargs, trained)
-        if not data:
-            return self._made(function, name, args, kwargs, trained)
+        origin, begun = self._origin, None
+        data = data or any(map(is_retyped, trained))  # no change can be followed through that
+        if not data and trains(trained[0]):
+            with self._noting(trained):
+                begun = origin.tape.begin(function, args, kwargs, gradients=gradients)
         kept = args
-        if name in _OVERWRITE and not self._origin.of_model(args[0]):
+        if name in _OVERWRITE and not origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
         result = function(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
-        if self._looks_for_uses():
-            self._explain(name, trained, self._uses(function, made, kept, kwargs, trained))
-        self._origin.forget(args[0] if is_in_place(name) else made)
-        return result
-
-    def _made(
-        self,
-        function: Function,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        trained: list[Tensor],
-    ) -> Any:
-        """Call a function of the model alone: it uses parameters, or makes something of them."""
-        origin, tape = self._origin, self._origin.tape
-        begun = None
-        if trains(trained[0]):
-            begun = self._tried(trained, tape.begin, function, name, args, kwargs)
-        result = function(*args, **kwargs)
-        used = self._uses(function, result, args, kwargs, trained)
+        if not all(map(trains, tensors_in(made))):
+            return result
+        used: list[Tensor] = []
+        if gradients and isinstance(made, Tensor):
+            call = FunctionCall(made, origin.of_model, self._forwards.inside)
+            used = self._uses(name_of(function), call, kept, kwargs, trained)
         if begun is not None:
-            self._tried(trained, tape.end, begun, () if used else tensors_in(result))
-        if used:
-            self._explain(name, trained, used)
+            with self._noting(trained):
+                origin.tape.end(begun, () if used else tensors_in(result))
+        if data or used:
+            self._explain(name, trained if gradients else [], used)
+            origin.spend(made, written=bool(args) and made is args[0])
         else:
             origin.remember(result)
         return result
 
-    def _tried(self, trained: list[Tensor], function: Callable[..., T], *args: Any) -> T | None:
-        """What the tape gives; a failure must not reach the training loop."""
-        place = self._place(self._first(trained[0]))
-        try:
-            return function(*args)
-        except Refused as refusal:
-            self.refused[place.path] = str(refusal)
-        except Exception as error:
-            self._failed(place.full_name, error)
-        return None
-
     def _uses(
         self,
-        function: Function,
-        made: object,
+        name: str,
+        call: FunctionCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         trained: list[Tensor],
     ) -> list[Tensor]:
         """Note the uses in a call; the tensors that they account for."""
-        if not (isinstance(made, Tensor) and self._looks_for_uses() and trains(made)):
-            return []
         if self._is_off(trained):
             return trained
-        call = FunctionCall(made, self._origin.of_model, self._forwards.inside)
-        with self._noting(trained) as used, without_autocast(made):
-            for use in uses_in(name_of(function), call, args, kwargs):
+        with self._noting(trained) as used, without_autocast(call.result):
+            for use in uses_in(name, call, args, kwargs):
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
-                self._note(use, made)
+                self._note(use, call.result)
         return used
 
     def _recurrent(
@@ -376,6 +394,8 @@ class Capture:
             with self._noting(trained) as used:
                 used += self._note_maps(call, outputs, rng_state)
             self._explain(function.__name__, trained, used)
+        elif call is None:
+            self._explain(function.__name__, trained, trained)
         return result
 
     @contextmanager
@@ -399,10 +419,11 @@ class Capture:
     def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
         """Keep in mind what parameters went into where no rule can follow."""
         for tensor in trained:
+            keys = self._origin.parameters_of(tensor)
             if any(tensor is other for other in used):
-                continue
-            for key in self._origin.parameters_of(tensor):
-                self._unexplained.setdefault(key, f"torch's {name}")
+                self._leftovers.account(keys)
+            else:
+                self._leftovers.leave(keys, f"torch's {name}")
 
     def _note(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
@@ -415,10 +436,12 @@ class Capture:
         rows_of_layer = self.rows[layer.path]
         call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
         call.place = self._placed(layer)
-        features = self._look(layer, call, use, z)
+        features = self._look(call, use, z)
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
         rows_of_layer.calls.append(call)
+        if self.attention is not None:
+            self.attention.last_used = layer.pieces[0].parameter
         path = layer.path
         arrive = partial(
             self._guarded, lambda: [path], partial(self._on_gradient, path, use.layout, call)
@@ -426,9 +449,9 @@ class Capture:
         call.hook = weakref.ref(arrive)
         output.register_hook(arrive)  # type: ignore[no-untyped-call]
 
-    def _look(self, layer: Layer, call: Call, use: Use, z: Tensor) -> Features:
-        """Gather the rows of a call; all that is said of them, trained or not."""
-        features = use.features(call.rows)
+    def _look(self, call: Call, use: Use, z: Tensor) -> Features:
+        """Gather the rows of a call; their features, trained or not."""
+        layer, features = call.layer, use.features(call.rows)
         whole = use.whole() if layer.weight is not None else None
         if whole is not None:
             whole = whole.restrict(weight=True, bias=layer.bias is not None)
@@ -444,25 +467,63 @@ class Capture:
         """Choose rows of the maps in a recurrent call, and put hooks on its outputs."""
         if made.refusal is not None:
             raise Refused(made.refusal)
-        layers: dict[str, tuple[Layer, Call]] = {}
+        calls: dict[str, Call] = {}
         used: list[Tensor] = []
         for use in uses_of(made):
             used += [tensor for tensor in (use.weight, use.bias) if tensor is not None]
             layer = self._layer(use, None)
             if layer is not None and layer.path in self.rows:
                 rows = self.rows[layer.path].choose((made.rows,), made.input.device)
-                layers[use.part] = layer, Call(layer, *rows)
-                layers[use.part][1].place = self._placed(layer)
-        if not layers:
+                calls[use.part] = Call(layer, *rows)
+                calls[use.part].place = self._placed(layer)
+        if not calls:
             return used
-        late = LateRows(made, Returned.of(made, outputs), rng_state, layers, self._on_replay)
-        for layer, call in layers.values():
+        late = LateRows(made, Returned.of(made, outputs), rng_state, calls, self._on_replay)
+        for call in calls.values():
+            call.precision = made.precision
             call.late = call.hook = weakref.ref(late)
-            self.rows[layer.path].calls.append(call)
-        paths = [layer.path for layer, _ in layers.values()]
+            self.rows[call.layer.path].calls.append(call)
+        paths = [call.layer.path for call in calls.values()]
         late.watch(outputs, lambda hook: partial(self._guarded, lambda: paths, hook))
         self._late.add(late)
         return used
+
+    def _note_whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+    ) -> None:
+        """Gather rows of a module that is measured as a whole, and hook its output."""
+        parameters = [module.get_parameter(name) for name in names]
+        source = Together([self._origin.pieces.of(p) for p in parameters], module)
+        use = Use("module", None, None, _no_features)
+        layer = self._find(self._whole_names(module, parameters), use, source, None)
+        if layer is None or layer.path not in self.rows:
+            return
+        path, rows_of_layer = layer.path, self.rows[layer.path]
+        z = outputs.rows(tensors)
+        call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), z.device))
+        taken = call.rows.take(z)
+        try:
+            features = self._leftovers.features(
+                module, names, arguments, outputs, taken, self._forwards.forward, call.rows
+            )
+            if any(other.z.shape[1] != taken.shape[1] for other in rows_of_layer.calls):
+                raise Refused("its output has rows of another length at every call")
+        except Refused as refusal:
+            self._leftovers.refuse(parameters, str(refusal))
+            del self.layers[path], self.rows[path]
+            return
+        call.look(features, taken, None)
+        rows_of_layer.calls.append(call)
+        arrive = partial(
+            self._guarded, lambda: [path], partial(self._on_gradient, path, as_it_is, call)
+        )
+        call.hook = weakref.ref(arrive)
+        outputs.hook(tensors, arrive)
 
     # --- layers ----------------------------------------------------------------------------------
 
@@ -472,10 +533,18 @@ class Capture:
         lead = weight or bias
         if lead is None:
             return None
-        for name in self._names(use, lead) if path is None else [path]:
-            known = self.layers.get(name)
+        names = self._names(use, lead) if path is None else [path]
+        return self._find(names, use, weight, bias)
+
+    def _find(
+        self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
+    ) -> Layer | None:
+        """The layer of one of these names that is made alike, or a new one."""
+        path = ""
+        for path in names:
+            known = self.layers.get(path)
             if known is None:
-                return self._new_layer(name, use, weight, bias)
+                return self._new_layer(path, use, weight, bias)
             if _identity(known.kind, known.weight, known.bias) == _identity(use.kind, weight, bias):
                 return known.made_of(weight, bias)
         raise ValueError(f"'{path}' uses other parameters at every call")
@@ -523,17 +592,30 @@ class Capture:
         if part == "" and name in ("weight", "bias") and not rows:
             yield path
         yield full
-        user = self._selection.modules[self._forwards.innermost] or use.kind
-        yield f"{full}@{user}"
-        yield from (f"{full}@{user}#{i}" for i in count(2))
+        yield from self._with_user(full, use.kind)
+
+    def _whole_names(self, module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[str]:
+        """What a module measured as a whole may be called: as it is, or as its one parameter."""
+        name = self._selection.modules[module]
+        if len(parameters) == 1:
+            place = self._place(id(parameters[0]))
+            name = place.path if place.name in ("weight", "bias") else place.full_name
+        yield from (name, f"{name}@module")
+        yield from self._with_user(name, "module")
+
+    def _with_user(self, name: str, kind: str) -> Iterator[str]:
+        user = self._selection.modules[self._forwards.innermost] or kind
+        yield f"{name}@{user}"
+        yield from (f"{name}@{user}#{i}" for i in count(2))
 
     def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
         """Rows of the layers whose gradient is told by this parameter's."""
-        return [
+        found = [
             self.rows[path]
             for path, layer in self.layers.items()
             if path in self.rows and layer.pieces[0].parameter is parameter
         ]
+        return found if self.attention is None else found + self.attention.rows_of(parameter)
 
     # --- what is seen of a backward pass ---------------------------------------------------------
 
@@ -595,20 +677,18 @@ class Capture:
         elif self._attainable:  # a second pass through one graph: its rows are summed up already
             self.rows[path].ceiling_is_whole = False
 
-    def _on_replay(
-        self, layer: Layer, call: Call, linear: Map, found: Replay, precision: float
-    ) -> None:
+    def _on_replay(self, call: Call, linear: Map, error: Tensor) -> None:
         """A replay has told the rows of one of the layers in a recurrent call."""
-        if layer.path not in self.rows:
+        path = call.layer.path
+        if path not in self.rows:
             return
         try:
             if not call.known:
-                self._look(layer, call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
-            self._on_gradient(layer.path, as_it_is, call, linear.gradient)
-        except Exception as error:
-            self._failed(layer.path, error)
-        call.precision = max(call.precision, precision)
-        call.replay_error = found.error
+                self._look(call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+            self._on_gradient(path, as_it_is, call, linear.gradient)
+        except Exception as failure:
+            self._failed(path, failure)
+        call.replay_error = error
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
@@ -620,6 +700,10 @@ def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
         rest = rest - part
     error: Tensor = torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(z)
     return error
+
+
+def _no_features(rows: Rows) -> Features:
+    raise NotImplementedError("what a module as a whole does to its rows is told by a replay")
 
 
 def _trained(layer: Layer, features: Features) -> Features:

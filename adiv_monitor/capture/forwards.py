@@ -1,13 +1,14 @@
 """Sees every function that is called inside the forwards of a model's modules."""
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -16,6 +17,7 @@ from torch.overrides import (
 )
 
 from adiv_monitor.capture.hook import ModuleHook, is_replaying, trains
+from adiv_monitor.capture.randomness import Randomness
 
 Function = Callable[..., Any]
 
@@ -34,11 +36,30 @@ class _Mode(TorchFunctionMode):
         return self._watcher(func, args, kwargs or {})
 
 
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A forward that runs, and what it found when it began, as far as that is gone since.
+
+    Attributes:
+        module: whose it is.
+        args: what it got.
+        kwargs: see args.
+        random: the random numbers.
+        written: by id, what tensors were that were written to since.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: Randomness
+    written: dict[int, Tensor]
+
+
 class _Running(threading.local):
-    """The modules whose forwards run in a thread, and the mode that is on around them."""
+    """The forwards that run in a thread, the outermost first, and the mode that is on around."""
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
+        self.forwards: list[Forward] = []
         self.mode: _Mode | None = None
         self.inside = ""  # which function was opened
         self.closed: tuple[nn.Module, _Mode] | None = None
@@ -56,9 +77,10 @@ class Forwards:
         modules: the modules that hold what is trained, be it further below.
         closed: modules among or below them that hold parameters, none of which is trained.
         watcher: (function, args, kwargs) → what the call gives.
-        begins: called with (module, args, kwargs) when a module's forward begins.
+        begins: called when a module's forward begins, with that.
         ends: called with (module, args, kwargs, output) when a module's forward ends; `output` is
             None if it raised.
+        devices: on which forwards may draw random numbers.
         repeated: watch repetitions of forward passes, and nothing but these.
 
     Attributes:
@@ -70,8 +92,9 @@ class Forwards:
         modules: Collection[nn.Module],
         closed: Collection[nn.Module],
         watcher: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any],
-        begins: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], object],
+        begins: Callable[[Forward], object],
         ends: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
+        devices: Collection[torch.device],
         *,
         repeated: bool = False,
     ) -> None:
@@ -82,6 +105,7 @@ class Forwards:
         self._watcher = watcher
         self._begins = begins
         self._ends = ends
+        self._devices = devices
         self._active = True
         self._hooks = [
             hook
@@ -99,12 +123,27 @@ class Forwards:
     @property
     def innermost(self) -> nn.Module:
         """The module whose forward runs."""
-        return self._running.modules[-1]
+        return self.forward.module
+
+    @property
+    def forward(self) -> Forward:
+        """Its forward."""
+        return self._running.forwards[-1]
+
+    @property
+    def running(self) -> Sequence[Forward]:
+        """All forwards that run, the outermost first."""
+        return self._running.forwards
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether no other module's forward runs around it."""
+        return len(self._running.forwards) == 1
 
     @property
     def around(self) -> list[nn.Module]:
         """The modules whose forwards the innermost one runs in, outermost first."""
-        return self._running.modules[:-1]
+        return [forward.module for forward in self._running.forwards[:-1]]
 
     @property
     def inside(self) -> str:
@@ -118,9 +157,15 @@ class Forwards:
         outside, self._running.inside = self._running.inside, function.__name__
         try:
             with mode:
-                return _opened(function)(*args, **kwargs)
+                return without_overrides(function)(*args, **kwargs)
         finally:
             self._running.inside = outside
+
+    def is_written(self, tensor: Tensor) -> None:
+        """A tensor is about to be written to: the forwards that run have found it as it is now."""
+        copy = tensor.detach().clone()
+        for forward in self._running.forwards:
+            forward.written.setdefault(id(tensor), copy)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -141,14 +186,15 @@ class Forwards:
         if module not in self._modules:
             self.strangers = True
             return
-        if not running.modules:
+        if not running.forwards:
             if not torch.is_grad_enabled() or not trains(args):
                 return
             running.mode = _Mode(self._watcher)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
-        running.modules.append(module)
+        forward = Forward(module, args, kwargs, Randomness(self._devices), {})
+        running.forwards.append(forward)
         with torch._C.DisableTorchFunction():
-            self._begins(module, args, kwargs)
+            self._begins(forward)
 
     def _close(self, module: nn.Module, *others: object) -> None:
         running = self._running
@@ -167,21 +213,21 @@ class Forwards:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         running = self._running
-        if not running.modules or module is not running.modules[-1]:
+        if not running.forwards or module is not self.innermost:
             return
         try:
             if self._active:
                 with torch._C.DisableTorchFunction():
                     self._ends(module, args, kwargs, output)
         finally:
-            running.modules.pop()
-            if not running.modules and running.mode is not None:
+            running.forwards.pop()
+            if not running.forwards and running.mode is not None:
                 mode, running.mode = running.mode, None
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 @cache
-def _opened(function: FunctionType) -> Function:
+def without_overrides(function: FunctionType) -> Function:
     """A twin of a Python function of torch's that doesn't hand itself to a mode as a whole."""
     never = {name: _never for name in function.__globals__ if name.startswith("has_torch_function")}
     twin = FunctionType(

@@ -51,6 +51,8 @@ class ModuleHook:
         self._hooks: dict[int, Any]
         # Left in a copy, an entry in the other tables would change how a later hook is called.
         self._tables: list[dict[int, Any]]
+        # Left in a copy, an entry of the further tables would change how a later hook of that
+        # number is called.
         if before:
             self._hooks = module._forward_pre_hooks
             self._tables = [self._hooks, module._forward_pre_hooks_with_kwargs]

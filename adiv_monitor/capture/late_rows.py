@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.layer_rows import Call
-from adiv_monitor.capture.selection import Layer
-from adiv_monitor.features.recurrent import Map, Replay, Returned, replay
+from adiv_monitor.features.recurrent import Map, Returned, replay
 from adiv_monitor.features.recurrent_call import RecurrentCall
 
-# (layer, its call, its map, the replay that tells it, precision of the call)
-Receive = Callable[[Layer, Call, Map, Replay, float], None]
+# (call of one of the layers, its map, the replay's error)
+Receive = Callable[[Call, Map, Tensor], None]
 
 
 class LateRows:
@@ -25,7 +24,7 @@ class LateRows:
         call: the call.
         returned: what it returned.
         rng_state: if the call draws: the state of its device's generator just before it.
-        layers: by name of the map, those that are watched.
+        calls: by name of the map, the calls of the layers that are watched.
         receive: gets what a replay says of each of them.
     """
 
@@ -34,13 +33,13 @@ class LateRows:
         call: RecurrentCall,
         returned: Returned,
         rng_state: Tensor | None,
-        layers: dict[str, tuple[Layer, Call]],
+        calls: dict[str, Call],
         receive: Receive,
     ) -> None:
         self._call = call
         self._returned = returned
         self._rng_state = rng_state
-        self._layers = layers
+        self._calls = calls
         self._receive = receive
         self._gradients: list[Tensor | None] = []
         self._backward = -1  # in which backward pass they came
@@ -63,8 +62,8 @@ class LateRows:
             return
         found = replay(self._call, self._returned, self._gradients, self._rng_state)
         for linear in found.maps:
-            if linear.name in self._layers:
-                self._receive(*self._layers[linear.name], linear, found, self._call.precision)
+            if linear.name in self._calls:
+                self._receive(self._calls[linear.name], linear, found.error)
         self._gradients, self._backward = [], -1
 
     def _arrive(self, output: int, gradient: Tensor) -> None:

@@ -33,7 +33,7 @@ class Call:
     """What is kept of one call of a layer: the chosen rows, and what all rows say together.
 
     Attributes:
-        layer: with the weights that this call used.
+        layer: with the weights that this call used; None of what is no layer.
         features: φ of the chosen rows; `look` gives them.
         z: of the chosen rows, likewise.
         whole: what one pass said of all rows, likewise.
@@ -50,8 +50,8 @@ class Call:
     features: Features
     z: Tensor
 
-    def __init__(self, layer: Layer, rows: Rows, chosen: Draw) -> None:
-        self.layer = layer
+    def __init__(self, layer: Layer | None, rows: Rows, chosen: Draw) -> None:
+        self._layer = layer
         self.rows = rows
         self.draw = chosen
         self.known = False
@@ -67,6 +67,12 @@ class Call:
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
         self.place: CallPlace | None = None
+
+    @property
+    def layer(self) -> Layer:
+        """What was called, with the weights that this call used; attention has none."""
+        assert self._layer is not None
+        return self._layer
 
     def look(self, features: Features, z: Tensor, whole: Whole | None) -> None:
         """Keep what the rows are."""
@@ -138,13 +144,17 @@ class Call:
         """Give up all chosen rows but these."""
         if kept is None:
             return
-        index = to_device(kept, self.z.device)
-        self.features = self.features.pick(index)
-        self.z = self.z.index_select(0, index)
+        index = to_device(kept, self.rows.device)
+        self.pick(index)
         if self.gradient is not None:
             self.gradient = self.gradient.index_select(0, index)
         chosen = kept if self.rows.chosen is None else self.rows.chosen[kept]
         self.rows = Rows(self.rows.shape, chosen, self.rows.device)
+
+    def pick(self, index: Tensor) -> None:
+        """Keep of what the rows are no more than of these."""
+        self.features = self.features.pick(index)
+        self.z = self.z.index_select(0, index)
 
 
 class Chooser:

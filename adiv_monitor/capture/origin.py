@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from torch import Tensor, nn
 
 from adiv_monitor.capture.derived import Derived
-from adiv_monitor.capture.pieces import Pieces, Source
+from adiv_monitor.capture.pieces import Pieces, Source, Strides
 from adiv_monitor.capture.tape import Tape, tensors_in, whole_of
 
 
@@ -28,7 +28,16 @@ class Origin:
         self.pieces = Pieces()
         self._held: dict[int, Tensor] = {id(p): p for p in model.parameters()}
         self._held |= {id(buffer): buffer for buffer in model.buffers()}
+        self._buffers = {id(buffer) for buffer in model.buffers()}
         self._made: dict[int, weakref.ref[Tensor]] = {}
+        self._expanded: dict[int, weakref.ref[Tensor]] = {}
+
+    def buffer(self, value: object) -> Tensor | None:
+        """The buffer of the model that this is, or is a view of; None if it is not."""
+        if not isinstance(value, Tensor):
+            return None
+        base = value if value._base is None else value._base
+        return base if id(base) in self._buffers else None
 
     def of_model(self, value: object) -> bool:
         """Whether it is no data: a parameter, a buffer, a constant, or made of these alone."""
@@ -38,7 +47,7 @@ class Origin:
         if made is not None and made() is value:
             return True
         base = value._base
-        return base is not None and self.of_model(base)
+        return base is not None and not self._is_spent(value) and self.of_model(base)
 
     def is_trained(self, value: Tensor) -> bool:
         """Whether it depends on a parameter to measure, and on no data."""
@@ -46,7 +55,7 @@ class Origin:
 
     def parameters_of(self, value: Tensor) -> Collection[int]:
         """Ids of the parameters to measure that it is made of, if of no data."""
-        if not value.requires_grad:
+        if not value.requires_grad or self._is_spent(value):
             return ()
         whole = whole_of(value)
         return (id(whole),) if id(whole) in self._trained else self.tape.parameters_of(whole)
@@ -79,3 +88,25 @@ class Origin:
             if known.requires_grad and not isinstance(known, nn.Parameter):
                 self._held.pop(id(known), None)
         self.tape.forget(whole)
+
+    def spend(self, result: object, *, written: bool) -> None:
+        """What a function gave is data now: there was data in it, or a use of it is noted.
+
+        Args:
+            result: a tensor, mostly.
+            written: it is what the function was given, and wrote to.
+        """
+        if not isinstance(result, Tensor):
+            return
+        if written:
+            self.forget(result)
+        elif result._base is not None:  # a parameter that was expanded
+            self._expanded[id(result._base)] = weakref.ref(result._base)
+
+    def _is_spent(self, view: Tensor) -> bool:
+        """Whether it shows entries of an expanded parameter again and again."""
+        whole = view._base
+        if whole is None or id(whole) not in self._expanded:
+            return False
+        repeats = Strides.between(view, whole).repeats
+        return repeats and self._expanded[id(whole)]() is whole

@@ -160,6 +160,37 @@ class View:
         return part if self.strides is None else self.strides.of(part, self.piece.parameter)
 
 
+@dataclass(frozen=True, eq=False)
+class Together:
+    """Several pieces, one after the other in one vector.
+
+    Attributes:
+        pieces: the pieces.
+        through: what they are measured through.
+    """
+
+    pieces: Sequence[Piece]
+    through: object
+
+    @property
+    def identity(self) -> object:
+        """The same pieces through the same."""
+        return self.through, tuple(piece.key for piece in self.pieces)
+
+    @property
+    def is_view(self) -> bool:
+        """The gradient of the vector is that of the pieces."""
+        return True
+
+    def is_as(self, other: Source | None) -> bool:
+        """It is made of nothing else."""
+        return True
+
+    def of(self, parts: Parts, taken: Parts = NOTHING) -> Tensor:
+        """All their changes in a vector (P,)."""
+        return torch.cat([parts[piece.key].reshape(-1) for piece in self.pieces])
+
+
 class Pieces:
     """All pieces of a step: the same one for the same part of a parameter."""
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from adiv_monitor.features.rows import precise
+
 # What a call may be told besides tensors, and told again: it holds no state of the first call.
 _PLAIN = (str, bytes, int, float, complex, bool, slice, range)
 
@@ -28,7 +30,7 @@ def batch_size(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 def of_samples(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], samples: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of the module on those samples, copied; what is not per sample as it is.
+    """The inputs of the module on those samples, as `precise`; what is not per sample as it is.
 
     A tensor is per sample if it is as long as the batch. Objects that may change from call to call,
     such as a cache of keys, are left out (None): whether that was right shows in the outcome.
@@ -50,7 +52,7 @@ def of_samples(
 
 def _of(value: Any, samples: Tensor, count: int) -> Any:
     if isinstance(value, Tensor):
-        whole = value.detach()
+        whole = precise(value.detach())
         return whole.index_select(0, samples) if value.dim() and len(value) == count else whole
     if isinstance(value, dict):
         return {key: _of(item, samples, count) for key, item in value.items()}
@@ -68,9 +70,12 @@ def _batch_dimension(module: nn.Module, value: Tensor) -> int:
 def _of_torch_attention(
     module: nn.MultiheadAttention, name: str, value: Any, samples: Tensor
 ) -> Any:
-    if not isinstance(value, Tensor) or (name == "attn_mask" and value.dim() == 2):
+    if not isinstance(value, Tensor):
+        return value
+    value = precise(value.detach())
+    if name == "attn_mask" and value.dim() == 2:
         return value
     if name == "attn_mask":  # (samples · heads, queries, keys)
-        by_sample = value.detach().reshape(-1, module.num_heads, *value.shape[1:])
+        by_sample = value.reshape(-1, module.num_heads, *value.shape[1:])
         return by_sample.index_select(0, samples).flatten(0, 1)
-    return value.detach().index_select(_batch_dimension(module, value), samples)
+    return value.index_select(_batch_dimension(module, value), samples)

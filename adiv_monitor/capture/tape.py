@@ -120,6 +120,7 @@ class Pending:
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    gradients: bool
     given: Mapping[Ref, Tensor]
     versions: Mapping[Ref, int]
     randomness: tuple[Tensor, torch.device]
@@ -161,9 +162,15 @@ class Tape:
     # --- recording -------------------------------------------------------------------------------
 
     def begin(
-        self, function: Function, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        gradients: bool,
     ) -> Pending:
         """A call comes, all of whose tensors are of the model."""
+        name = function.__name__
         given: dict[Ref, Tensor] = {}
         if name in _CASTS:
             args, kwargs = args[:1], {}
@@ -177,7 +184,8 @@ class Tape:
         refs, named = tree_map_only(Tensor, ref, (args, dict(kwargs)))
         versions = {found: tensor._version for found, tensor in given.items()}
         device = next(tensor.device for tensor in given.values() if tensor.requires_grad)
-        return Pending(function, name, refs, named, given, versions, (random_state(device), device))
+        randomness = random_state(device), device
+        return Pending(function, name, refs, named, gradients, given, versions, randomness)
 
     def end(self, call: Pending, results: Iterable[Tensor]) -> None:
         """It was made: keep it if it has changed anything, or made what depends on parameters.
@@ -192,8 +200,10 @@ class Tape:
             if tensor._version != call.versions[ref]
         }
         known = {id(whole_of(tensor)) for tensor in call.given.values()}
-        results = list(results)
-        made = [None if id(whole_of(t)) in known else self._new(t) for t in results]
+        results, made = list(results), []
+        for tensor in results:
+            made.append(None if id(whole_of(tensor)) in known else self._new(tensor))
+            known.add(id(whole_of(tensor)))
         if not written and not any(made):
             self._let_go(call)
             return
@@ -216,7 +226,7 @@ class Tape:
             tuple(call.given),
             tuple(made),
             frozenset(written),
-            torch.is_grad_enabled(),
+            call.gradients,
             call.randomness if drew else None,
             results[0].dtype if drew and results else None,
         )
@@ -237,9 +247,9 @@ class Tape:
         whole = whole_of(tensor)
         if whole.requires_grad and not tensor.requires_grad:  # detached: what it is now
             return Ref(self._constant(tensor.detach().clone()))
-        if tensor.dtype != whole.dtype and not tensor.requires_grad:
+        if is_retyped(tensor) and not tensor.requires_grad:
             return Ref(self._constant(tensor.detach()))
-        if tensor.dtype != whole.dtype:
+        if is_retyped(tensor):
             raise Refused(
                 f"its memory is read as {tensor.dtype} instead of {whole.dtype}: a change can't be "
                 "followed through that"
@@ -325,6 +335,11 @@ def is_in_place(name: str) -> bool:
 def whole_of(tensor: Tensor) -> Tensor:
     """The tensor that this one is a view of; itself if it is none."""
     return tensor if tensor._base is None else tensor._base
+
+
+def is_retyped(tensor: Tensor) -> bool:
+    """Whether it is a view that reads numbers of another type out of memory, complex ones say."""
+    return tensor._base is not None and tensor.dtype != tensor._base.dtype
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -116,6 +116,11 @@ class ParameterSteps:
         self.updated = False
         self._places: dict[object, Tensor] = {}
 
+    def before(self, parameter: nn.Parameter) -> Tensor | None:
+        """The parameter before the step, until the update of the layers is taken; None: no copy."""
+        key = self._whole.get(id(parameter))
+        return None if key is None else self._before.get(key)
+
     def gamma_norm_of(self, parameter: nn.Parameter) -> Tensor:
         """A tensor as long as the parameter's gradient: itself, or the norms of its parts."""
         key = self._whole.get(id(parameter))

@@ -97,8 +97,7 @@ def contraction(
     of_bias = None if bias is None else float(bias_factor)
 
     def features(rows: Rows) -> Features:
-        phi = form.phi(rows)
-        phi = phi if factor == 1 else factor * phi
+        phi = form.phi(rows) if factor == 1 else factor * form.phi(rows)
         if form.blocks:
             block = to_device(form.block_of(rows), rows.device)
             return BlockFeatures(phi[:, 0], block, form.block_count)
@@ -108,8 +107,8 @@ def contraction(
         found = form.whole()
         if found is None:
             return None
-        square, summed = found
-        return Whole(factor**2 * square, (of_bias or 0.0) ** 2, factor * summed)
+        square, summed = found if factor == 1 else (factor**2 * found[0], factor * found[1])
+        return Whole(square, (of_bias or 0.0) ** 2, summed)
 
     return Use("linear", weight.tensor, bias, features, form.layout, whole, form.shaped)
 
@@ -267,7 +266,8 @@ class Form:
             tensors = [exact(operand.tensor) for operand in self.data]
             square = torch.einsum(f"{terms}->{self.rows}", [x.square() for x in tensors])
             summed = torch.einsum(f"{terms}->{kept}", tensors)
-        return times * square.reshape(-1), self._repeated(summed)
+        square = square.reshape(-1)
+        return square if times == 1 else times * square, self._repeated(summed)
 
 
 def _alone(own: str, others: Sequence[Operand], result: str) -> Iterator[Operand]:

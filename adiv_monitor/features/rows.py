@@ -77,6 +77,11 @@ def exact(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def precise(tensor: Tensor) -> Tensor:
+    """Real numbers as `exact` has them; others, such as tokens and masks, as they are."""
+    return exact(tensor) if tensor.is_floating_point() else tensor
+
+
 def exact_type(tensor: Tensor) -> torch.dtype:
     """The precision of the measures for what is made of this tensor."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -60,7 +60,7 @@ class Attention:
             mask = self.mask.expand(*self.mask.shape[:-2], self.query.shape[2], -1)[..., queries, :]
             logits = _masked(logits, mask) if mask.dtype == torch.bool else logits + mask
         if self.causal:
-            t, s = (torch.arange(n, device=logits.device) for n in self._lengths)
+            t, s = (torch.arange(n, device=logits.device) for n in self.lengths)
             logits = _masked(logits, s <= t[queries, None])
         sees_none = logits.amax(-1, keepdim=True) == -math.inf
         return torch.softmax(logits, -1).masked_fill(sees_none, 0.0)
@@ -93,12 +93,13 @@ class Attention:
     def parts(self) -> Iterator[slice]:
         """All queries, some at a time."""
         samples, heads = self.query.shape[:2]
-        queries, keys = self._lengths
+        queries, keys = self.lengths
         step = max(1, CHUNK // max(1, samples * heads * keys))
         return (slice(start, start + step) for start in range(0, queries, step))
 
     @property
-    def _lengths(self) -> tuple[int, int]:
+    def lengths(self) -> tuple[int, int]:
+        """Queries and keys of one head."""
         return self.query.shape[2], self.key.shape[2]
 
     def _dropped(self, P: Tensor, queries: slice) -> Tensor:
@@ -169,7 +170,7 @@ def sums(
     call: Attention,
     score_gradient: Callable[[slice], Float[Tensor, "samples heads some keys"]],
     moves: Mapping[str, Move],
-    keys: Int[Tensor, "heads queries draws"],
+    keys: Int[Tensor, "samples heads queries draws"],
 ) -> dict[str, Float[Tensor, "samples heads *"]]:
     """Sums over the active scores, g ≠ 0, of every sample and head: what a mask hides is idle.
 
@@ -181,7 +182,7 @@ def sums(
         score_gradient: G of some queries.
         moves: Δq and Δk of the update as a descent direction ("d") and of a plain gradient step
             ("e").
-        keys: for every head and query some keys, −1 for none.
+        keys: for every sample, head and query some keys, −1 for none.
     """
     found: dict[str, Tensor] = {}
 
@@ -198,7 +199,7 @@ def sums(
             change = torch.where(asks, call.change(move, queries), 0)
             add(f"{name}_G", change, G)
             add(f"{name}_{name}", change, change)
-        some = keys[:, queries].expand(len(G), -1, -1, -1)
+        some = keys[:, :, queries]
         active.append(asks.gather(-1, some.clamp(min=0)) & (some >= 0))
     return {**found, "active": torch.cat(active, 2)}
 
@@ -206,13 +207,16 @@ def sums(
 def scale_sums(
     scale: Float[Tensor, "samples heads queries draws"],
     active: Bool[Tensor, "samples heads queries draws"],
+    pivot: Tensor | None = None,
 ) -> dict[str, Float[Tensor, "..."]]:
     """Of every sample and head, over its active scores: `scale_count`, Σ (D − p), Σ (D − p)².
 
-    Relative to a `scale_pivot` p near them, so that scales that are all the same have no spread.
+    Relative to a `scale_pivot` p near them, so that scales that are all the same have no spread;
+    that of another call's scores if they are to be added up.
     """
     count = active.sum((2, 3))
-    pivot = torch.where(active, scale, 0).sum() / count.sum()
+    if pivot is None:
+        pivot = torch.where(active, scale, 0).sum() / count.sum().clamp(min=1)
     shifted = torch.where(active, scale - pivot, 0)
     return {
         "scale_pivot": pivot,

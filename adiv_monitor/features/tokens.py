@@ -13,10 +13,7 @@ from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 @uses("expand", "expand_as", "broadcast_to", "repeat", "tile")
 def repetition(call: FunctionCall, input: Tensor, *size: object, **_: object) -> Use | None:
-    """Z = p, once for every sample.
-
-    One that is expanded to another parameter's shape is on its way to be part of a weight.
-    """
+    """Z = p, once for every sample; not to the shape of another parameter, to be part of that."""
     if size and isinstance(size[0], Tensor) and call.of_model(size[0]):
         return None
     shape = call.result.shape
@@ -76,8 +73,14 @@ def assignment(call: FunctionCall, input: Tensor, index: object, value: object) 
 
     Not of a view: it gets no gradient of what else is read from the tensor that it shows.
     """
-    if not call.is_weight(value) or input._base is not None:
+    if input._base is not None:
         return []
+    if call.is_weight(input) and call.has_data(value):
+        return _kept(input, index)
+    if not call.is_weight(value):
+        return []
+    if not call.has_data(input) and value.numel() == input[index].numel():  # type: ignore[index]
+        return []  # once: a part of a weight
     if isinstance(index, Tensor) and index.dtype == torch.bool:
         rest = input.dim() - index.dim()
         if value.dim() > rest and value.shape[: value.dim() - rest].numel() > 1:
@@ -86,6 +89,13 @@ def assignment(call: FunctionCall, input: Tensor, index: object, value: object) 
     if _is_plain(index):
         return _placed(value, input[index].shape, lambda tensor: tensor[index])  # type: ignore[index]
     return []
+
+
+def _kept(parameter: Tensor, index: object) -> list[Use]:
+    """Z = p where it was not written to."""
+    mask = torch.ones_like(parameter, dtype=torch.bool)
+    mask[index] = False  # type: ignore[index]
+    return _masked(parameter, mask, parameter.shape)
 
 
 def _is_plain(index: object) -> bool:

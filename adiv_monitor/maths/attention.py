@@ -36,7 +36,7 @@ def attention_scale_mean(scales: "Scales") -> Estimate:
     """Mean of D_ts over the active scores, ≥ 0; NaN where there are none."""
     with np.errstate(divide="ignore", invalid="ignore"):
         influence = (scales.sums - scales.shift[:, None] * scales.count) / scales.per_sample
-    return Estimate(scales.pivot + scales.shift, _error(influence))
+    return Estimate(scales.pivot + scales.shift, _error(influence, scales.rest))
 
 
 def attention_scale_cv(scales: "Scales") -> Estimate:
@@ -54,7 +54,7 @@ def attention_scale_cv(scales: "Scales") -> Estimate:
         spread = scales.variance[:, None]
         of_variance = np.where(spread > 0, deviation / spread, 0.0)
         influence = value[:, None] * (of_variance / 2 - of_mean) / scales.per_sample
-    return Estimate(value, _error(influence))
+    return Estimate(value, _error(influence, scales.rest))
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,14 @@ class Scales:
         count: how many of the scores looked at are active.
         sums: Σ (D_ts − p) over those.
         squares: Σ (D_ts − p)² over those.
+        rest: share of all scores that were not looked at.
     """
 
     pivot: float
     count: PerRow
     sums: PerRow
     squares: PerRow
+    rest: float
 
     @property
     def per_sample(self) -> Float[np.ndarray, "layers 1"]:
@@ -95,12 +97,14 @@ class Scales:
         return found
 
 
-def _error(influence: PerRow) -> PerLayer:
-    """Of a ratio of means over samples; they are never all scores, so it is never exact."""
+def _error(influence: PerRow, rest: float) -> PerLayer:
+    """Of a ratio of means over samples; 0 where the rest of the scores is none."""
     samples = influence.shape[1]
+    if not rest:
+        return np.zeros(len(influence))
     with np.errstate(divide="ignore", invalid="ignore"):
         squares = (influence**2).sum(1)
-        error: PerLayer = np.sqrt(squares / np.float64(samples * (samples - 1)))
+        error: PerLayer = np.sqrt(rest * squares / np.float64(samples * (samples - 1)))
     return error
 
 
@@ -110,7 +114,8 @@ def attention_reading(sums: Mapping[str, PerHead], samples_total: int) -> Attent
     Args:
         sums: by name, of every sample looked at and every head: `G_G` = ‖g‖², `e_G`, `e_e`, with an
             optimizer `d_G` and `d_d`, and where the scale could be told `scale_count`, `scale_sum`
-            = Σ (D − p), `scale_square` = Σ (D − p)² and `scale_pivot` = p.
+            = Σ (D − p), `scale_square` = Σ (D − p)², `scale_pivot` = p, and `scale_share`, the
+            share of these samples' scores that they are of.
         samples_total: how many samples there are to choose from.
     """
     # Layers of the estimates: all heads together, then one after the other.
@@ -133,8 +138,11 @@ def attention_reading(sums: Mapping[str, PerHead], samples_total: int) -> Attent
         )
     if "scale_pivot" in sums:
         scales = Scales(
-            float(sums["scale_pivot"]),
-            *(rows[f"scale_{name}"] for name in ("count", "sum", "square")),
+            pivot=float(sums["scale_pivot"]),
+            count=rows["scale_count"],
+            sums=rows["scale_sum"],
+            squares=rows["scale_square"],
+            rest=1 - float(sums["scale_share"]) * samples / samples_total,
         )
         found["attention_scale_mean"] = attention_scale_mean(scales)
         found["attention_scale_cv"] = attention_scale_cv(scales)

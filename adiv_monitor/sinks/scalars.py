@@ -1,6 +1,6 @@
 """A report as flat scalars: what dashboards and loggers take."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from adiv_monitor.report import ATTENTION_MEASURES, MEASURES, REALISED_MEASURES, StepReport
 
@@ -23,6 +23,13 @@ DEFAULT_MEASURES: tuple[str, ...] = (
     *REALISED_MEASURES,
     *ATTENTION_MEASURES,
 )
+
+# Option of the monitor → the measures that it is for.
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "attainable": ("attainable_cosine",),
+    "realised": REALISED_MEASURES,
+    "attention": ATTENTION_MEASURES,
+}
 
 
 def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
@@ -50,6 +57,17 @@ def taken(report: StepReport, measures: Iterable[str]) -> tuple[str, ...]:
             getattr(reading, measure) is not None for reading in report.readings(measure).values()
         )
     )
+
+
+def asked_for(measures: Iterable[str], options: Mapping[str, object]) -> tuple[str, ...]:
+    """Those of the measures that a monitor with these options may take."""
+    absent = {
+        measure
+        for option, extra in _OPTIONAL.items()
+        if options.get(option, False) is False
+        for measure in extra
+    }
+    return tuple(measure for measure in measures if measure not in absent)
 
 
 def layer_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, float]:

@@ -18,14 +18,20 @@ from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
 from adiv_monitor.features.features import Averaged, DenseFeatures, Features, OneHotFeatures
+from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import exact, joined, to_device
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths import dots, totals
 from adiv_monitor.maths.totals import AllRows
-from adiv_monitor.step.outcome import Looked, Outcome, understand
+from adiv_monitor.step.attention_outcome import attention_outcome
+from adiv_monitor.step.attention_step import AttentionStep
+from adiv_monitor.step.outcome import Looked, Outcome, refusals, understand
 from adiv_monitor.step.plain_step import Making, act, added, changes, gram_is_less, probe, stretch
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.transfer import fetch
+
+# There is no mean feature, and no telling which of the parameters are a bias.
+_WITHOUT_FEATURES = ("common_share", "bias_share")
 
 
 @dataclass
@@ -67,6 +73,9 @@ class MeasuredStep:
         realised: Realised | None = None,
     ) -> None:
         self._capture = capture
+        self._attention = (
+            None if capture.attention is None else AttentionStep(capture.attention, generator)
+        )
         self._realised = realised
         self._unreached: dict[str, str] = {}
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
@@ -118,6 +127,8 @@ class MeasuredStep:
             for path, norm in zip(self._weight_sums, norms, strict=True):
                 self._measured[path].values["weight_sum"] = norm
         self._weight_sums.clear()
+        if self._attention is not None:
+            self._attention.gradient_is_final(self._steps, updates=steps)
         if not steps:
             for measured in list(self._measured.values()):
                 self._try(measured.layer, self._finish_rows, measured)
@@ -165,6 +176,8 @@ class MeasuredStep:
     @torch.no_grad()
     def updated(self) -> None:
         """The optimizer has stepped: u and d."""
+        if self._attention is not None:  # first, while all copies of parameters are there
+            self._attention.updated()
         if self._steps is None or not self._measured:
             return
         self._steps.stepped()
@@ -210,6 +223,8 @@ class MeasuredStep:
     def discard(self) -> None:
         """The step turned out not to be measurable."""
         self._measured.clear()
+        if self._attention is not None:
+            self._attention.discard()
 
     @torch.no_grad()
     def outcome(self) -> Outcome:
@@ -217,11 +232,13 @@ class MeasuredStep:
         for name, flag in (("skipped", self.skipped), ("moved", self._moved)):
             if flag is not None:
                 self._flags[name] = flag
-        values, flags, products = fetch(
+        attended = {} if self._attention is None else self._attention.attended()
+        values, flags, products, of_attention = fetch(
             {path: m.values for path, m in self._measured.items()},
             self._flags,
             {} if self._steps is None else self._steps.products,
             {} if self._steps is None else self._steps.norms,
+            {path: found.values for path, found in attended.items()},
         )
         found = understand(
             {path: m.looked for path, m in self._measured.items()},
@@ -232,10 +249,21 @@ class MeasuredStep:
             watch=self._watch,
             keeps_gradient=self._steps is not None and self._steps.has_copies,
         )
-        return replace(found, notes=[*self._capture_notes(), *self._notes, *found.notes])
+        notes = [*self._capture_notes(), *self._notes, *found.notes]
+        found = replace(found, notes=notes)
+        calls = self._capture.attention
+        if calls is None or refusals(flags):
+            return found
+        readings, notes = attention_outcome(attended, of_attention, calls.refused)
+        return replace(found, attention=readings, notes=[*found.notes, *notes])
 
     def _capture_notes(self) -> list[str]:
         notes = []
+        if self._capture.attention is not None and self._capture.attention.saw_none():
+            notes.append(
+                "No attention was seen: only scaled_dot_product_attention and "
+                "nn.MultiheadAttention are known."
+            )
         if self._capture.dropped():
             notes.append(
                 "Gradients were zeroed before a step was taken (a step that an AMP scaler "
@@ -284,6 +312,7 @@ class MeasuredStep:
             groups=features.groups,
             precision=max(call.precision for call in calls),
             from_rows=_why_from_rows(features, shared=layer.path in self._shared),
+            undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
         )
         accumulated = self._capture.accumulation_of(layer)
         if accumulated.entries is not None:

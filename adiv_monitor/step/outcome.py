@@ -10,7 +10,7 @@ from adiv_monitor.capture.selection import listed
 from adiv_monitor.capture.updates import APPLIED, STEPPED, Watch
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.readings import REALISED, Array, Measured, Numbers, measure
-from adiv_monitor.report import MEASURES, LayerReading
+from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
 _RULE_TOLERANCE = 0.05
@@ -48,6 +48,7 @@ class Outcome:
         notes: what else a reader must know.
         loss_change: how the loss really changed, and that of every sample, if that was measured.
         loss_changes: see loss_change.
+        attention: the readings of attentions.
     """
 
     layers: dict[str, LayerReading]
@@ -57,6 +58,7 @@ class Outcome:
     notes: list[str]
     loss_change: float | None = None
     loss_changes: tuple[float, ...] = ()
+    attention: dict[str, AttentionReading] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Looked:
         groups: groups of the layer.
         precision: rounding of the coarsest number that a gradient went through.
         from_rows: why the parameters do not speak for the rows, if that is known beforehand.
+        undefined: measures that such a layer does not have.
         vectors: names of the matrices whose row products were taken.
         entry_rows: see `Numbers`.
     """
@@ -86,8 +89,14 @@ class Looked:
     groups: int
     precision: float
     from_rows: str
+    undefined: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
     entry_rows: Index | None = field(default=None, repr=False)
+
+
+def refusals(flags: Mapping[str, Array]) -> list[str]:
+    """Why the step can't be measured at all; empty if it can."""
+    return [reason for name, reason in _REFUSED.items() if flags.get(name, np.zeros(1)).any()]
 
 
 def understand(
@@ -111,8 +120,7 @@ def understand(
         watch: is told what happened to gradients and weights.
         keeps_gradient: γ was copied, so that the optimizer could not change it.
     """
-    refused = [reason for name, reason in _REFUSED.items() if flags.get(name, np.zeros(1)).any()]
-    if refused:
+    if refused := refusals(flags):
         return Outcome({}, {}, {}, set(), refused)
     errors = {p: float(v["rule_error"]) for p, v in values.items() if "rule_error" in v}
     misdescribed = {
@@ -144,7 +152,7 @@ def understand(
         *_not_finite(numbers),
         *_from_rows(reasons),
         *step.notes(list(kept)),
-        *_without_common(readings, watch),
+        *_without_common(readings, kept, watch),
         *_rounded(numbers, kept),
     ]
     _learn(watch, step, readings, reasons)
@@ -293,11 +301,14 @@ def _from_rows(reasons: Mapping[str, str]) -> list[str]:
     return notes
 
 
-def _without_common(readings: Mapping[str, LayerReading], watch: Watch) -> list[str]:
+def _without_common(
+    readings: Mapping[str, LayerReading], looked: Mapping[str, Looked], watch: Watch
+) -> list[str]:
     paths = [
         path
         for path, reading in readings.items()
         if reading.idle_share and reading.common_share is None and not watch.expects_idle(path)
+        if "common_share" not in looked[path].undefined
     ]
     if not paths:
         return []
@@ -351,6 +362,8 @@ def _reading(
         values.pop("interference_ratio", None)
     if found.common_unknown:
         values.pop("common_share", None)
+    for name in seen.undefined:
+        values.pop(name, None)
     if step.gradient_lost:  # what was read for γ is not what the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)

@@ -56,21 +56,30 @@ def fetch(
     flags: Mapping[str, Tensor],
     products: Mapping[str, Mapping[int, Tensor]],
     norms: Mapping[str, Mapping[int, Tensor]],
-) -> tuple[dict[str, dict[str, Array]], dict[str, Array], dict[str, dict[int, Array]]]:
-    """Numbers of every layer, of the step as a whole, and of the parameters, as arrays.
+    attention: Mapping[str, Mapping[str, Tensor]],
+) -> tuple[
+    dict[str, dict[str, Array]],
+    dict[str, Array],
+    dict[str, dict[int, Array]],
+    dict[str, dict[str, Array]],
+]:
+    """Numbers of every layer, of the step as a whole, of the parameters, and of attentions.
 
     Args:
         layers: by path and name.
         flags: by name.
         products: by name and id of a parameter, numbers that add up to a dot product.
         norms: the same as norms, whose squares add up to it; the squares are taken here.
+        attention: by path and name.
     """
     transfer = Transfer()
     of_layers = transfer.add(layers)
     of_step = transfer.add({"": flags})
     of_parameters, of_norms = transfer.add(products), transfer.add(norms)
+    of_attention = transfer.add(attention)
     transfer.run()
     found = transfer.get(of_parameters)
     for name, parts in transfer.get(of_norms).items():
         found.setdefault(name, {}).update({key: part**2 for key, part in parts.items()})
-    return transfer.get(of_layers), transfer.get(of_step)[""], found
+    layers_found, step_found = transfer.get(of_layers), transfer.get(of_step)[""]
+    return layers_found, step_found, found, transfer.get(of_attention)

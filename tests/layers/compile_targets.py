@@ -1,10 +1,12 @@
 """Compile every kernel as its launcher would start it, for a GPU that need not be there.
 
-Prints one JSON object: for each case registers, spilled bytes or registers, and how many 128-bit
-loads and stores there are and at least have to be. Run by test_targets.py, not interpreted.
+Prints one JSON object: for each case registers, spilled bytes or registers, how many loads and
+stores of full width there are and at least have to be, on NVIDIA's how many 2-byte ones have no
+neighbour in the next thread, and instructions per element. Run by test_targets.py, not interpreted.
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import triton
 import triton.language as tl
 from adiv_layers.forms import Correction
 from adiv_layers.kernels import channels, launch, patch, rows, small
+from adiv_layers.kernels.launch import divide_up
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -44,22 +47,31 @@ def empty(*shape, dtype):
 def row_cases(dtype, wide, widths):
     """Launch row kernels; yield name, how many operands are read and written in full, how many
     bytes an access should take.
+
+    Rows of x̂ with a column begin where those of x do not, unless the width is a multiple of 8.
     """
     for width in widths:
-        access = 2 ** min(4, ((width & -width) * dtype.itemsize).bit_length() - 1)
+        alike = int(width % 8 == 0)
         x, r = empty(8192, width, dtype=dtype), empty(8192, dtype=wide)
         settings = {"gain": 1.0, "constant": 1.0, "floor": 1e-24}
         rows.unit_rows(x, r, x, **settings)
-        yield f"unit_rows {width}", 1, 1, access
+        yield f"unit_rows {width}", 1, 1, 16
+        rows.unit_rows(x, r, None, **settings)
+        yield f"unit_rows, factor alone {width}", 1, 0, 16
+        rows.unit_rows(empty(8192, width + 1, dtype=dtype)[:, 1:], r, x, **settings)
+        yield f"unit_rows of unaligned rows {width}", 0, 1, 16
         room = empty(8192, (width // 8 + 1) * 8, dtype=dtype)
         rows.unit_rows(x, r, room, column=1.0, **settings)
-        yield f"unit_rows with a column {width}", 1, 0 if access < 16 else 1, access
-        shift = {"share": 1.0, "limit": 0.0, "shift": 1.0}
-        rows.unit_rows_backward(x, x, r, empty(4, 8192, dtype=wide), x, is_unit=True, **shift)
-        yield f"unit_rows_backward {width}", 2, 1, access
-        if width <= 4096:
+        yield f"unit_rows with a column {width}", alike, 1, 16
+        shift = {"share": 1.0, "limit": 0.0, "shift": 1.0, "is_unit": True}
+        gamma = empty(4, 8192, dtype=wide)
+        rows.unit_rows_backward(x, x, r, gamma, x, **shift)
+        yield f"unit_rows_backward {width}", 2, 1, 16
+        rows.unit_rows_backward(x, room[:, :width], r, gamma, x, **shift)
+        yield f"unit_rows_backward with a column {width}", 1 + alike, 1, 16
+        if width <= 4099:
             rows.pack(empty(512, width, dtype=dtype), empty(512, dtype=dtype), room)
-            yield f"pack {width}", 0, 0, 0
+            yield f"pack {width}", alike, 1, 16
 
 
 def linear_cases(dtype, wide, widths):
@@ -120,14 +132,19 @@ def small_cases(dtype):
 
 def cases():
     single, half = torch.float32, torch.bfloat16
-    yield half, row_cases(half, single, (64, 768, 1000, 1001, 4096, 16384, 65536))
+    yield (
+        half,
+        row_cases(
+            half, single, (17, 64, 101, 768, 1000, 1001, 1004, 4096, 4099, 16384, 16385, 65536)
+        ),
+    )
     yield half, linear_cases(half, single, (1000, 1001, 4096))
     yield half, conv_cases(half, single)
     yield half, small_cases(half)
     yield single, small_cases(single)
-    yield single, row_cases(single, single, (1001, 16384))
+    yield single, row_cases(single, single, (1001, 4099, 16384))
     yield single, patch_cases(single)
-    yield torch.float64, row_cases(torch.float64, torch.float64, (8192, 65536))
+    yield torch.float64, row_cases(torch.float64, torch.float64, (101, 1001, 8192, 65536))
 
 
 def build(kernel, arguments, options, target):
@@ -142,7 +159,7 @@ def build(kernel, arguments, options, target):
             continue
         pointer = isinstance(value, torch.Tensor)
         signature[parameter.name] = POINTERS[value.dtype] if pointer else "i32"
-        if pointer or value % 16 == 0:
+        if (value.data_ptr() if pointer else value) % 16 == 0:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     settings = {"num_warps": options.get("num_warps", 4), "enable_fp_fusion": True}
@@ -155,16 +172,37 @@ def nvidia_usage(compiled):
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = [str(tool), "-res-usage", file.name]
+        command = [str(tool), "-res-usage", "-sass", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     ptx = compiled.asm["ptx"]
+    singles = accesses(ptx, "ld")[2] + accesses(ptx, "st")[2]
     return {
         "registers": used["REG"],
         "spilled": used["STACK"] + used["LOCAL"],
         "loads": accesses(ptx, "ld"),
         "stores": accesses(ptx, "st"),
+        "instructions": len(re.findall(r"^\s+/\*[\da-f]{4}\*/\s+(?!NOP)", text, re.MULTILINE)),
+        "apart": max(0, singles - neighbours(compiled.asm["ttgir"])),
     }
+
+
+def neighbours(code):
+    """How many elements a thread loads or stores singly, whose neighbours are other threads'."""
+    layout = r"(#\w+) = #ttg.blocked<{sizePerThread = \[([\d, ]+)\].*? order = \[(\d)"
+    side_by_side = {
+        name: int(sizes.split(", ")[int(fast)]) for name, sizes, fast in re.findall(layout, code)
+    }
+    threads = 32 * int(re.search(r'"ttg.num-warps" = (\d+)', code)[1])
+    found = 0
+    access = r"tt\.(?:load|store) .*tensor<([\dx]+)x!tt.ptr<\w+>, (#ttg.slice|#\w+)"
+    for shape, name in re.findall(access, code):
+        sizes = [int(size) for size in shape.split("x")]
+        if name == "#ttg.slice":
+            found += math.prod(sizes)  # a number per row
+        elif side_by_side[name] == 1 or sizes[-1] == 16:  # the edges of a row
+            found += divide_up(math.prod(sizes), threads)
+    return found
 
 
 def accesses(ptx, kind):
@@ -197,13 +235,15 @@ def main(name):
             kernel, arguments, options = launches.pop()
             shape = [options[k] for k in ("ROWS", "POSITIONS", "BLOCK", "CHANNELS") if k in options]
             threads = target.warp_size * options.get("num_warps", 4)
-            moved = int(torch.Size(shape).numel()) * dtype.itemsize // threads
+            elements = torch.Size(shape).numel() / threads
+            moved = int(elements * dtype.itemsize)
             used = usage(build(kernel, arguments, options, target))
             found[f"{case}, {dtype}"] = used | {
                 "loads": used["loads"][access],
                 "stores": used["stores"][access],
                 "least_loads": loads * moved // max(access, 1),
                 "least_stores": stores * moved // max(access, 1),
+                "instructions": used.get("instructions", 0) / elements,
                 "threads": threads,
             }
     print(json.dumps(found))

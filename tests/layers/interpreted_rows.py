@@ -6,8 +6,8 @@ import pytest
 import torch
 from adiv_layers import ops, scaled_linear
 from adiv_layers.forms import affine_like, norm_like
-from adiv_layers.kernels import channels, choice, functions, launch, maps
-from interpreted import DTYPES, FLOAT32, FLOAT64, check, poisoned, relative_error
+from adiv_layers.kernels import channels, choice, functions, launch, maps, rows
+from interpreted import BFLOAT16, DTYPES, FLOAT32, FLOAT64, check, poisoned, relative_error
 from torch.autograd import gradcheck, gradgradcheck
 
 FORMS = {
@@ -99,6 +99,76 @@ def test_zero_and_short_rows(form):
     torch.testing.assert_close(dx[[0, 2, 3]], expected_dx, rtol=1e-11, atol=1e-14)
     assert (unit[1] == 0).all()
     torch.testing.assert_close(dx[1], f[1] * u[1], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("width", [*range(1, 20), 28, 30, 31, 33])
+@pytest.mark.parametrize("dtype", [FLOAT64, BFLOAT16], ids=str)
+def test_rows_that_begin_and_end_anywhere_in_a_group(width, dtype, monkeypatch):
+    """Nine rows begin at all places in a group of 8 that their width allows."""
+    upstream = [torch.randn(9, width), torch.randn(9, 1)]
+    form = FORMS["affine-like, α=-2, β=0.6"]
+    with poisoned(monkeypatch):
+        check(
+            partial(ops.unit_rows, form=form),
+            rows_reference(form),
+            [torch.randn(9, width)],
+            upstream,
+            dtype,
+        )
+
+
+@pytest.mark.parametrize("block", [16, 64], ids=["in blocks", "whole"])
+@pytest.mark.parametrize("stride", [24, 25, 28, 31, 32])
+@pytest.mark.parametrize("start", [0, 1, 4, 7])
+def test_nothing_beside_rows_is_read_or_written(start, stride, block, monkeypatch):
+    monkeypatch.setattr(rows, "rows_tile", lambda *_: launch.Rows(2, block, 1))
+    width = 17
+
+    def among(value):
+        """Nine rows of this width, and all the memory around and between them."""
+        memory = torch.full((16 + 9 * stride,), value)
+        return memory, memory.as_strided((9, width), (stride, 1), start)
+
+    def at_once(memory):
+        """Nine rows without a gap, in the middle of it."""
+        return memory[start : start + 9 * width].view(9, width)
+
+    (_, x), (_, u) = (among(float("nan")) for _ in range(2))
+    x[:], u[:] = torch.randn(9, width), torch.randn(9, width)
+    written, factor = torch.full((16 + 9 * stride,), 7.0), torch.empty(9)
+    settings = {"gain": 1.0, "constant": 1.0, "floor": 1e-24}
+    rows.unit_rows(x, factor, at_once(written), **settings)
+    f = (x.square().sum(1, keepdim=True) + 1).rsqrt()
+    torch.testing.assert_close(factor, f.squeeze(1))
+    torch.testing.assert_close(at_once(written), f * x)
+    settings = {"share": 1.0, "limit": 0.0, "is_unit": False}
+    beside = torch.full((16 + 9 * stride,), 7.0)
+    rows.unit_rows_backward(u, x, factor, None, at_once(beside), **settings)
+    torch.testing.assert_close(at_once(beside), f * (u - (u * x).sum(1, keepdim=True) * f * f * x))
+    for memory in (written, beside):
+        assert (memory[:start] == 7).all() and (memory[start + 9 * width :] == 7).all()
+
+
+@pytest.mark.parametrize("width", [15, 16, 17, 23])
+def test_rows_with_a_column(width):
+    x, factor = torch.randn(5, width), torch.empty(5)
+    room = 8 * (width // 8 + 1)
+    memory = torch.full((16 + 5 * room,), 7.0)
+    unit = memory[8:-8].view(5, room)
+    rows.unit_rows(x, factor, unit, gain=2.0, constant=0.5, floor=1e-24, column=3.0)
+    f = 2 * (x.square().sum(1, keepdim=True) + 0.5).rsqrt()
+    expected = torch.cat([f * x, 3 * f, torch.zeros(5, room - width - 1)], 1)
+    torch.testing.assert_close(unit, expected)
+    assert (memory[:8] == 7).all() and (memory[-8:] == 7).all()
+
+
+def test_a_gradient_may_be_overwritten_where_it_lies():
+    u, x, factor = torch.randn(9, 21), torch.randn(9, 21), torch.rand(9)
+    apart = torch.empty_like(u)
+    settings = {"share": 1.0, "limit": 0.0, "is_unit": True}
+    rows.unit_rows_backward(u, x, factor, None, apart, **settings)
+    rows.unit_rows_backward(u, x, factor, None, u, **settings)
+    assert torch.equal(u, apart)
 
 
 def strange_layouts():

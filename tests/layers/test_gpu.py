@@ -47,7 +47,11 @@ def error(actual, expected):
 
 
 def check(function, inputs, g, monkeypatch):
-    """Errors at most twice those of the plain expression, both against float64 on the CPU."""
+    """Errors at most twice those of the plain expression, both against float64 on the CPU.
+
+    The gradients have a mean: in the bias's, a sum of random signs, the rest would be all rounding.
+    """
+    g += 1
     truth = results(function, [t.cpu().double() for t in inputs], g.cpu().double())
     found = results(function, inputs, g)
     with monkeypatch.context() as patch:
@@ -55,8 +59,7 @@ def check(function, inputs, g, monkeypatch):
         plain = results(function, inputs, g)
     for i, (actual, usual, expected) in enumerate(zip(found, plain, truth, strict=True)):
         assert actual.dtype == usual.dtype
-        floor = 2 * torch.finfo(actual.dtype).eps  # convolutions were seen to need two
-        allowed = 2 * max(error(usual.cpu(), expected), floor)
+        allowed = 2 * max(error(usual.cpu(), expected), torch.finfo(actual.dtype).eps)
         assert error(actual.cpu(), expected) <= allowed, f"result {i}"
 
 

@@ -69,3 +69,11 @@ def test_the_least_costs_are_those_of_the_design(benchmarks):
     for n_in, cheaper in ((2100, "output"), (1900, "pass")):
         costs = {way: ratio(4096, n_in, 1000, way, **rates) for way in ("output", "pass")}
         assert min(costs, key=costs.__getitem__) == cheaper
+
+
+def test_the_table_of_what_bytes_allow_is_that_of_the_code(benchmarks):
+    from expected import GOALS, ratio, table
+
+    assert (BENCHMARKS / "results" / "expected-gpu.md").read_text() == table()
+    least = [ratio(*shape, "own products") for shape in GOALS]
+    assert least == pytest.approx([1.029, 1.071, 1.092], abs=5e-4)

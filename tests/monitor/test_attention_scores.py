@@ -1,12 +1,13 @@
 """Scores of attention, their gradients, what a step does to them: against slow references."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from attending import MODELS, Spy, explicit, tensors
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,42 +25,6 @@ from adiv_monitor.features.scores import attention, of_heads
 from adiv_monitor.maths.attention import attention_reading
 
 ALL = slice(None)
-
-
-def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-
-
-def explicit(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropped: Tensor | float = 1.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Scores Y, which keep their gradient, and the output; torch's documented equivalent."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    Y = query @ key.mT
-    if Y.requires_grad:
-        Y.retain_grad()
-    bias = torch.zeros(Y.shape, dtype=Y.dtype)
-    if is_causal:
-        bias.masked_fill_(~torch.ones(Y.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        bias = bias.masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        bias = bias + attn_mask
-    logits = Y * (query.shape[-1] ** -0.5 if scale is None else scale) + bias
-    # A query that sees no key gets zeros; a softmax of -inf alone would be NaN.
-    none = (logits == -torch.inf).all(-1, keepdim=True)
-    P = torch.softmax(logits.masked_fill(none, 0.0), -1).masked_fill(none, 0.0)
-    return Y, (P * dropped) @ value
 
 
 def bool_mask(*shape: int) -> Tensor:
@@ -175,147 +140,6 @@ def test_dropout_is_repeated(keys: int, grouped: bool) -> None:
 # The module once more, with a change of its parameters
 
 
-class Spy:
-    """Stands in for the fused function, notes what it gets, and makes the scores explicitly."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.queries: list[Tensor] = []
-        self.keys: list[Tensor] = []
-        self.scores: list[Tensor] = []
-        self.outputs: list[Tensor] = []
-        monkeypatch.setattr(functional, "scaled_dot_product_attention", self)
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        dropout_p: float = 0.0,
-        **k: Any,
-    ) -> Tensor:
-        if args:  # torch's own attention passes them by position
-            mask, dropout_p, causal = args
-            k = {"attn_mask": mask, "is_causal": causal}
-        assert dropout_p == 0
-        Y, output = explicit(query, key, value, **k)
-        if output.requires_grad:
-            output.retain_grad()
-        self.queries.append(query.detach())
-        self.keys.append(key.detach())
-        self.scores.append(Y)
-        self.outputs.append(output)
-        return output
-
-
-class Attending(nn.Module):
-    """torch's own attention as a model."""
-
-    def __init__(self, *, mask: Tensor | None = None, padding: bool = False, **options: Any):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(12, 3, **options)
-        self.mask = mask
-        self.padding = padding
-        self.weights = bool(options.get("vdim"))  # some case that returns the weights
-
-    def forward(self, x: Tensor) -> Tensor:
-        padding = None
-        if self.padding:
-            padding = torch.zeros(4, 6, dtype=torch.bool)
-            padding[1, 4:] = True
-        mask = self.mask
-        if mask is not None and mask.dim() == 3:
-            mask = mask.expand(12, 6, 6)
-        batch_first = self.attention.batch_first
-        x = x if batch_first else x.transpose(0, 1)
-        value = x[..., :7] if self.weights else x
-        out, _ = self.attention(
-            x, x.flip(-1), value, key_padding_mask=padding, attn_mask=mask, need_weights=False
-        )
-        return out if batch_first else out.transpose(0, 1)
-
-
-class LowRank(nn.Module):
-    """Frozen projections with a trained low-rank part, changed in place, beside random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(12, 12).requires_grad_(False) for _ in "qkv")
-        self.down = nn.Linear(12, 3, bias=False)
-        self.up = nn.Linear(3, 12, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.up(self.down(x + 0 * torch.rand(())))
-        q *= 2
-        q += self.q(x)
-        q, k, v = (z.view(len(x), 6, 3, 4).transpose(1, 2) for z in (q, self.k(x), self.v(x)))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-class RootMeanSquare(nn.Module):
-    """The library's own norm rounds to float32 on the way."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
-
-
-class Language(nn.Module):
-    """A small language model of the library, given embeddings."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.ones(4, 6, dtype=torch.long)
-        mask[2, :2] = 0
-        hidden: Tensor = self.model(inputs_embeds=x, attention_mask=mask).last_hidden_state
-        return hidden
-
-
-def language(name: str, **options: Any) -> Callable[[], tuple[nn.Module, str]]:
-    def build() -> tuple[nn.Module, str]:
-        transformers = pytest.importorskip("transformers")
-        config = getattr(transformers, f"{name}Config")(vocab_size=11, **options)
-        config._attn_implementation = "sdpa"
-        model = Language(getattr(transformers, f"{name}Model")(config))
-        for path, module in list(model.named_modules()):
-            if type(module).__name__.endswith("RMSNorm"):
-                model.set_submodule(path, RootMeanSquare(module.weight))
-        paths = [p for p, m in model.named_modules() if type(m).__name__.endswith("Attention")]
-        return model, paths[-1]
-
-    return build
-
-
-def torch_attention(**options: Any) -> Callable[[], tuple[nn.Module, str]]:
-    return lambda: (Attending(**options), "attention")
-
-
-SMALL = {"hidden_size": 12, "num_hidden_layers": 2, "intermediate_size": 16}
-GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
-MODELS: dict[str, Callable[[], tuple[nn.Module, str]]] = {
-    "torch": torch_attention(batch_first=True),
-    "torch, no bias": torch_attention(batch_first=True, bias=False),
-    "torch, batch second": torch_attention(padding=True),
-    "torch, separate weights": torch_attention(kdim=12, vdim=7, batch_first=True),
-    "torch, mask": torch_attention(mask=torch.ones(6, 6, dtype=torch.bool).triu(1)),
-    "torch, mask of heads": torch_attention(mask=tensors((12, 6, 6))[0], batch_first=True),
-    "low rank": lambda: (LowRank(), ""),
-    "llama": language("Llama", **SMALL, **GROUPED),
-    "qwen3": language("Qwen3", **SMALL, **GROUPED),
-    "olmo2": language("Olmo2", **SMALL, num_attention_heads=3, num_key_value_heads=3),
-    "gpt2": language(
-        "GPT2", n_embd=12, n_layer=2, n_head=3, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
-    ),
-    "gpt_neox": language("GPTNeoX", **SMALL, num_attention_heads=3, rotary_pct=0.5),
-}
-
-
 class Observed:
     """A model after its backward pass, with what its attention was given and its scores ask."""
 
@@ -424,7 +248,7 @@ def test_score_gradients_of_models(observed: Observed) -> None:
 
 def test_scores_ask_of_the_parameters_what_their_gradient_is(observed: Observed) -> None:
     """⟨e, G⟩ = ‖γ‖², and of any other direction ⟨γ, u⟩: by the part of γ that comes from scores."""
-    call, leaves = scores_with_graph(observed.attends(), lambda *_: None)
+    call, leaves = scores_with_graph(observed.attends())
     Y = call[0].query @ call[0].key.mT
     parts = torch.autograd.grad(Y, list(leaves.values()), observed.G, allow_unused=True)
     gamma = {n: g for n, g in zip(leaves, parts, strict=True) if g is not None}
@@ -433,7 +257,7 @@ def test_scores_ask_of_the_parameters_what_their_gradient_is(observed: Observed)
             torch.testing.assert_close(part, observed.gradients[name], rtol=1e-8, atol=1e-12)
     [(attended, moves)] = moves_of_scores(observed.attends(), {"e": gamma})
     assert observed.output.grad is not None
-    keys = torch.zeros(Y.shape[1], Y.shape[2], 1, dtype=torch.int64)
+    keys = torch.zeros(*Y.shape[:3], 1, dtype=torch.int64)
     of = attended.score_gradient(observed.output.grad)
     found = scores.sums(attended, of, moves, keys)
     whole = sum(float(part.square().sum()) for part in gamma.values())
@@ -445,7 +269,7 @@ def test_sums_leave_idle_scores_out(observed: Observed, monkeypatch: pytest.Monk
         observed.attends([3, 1]), {"d": scaled(observed.gradients, -0.3), "e": observed.gradients}
     )
     G = observed.G[[3, 1]]
-    keys = torch.from_numpy(some_keys(*G.shape[1:], 3, np.random.default_rng(0)))
+    keys = torch.from_numpy(some_keys(*G.shape, 3, np.random.default_rng(0)))
     monkeypatch.setattr(scores, "CHUNK", 2 * G.shape[1] * G.shape[3])  # one query, in parts
     found = scores.sums(call, lambda queries: G[:, :, queries], moves, keys)
     for i, head in np.ndindex(*G.shape[:2]):
@@ -465,42 +289,22 @@ def test_sums_leave_idle_scores_out(observed: Observed, monkeypatch: pytest.Monk
                 sums[f"{m}_{m}"] += y * y
         for name, value in sums.items():
             assert float(found[name][i, head]) == pytest.approx(value, rel=1e-9, abs=1e-14)
-    for h, t, draw in np.ndindex(*keys.shape):
-        s = int(keys[h, t, draw])
-        assert torch.equal(found["active"][:, h, t, draw], (G[:, h, t, s] != 0) & (s >= 0))
+    for i, h, t, draw in np.ndindex(*keys.shape):
+        s = int(keys[i, h, t, draw])
+        assert bool(found["active"][i, h, t, draw]) == (s >= 0 and bool(G[i, h, t, s] != 0))
 
 
 # The attention scale
 
 
-def row_scales(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], z: Any) -> Tensor | None:
-    """‖φ‖² of the uses that the models above make of their trained parameters."""
-
-    def trained(parameter: Any) -> bool:
-        return isinstance(parameter, Tensor) and parameter.requires_grad
-
-    if func is functional.linear or func is torch.addmm:
-        named = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
-        x, weight, bias = named["input"], named["weight"], named.get("bias")
-        if func is torch.addmm:
-            bias, x, weight = args
-        square = x.square().sum(-1).reshape(-1, 1) * trained(weight) + 1.0 * trained(bias)
-        return square if trained(weight) or trained(bias) else None
-    if getattr(func, "__name__", "") == "mul" and isinstance(args[0], nn.Parameter | Tensor):
-        gain, x = args[:2]
-        if isinstance(x, Tensor) and gain.is_leaf and gain.requires_grad and gain.dim() == 1:
-            return x.square().reshape(-1, x.shape[-1])
-    return None
-
-
 def test_scale_is_the_square_of_each_scores_gradient(observed: Observed) -> None:
     attends = observed.attends([3, 1])
-    [reached], leaves = scores_with_graph(attends, row_scales)
-    H, L, S = observed.G.shape[1:]
-    keys = torch.from_numpy(some_keys(H, L, S, 2, np.random.default_rng(1)))
-    found = scales(reached, leaves, keys)
+    [reached], leaves = scores_with_graph(attends)
+    keys = some_keys(2, *observed.G.shape[1:], 2, np.random.default_rng(1))
+    found, error = scales(reached, leaves, keys)
+    assert error < 1e-9
     for i, head, t, draw in np.ndindex(*found.shape):
-        s = int(keys[head, t, draw])
+        s = keys[i, head, t, draw]
         score = reached.query[i, head, t] @ reached.key[i, head, s]
         gradients = torch.autograd.grad(
             score, list(leaves.values()), retain_graph=True, allow_unused=True
@@ -521,10 +325,9 @@ def test_scale_of_plain_projections_is_the_one_of_the_spec(
     ):
         observed = Observed(name, monkeypatch)
         attends = observed.attends()
-        [reached], leaves = scores_with_graph(attends, row_scales)
-        H, L, S = observed.G.shape[1:]
-        keys = torch.from_numpy(some_keys(H, L, S, 1, np.random.default_rng(2)))
-        found = scales(reached, leaves, keys)
+        [reached], leaves = scores_with_graph(attends)
+        keys = some_keys(*observed.G.shape, 1, np.random.default_rng(2))
+        found, _ = scales(reached, leaves, keys)
         given = {**dict(zip(("query", "key"), attends.args, strict=False)), **attends.kwargs}
         x_q, x_k = (
             given[n].square().sum(-1) + bias
@@ -532,7 +335,7 @@ def test_scale_of_plain_projections_is_the_one_of_the_spec(
         )
         q, k = observed.query.square().sum(-1), observed.key.square().sum(-1)
         for i, h, t in np.ndindex(*found.shape[:3]):
-            s = int(keys[h, t, 0])
+            s = keys[i, h, t, 0]
             expected = k[i, h, s] * x_q[i, t] + q[i, h, t] * x_k[i, s]
             torch.testing.assert_close(found[i, h, t, 0], expected, rtol=precision, atol=0)
 
@@ -549,14 +352,14 @@ def test_scale_says_where_rows_do_not_explain_it() -> None:
             return functional.scaled_dot_product_attention(q[:, None], k[:, None], x[:, None])
 
     module = Shared().double()
-    for mix, reason in ((False, "a weight in common"), (True, "mixes tokens")):
+    for mix in (False, True):
         inputs = (tensors((2, 3, 4))[0], mix)
         attends = AttentionModule(module, inputs, {}, dict(module.named_parameters()))
-        [reached], leaves = scores_with_graph(attends, row_scales)
-        keys = torch.zeros(1, 3, 1, dtype=torch.int64) - 1
-        keys[0, 1, 0] = 2
-        with pytest.raises(ValueError, match=reason):
-            scales(reached, leaves, keys)
+        [reached], leaves = scores_with_graph(attends)
+        keys = some_keys(2, 1, 3, 3, 3, np.random.default_rng(0))
+        found, error = scales(reached, leaves, keys)
+        # A weight in common is no sum of rows; where tokens are mixed no row is any token's.
+        assert found.isnan().all() if mix else not error <= 0.01
 
 
 def test_a_module_without_attention_is_told() -> None:
@@ -569,14 +372,20 @@ def test_a_module_without_attention_is_told() -> None:
 def test_some_keys_are_all_scores_alike_and_no_key_twice() -> None:
     generator = np.random.default_rng(0)
     for queries, keys in ((4, 4), (3, 5), (5, 3)):
-        chosen = some_keys(2, queries, keys, 3_000, generator)
-        for draw in np.moveaxis(chosen, 2, 1).reshape(-1, queries):
+        size = max(queries, keys)
+        every = some_keys(2, 2, queries, keys, 9, generator)
+        for of_head in every.reshape(4, queries, size):
+            pairs = [(t, s) for t, row in enumerate(of_head) for s in row if s >= 0]
+            assert sorted(pairs) == list(np.ndindex(queries, keys))
+        chosen = some_keys(1_000, 3, queries, keys, 2, generator)
+        assert chosen.shape == (1_000, 3, queries, 2)
+        for draw in np.moveaxis(chosen, 3, 2).reshape(-1, queries):
             seen = draw[draw >= 0]
             assert len(seen) == min(queries, keys) == len(set(seen))
-        counts = np.zeros((queries, keys))
-        for t in range(queries):
-            counts[t] = np.bincount(chosen[:, t][chosen[:, t] >= 0], minlength=keys)
-        expected = 6_000 / max(queries, keys)
+        counts = np.array(
+            [[(chosen[:, :, t] == s).sum() for s in range(keys)] for t in range(queries)]
+        )
+        expected = 6_000 / size
         assert np.abs(counts - expected).max() < 5 * np.sqrt(expected)
 
 
@@ -595,6 +404,7 @@ def made_up(samples: int, heads: int = 3) -> tuple[dict[str, np.ndarray], np.nda
     sums = {f"{a}_{b}": (vectors[a] * vectors[b]).sum(2) for a, b in ("GG", "dG", "dd", "eG", "ee")}
     made = scores.scale_sums(torch.from_numpy(D)[..., None], torch.from_numpy(G != 0)[..., None])
     sums |= {name: np.asarray(value) for name, value in made.items()}
+    sums["scale_share"] = np.asarray(1.0)
     return sums, np.stack([G, d, e]), D
 
 
@@ -618,7 +428,9 @@ def test_measures_over_all_samples_are_exact() -> None:
     for head in range(3):
         found = {name: values[head] for name, values in reading.heads.items()}
         assert found == pytest.approx(expected(np.s_[:, head]), rel=1e-12)
-    assert not {"attention_cosine", "attention_gradient_cosine"} & reading.standard_error.keys()
+    assert not reading.standard_error
+    some = attention_reading({**sums, "scale_share": np.asarray(0.5)}, 5)
+    assert set(some.standard_error) == {"attention_scale_mean", "attention_scale_cv"}
     assert (reading.samples_seen, reading.samples_total) == (5, 5)
 
 

@@ -719,12 +719,16 @@ def test_a_function_that_cannot_be_followed_is_named() -> None:
         lambda m, x: functional.linear(x, torch.view_as_complex(m.weight).abs()),
     ],
 )
-def test_memory_that_is_read_in_another_way_is_refused(
+def test_memory_that_is_read_in_another_way_is_left_to_the_module(
     forward: Callable[[nn.Module, Tensor], Tensor],
 ) -> None:
-    assert "read as torch.complex128 instead of torch.float64" in reason(
-        forward, weight=real(3, 4, 2)
-    )
+    module = Functional(forward, weight=real(3, 4, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with Monitor(module, optimizer, on_error="raise") as monitor:
+        module(torch.randn(5, 4, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    assert monitor.latest.unsupported == {}
+    assert [reading.kind for reading in monitor.latest.layers.values()] == ["module"]
 
 
 def test_a_constant_that_changes_after_its_use_is_refused() -> None:
@@ -738,20 +742,19 @@ def test_a_constant_that_changes_after_its_use_is_refused() -> None:
 
 
 def test_what_never_reaches_a_use_is_named_with_the_function_it_ended_in() -> None:
-    found = reason(lambda m, x: x + Hidden.apply(m.weight.sigmoid()), weight=real(4))
+    """A weight that is kept, and used outside the forward."""
+
+    def kept(m: nn.Module, x: Tensor) -> Tensor:
+        m.kept = m.weight.clone().sigmoid()
+        return x
+
+    module = Functional(kept, weight=real(4))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with Monitor(module, optimizer, on_error="raise") as monitor:
+        (module(torch.randn(5, 4, dtype=torch.float64)) * module.kept).sum().backward()
+        optimizer.step()
+    (found,) = monitor.latest.unsupported.values()
     assert "it went through torch's sigmoid, whose result no function was seen to use" in found
-
-
-class Hidden(torch.autograd.Function):
-    """No mode sees this."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        return 2 * gradient
 
 
 def test_what_is_written_after_a_reading_is_no_part_of_it() -> None:
@@ -785,6 +788,30 @@ def test_data_that_is_written_into_a_constant_is_data() -> None:
         optimizer.step()
     assert monitor.latest.layers[""].kind == "gain"
     assert monitor.latest.layers[""].rows_total == 5
+
+
+def test_data_that_is_written_beside_a_parameter_leaves_it_measured() -> None:
+    """A class token in a tensor of zeros, of one sample."""
+
+    def joined(m: nn.Module, x: Tensor) -> Tensor:
+        held = torch.zeros(4, 3, dtype=x.dtype)
+        held[0] = m.token.exp()
+        held[1:] = x
+        return held
+
+    module = Functional(joined, token=real(3))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with Monitor(module, optimizer, on_error="raise") as monitor:
+        before = module.token.detach().clone()
+        z = module(torch.randn(3, 3, dtype=torch.float64))
+        z.square().sum().backward()
+        optimizer.step()
+    G = 2 * z.detach()[0]
+    e = before.exp() * module.token.grad
+    (reading,) = monitor.latest.layers.values()
+    assert monitor.latest.coverage == 1
+    assert reading.gradient_cosine == pytest.approx(cosine(e, G), rel=1e-9)
+    assert reading.descent == pytest.approx(0.1 * (e * G).sum().item(), rel=1e-9)
 
 
 def test_a_bias_table_that_is_made_is_an_offset_of_all_scores() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.capture import capture
 from adiv_monitor.capture.sampling import draw
 from adiv_monitor.features import Rows
 from adiv_monitor.features.features import Averaged
@@ -40,26 +41,32 @@ OF_SCALES = {
 }
 
 
-def loss_of(z: Tensor) -> Tensor:
-    """Of a different gradient at every place."""
+def loss_of(z: Tensor, *, ignored: int = 0) -> Tensor:
+    """Of a different gradient at every place, but for the first ones along the first dimension."""
+    z = z[ignored:] if z.dim() and len(z) > ignored else z
     aims = torch.linspace(-1.0, 2.0, z.numel(), dtype=z.dtype).reshape(z.shape)
     return (z - aims).square().sum() + (z * aims).sin().sum()
 
 
 def measured(
-    case: FunctionCase, optimizer: str, max_rows: int | None
+    case: FunctionCase, optimizer: str, max_rows: int | None, ignored: int = 0
 ) -> tuple[StepReport, dict[str, dict[str, float]]]:
     """One measured step, and all measures of every use as they are."""
     model, inputs = case.model(), case.data()
     own = OPTIMIZERS[optimizer](model.parameters())
     old = {name: p.detach().clone() for name, p in model._parameters.items()}
     with Monitor(model, own, max_rows=max_rows, attainable=True, on_error="raise") as monitor:
-        loss_of(model(*inputs)).backward()
+        loss_of(model(*inputs), ignored=ignored).backward()
         gradient = {name: p.grad.clone() for name, p in model._parameters.items()}
         own.step()
     assert monitor.latest is not None
     new = {name: p.detach() for name, p in model._parameters.items()}
-    truths = {use.path: truth_of(model, inputs, use, old, new, gradient) for use in case.uses}
+
+    def G_of(z: Tensor) -> Tensor:
+        (G,) = torch.autograd.grad(loss_of(z, ignored=ignored), z)
+        return G
+
+    truths = {use.path: truth_of(model, inputs, use, G_of, old, new, gradient) for use in case.uses}
     return monitor.latest, truths
 
 
@@ -67,12 +74,12 @@ def truth_of(
     model: Caller,
     inputs: Sequence[Tensor],
     use: Of,
+    G_of: Callable[[Tensor], Tensor],
     old: dict[str, Tensor],
     new: dict[str, Tensor],
     gradient: dict[str, Tensor],
 ) -> dict[str, float]:
-    z = model.called(old, *inputs).requires_grad_()
-    (G,) = torch.autograd.grad(loss_of(z), z)
+    G = G_of(model.called(old, *inputs).requires_grad_())
     truth = reference.function_truth(
         lambda parameters: use.rows(model.called(parameters, *inputs)),
         old,
@@ -96,10 +103,11 @@ def truth_of(
     return expected
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "ignored"), [("sgd", 0), ("adamw", 0), ("adamw", 1)])
 @pytest.mark.parametrize("name", CASES)
-def test_every_measure(name: str, optimizer: str) -> None:
-    report, truths = measured(CASES[name], optimizer, None)
+def test_every_measure(name: str, optimizer: str, ignored: int) -> None:
+    """Also of a loss that ignores a part of the result: idle rows are no part of any measure."""
+    report, truths = measured(CASES[name], optimizer, None, ignored)
     assert report.coverage == 1.0
     assert not report.unsupported
     assert not report.notes
@@ -228,41 +236,60 @@ def test_rows_of_several_calls_are_rows_of_one(name: str) -> None:
             torch.testing.assert_close(again.weight_norms(), features.weight_norms(), **close)
 
 
-# --- what is not exact has no reading ------------------------------------------------------------
+# --- what no rule describes exactly goes through its module ---------------------------------------
 
-NOT_LINEAR: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], str]] = {
-    "quotient": (lambda p, x: x / p.w, (3,), "div"),
-    "rounded": (lambda p, x: torch.div(p.w, x + 3, rounding_mode="floor") + 0 * p.w, (3,), "div"),
-    "divisor": (lambda p, x: torch.addcdiv(x, x, p.w), (3,), "addcdiv"),
-    "power": (lambda p, x: x.abs() ** p.w, (3,), "pow"),
-    "diagonal": (lambda p, x: torch.einsum("bi,ii->b", x, p.w), (3, 3), "einsum"),
-    "scattered": (lambda p, x: written(x, torch.arange(3), p.w), (3, 3), "__setitem__"),
-    "one for each": (lambda p, x: written(x, x > 1.3, p.w), (4,), "__setitem__"),
+NOT_LINEAR: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "quotient": (lambda p, x: x / p.w, (3,)),
+    "divisor": (lambda p, x: torch.addcdiv(x, x, p.w), (3,)),
+    "power": (lambda p, x: x.abs() ** p.w, (3,)),
+    "diagonal": (lambda p, x: torch.einsum("bi,ii->b", x, p.w), (3, 3)),
+    "scattered": (lambda p, x: written(x, torch.arange(3), p.w), (3, 3)),
+    "one for each": (lambda p, x: written(x, x > 1.3, p.w), (4,)),
     "into a view": (
         lambda p, x: written(x.view(3, 5).t(), 0, p.w, copy=False),
         (3,),
-        "__setitem__",
     ),
-    "scaled table": (lambda p, x: torch.add(x, p.w, alpha=0.5), (5, 3), "add"),
+    "scaled table": (lambda p, x: torch.add(x, p.w, alpha=0.5), (5, 3)),
     "namesake": (
         lambda p, x: torch.batch_norm(x, p.w, None, None, None, True, 0.1, 1e-5, False),
         (3,),
-        "batch_norm",
     ),
 }
 
 
 @pytest.mark.parametrize("name", NOT_LINEAR)
-def test_what_has_no_rule_is_named(name: str) -> None:
-    call, shape, function = NOT_LINEAR[name]
+def test_what_has_no_rule_is_measured_with_its_module(name: str) -> None:
+    call, shape = NOT_LINEAR[name]
     model = Caller(call, {"w": shape})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Monitor(model, optimizer, on_error="raise") as monitor:
         loss_of(model(torch.linspace(-1.0, 2.0, 15).double().reshape(5, 3))).backward()
         optimizer.step()
     assert monitor.latest is not None
-    assert not monitor.latest.layers
-    assert f"torch's {function}, for which there is no rule" in monitor.latest.unsupported["w"]
+    assert [reading.kind for reading in monitor.latest.layers.values()] == ["module"]
+
+
+# Of one use, which is all of the module's output; torch has no forward derivatives of bags.
+WHOLE = [
+    name
+    for name, case in CASES.items()
+    if len(case.uses) == 1 and case.uses[0].is_all and not name.startswith("embedding_bag")
+]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_readings_are_those_of_the_module_as_a_whole(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not depend on which entries make a row is the same without a rule."""
+    (reading,) = measured(CASES[name], "adamw", None)[0].layers.values()
+    monkeypatch.setattr(capture, "uses_in", lambda *_: ())
+    report, _ = measured(CASES[name], "adamw", None)
+    (whole,) = report.layers.values()
+    assert whole.kind == "module"
+    for measure in ("update_cosine", "gradient_cosine", "effective_lr", "update_ratio", "descent"):
+        expected = getattr(whole, measure)
+        assert getattr(reading, measure) == pytest.approx(expected, rel=1e-9), measure
 
 
 def test_half_precision() -> None:

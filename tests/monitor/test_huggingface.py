@@ -464,7 +464,9 @@ def test_early_stopping_before_the_callback_is_refused(make: Make) -> None:
     assert "eval_loss" in other.evaluate(), "with another metric the order is nobody's business"
 
 
-@pytest.mark.parametrize("measure", ["update_cosin", "bias_share", "attainable_cosine"])
+@pytest.mark.parametrize(
+    "measure", ["update_cosin", "bias_share", "attainable_cosine", "attention_cosine"]
+)
 def test_a_metric_that_will_not_be_there_is_refused(make: Make, measure: str) -> None:
     metric = f"adiv.summary/{measure}_min"
     trainer = make(DivergenceTrainerCallback(1), **followed(metric_for_best_model=metric))

@@ -423,7 +423,7 @@ def test_only_what_will_be_measured_is_announced(attainable: bool) -> None:
         def on_train_batch_start(self, run: Any, *rest: Any) -> None:
             announced.append({tag for tag in run.callback_metrics if tag.startswith("adiv")})
 
-    measures = ["update_cosine", "attainable_cosine"]
+    measures = ["update_cosine", "attainable_cosine", "attention_cosine"]
     callback = DivergenceCallback(
         1, measures=measures, attainable=attainable, sinks=[MemorySink()], on_error="raise"
     )
@@ -432,11 +432,34 @@ def test_only_what_will_be_measured_is_announced(attainable: bool) -> None:
     expected = {
         f"adiv.summary.optimizer_{index}/{measure}_{end}"
         for index in (0, 1)
-        for measure in (measures if attainable else measures[:1])
+        for measure in measures[: 2 if attainable else 1]
         for end in ("min", "median", "max")
     }
     assert announced == [expected] * len(BATCHES)
     assert None not in run.callback_metrics.values()
+
+
+def test_attention_is_measured_if_asked_for() -> None:
+    class Attends(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            x = batch[0][:, None] * batch[0][..., None]
+            return self.attention(x, x, x)[0].square().sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    memory = MemorySink()
+    callback = DivergenceCallback(2, attention=True, sinks=[memory], on_error="raise")
+    run = trainer(callbacks=[callback])
+    run.fit(Attends(), loader())
+    for report in memory.reports:
+        assert list(report.attention) == ["attention"]
+    last = memory.reports[-1].attention["attention"].attention_cosine
+    assert run.callback_metrics["adiv.summary/attention_cosine_min"] == pytest.approx(last)
 
 
 def test_a_callback_travels_to_another_process(tmp_path: Path) -> None:

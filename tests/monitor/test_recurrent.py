@@ -12,6 +12,7 @@ import pytest
 import torch
 from setups import one_step, same
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -320,6 +321,38 @@ def test_some_rows_of_a_cell_in_a_loop() -> None:
         assert (reading.rows_seen, reading.rows_total) == (7, T * B)
         assert reading.scale_mean == pytest.approx(whole.layers[path].scale_mean, rel=1e-9)
         assert 0 < reading.standard_error["update_cosine"] < math.inf
+
+
+class DerivedCell(nn.Module):
+    """An LSTM's cell whose weights are made of others in each pass: fused, or by hand."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.input = weight_norm(nn.Linear(K, 4 * H, dtype=F64))
+        self.hidden = weight_norm(nn.Linear(H, 4 * H, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.input, self.hidden
+        state: Any = (x.new_zeros(x.shape[1], H),) * 2
+        for rows in x:
+            if self.fused:
+                weights = (m.weight for m in maps)
+                state = torch.lstm_cell(rows, state, *weights, *(m.bias for m in maps))
+            else:
+                state = cell_by_hand("lstm", self.input(rows), self.hidden(state[0]), state)
+        return state[0].square().sum() + state[1].sum()
+
+
+def test_weights_that_are_made_of_others() -> None:
+    reports = []
+    for fused in (True, False):
+        torch.manual_seed(3)
+        reports.append(trained(DerivedCell(fused=fused), "adamw", padded, max_rows=None))
+    found, expected = reports
+    assert found.layers.keys() == {"input.input", "hidden.hidden"}
+    renamed = {path.partition(".")[0]: reading for path, reading in found.layers.items()}
+    same(replace(found, layers=renamed), expected)
 
 
 # Loops that reach `.grad` by other ways. What is true of linear layers must be true here.

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from adiv_monitor import Monitor
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.sampling import draw, threshold, winners
+from adiv_monitor.capture.selection import Layer
 from adiv_monitor.step.measured_step import MeasuredStep
 
 
@@ -72,8 +73,9 @@ def test_rows_that_wait_do_not_use_up_the_room_of_those_that_come() -> None:
 def test_rows_that_wait_stay_few() -> None:
     """However many passes live on without a gradient."""
     rows = LayerRows(Chooser(16, np.random.default_rng(0)))
+    layer = Layer("", nn.Identity(), "linear", None, None)
     for _ in range(500):
-        rows.calls.append(Call(*rows.choose((100,), torch.device("cpu"))))
+        rows.calls.append(Call(layer, *rows.choose((100,), torch.device("cpu"))))
     assert sum(len(call.draw.keys) for call in rows.calls) < 20 * 16
 
 

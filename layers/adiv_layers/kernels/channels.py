@@ -62,6 +62,7 @@ def gate_kernel(
     CURVE: tl.constexpr,
     LIMIT: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    SAME: tl.constexpr,
     CHANNELS_FAST: tl.constexpr,
     UNIT: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -71,7 +72,7 @@ def gate_kernel(
 
     What is None is left out. Where CURVE is not 0 dots are times CURVE·f³, and 0 where |f| has
     reached LIMIT. A program keeps its channels and walks over positions; it writes one row of
-    `sums`.
+    `sums`. SAME: `other` is the same at all positions, like a bias.
     """
     channels = channels * UNIT if CHANNELS_FAST else channels
     positions = positions if CHANNELS_FAST else positions * UNIT
@@ -82,6 +83,8 @@ def gate_kernel(
     among = channel < channels
     channel = (group * channels + channel).to(tl.int64)
     total = tl.zeros((POSITIONS, CHANNELS), wide)
+    if SAME:
+        value = tl.load(other + channel * other_channel, mask=among, other=0.0).to(wide)[None, :]
     tiles = tl.cdiv(positions, POSITIONS)
     step = tl.program_id(0).to(tl.int64)
     while step < images * tiles:
@@ -95,9 +98,10 @@ def gate_kernel(
                         CHANNELS_FAST, UNIT)  # fmt: skip
         slope = tl.load(g + own, mask=mask, other=0.0).to(wide)
         if other is not None:
-            own = offset_of(image, position, channel, other_image, other_channel, other_position,
-                            CHANNELS_FAST, UNIT)  # fmt: skip
-            value = tl.load(other + own, mask=mask, other=0.0).to(wide)
+            if not SAME:
+                own = offset_of(image, position, channel, other_image, other_channel,
+                                other_position, CHANNELS_FAST, UNIT)  # fmt: skip
+                value = tl.load(other + own, mask=mask, other=0.0).to(wide)
             dot = tl.sum(slope * value, 1)
             if CURVE != 0:
                 dot *= CURVE * f * f * f
@@ -262,6 +266,7 @@ def gate(
         CURVE=curve,
         LIMIT=limit,
         WEIGHTED=weighted,
+        SAME=other is not None and images == 1 and other.stride(2) == 0,
         **layout.options,
     )
     return dots, sums

@@ -11,7 +11,7 @@ from torch import Tensor
 # The most elements of a row that one program keeps in registers; a wider row is read twice, the
 # second time from cache. In float64 every element takes two registers.
 _ROW = {torch.float32: 16384, torch.float64: 8192}
-_TILE = 4096  # elements of a tile: 16 per thread with 8 warps
+_TILE = 4096  # the most elements of a tile over positions and channels
 _ACROSS, _ALONG = 1024, 128  # and the most of them in the direction that memory runs
 
 
@@ -35,15 +35,17 @@ def rows_tile(width: int, dtype: torch.dtype) -> Rows:
     """The tile for rows of this width whose sums are taken in this dtype."""
     limit = _ROW[dtype]
     block = max(16, power_of_two(width)) if width <= limit else limit // 2
-    rows = max(1, 2048 // block)
-    return Rows(rows, block, _warps(rows * block, 16))
+    # What is done once per row costs every thread as much as 16 elements do; 32 hold two operands.
+    each = 32 if dtype == torch.float32 and block >= width else 16
+    rows = max(1, 32 * each // block)
+    return Rows(rows, block, max(1, rows * block // (32 * each)))
 
 
 def strided_tile(channels: int, positions: int, channels_fast: bool, unit: int) -> Tile:
     """The tile for channels × positions, long in the direction that memory runs.
 
-    Where fewer than 4 elements stay together every one has an address of its own in a register,
-    so a thread takes half as many.
+    A thread has 32 elements, or 16 in a tall tile, where more of them have an address of their own
+    in a register; where fewer than 4 stay together every one has, so a thread takes half as many.
     """
     if channels_fast:
         across = min(power_of_two(channels), _ACROSS)
@@ -51,11 +53,10 @@ def strided_tile(channels: int, positions: int, channels_fast: bool, unit: int) 
     else:
         along = min(power_of_two(positions), _ALONG)
         across = min(power_of_two(channels), _TILE // along)
+    warps = max(1, along * across // (1024 if channels_fast else 512))
     if unit < 4:
-        along, across = (max(1, along // 2), across) if channels_fast else (along, across // 2)
-    return Tile(
-        along, max(1, across), _warps(2 * along * across if unit < 4 else along * across, 8)
-    )
+        along, across = (along // 2, across) if channels_fast else (along, across // 2)
+    return Tile(max(1, along), max(1, across), warps)
 
 
 def workers(tensor: Tensor, steps: int, columns: int) -> int:
@@ -157,7 +158,3 @@ def power_of_two(n: int) -> int:
 def divide_up(a: int, b: int) -> int:
     """Quotient of a and b, rounded up."""
     return -(-a // b)
-
-
-def _warps(elements: int, most: int) -> int:
-    return max(1, min(most, elements // 512))

@@ -3,8 +3,11 @@
 
 f = GAIN/√(‖x‖² + CONSTANT), or GAIN/√max(‖x‖², FLOOR) where CONSTANT is 0. Row offsets are 64-bit,
 so tensors may hold more than 2³¹ elements. Values are widened straight after the load: sums are
-taken in the dtype of f, float32 or float64. Widths and strides come divided by a power of two
-that divides them all, so that the compiler sees how wide an access may be.
+taken in the dtype of f, float32 or float64.
+
+Memory is moved in groups of 8 elements, aligned, whatever the width: what a row has before its
+first whole group and behind its last is moved apart, element by element. Groups are those of the
+tensor that is written; one that is read and lies otherwise is read element by element.
 """
 
 import triton
@@ -30,6 +33,60 @@ def factor_of(
 
 
 @triton.jit
+def groups_of(row, rows, width, AHEAD: tl.constexpr):
+    """Where rows of this width lie in groups of 8 elements: ahead, first, last, end.
+
+    Places count from the beginning of the group in which a row begins: `ahead` of them are before
+    the row, which are AHEAD more with every row, `end` is behind it, and in [first, last) its
+    groups are whole. Rows outside have no place at all.
+    """
+    ahead = ((row % 8) * AHEAD % 8).to(tl.int32)
+    end = tl.where(row < rows, ahead + width, 0)
+    return ahead[:, None], ((ahead + 7) // 8 * 8)[:, None], (end // 8 * 8)[:, None], end[:, None]
+
+
+@triton.jit
+def whole(place, first, last):
+    """Whether a place is in a whole group; the same for a group, so that an access may be one."""
+    group = place // 8 * 8
+    return (group >= first) & (group < last)
+
+
+@triton.jit
+def edges_of(ahead, first, last, end, AHEAD: tl.constexpr):
+    """The at most 7 places before the whole groups and those behind, and whether they are there."""
+    place = tl.arange(0, 16)[None, :]
+    before = place < 8
+    limit = tl.where(before, 0 if AHEAD == 0 else tl.minimum(first, end), end)
+    place = tl.where(before, ahead + place, tl.maximum(first, last) + place - 8)
+    return place, place < limit
+
+
+@triton.jit
+def start_of(x, row, stride, ahead, AHEAD: tl.constexpr, UNIT: tl.constexpr):
+    """Place 0 of rows, a multiple of UNIT elements, of which the division tells the compiler."""
+    if AHEAD == 0:
+        start = row[:, None] * (stride // UNIT * UNIT)
+    else:
+        start = (row[:, None] * stride - ahead) // UNIT * UNIT
+    return x + start
+
+
+@triton.jit
+def load(source, mask, UNIT: tl.constexpr):
+    """Elements of a tile, 0 where there are none; a thread loads a group, UNIT elements at once.
+
+    If that is less than 8 bytes, neighbours are loaded by neighbouring threads, which exchange them
+    for the groups that they store: loading these piece by piece they would be 16 bytes apart.
+    """
+    if UNIT * source.dtype.element_ty.primitive_bitwidth >= 64:
+        return tl.load(source, mask=mask, other=0.0)
+    count: tl.constexpr = source.shape[0] * source.shape[1]
+    values = tl.load(tl.reshape(source, [count]), mask=tl.reshape(mask, [count]), other=0.0)
+    return tl.reshape(values, source.shape)
+
+
+@triton.jit
 def unit_rows_kernel(
     x,
     unit,
@@ -44,61 +101,56 @@ def unit_rows_kernel(
     SQUARED: tl.constexpr,
     COLUMN: tl.constexpr,
     UNIT: tl.constexpr,
-    OWN_UNIT: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EDGES: tl.constexpr,
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write factor = f and, unless `unit` is None, unit = f·x.
 
-    Where COLUMN is not 0, f·COLUMN follows every row of `unit`, and zeros up to its stride.
+    Where COLUMN is not 0, f·COLUMN follows every row of `unit`, and zeros up to its stride, a
+    multiple of 8.
     """
-    width = width * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    column = tl.arange(0, BLOCK)
-    source = x + row[:, None] * (x_stride * UNIT) + column[None, :]
+    place = tl.arange(0, BLOCK)[None, :]
     wide = factor.dtype.element_ty
+    ahead, first, last, end = groups_of(row, rows, width, AHEAD)
+    source = start_of(x, row, x_stride, ahead, AHEAD, UNIT)
     if WHOLE:
-        mask = inside[:, None] & (column < width)[None, :]
-        values = tl.load(source, mask=mask, other=0.0).to(wide)
+        mask = whole(place, first, last)
+        values = load(source + place, mask, UNIT).to(wide)
         squares = values * values
     else:
         squares = tl.zeros((ROWS, BLOCK), wide)
         for start in range(0, width, BLOCK):
-            mask = inside[:, None] & (start + column < width)[None, :]
-            values = tl.load(source + start, mask=mask, other=0.0).to(wide)
+            mask = whole(start + place, first, last)
+            values = load(source + start + place, mask, UNIT).to(wide)
             squares += values * values
-    f = factor_of(tl.sum(squares, 1), GAIN, CONSTANT, FLOOR, SQUARED)
-    tl.store(factor + row, f, mask=inside)
+    square = tl.sum(squares, 1)
+    if EDGES:
+        edge, among = edges_of(ahead, first, last, end, AHEAD)
+        rest = tl.load(source + edge, mask=among, other=0.0).to(wide)
+        square += tl.sum(rest * rest, 1)
+    f = factor_of(square, GAIN, CONSTANT, FLOOR, SQUARED)
+    tl.store(factor + row, f, mask=row < rows)
     if unit is not None:
-        own = unit + row[:, None] * (unit_stride * OWN_UNIT)
+        own = start_of(unit, row, unit_stride, ahead, AHEAD, 8)
         kind = unit.dtype.element_ty
-        end = unit_stride * OWN_UNIT if COLUMN != 0 else width
-        shifted = f * COLUMN
+        f = f[:, None]
         if WHOLE:
-            mask = inside[:, None] & (column < end)[None, :]
-            result = values * f[:, None]
-            if COLUMN != 0:
-                last = (column == width)[None, :]
-                result = tl.where(last, shifted[:, None], tl.where(mask, result, 0.0))
-            tl.store(own + column[None, :], result.to(kind), mask=mask)
-            if COLUMN != 0:
-                tail = BLOCK + tl.arange(0, 8)  # rows of BLOCK elements leave no room for it above
-                mask = inside[:, None] & (tail < end)[None, :]
-                result = tl.where((tail == width)[None, :], shifted[:, None], 0.0)
-                tl.store(own + tail[None, :], result.to(kind), mask=mask)
+            tl.store(own + place, (values * f).to(kind), mask=mask)
         else:
-            for start in range(0, end, BLOCK):
-                here = start + column
-                mask = inside[:, None] & (here < width)[None, :]
-                values = tl.load(source + start, mask=mask, other=0.0).to(wide)
-                result = values * f[:, None]
-                if COLUMN != 0:
-                    last = (here == width)[None, :]
-                    result = tl.where(last, shifted[:, None], tl.where(mask, result, 0.0))
-                mask = inside[:, None] & (here < end)[None, :]
-                tl.store(own + here[None, :], result.to(kind), mask=mask)
+            for start in range(0, width, BLOCK):
+                mask = whole(start + place, first, last)
+                values = load(source + start + place, mask, UNIT).to(wide)
+                tl.store(own + start + place, (values * f).to(kind), mask=mask)
+        if EDGES:
+            rest = rest * f
+            if COLUMN != 0:
+                rest = tl.where(edge == width, f * COLUMN, rest)
+                among = (row < rows)[:, None] & (tl.arange(0, 16) >= 8)[None, :]
+            tl.store(own + edge, rest.to(kind), mask=among)
 
 
 @triton.jit
@@ -117,7 +169,10 @@ def unit_rows_backward_kernel(
     SHIFT: tl.constexpr,
     LIMIT: tl.constexpr,
     IS_UNIT: tl.constexpr,
-    UNIT: tl.constexpr,
+    U_UNIT: tl.constexpr,
+    X_UNIT: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EDGES: tl.constexpr,
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -126,48 +181,57 @@ def unit_rows_backward_kernel(
 
     gamma holds γ as `parts` rows of terms. x holds the rows x, or x̂ if IS_UNIT. dx may be u.
     """
-    width = width * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    column = tl.arange(0, BLOCK)
-    upstream = u + row[:, None] * (u_stride * UNIT) + column[None, :]
-    source = x + row[:, None] * (x_stride * UNIT) + column[None, :]
-    target = dx + row[:, None] * width + column[None, :]
-    f = tl.load(factor + row, mask=inside, other=0.0)
+    place = tl.arange(0, BLOCK)[None, :]
     wide = factor.dtype.element_ty
+    kind = dx.dtype.element_ty
+    ahead, first, last, end = groups_of(row, rows, width, AHEAD)
+    upstream = start_of(u, row, u_stride, ahead, AHEAD, U_UNIT)
+    source = start_of(x, row, x_stride, ahead, AHEAD, X_UNIT)
+    target = start_of(dx, row, width, ahead, AHEAD, 8)
+    f = tl.load(factor + row, mask=inside, other=0.0)
     if WHOLE:
-        mask = inside[:, None] & (column < width)[None, :]
-        slope = tl.load(upstream, mask=mask, other=0.0).to(wide)
-        values = tl.load(source, mask=mask, other=0.0).to(wide)
+        mask = whole(place, first, last)
+        slope = load(upstream + place, mask, U_UNIT).to(wide)
+        values = load(source + place, mask, X_UNIT).to(wide)
         products = slope * values
     else:
         products = tl.zeros((ROWS, BLOCK), wide)
         for start in range(0, width, BLOCK):
-            mask = inside[:, None] & (start + column < width)[None, :]
-            slope = tl.load(upstream + start, mask=mask, other=0.0).to(wide)
-            values = tl.load(source + start, mask=mask, other=0.0).to(wide)
+            mask = whole(start + place, first, last)
+            slope = load(upstream + start + place, mask, U_UNIT).to(wide)
+            values = load(source + start + place, mask, X_UNIT).to(wide)
             products += slope * values
+    if EDGES:
+        # Before the sum over all threads: every warp loads the edges, and one writes dx over them.
+        edge, among = edges_of(ahead, first, last, end, AHEAD)
+        edge_slope = tl.load(upstream + edge, mask=among, other=0.0).to(wide)
+        edge_values = tl.load(source + edge, mask=among, other=0.0).to(wide)
+    along = tl.sum(products, 1)
+    if EDGES:
+        along += tl.sum(edge_slope * edge_values, 1)
     to_unit = 1.0 if IS_UNIT else f
-    along = tl.sum(products, 1) * to_unit
+    along *= to_unit
     if gamma is not None:
-        place = row
+        term = row
         for _ in range(parts):
-            along += SHIFT * f * tl.load(gamma + place, mask=inside, other=0.0)
-            place += rows
+            along += SHIFT * f * tl.load(gamma + term, mask=inside, other=0.0)
+            term += rows
     if LIMIT > 0:
         along = tl.where(tl.abs(f) < LIMIT, along, 0.0)
-    pull = SHARE * along * to_unit
-    kind = dx.dtype.element_ty
+    pull = (SHARE * along * to_unit)[:, None]
+    f = f[:, None]
     if WHOLE:
-        result = f[:, None] * (slope - pull[:, None] * values)
-        tl.store(target, result.to(kind), mask=mask)
+        tl.store(target + place, (f * (slope - pull * values)).to(kind), mask=mask)
     else:
         for start in range(0, width, BLOCK):
-            mask = inside[:, None] & (start + column < width)[None, :]
-            slope = tl.load(upstream + start, mask=mask, other=0.0).to(wide)
-            values = tl.load(source + start, mask=mask, other=0.0).to(wide)
-            result = f[:, None] * (slope - pull[:, None] * values)
-            tl.store(target + start, result.to(kind), mask=mask)
+            mask = whole(start + place, first, last)
+            slope = load(upstream + start + place, mask, U_UNIT).to(wide)
+            values = load(source + start + place, mask, X_UNIT).to(wide)
+            tl.store(target + start + place, (f * (slope - pull * values)).to(kind), mask=mask)
+    if EDGES:
+        tl.store(target + edge, (f * (edge_slope - pull * edge_values)).to(kind), mask=among)
 
 
 @triton.jit
@@ -184,19 +248,18 @@ def pack_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write rows [w, b, 0, …, 0] of `packed` from rows w of the weight and the numbers of b."""
-    width = width * UNIT
-    end = packed_stride * 8
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    group = place // 8 * 8
     kind = packed.dtype.element_ty
-    mask = inside[:, None] & (column < width)[None, :]
-    source = weight + row[:, None] * (weight_stride * UNIT) + column[None, :]
-    values = tl.load(source, mask=mask, other=0.0).to(kind)
+    inside = row < rows
+    mask = inside[:, None] & (place // UNIT * UNIT < width)
+    source = start_of(weight, row, weight_stride, None, 0, UNIT)
+    values = load(source + place, mask, UNIT).to(kind)
     shift = tl.load(bias + row, mask=inside, other=0.0).to(kind)
-    values = tl.where((column == width)[None, :], shift[:, None], values)
-    mask = inside[:, None] & (column < end)[None, :]
-    tl.store(packed + row[:, None] * end + column[None, :], values, mask=mask)
+    values = tl.where(place == width, shift[:, None], values)
+    mask = inside[:, None] & (group < packed_stride)
+    tl.store(start_of(packed, row, packed_stride, None, 0, 8) + place, values, mask=mask)
 
 
 def unit_rows(
@@ -217,9 +280,7 @@ def unit_rows(
     flat = _rows(x)
     rows, width = flat.shape
     tile = rows_tile(width, factor.dtype)
-    common = unit_of(width, flat.stride(0))
-    own = width if unit is None else unit.shape[1]
-    own_common = unit_of(own)
+    stride = flat.stride(0) if unit is None else unit.shape[1]
     run(
         unit_rows_kernel,
         (divide_up(rows, tile.rows),),
@@ -228,16 +289,17 @@ def unit_rows(
         unit,
         factor,
         rows,
-        width // common,
-        flat.stride(0) // common,
-        own // own_common,
+        width,
+        flat.stride(0),
+        stride,
         GAIN=gain,
         CONSTANT=constant,
         FLOOR=floor,
         SQUARED=squared,
         COLUMN=column,
-        UNIT=common,
-        OWN_UNIT=own_common,
+        UNIT=_unit(flat, stride),
+        AHEAD=stride % 8,
+        EDGES=column != 0 or width % 8 != 0 or stride % 8 != 0,
         WHOLE=tile.block >= width,
         ROWS=tile.rows,
         BLOCK=tile.block,
@@ -264,7 +326,6 @@ def unit_rows_backward(
     flat, source = _rows(u), _rows(x)
     rows, width = flat.shape
     tile = rows_tile(width, factor.dtype)
-    common = unit_of(width, flat.stride(0), source.stride(0))
     run(
         unit_rows_backward_kernel,
         (divide_up(rows, tile.rows),),
@@ -275,15 +336,18 @@ def unit_rows_backward(
         gamma,
         dx,
         rows,
-        width // common,
+        width,
         0 if gamma is None else gamma.shape[0],
-        flat.stride(0) // common,
-        source.stride(0) // common,
+        flat.stride(0),
+        source.stride(0),
         SHARE=share,
         SHIFT=shift,
         LIMIT=limit,
         IS_UNIT=is_unit,
-        UNIT=common,
+        U_UNIT=_unit(flat, width),
+        X_UNIT=_unit(source, width),
+        AHEAD=width % 8,
+        EDGES=width % 8 != 0,
         WHOLE=tile.block >= width,
         ROWS=tile.rows,
         BLOCK=tile.block,
@@ -296,7 +360,6 @@ def pack(weight: Tensor, bias: Tensor, packed: Tensor) -> None:
     weight = _rows(weight)
     rows, width = weight.shape
     end = packed.shape[1]
-    common = unit_of(width, weight.stride(0))
     block = min(1024, power_of_two(end))
     tile_rows = 2048 // block
     run(
@@ -307,10 +370,10 @@ def pack(weight: Tensor, bias: Tensor, packed: Tensor) -> None:
         bias.contiguous(),
         packed,
         rows,
-        width // common,
-        weight.stride(0) // common,
-        end // 8,
-        UNIT=common,
+        width,
+        weight.stride(0),
+        end,
+        UNIT=unit_of(width, _unit(weight, end)),
         ROWS=tile_rows,
         BLOCK=block,
     )
@@ -320,3 +383,8 @@ def _rows(x: Tensor) -> Tensor:
     """Rows as (rows, width) with neighbouring columns side by side, which the kernels rely on."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
+
+
+def _unit(x: Tensor, stride: int) -> int:
+    """So many elements of x stay together where groups are those of aligned rows of this stride."""
+    return 1 if x.data_ptr() % 16 else unit_of(x.stride(0) - stride)

@@ -1,0 +1,174 @@
+"""Parameters that no rule of a function accounts for, and the modules to measure them through."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.capture.forwards import Forward
+from adiv_monitor.capture.graph import leaves_of
+from adiv_monitor.capture.outputs import Outputs
+from adiv_monitor.capture.replay import Arguments, Replay, pattern, tolerance
+from adiv_monitor.capture.selection import Selection
+from adiv_monitor.features.jacobian import JacobianFeatures
+from adiv_monitor.features.rows import Rows, exact_type, to_device
+from adiv_monitor.features.uses import Refused
+
+
+class Leftovers:
+    """Finds, when a module has run, the parameters in it that are left to be measured through it.
+
+    Those that a function took of which there is no rule, and those that no function was seen to
+    take, though the output is made of them (custom autograd functions). Each goes to the innermost
+    module that ran and holds it, be it further below.
+
+    Args:
+        selection: the parameters to measure.
+    """
+
+    def __init__(self, selection: Selection) -> None:
+        self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
+        self._refused: dict[int, str] = {}  # → why it can't be measured through a module
+        self._accounted: set[int] = set()
+        for module in selection.rules:
+            self._accounted |= {id(p) for p in module._parameters.values() if p is not None}
+        self._held = _held(selection)
+        self._claims: dict[int, set[nn.Module]] = defaultdict(set)
+        self._before: dict[int, nn.Parameter] = {}
+
+    def account(self, keys: Iterable[int]) -> None:
+        """A rule describes a use of the parameters of these ids."""
+        self._accounted.update(keys)
+
+    def leave(self, keys: Iterable[int], function: str) -> None:
+        """A function took them, of which there is no rule."""
+        for key in keys:
+            self._unexplained.setdefault(key, function)
+
+    def release(self) -> None:
+        """Let go of the copies of parameters: what goes on needs its own alone."""
+        self._before = {}
+
+    def has(self, key: int) -> bool:
+        """Whether a use of this parameter is not measured in any way."""
+        return key in self._unexplained or key in self._refused
+
+    def why(self, key: int) -> str | None:
+        """Why it is not; None if it is, or was not seen."""
+        if key in self._unexplained:
+            return (
+                f"it is used by {self._unexplained[key]}, for which there is no rule, outside the "
+                "forwards of the modules that hold it"
+            )
+        return self._refused.get(key)
+
+    def may_be_in(self, module: nn.Module) -> bool:
+        """Whether there may be any in what a module or those below it hold."""
+        held = self._held[module]
+        return not held <= self._accounted or not held.isdisjoint(self._unexplained)
+
+    def claim(
+        self, module: nn.Module, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> list[str]:
+        """Names, within the module, of the parameters that are to be measured through it."""
+        held = self._held[module] - self._refused.keys()
+        found = held & self._unexplained.keys()
+        hidden = {key for key in held - self._accounted - found if not self._is_below(key, module)}
+        if hidden:
+            found |= hidden & leaves_of(outputs, inputs)
+        for key in found:
+            self._unexplained.pop(key, None)
+            self._claims[key].add(module)
+        return [name for name, p in module.named_parameters() if id(p) in found] if found else []
+
+    def refuse(self, parameters: Iterable[Tensor], reason: str) -> None:
+        """They can't be measured so."""
+        self._refused |= dict.fromkeys(map(id, parameters), reason)
+
+    def features(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        expected: Tensor,
+        began: Forward,
+        rows: Rows,
+    ) -> JacobianFeatures:
+        """How the chosen rows of z move with the parameters.
+
+        Only those elements of the batch are run again that have chosen rows, where each can be run
+        without the others: nothing is drawn, and the rows come out as they were. Else all are.
+
+        Args:
+            module: the module, whose forward has just run.
+            names: of the parameters.
+            arguments: what the forward got.
+            outputs: what of its output is z.
+            expected: z of the chosen rows (rows, n_total).
+            began: what the forward found.
+            rows: the chosen rows.
+
+        Raises:
+            Refused: the forward can't be repeated, or has no derivatives.
+        """
+        size = sum(module.get_parameter(name).numel() for name in names)
+        tried = pattern(torch.empty(size, dtype=exact_type(expected), device=expected.device))
+        length = float(torch.linalg.vector_norm(expected))
+        if not math.isfinite(length):
+            raise Refused("its output is not finite")
+        reason = ""
+        for elements, own in _choices(rows, began.random.is_still(began.random.now())):
+            try:
+                replay = Replay(
+                    *(module, names, arguments, outputs, began, self._before),
+                    elements=elements,
+                    batch=rows.shape[0],
+                )
+                again = own.take(replay.run(tried)[0])
+            except Exception as error:
+                reason = f"its forward can't be run again with derivatives: {error}".splitlines()[0]
+                continue
+            away = float(torch.linalg.vector_norm(again - expected))
+            if away <= tolerance(replay.precision) * length:
+                return JacobianFeatures(partial(_moved, replay, own))
+            reason = (
+                f"its forward, run again, gave another output (off by {away:.2g} of {length:.2g}): "
+                "a hook changes it, or it changes its input or a state that is no buffer, or draws "
+                "from generators that are not torch's"
+            )
+        raise Refused(f"{reason}; register_features can teach the monitor its class")
+
+    def _is_below(self, key: int, module: nn.Module) -> bool:
+        """Whether a module inside this one claimed the parameter."""
+        inner = self._claims.get(key, set()) - {module}
+        return bool(inner) and not inner.isdisjoint(module.modules())
+
+
+def _held(selection: Selection) -> dict[nn.Module, set[int]]:
+    """By module, ids of the parameters to measure that it or a module below it holds."""
+    held: dict[nn.Module, set[int]] = {}
+    for module in reversed(selection.modules):  # those inside come first
+        own = {id(p) for p in module._parameters.values() if id(p) in selection.places}
+        below = (held.get(child, set()) for child in module._modules.values() if child is not None)
+        held[module] = own.union(*below)
+    return held
+
+
+def _moved(replay: Replay, rows: Rows, vector: Tensor) -> Tensor:
+    return rows.take(replay.run(vector)[1])
+
+
+def _choices(rows: Rows, still: bool) -> Iterator[tuple[Tensor | None, Rows]]:
+    """Elements of the batch to run again, None: all; and where the rows are among theirs."""
+    if still and rows.chosen is not None:
+        elements, place = np.unique(rows.positions[0], return_inverse=True)
+        if len(elements) < rows.shape[0]:
+            shape = len(elements), *rows.shape[1:]
+            chosen = np.ravel_multi_index((place, *rows.positions[1:]), shape)
+            yield to_device(elements, rows.device), Rows(shape, chosen, rows.device)
+    yield None, rows

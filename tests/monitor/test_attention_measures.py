@@ -1,0 +1,781 @@
+"""Readings of attention in monitored runs: against scores that are made by hand."""
+
+import copy
+import inspect
+import json
+import math
+import random
+import re
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adiv_layers import convert
+from attending import MODELS, Spy, language
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, jvp
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from zoo import ZOO, seed
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.capture import attention_calls
+from adiv_monitor.sinks import JsonlSink
+
+Parameters = dict[str, Tensor]
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+PRECISELY = {"rel": 1e-8, "abs": 1e-12}
+
+
+class Attends(nn.Module):
+    """Torch's own attention behind a layer.
+
+    Args:
+        cross: attend to a memory with more tokens.
+        call: further arguments of the attention's forward.
+        options: of the attention.
+    """
+
+    def __init__(self, cross: bool = False, call: dict[str, Any] | None = None, **options: Any):
+        super().__init__()
+        self.before = nn.Linear(12, 12)
+        self.attention = nn.MultiheadAttention(12, 3, batch_first=True, **options)
+        self.cross = cross
+        self.call = {"need_weights": False} | (call or {})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        memory = torch.cat([x.flip(1), x[:, :3].sin()], 1) if self.cross else x
+        call = dict(self.call)
+        if "key_padding_mask" in call:
+            call["key_padding_mask"] = call["key_padding_mask"][: len(x)]
+        output: Tensor = self.attention(x, memory, memory[..., : self.attention.vdim], **call)[0]
+        return output
+
+
+def padding(keys: int) -> Tensor:
+    mask = torch.zeros(4, keys, dtype=torch.bool)
+    mask[1, 4:] = True
+    mask[3, 2] = True
+    return mask
+
+
+def torch_scores(p: Parameters, module: Any, given: Mapping[str, Any]) -> Tensor:
+    """Q = x W_Qᵀ + b_Q, and k alike."""
+    if "in_proj_weight" in p:
+        weights = p["in_proj_weight"].chunk(3)
+    else:
+        weights = p["q_proj_weight"], p["k_proj_weight"]
+    biases = p["in_proj_bias"].chunk(3)
+    q, k = (
+        (given[name] @ weight.mT + bias).unflatten(-1, (3, -1)).transpose(1, 2)
+        for name, weight, bias in zip(("query", "key"), weights, biases, strict=False)
+    )
+    return q @ k.mT
+
+
+def gpt2_scores(p: Parameters, module: Any, given: Mapping[str, Any]) -> Tensor:
+    qkv = given["hidden_states"] @ p["c_attn.weight"] + p["c_attn.bias"]
+    q, k, _ = (z.unflatten(-1, (3, -1)).transpose(1, 2) for z in qkv.chunk(3, -1))
+    return q @ k.mT
+
+
+def qwen_scores(p: Parameters, module: Any, given: Mapping[str, Any]) -> Tensor:
+    """Two queries for each key, both normed, then rotated."""
+    cos, sin = (x[:, None] for x in given["position_embeddings"])
+
+    def part(name: str, heads: int) -> Tensor:
+        z = given["hidden_states"] @ p[f"{name}_proj.weight"].mT
+        z = z.unflatten(-1, (heads, 4)).transpose(1, 2)
+        z = z * (z.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * p[f"{name}_norm.weight"]
+        first, second = z.chunk(2, -1)
+        return z * cos + torch.cat([-second, first], -1) * sin
+
+    return part("q", 4) @ part("k", 2).repeat_interleave(2, 1).mT
+
+
+def attends(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: Attends(**options)
+
+
+CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)
+WEIGHTS = {"need_weights": True}
+GPT2 = {"n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+SCORES = {"torch": torch_scores, "gpt2": gpt2_scores, "qwen3": qwen_scores}
+BUILD: dict[str, Callable[[], nn.Module]] = {
+    "torch": attends(),
+    "torch, weights": attends(call=WEIGHTS),
+    "torch, cross": attends(cross=True, kdim=12, vdim=7),
+    "torch, cross, weights": attends(cross=True, kdim=12, vdim=7, call=WEIGHTS),
+    "torch, padding": attends(call={"key_padding_mask": padding(6)}),
+    "torch, padding, weights": attends(call={"key_padding_mask": padding(6), **WEIGHTS}),
+    "torch, causal": attends(call={"attn_mask": CAUSAL, "is_causal": True}),
+    "torch, causal, weights": attends(call={"attn_mask": CAUSAL, **WEIGHTS}),
+    "torch, dropout": attends(dropout=0.3),
+    "torch, dropout, weights": attends(dropout=0.3, call=WEIGHTS),
+    "gpt2": lambda: MODELS["gpt2"]()[0],
+    "gpt2, dropout": lambda: language("GPT2", attn_pdrop=0.3, **GPT2)()[0],
+    "qwen3": lambda: MODELS["qwen3"]()[0],
+}
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    model = BUILD[name]().double().train()
+    for parameter in model.parameters():  # so that gains are not 1 and biases not 0
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def batch(samples: int = 4) -> Tensor:
+    torch.manual_seed(4)
+    return torch.randn(samples, 6, 12, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    output = model(x)
+    return (output * torch.linspace(-1, 1, 12, dtype=output.dtype)).sin().square().sum()
+
+
+def attentions(model: nn.Module) -> dict[str, nn.Module]:
+    return {p: m for p, m in model.named_modules() if type(m).__name__.endswith("Attention")}
+
+
+def monitored(
+    model: nn.Module,
+    x: Tensor | None = None,
+    step: Callable[[nn.Module, torch.optim.Optimizer], object] | None = None,
+    optimizer: str = "sgd",
+    **options: Any,
+) -> StepReport:
+    """The report of one step with attention measured."""
+    x = batch() if x is None else x
+    stepping = OPTIMIZERS[optimizer](model.parameters())
+    with Monitor(model, stepping, **{"attention": True, "on_error": "raise", **options}) as monitor:
+        torch.manual_seed(5)
+        if step is None:
+            loss_of(model, x).backward()
+        else:
+            step(model, stepping)
+        stepping.step()
+    assert monitor.latest is not None
+    return monitor.latest
+
+
+class Reference:
+    """One step of a model, its scores made explicitly, and what they should have done."""
+
+    def __init__(
+        self, model: nn.Module, x: Tensor, optimizer: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if isinstance(model, Attends):
+            model.call["need_weights"] = False
+        self.model, self.x = model, x
+        self.modules = attentions(model)
+        inputs: list[dict[str, Any]] = []
+        handles = [
+            module.register_forward_pre_hook(
+                lambda module, args, kwargs: inputs.append(
+                    dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+                ),
+                with_kwargs=True,
+            )
+            for module in self.modules.values()
+        ]
+        stepping = OPTIMIZERS[optimizer](model.parameters())
+        with monkeypatch.context() as patch:
+            spy = Spy(patch)
+            torch.manual_seed(5)
+            self.loss = loss_of(model, x)
+            for handle in handles:
+                handle.remove()
+            self.loss.backward()
+        self.given = [
+            {n: v.detach() if isinstance(v, Tensor) else v for n, v in each.items()}
+            for each in inputs
+        ]
+        self.Y, self.G = [y.detach() for y in spy.scores], [y.grad for y in spy.scores]
+        self.before = [self._parameters(module) for module in self.modules.values()]
+        self.gamma = [
+            {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in m.named_parameters()}
+            for m in self.modules.values()
+        ]
+        stepping.step()
+        self.taken = [
+            {n: p - now[n] for n, p in before.items()}
+            for before, now in zip(
+                self.before, map(self._parameters, self.modules.values()), strict=True
+            )
+        ]
+
+    @staticmethod
+    def _parameters(module: nn.Module) -> Parameters:
+        return {n: p.detach().clone() for n, p in module.named_parameters()}
+
+    def measures(self, number: int, scores: Any) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """Of one attention, over all and per head, by the definitions."""
+        given = self.given[number]
+        module = list(self.modules.values())[number]
+        before, G = self.before[number], self.G[number]
+        assert G is not None
+
+        def made(p: Parameters) -> Tensor:
+            return scores(p, module, given)
+
+        Y, d = jvp(made, (before,), (self.taken[number],))
+        _, e = jvp(made, (before,), (self.gamma[number],))
+        torch.testing.assert_close(Y, self.Y[number], rtol=1e-9, atol=1e-12)
+        D = sum(j.flatten(4).square().sum(-1) for j in jacrev(made)(before).values())
+        parts = [np.s_[:], *(np.s_[:, head] for head in range(G.shape[1]))]
+        found = [of_scores(*(tensor[part] for tensor in (G, d, e, D))) for part in parts]
+        return found[0], {name: [head[name] for head in found[1:]] for name in found[0]}
+
+
+def of_scores(G: Tensor, d: Tensor, e: Tensor, D: Tensor) -> dict[str, float]:
+    asks = G != 0
+    G, d, e, D = G[asks], d[asks], e[asks], D[asks]
+    return {
+        "attention_cosine": float(d @ G / d.norm() / G.norm()),
+        "attention_gradient_cosine": float(e @ G / e.norm() / G.norm()),
+        "attention_scale_mean": float(D.mean()),
+        "attention_scale_cv": float(D.std(correction=0) / D.mean()),
+    }
+
+
+# Truth
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", BUILD)
+def test_readings_are_those_of_scores_made_by_hand(
+    name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not name.startswith("torch"):
+        pytest.importorskip("transformers")
+    model, x = built(name), batch()
+    losses: list[Tensor] = []
+
+    def step(model: nn.Module, stepping: torch.optim.Optimizer) -> None:
+        losses.append(loss_of(model, x))
+        losses[0].backward()
+
+    reference = Reference(copy.deepcopy(model), batch(), optimizer, monkeypatch)
+    report = monitored(model, step=step, optimizer=optimizer)
+    assert losses[0].item() == pytest.approx(reference.loss.item(), rel=1e-12)
+    assert not report.notes
+    assert list(report.attention) == list(reference.modules)
+    for number, reading in enumerate(report.attention.values()):
+        whole, heads = reference.measures(number, SCORES[name.partition(",")[0]])
+        assert reading.measures() == pytest.approx(whole, **PRECISELY)
+        for measure, values in heads.items():
+            assert reading.heads[measure] == pytest.approx(values, **PRECISELY)
+        assert (reading.samples_seen, reading.samples_total) == (4, 4)
+        assert not reading.standard_error
+
+
+def test_the_step_moves_scores_as_finite_differences_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("torch, causal")
+    reference = Reference(copy.deepcopy(model), batch(), "adamw", monkeypatch)
+    [module], [before], [taken] = reference.modules.values(), reference.before, reference.taken
+    given = {**reference.given[0], "value": reference.given[0]["query"]}
+
+    def scores_at(size: float) -> Tensor:
+        moved = {n: p - size * taken[n] for n, p in before.items()}
+        with monkeypatch.context() as patch, torch.no_grad():
+            spy = Spy(patch)
+            functional_call(module, moved, (), given)
+            return spy.scores[0]
+
+    d = (scores_at(-1e-4) - scores_at(1e-4)) / 2e-4
+    G = reference.G[0]
+    assert G is not None
+    report = monitored(model, optimizer="adamw")
+    expected = of_scores(G, d, d, torch.ones_like(d))["attention_cosine"]
+    assert report.attention["attention"].attention_cosine == pytest.approx(expected, rel=1e-7)
+
+
+def test_corrected_projections_have_the_scale_of_their_keys_and_queries() -> None:
+    """‖k‖² ‖φ_t‖² + ‖q‖² ‖φ_s‖² with ‖φ‖² = 1: both terms alike but for k and q."""
+    model = built("torch")
+    convert(model, "affine-like", attention=True)
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str, module: nn.Module, args: object, z: Tensor) -> None:
+        seen.setdefault(name, z.detach())
+
+    for name in ("q", "k"):
+        model.get_submodule(f"attention.{name}_proj").register_forward_hook(partial(keep, name))
+    for weights in (False, True):
+        again = copy.deepcopy(model)
+        again.call["need_weights"] = weights
+        reading = monitored(again).attention["attention"]
+        q, k = (z.unflatten(-1, (3, 4)).square().sum(-1) for z in (seen["q"], seen["k"]))
+        expected = (k[:, None] + q[:, :, None]).mean()
+        assert reading.attention_scale_mean == pytest.approx(float(expected), rel=1e-8)
+
+
+def test_standard_attention_opened_into_layers_reads_the_same() -> None:
+    model = built("torch, weights")
+    opened = copy.deepcopy(model)
+    convert(opened, "standard", attention=True)
+    expected = monitored(model).attention["attention"]
+    reading = monitored(opened).attention["attention"]
+    assert reading.measures() == pytest.approx(expected.measures(), **PRECISELY)
+
+
+# Calls, samples and passes
+
+
+class Windows(nn.Module):
+    """Attention within windows of three tokens: more samples than the module has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (z.reshape(-1, 3, 2, 6).transpose(1, 2) for z in (self.q(x), self.k(x), x))
+        return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+
+
+class Twice(nn.Module):
+    """Two attentions in one forward of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.q2, self.k2 = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attend = functional.scaled_dot_product_attention
+        first = attend(self.q(x)[:, None], self.k(x)[:, None], x[:, None])[:, 0]
+        return attend(self.q2(first)[:, None], self.k2(x)[:, None], first[:, None])[:, 0]
+
+
+class Inside(nn.Module):
+    """Some module as a part of a model."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.fixture
+def plain() -> StepReport:
+    return monitored(built("torch, causal"))
+
+
+def same(report: StepReport, expected: StepReport, precision: float = 1e-8) -> None:
+    assert report.attention.keys() == expected.attention.keys()
+    for path, reading in report.attention.items():
+        measures = expected.attention[path].measures()
+        assert reading.measures() == pytest.approx(measures, rel=precision, abs=1e-12)
+        for name, values in expected.attention[path].heads.items():
+            assert reading.heads[name] == pytest.approx(values, rel=precision, abs=1e-12)
+
+
+def test_samples_of_a_module_may_be_several_of_its_attention() -> None:
+    model = Inside(Windows()).double()
+    whole = monitored(copy.deepcopy(model))
+    windows = monitored(model, batch().reshape(8, 3, 12))
+    assert whole.attention["parts.0"].samples_total == 4
+    assert windows.attention["parts.0"].samples_total == 8
+    # A window is a sample of its own here, but the loss is the same, and so are the scores.
+    same(whole, windows)
+
+
+def test_each_attention_of_a_module_has_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Inside(Twice()).double()
+    again = copy.deepcopy(model)
+
+    def scores(p: Parameters) -> tuple[Tensor, Tensor]:
+        def part(name: str, x: Tensor) -> Tensor:
+            return x @ p[f"parts.0.{name}.weight"].mT + p[f"parts.0.{name}.bias"]
+
+        first = part("q", batch()) @ part("k", batch()).mT
+        out = torch.softmax(first / 12**0.5, -1) @ batch()
+        return first, part("q2", out) @ part("k2", batch()).mT
+
+    with monkeypatch.context() as patch:
+        spy = Spy(patch)
+        loss_of(again, batch()).backward()
+    before = {n: p.detach() for n, p in again.named_parameters()}
+    gamma = {n: p.grad for n, p in again.named_parameters()}
+    moves = jvp(scores, (before,), (gamma,))[1]
+    report = monitored(model)
+    assert list(report.attention) == ["parts.0", "parts.0#2"]
+    for reading, e, Y in zip(report.attention.values(), moves, spy.scores, strict=True):
+        assert Y.grad is not None
+        G = Y.grad[:, 0]
+        expected = of_scores(G, e, e, torch.ones_like(e))["attention_cosine"]
+        assert reading.attention_gradient_cosine == pytest.approx(expected, rel=1e-8)
+        assert reading.attention_cosine == pytest.approx(expected, rel=1e-8)
+
+
+def test_calls_of_one_attention_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Attends()
+    model = Inside(block, block).double()
+    reference = Reference(copy.deepcopy(model), batch(), "sgd", monkeypatch)
+    given, G = reference.given, [g for g in reference.G if g is not None]
+    [before], [gamma] = reference.before, reference.gamma
+
+    def made(p: Parameters) -> Tensor:
+        return torch.cat([torch_scores(p, None, inputs) for inputs in given])
+
+    e = jvp(made, (before,), (gamma,))[1]
+    D = sum(j.flatten(4).square().sum(-1) for j in jacrev(made)(before).values())
+    [reading] = monitored(model).attention.values()
+    assert reading.samples_total == 8
+    assert reading.measures() == pytest.approx(of_scores(torch.cat(G), e, e, D), **PRECISELY)
+
+
+def test_micro_batches_are_one_batch(plain: StepReport) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for part in batch().split([1, 3]):
+            loss_of(model, part).backward()
+
+    report = monitored(built("torch, causal"), step=step)
+    same(report, plain)
+    assert report.attention["attention"].samples_total == 4
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_nothing(reentrant: bool, plain: StepReport) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        x = batch().requires_grad_()
+        output = checkpoint(model, x, use_reentrant=reentrant)
+        (output * torch.linspace(-1, 1, 12, dtype=output.dtype)).sin().square().sum().backward()
+
+    report = monitored(built("torch, causal"), step=step)
+    same(report, plain)
+    assert report.attention["attention"].samples_total == 4
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_only_gradients_that_make_the_step_count(to_none: bool, plain: StepReport) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss_of(model, 2 * batch()).backward()
+        optimizer.zero_grad(to_none)
+        with torch.no_grad():
+            model(batch())
+        loss = loss_of(model, batch())
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+
+    report = monitored(built("torch, causal"), step=step)
+    same(report, plain)
+    assert report.attention["attention"].samples_total == 4
+
+
+def test_a_factor_of_the_loss_or_the_gradient_changes_nothing(plain: StepReport) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        (1e4 * loss_of(model, batch())).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    same(monitored(built("torch, causal"), step=step), plain)
+
+
+def test_without_an_optimizer_there_is_what_the_gradient_says(plain: StepReport) -> None:
+    model = built("torch, causal")
+    with Monitor(model, None, attention=True, on_error="raise") as monitor:
+        loss_of(model, batch()).backward()
+        monitor.end_step()
+    assert monitor.latest is not None
+    [reading], [expected] = monitor.latest.attention.values(), plain.attention.values()
+    assert "attention_cosine" not in reading.measures()
+    assert reading.attention_gradient_cosine == pytest.approx(expected.attention_gradient_cosine)
+
+
+@pytest.mark.parametrize("micro_batch", [40, 8, 1])
+def test_some_samples_speak_for_all(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for part in batch(40).split(micro_batch):
+            loss_of(model, part).backward()
+
+    some = monitored(built("torch"), step=step)
+    again = monitored(built("torch"), step=step, seed=1)
+    monkeypatch.setattr(attention_calls, "_MOST_SAMPLES", 40)
+    every = monitored(built("torch"), step=step)
+    [reading], [truth] = some.attention.values(), every.attention.values()
+    assert (reading.samples_seen, reading.samples_total) == (8, 40)
+    assert (truth.samples_seen, truth.samples_total) == (40, 40)
+    assert not truth.standard_error
+    assert again.attention["attention"].attention_cosine != reading.attention_cosine
+    for name, value in reading.measures().items():
+        assert abs(value - truth.measures()[name]) < 5 * reading.standard_error[name]
+
+
+def test_fewer_samples_where_scores_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_calls, "_MOST_SCORES", 3 * 3 * 6 * 6)
+    assert monitored(built("torch"), batch(9)).attention["attention"].samples_seen == 3
+
+
+@pytest.mark.parametrize("name", ["torch", "torch, weights"])
+def test_half_precision_reads_what_single_does(name: str) -> None:
+    def autocast(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, batch().float())
+        loss.backward()
+
+    def half(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss_of(model, batch().bfloat16()).backward()
+
+    single = monitored(built(name).float(), batch().float())
+    for dtype, step in ((torch.float32, autocast), (torch.bfloat16, half)):
+        report = monitored(built(name).to(dtype), step=step)
+        assert not [note for note in report.notes if "ttention" in note]
+        [reading], [expected] = report.attention.values(), single.attention.values()
+        # The update is told from weights that are rounded.
+        but = {"attention_cosine"} if dtype == torch.bfloat16 else set()
+        for measure in expected.measures().keys() - but:
+            value = getattr(reading, measure)
+            assert value == pytest.approx(getattr(expected, measure), rel=0.05)
+
+
+# What can't be measured, and what must not happen
+
+
+class Own(nn.Module):
+    """Attention of one head between queries and keys that something is done to."""
+
+    def __init__(self, changed: Callable[[Tensor], Tensor], shared: bool = False) -> None:
+        super().__init__()
+        self.q = nn.Linear(12, 12)
+        self.k = self.q if shared else nn.Linear(12, 12)
+        self.changed = changed
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.changed(self.q(x)), self.k(x)
+        return functional.scaled_dot_product_attention(q[:, None], k[:, None], x[:, None])[:, 0]
+
+
+class Fails(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyError("second")
+        return x
+
+
+class LengthFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.own(x).transpose(0, 1)[:, None]
+        return functional.scaled_dot_product_attention(z, z, z)[:, 0].transpose(0, 1)
+
+
+class BatchNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12)
+
+    def forward(self, q: Tensor) -> Tensor:
+        return self.norm(q.mT).mT
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "random": (lambda: Own(nn.Dropout(0.2)), "random numbers are drawn before its scores"),
+    "other samples": (lambda: Own(BatchNormed()), r"its query \(by .* was not that of the forward"),
+    "fails": (lambda: Own(Fails()), "Own: failed when run once more: KeyError: 'second'"),
+    "length first": (LengthFirst, "got queries of 10 samples from inputs of 6, expected a mult"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_not_be_measured_is_said(name: str) -> None:
+    build, reason = REFUSED[name]
+    torch.manual_seed(0)
+    model = Inside(build()).double()
+    expected = copy.deepcopy(model)
+    x = batch(10)
+    report = monitored(model, x.transpose(0, 1).contiguous() if name == "length first" else x)
+    assert not report.attention
+    [note] = [note for note in report.notes if "ttention" in note]
+    assert note.startswith("Attention of parts.0 is not measured: ")
+    assert re.search(reason, note)
+    # All else is measured, and trained.
+    assert report.coverage == 1
+    assert any(
+        not torch.equal(p, q)
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True)
+    )
+
+
+def test_a_weight_in_common_leaves_the_scale_untold() -> None:
+    report = monitored(Inside(Own(nn.Identity(), shared=True)).double())
+    [reading] = report.attention.values()
+    assert set(reading.measures()) == {"attention_cosine", "attention_gradient_cosine"}
+    [note] = [note for note in report.notes if "ttention" in note]
+    assert note.startswith("The attention scale of parts.0 is not told: it is not the sum over")
+
+
+def test_attention_that_the_loss_does_not_see_is_said() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        (loss_of(model.parts[0], batch()) + 0 * model(batch()).detach().sum()).backward()
+
+    model = Inside(nn.Linear(12, 12), Own(nn.Identity())).double()
+    report = monitored(model, step=step)
+    assert not report.attention
+    assert (
+        "Attention of parts.1 is not measured: no gradient reached it in this step." in report.notes
+    )
+
+
+def test_a_model_without_attention_has_none() -> None:
+    report = monitored(Inside(nn.Linear(12, 12)).double())
+    assert report.attention == {}
+    assert any(note.startswith("No attention was seen") for note in report.notes)
+
+
+def test_nobody_looks_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(attention_calls.AttentionCalls, "__init__", refuse)
+    report = monitored(built("torch"), attention=False)
+    assert report.attention == {}
+    assert not report.notes
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = x
+        self.total += x.detach().sum()
+        random.random()
+        np.random.random()
+        return x
+
+
+def test_the_module_is_as_it_was() -> None:
+    counts = Counts()
+    model = Inside(Own(counts)).double()
+    plain = copy.deepcopy(model)
+    random.seed(0)
+    np.random.seed(0)
+    loss_of(plain, batch())
+    drawn = random.random(), np.random.random()
+    random.seed(0)
+    np.random.seed(0)
+    report = monitored(model)
+    assert report.attention
+    assert counts.calls == 1
+    assert len(counts.last) == 4
+    assert torch.equal(counts.total, plain.parts[0].changed.total)
+    assert (random.random(), np.random.random()) == drawn
+
+
+def test_other_monitors_do_not_take_it_for_training() -> None:
+    """Running a module once more is no forward pass: it has no rows, and ends no step."""
+    model = built("torch")
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    armed, pending = Monitor(model, None), Monitor(model, still)
+    armed.attach()
+    pending.attach()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss_of(model, batch()).backward()
+        still.step()
+
+    assert monitored(model, step=step).attention
+    assert pending.latest is None
+    assert armed._armed is not None
+    assert {len(rows.calls) for rows in armed._armed.capture.rows.values()} == {1}
+    for monitor in (armed, pending):
+        monitor.close()
+
+
+def test_realised_measures_go_with_it() -> None:
+    model = built("torch, dropout")
+    both = monitored(copy.deepcopy(model), realised=True)
+    same(both, monitored(model))
+    assert both.layers["before"].realised_cosine is not None
+
+
+def test_nothing_is_kept_after_the_step() -> None:
+    model = built("torch, dropout")
+    seen: list[weakref.ref[Tensor]] = []
+    model.before.register_forward_hook(lambda module, args, z: seen.append(weakref.ref(z)))
+    stepping = OPTIMIZERS["sgd"](model.parameters())
+    monitor = Monitor(model, stepping, attention=True, on_error="raise")
+    monitor.attach()
+    loss_of(model, batch()).backward()
+    stepping.step()
+    assert monitor._pending is not None
+    calls = monitor._pending.capture.attention
+    assert calls is not None
+    assert not any(attending.rows.calls for attending in calls.attending.values())
+    assert [ref() for ref in seen] == [None]
+    monitor.close()
+    assert monitor.latest is not None
+    assert monitor.latest.attention
+
+
+ATTENDING = ("gpt2", "llama", "bert", "t5", "whisper", "wav2vec2", "hf_vit", "transformer", "vit")
+
+
+@pytest.mark.parametrize("name", ATTENDING)
+def test_the_run_is_the_unmonitored_one(name: str) -> None:
+    """Losses, weights, buffers and random streams, bit by bit, of models that all attend."""
+    runs = [zoo_run(name, watched=watched) for watched in (True, False)]
+    (losses, state, drawn, reports), (expected, plain, plainly_drawn, _) = runs
+    assert losses == expected
+    assert drawn == plainly_drawn
+    assert all(torch.equal(state[key], tensor) for key, tensor in plain.items())
+    for report in reports:
+        assert report.attention
+        assert not any("ttention" in note for note in report.notes)
+    for reading in reports[-1].attention.values():  # at first some head may be zero
+        assert len(reading.measures()) == 4
+        assert all(map(math.isfinite, reading.measures().values()))
+
+
+def zoo_run(name: str, *, watched: bool) -> tuple[list[float], Any, object, list[StepReport]]:
+    seed(7)
+    training = ZOO[name].build()
+    [trained] = training.trained
+    with Monitor(
+        trained.model, trained.optimizer, every_n_steps=2, attention=watched, on_error="raise"
+    ) as monitor:
+        if not watched:
+            monitor.close()
+        losses = [loss.item() for _ in range(3) for loss in training.step()]
+    drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    return losses, trained.model.state_dict(), drawn, list(monitor.reports)
+
+
+# Where it goes
+
+
+def test_readings_are_plain_data(tmp_path: Path) -> None:
+    report = monitored(built("torch"), sinks=[JsonlSink(tmp_path / "run.jsonl")])
+    record = json.loads((tmp_path / "run.jsonl").read_text())["attention"]["attention"]
+    assert record["attention_cosine"] == report.attention["attention"].attention_cosine
+    assert len(record["heads"]["attention_scale_cv"]) == 3
+    rows = report.attention_rows()
+    assert [row["head"] for row in rows] == [0, 1, 2]
+    assert [row["attention_cosine"] for row in rows] == record["heads"]["attention_cosine"]
+    assert report.summary()["attention_scale_mean"].median == record["attention_scale_mean"]

@@ -1,0 +1,862 @@
+"""What no rule accounts for, measured through its module; float64 against slow Jacobians.
+
+The reference writes the Jacobian of the module's output down, by reverse-mode derivatives of one
+output after the other, on the inputs that the module got; and moves the parameters a little.
+"""
+
+import copy
+import math
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from setups import one_step
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.capture import leftovers
+from adiv_monitor.features import uses
+
+EXACT = {"rel": 1e-9, "abs": 1e-12}
+
+
+class Scan(nn.Module):
+    """h' = exp(−exp(A_log) Δ) h + x, z = Σ h c: a state-space model, as Mamba's; (B, T, C)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.randn(4, 3))
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay = -torch.exp(self.A_log)
+        step = functional.softplus(self.project(x))
+        state, outputs = x.new_zeros(len(x), 4, 3), []
+        for t in range(x.shape[1]):
+            state = torch.exp(decay * step[:, t, :, None]) * state + x[:, t, :, None]
+            outputs.append(state.cumsum(-1).sin().sum(-1))
+        return torch.stack(outputs, 1)
+
+
+class Bent(nn.Module):
+    """A learned activation and a learned power."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.randn(4))
+        self.power = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bent = x * torch.special.expit(torch.logaddexp(self.beta, x))
+        return (bent.abs() + 0.1) ** self.power
+
+
+class Hidden(torch.autograd.Function):
+    """x·eʷ, out of sight, with a derivative for backward mode alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient * w.exp(), (gradient * x * w.exp()).sum_to_size(w.shape)
+
+
+class HiddenForward(Hidden):
+    """With one for forward mode too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_forward(x, w)
+        return Hidden.forward(ctx, x, w)
+
+    @staticmethod
+    def jvp(ctx: Any, x_tangent: Tensor | None, w_tangent: Tensor) -> Tensor:
+        x, w = ctx.saved_tensors
+        moved = x * w.exp() * w_tangent
+        return moved if x_tangent is None else moved + x_tangent * w.exp()
+
+
+class OnlyOnce(Hidden):
+    """With a backward that is not to be differentiated."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return Hidden.backward(ctx, gradient)
+
+
+class Custom(nn.Module):
+    """A layer of a custom function."""
+
+    function: type[torch.autograd.Function] = Hidden
+
+    def __init__(self, function: type[torch.autograd.Function] = Hidden) -> None:
+        super().__init__()
+        self.function = function
+        self.w = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.function.apply(torch.sin(x), self.w))
+
+
+class Exponential(nn.Module):
+    """A parametrisation that no function is seen to make."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return Hidden.apply(torch.ones_like(weight), weight)
+
+
+def parametrised() -> nn.Module:
+    layer = nn.Linear(4, 3)
+    parametrize.register_parametrization(layer, "weight", Exponential())
+    return layer
+
+
+class Noisy(nn.Module):
+    """Drops entries, and normalises over the batch, around a learned power."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.rand(4))
+        self.drop = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(4, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        random.random(), np.random.random()
+        return self.norm((self.drop(x.abs()) + 0.5) ** self.power)
+
+
+class Turning(Bent):
+    """Its output depends on buffers that it changes before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            torch.add(self.mean, x.mean(0), out=self.mean)
+        z = super().forward(x - self.mean) * self.calls
+        self.mean[1:].mul_(0.5)
+        return z
+
+
+class Attending(nn.Module):
+    """Fused attention, which has no forward-mode derivative, behind a learned power."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bent = ((x.abs() + 0.5) ** self.power)[:, None]
+        return functional.scaled_dot_product_attention(bent, bent, bent, is_causal=True)[:, 0]
+
+
+def normed() -> nn.Module:
+    """Its weight is made by a hook of torch's own, of parameters of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = nn.utils.weight_norm(nn.Linear(4, 3, bias=False))
+    layer.weight_g.data.mul_(2)
+    layer.weight = layer.weight.detach()  # so that the layer can be copied before it has run
+    return layer
+
+
+class Cell(nn.Module):
+    """Gives what it says and what it keeps, and takes a mask by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.rand(4))
+        self.turn = nn.Parameter(torch.rand(4))
+
+    def forward(
+        self, x: Tensor, *, mask: Tensor, state: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        kept = state * torch.atan2(self.rate, x) * mask
+        return torch.atan2(x, self.turn), {"state": kept}
+
+
+class Uneven(nn.Module):
+    """Gives sequences, what each says in all, and perhaps what the batch says."""
+
+    def __init__(self, of_batch: bool) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.rand(4))
+        self.of_batch = of_batch
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        z = (x.abs() + 0.5) ** self.power
+        each = torch.atan2(x, self.power).sum(1)
+        if not self.of_batch:
+            return z, each
+        return z, each, torch.hypot(x[0], self.power).sum(0, keepdim=True)
+
+
+class Pictures(nn.Module):
+    """(B, C, H, W)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.rand(3, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.avg_pool2d((x.abs() + 0.5) ** self.power, 2)
+
+
+class Wrapped(nn.Module):
+    """The module behind a linear layer, so that it is not the root and its input has a graph."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = inner
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Any:
+        return self.inner(self.first(x), **kwargs)
+
+
+def data(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def total(output: Any) -> Tensor:
+    """A loss in which every entry weighs differently, and some nothing."""
+    parts = output if isinstance(output, tuple) else (output,)
+    losses = []
+    for part in parts:
+        z = part["state"] if isinstance(part, dict) else part
+        weights = torch.linspace(-1, 1, z.numel(), dtype=z.dtype).view(z.shape)
+        losses.append((weights * z + z**2 / 9).sum())
+    return torch.stack(losses).sum()
+
+
+@dataclass
+class Truth:
+    """Rows of one module at one step, (rows, n)."""
+
+    G: Tensor
+    z: Tensor
+    e: Tensor
+    d: Tensor
+    near: Tensor  # d, by parameters that really moved, a little
+    descent: float
+
+
+@dataclass
+class Seen:
+    """What a module got and gave in a pass."""
+
+    args: list[tuple[Any, ...]] = field(default_factory=list)
+    kwargs: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[list[Tensor]] = field(default_factory=list)
+
+
+def flat(output: Any) -> list[Tensor]:
+    parts = output if isinstance(output, tuple) else (output,)
+    return [p["state"] if isinstance(p, dict) else p for p in parts]
+
+
+def laid_out(tensors: list[Tensor]) -> Tensor:
+    """Rows: positions of (B, …, C) or (B, C, H, W); else elements of the batch; else one."""
+    if len({t.shape[:-1] for t in tensors}) > 1:
+        same = len({len(t) for t in tensors}) == 1
+        return torch.cat([t.reshape(len(t) if same else 1, -1) for t in tensors], 1)
+    z = torch.cat(tensors, -1)
+    z = z.movedim(1, -1) if z.dim() == 4 else z
+    return z.reshape(-1, z.shape[-1])
+
+
+def truth(
+    model: nn.Module,
+    inner: nn.Module,
+    names: list[str],
+    backward: Callable[[nn.Module], None],
+    seed: int | None = None,
+) -> Truth:
+    """What an SGD step with η = 0.1 does to the rows of `inner`."""
+    seen = Seen()
+
+    def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        seen.args.append(tuple(a.detach().clone() for a in args))
+        seen.kwargs.append(kwargs)
+        for tensor in flat(output):
+            tensor.retain_grad()
+        seen.outputs.append(flat(output))
+
+    handle = inner.register_forward_hook(look, with_kwargs=True)
+    before = copy.deepcopy(inner)
+    backward(model)
+    handle.remove()
+    gradients = [inner.get_parameter(name).grad for name in names]
+    start = [before.get_parameter(name).detach() for name in names]
+
+    def outputs(*values: Tensor) -> Tensor:
+        module, rows = copy.deepcopy(before), []
+        module._forward_hooks.clear()
+        for args, kwargs in zip(seen.args, seen.kwargs, strict=True):
+            if seed is not None:
+                torch.manual_seed(seed)
+            changed = dict(zip(names, values, strict=True))
+            rows.append(laid_out(flat(torch.func.functional_call(module, changed, args, kwargs))))
+        return torch.cat(rows)
+
+    z = outputs(*start).detach()
+    jacobians = torch.autograd.functional.jacobian(outputs, tuple(start), vectorize=False)
+    e = sum(
+        (j.reshape(*z.shape, -1) @ g.flatten() for j, g in zip(jacobians, gradients, strict=True)),
+        torch.zeros_like(z),
+    )
+    tiny = 1e-5 / max(float(g.abs().max()) for g in gradients)
+    ends = [
+        outputs(*(p + s * g for p, g in zip(start, gradients, strict=True))) for s in (tiny, -tiny)
+    ]
+    G = torch.cat([laid_out([t.grad for t in tensors]) for tensors in seen.outputs])
+    descent = 0.1 * sum(float(g.square().sum()) for g in gradients)
+    return Truth(G, z, e, 0.1 * e, 0.1 * (ends[0] - ends[1]) / (2 * tiny), descent)
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float((a * b).sum() / a.norm() / b.norm())
+
+
+def expected(found: Truth) -> dict[str, float]:
+    rows = [cosine(d, g) for d, g in zip(found.d, found.G, strict=True)]  # NaN: does not move
+    moving = [c for c in rows if not math.isnan(c)]
+    return {
+        "update_cosine": cosine(found.d, found.G),
+        "gradient_cosine": cosine(found.e, found.G),
+        "effective_lr": float((found.d * found.G).sum() / found.G.square().sum()),
+        "update_ratio": float(found.d.norm() / found.z.norm()),
+        "descent": found.descent,
+        "row_cosine_mean": sum(moving) / len(moving),
+        "harmed_fraction": sum(c < 0 for c in rows) / len(rows),
+        "idle_share": 0.0,
+        "parameter_cosine": 1.0,
+        "projection_cosine": 1.0,
+        "applied_cosine": 1.0,
+    }
+
+
+def state() -> dict[str, Tensor]:
+    return {
+        "mask": (torch.rand(5, 4) > 0.3).double(),
+        "state": data(5, 4),
+    }
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], list[str], Callable[[], Any], str]] = {
+    "exp(A_log)": (Scan, ["A_log"], lambda: ((data(3, 5, 4),), {}), "inner.A_log"),
+    "learned activation": (Bent, ["beta", "power"], lambda: ((data(6, 4),), {}), "inner"),
+    "custom function": (Custom, ["w"], lambda: ((data(6, 4),), {}), "inner.w"),
+    "custom function with jvp": (
+        lambda: Custom(HiddenForward),
+        ["w"],
+        lambda: ((data(2, 3, 4),), {}),
+        "inner.w",
+    ),
+    "hidden parametrisation": (
+        parametrised,
+        ["parametrizations.weight.original"],
+        lambda: ((data(6, 4),), {}),
+        "inner.parametrizations.weight.original",
+    ),
+    "weight norm by a hook": (
+        normed,
+        ["weight_g", "weight_v"],
+        lambda: ((data(6, 4),), {}),
+        "inner",
+    ),
+    "spectral norm": (
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3, bias=False)),
+        ["parametrizations.weight.original"],
+        lambda: ((data(6, 4),), {}),
+        "inner.parametrizations.weight.original",
+    ),
+    "fused attention": (Attending, ["power"], lambda: ((data(3, 5, 4),), {}), "inner.power"),
+    "dropout and batch norm": (Noisy, ["power"], lambda: ((data(8, 4),), {}), "inner.power"),
+    "buffers that change": (Turning, ["beta", "power"], lambda: ((data(6, 4),), {}), "inner"),
+    "outputs that share the batch": (
+        lambda: Uneven(False),
+        ["power"],
+        lambda: ((data(5, 3, 4),), {}),
+        "inner.power",
+    ),
+    "outputs that share nothing": (
+        lambda: Uneven(True),
+        ["power"],
+        lambda: ((data(5, 3, 4),), {}),
+        "inner.power",
+    ),
+    "several outputs": (Cell, ["rate", "turn"], lambda: ((data(5, 4),), state()), "inner"),
+}
+
+
+def built(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    build, _, inputs, _ = CASES[name]
+    torch.manual_seed(3)
+    model = Wrapped(build()).double()
+    return model, *inputs()
+
+
+def passes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[nn.Module], None]:
+    def backward(model: nn.Module) -> None:
+        torch.manual_seed(5)
+        total(model(*args, **kwargs)).backward()
+
+    return backward
+
+
+# Without these rules, nothing else accounts for what these modules make of their parameters.
+WITHOUT = {"exp(A_log)": "mul", "weight norm by a hook": "linear", "spectral norm": "linear"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_measure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in WITHOUT:
+        monkeypatch.delitem(uses._RULES, WITHOUT[name])
+    model, args, kwargs = built(name)
+    _, names, _, path = CASES[name]
+    backward = passes(args, kwargs)
+    twin = copy.deepcopy(model)
+    found = truth(twin, twin.inner, names, backward, seed=5)
+    report = one_step(model, backward, max_rows=None)
+    assert report.coverage == 1
+    assert not report.unsupported
+    assert not report.notes
+    reading = report.layers[path]
+    assert reading.kind == "module"
+    assert reading.rows_seen == reading.rows_total == len(found.G)
+    assert not reading.standard_error
+    measures = reading.measures()
+    quantiles = {f"row_cosine_{level}" for level in ("p05", "p50", "p95")}
+    wanted = expected(found)
+    assert measures.keys() == wanted.keys() | quantiles
+    for measure, value in wanted.items():
+        assert measures[measure] == pytest.approx(value, **EXACT), measure
+    torch.testing.assert_close(found.d, found.near, rtol=1e-6, atol=1e-9)
+
+
+def test_pictures_have_their_channels_second() -> None:
+    torch.manual_seed(3)
+    model, x = Pictures().double(), data(2, 3, 6, 4)
+    backward = passes((x,), {})
+    twin = copy.deepcopy(model)
+    found = truth(twin, twin, ["power"], backward)
+    reading = one_step(model, backward, max_rows=None).layers["power"]
+    assert reading.rows_seen == len(found.G) == 2 * 3 * 2
+    assert {k: reading.measures()[k] for k in expected(found)} == pytest.approx(
+        expected(found), **EXACT
+    )
+
+
+# --- where a rule measures too, it says the same ----------------------------------------------
+
+RULED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "linear": (lambda: nn.Linear(4, 3), (5, 4), "linear"),
+    "linear of tokens": (lambda: nn.Linear(4, 3, bias=False), (3, 5, 4), "linear"),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (3, 4, 5, 6), "conv2d"),
+    "layer norm": (lambda: nn.LayerNorm(4), (3, 5, 4), "layer_norm"),
+    "batch norm": (lambda: nn.BatchNorm2d(4), (6, 4, 3, 2), "batch_norm"),
+}
+
+
+@pytest.mark.parametrize("max_rows", [None, 4], ids=["all-rows", "sampled"])
+@pytest.mark.parametrize("name", RULED)
+def test_what_a_rule_says_too(
+    name: str, max_rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, shape, function = RULED[name]
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Tanh(), build()).double()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    x = data(*shape)
+
+    def measured() -> StepReport:
+        reports = one_step(
+            copy.deepcopy(model), lambda m: total(m(x).tanh()).backward(), max_rows=max_rows
+        )
+        assert not reports.notes
+        return reports
+
+    by_rule = measured().layers["1"]
+    monkeypatch.delitem(uses._RULES, function)
+    whole = measured().layers["1"]
+    assert whole.kind == "module"
+    assert whole.rows_seen == by_rule.rows_seen
+    measures, ruled = whole.measures(), by_rule.measures()
+    assert len(measures) == 14
+    # A gain's rule takes ‖G‖² of the same rows as its scales; else both know it of all rows.
+    assert measures == pytest.approx({k: ruled[k] for k in measures}, **EXACT)
+    for measure in ("update_cosine", "gradient_cosine", "update_ratio", "row_cosine_mean"):
+        error = whole.standard_error.get(measure, 0.0)
+        assert error == pytest.approx(by_rule.standard_error.get(measure, 0.0), **EXACT)
+
+
+# --- the bounded number of samples -------------------------------------------------------------
+
+SIZES: list[int] = []
+
+
+class Counted(nn.Module):
+    """Writes down how many elements each batch has that runs through it or a copy."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.power = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        SIZES.append(len(x))
+        return self.inner((x.abs() + 0.5) ** self.power)
+
+
+@pytest.mark.parametrize("inner", [nn.Tanh, lambda: nn.BatchNorm1d(4, affine=False), nn.Dropout])
+def test_only_elements_with_chosen_rows_run_again(
+    inner: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the elements depend on each other, or on random numbers."""
+    model, x = Counted(inner()).double(), data(40, 4)
+    target = torch.randn_like(x)
+
+    def measured() -> StepReport:
+        SIZES.clear()
+        torch.manual_seed(5)
+        return one_step(
+            copy.deepcopy(model), lambda m: (m(x) * target).sum().backward(), max_rows=7
+        )
+
+    few = measured()
+    alone = isinstance(model.inner, nn.Tanh)
+    tried = [7] if not isinstance(model.inner, nn.Dropout) else []
+    assert ([40, 7, 7, 7] if alone else [40, *tried, 40, 40, 40]) == SIZES
+    monkeypatch.setattr(leftovers, "_choices", lambda rows, still: [(None, rows)])
+    every = measured()
+    assert SIZES == [40, 40, 40, 40]
+    a, b = few.layers["power"], every.layers["power"]
+    assert (a.rows_seen, a.rows_total) == (7, 40)
+    assert a.measures() == pytest.approx(b.measures(), **EXACT)
+    assert a.standard_error["update_cosine"] > 0
+
+
+def test_calls_share_the_rows() -> None:
+    """A module called three times, in two micro-batches: rows of all calls, each with its input."""
+    torch.manual_seed(3)
+    model = Wrapped(Bent()).double()
+    model.forward = lambda x: model.inner(model.inner(model.first(x)).sin())  # type: ignore[assignment]
+    inputs = [data(4, 4), data(3, 4)]
+    del model.forward
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Bent()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.inner(x).sin())
+
+    model = Twice().double()
+    twin = copy.deepcopy(model)
+
+    def backward(model: nn.Module) -> None:
+        for x in inputs:
+            total(model(x)).backward()
+
+    found = truth(twin, twin.inner, ["beta", "power"], backward)
+    reading = one_step(copy.deepcopy(model), backward, max_rows=None).layers["inner"]
+    assert reading.rows_seen == 14
+    wanted = expected(found)
+    assert {k: reading.measures()[k] for k in wanted} == pytest.approx(wanted, **EXACT)
+    assert one_step(model, backward, max_rows=5).layers["inner"].rows_seen == 5
+
+
+# --- the run is left alone ----------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """All that a second run could be seen by: states, hooks, random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noisy = Noisy()
+        self.last = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.penalties: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        z = self.noisy(x)
+        self.penalties.append(z.square().mean())
+        return functional.dropout(self.last(z), 0.3)
+
+
+@pytest.mark.parametrize("max_rows", [None, 2])
+def test_the_run_is_the_same_to_the_last_bit(max_rows: int | None) -> None:
+    def train(monitored: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model = Stateful()
+        called: list[int] = []
+        model.noisy.norm.register_forward_hook(lambda *_: called.append(1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        monitor = Monitor(model, optimizer, every_n_steps=1, max_rows=max_rows, on_error="raise")
+        if monitored:
+            monitor.attach()
+        found = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(6, 4)).square().mean() + sum(model.penalties)
+            loss.backward()
+            model.penalties.clear()
+            optimizer.step()
+            found.append(loss.detach())
+        monitor.close()
+        for report in monitor.reports:
+            assert not report.unsupported
+            assert report.coverage == 1
+        assert len(called) == 3
+        assert not model.noisy._forward_hooks
+        drawn = torch.tensor([random.random(), np.random.random()])
+        return [*found, *model.state_dict().values(), torch.get_rng_state(), drawn]
+
+    for a, b in zip(train(False), train(True), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler
+def test_a_compiled_part_is_not_compiled_again() -> None:
+    """Nor for a replay after the step, when compiled code runs as such again."""
+
+    def train(monitored: bool) -> int:
+        torch._dynamo.reset()
+        graphs = 0
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+            nonlocal graphs
+            graphs += 1
+            return graph.forward
+
+        model = Counted(torch.compile(nn.Linear(4, 4), backend=backend))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = Monitor(model, optimizer, every_n_steps=2, on_error="raise")
+        if monitored:
+            monitor.attach()
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+        monitor.close()
+        for report in monitor.reports:
+            assert report.layers.keys() == {"power", "inner"}
+        return graphs
+
+    assert train(True) == train(False) == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("function", [HiddenForward, Hidden])
+def test_under_checkpointing(reentrant: bool, function: type[torch.autograd.Function]) -> None:
+    torch.manual_seed(3)
+    model, x = nn.Sequential(nn.Linear(4, 4), Custom(function)).double(), data(6, 4)
+    plain = one_step(copy.deepcopy(model), lambda m: total(m(x)).backward())
+
+    def backward(model: nn.Module) -> None:
+        hidden = model[0](x)
+        total(checkpoint(model[1], hidden, use_reentrant=reentrant)).backward()
+
+    found = one_step(model, backward).layers["1.w"].measures()
+    assert found == pytest.approx(plain.layers["1.w"].measures(), **EXACT)
+
+
+def test_under_autocast() -> None:
+    """Half precision can't say more than its rounding lets it, but small steps are no zeros."""
+    torch.manual_seed(3)
+    model, x = Wrapped(Scan()), torch.randn(6, 5, 4)
+
+    def backward(model: nn.Module, enabled: bool) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = model(x).float().sum()
+        (1e-6 * loss).backward()
+
+    exact = one_step(copy.deepcopy(model), lambda m: backward(m, False)).layers["inner.A_log"]
+    rough = one_step(model, lambda m: backward(m, True)).layers["inner.A_log"]
+    for name in ("update_cosine", "gradient_cosine", "effective_lr", "update_ratio"):
+        assert getattr(rough, name) == pytest.approx(getattr(exact, name), rel=0.05)
+
+
+# --- outputs ------------------------------------------------------------------------------------
+
+
+class Answer(nn.Module):
+    """Gives a loss, what it is made of, a view of that, and its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        z = (x.abs() + 0.5) ** self.power
+        return {"loss": total(z), "logits": z, "last": z[:, -1], "input": x, "none": None}
+
+
+def test_an_output_that_others_are_made_of() -> None:
+    """The scalar and the view are left out: their gradients come through the logits too."""
+    torch.manual_seed(3)
+    model, x = Answer().double(), data(6, 4).requires_grad_()
+
+    def backward(model: nn.Module) -> None:
+        output = model(x)
+        (output["loss"] + output["last"].sum() + output["input"].sum()).backward()
+
+    reading = one_step(copy.deepcopy(model), backward, max_rows=None).layers["power"]
+
+    class Plain(Answer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)["logits"]
+
+    plain = Plain().double()
+    plain.load_state_dict(model.state_dict())
+
+    def same_loss(model: nn.Module) -> None:
+        z = model(x)
+        (total(z) + z[:, -1].sum()).backward()
+
+    expected = one_step(plain, same_loss, max_rows=None).layers["power"]
+    assert reading.rows_seen == 6
+    assert reading.measures() == pytest.approx(expected.measures(), **EXACT)
+
+
+# --- what can't be measured has its reason -------------------------------------------------------
+
+
+class Changing(Bent):
+    """Another output every time, for the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class InPlace(Bent):
+    """Changes what it gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x)
+        x.data.mul_(2)
+        return z
+
+
+class Unsaid(Bent):
+    """Gets what can't be copied."""
+
+    def forward(self, x: Tensor, more: object = None) -> Tensor:
+        return super().forward(x)
+
+
+def generator() -> object:
+    yield 1
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "a state": (Changing, {}, "gave another output"),
+    "an input": (InPlace, {}, "gave another output"),
+    "a backward": (lambda: Custom(OnlyOnce), {}, "can't be run again with derivatives"),
+    "an argument": (Unsaid, {"more": generator()}, "got a generator, of which no copy"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_replayed_says_why(name: str) -> None:
+    build, kwargs, reason = REFUSED[name]
+    model, x = Wrapped(build()).double(), data(6, 4)
+    report = one_step(model, lambda m: total(m(x, **kwargs)).backward())
+    assert report.layers.keys() == {"first"}
+    assert reason in report.unsupported["inner"]
+    assert "register_features" in report.unsupported["inner"]
+
+
+def test_a_hook_that_changes_the_output_is_noticed() -> None:
+    model, x = Wrapped(Bent()).double(), data(6, 4)
+    model.inner.register_forward_hook(lambda module, args, output: 2 * output)
+    report = one_step(model, lambda m: total(m(x)).backward())
+    assert "a hook changes it" in report.unsupported["inner"]
+
+
+def test_what_a_module_leaves_unused_is_not_claimed() -> None:
+    """The parameter of the parent goes through the parent, and not through a child that ran."""
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = Bent()
+            self.spare = Bent()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Hidden.apply(self.child(x), self.spare.beta)
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Parent()).double(), data(6, 4)
+    report = one_step(model, lambda m: total(m(x)).backward())
+    assert report.layers.keys() == {"0", "1.child", "1.spare.beta"}
+    assert report.unsupported == {"1.spare.power": "no gradient reached it in this step"}
+    assert math.isfinite(report.layers["1.spare.beta"].update_cosine)
+
+
+def test_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A_log of each mixer, on transformers' plain path, in its own place."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MambaConfig(
+        vocab_size=11, hidden_size=6, state_size=3, num_hidden_layers=2, use_cache=False
+    )
+    torch.manual_seed(3)
+    model = transformers.MambaForCausalLM(config).double()
+    tokens = torch.randint(11, (3, 7))
+
+    def backward(model: nn.Module) -> None:
+        logits = model(tokens, use_cache=False).logits
+        functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+
+    claimed: dict[nn.Module, list[str]] = {}
+    claim = leftovers.Leftovers.claim
+
+    def remember(self: Any, module: nn.Module, *others: Any) -> list[str]:
+        names = claim(self, module, *others)
+        if names:
+            claimed[module] = names
+        return names
+
+    monkeypatch.setattr(leftovers.Leftovers, "claim", remember)
+    monkeypatch.delitem(uses._RULES, "mul")
+    twin = copy.deepcopy(model)
+    report = one_step(model, backward, max_rows=None)
+    assert report.coverage == 1
+    mixer = model.backbone.layers[1].mixer
+    names = claimed[mixer]
+    assert "A_log" in names
+    found = truth(twin, twin.backbone.layers[1].mixer, names, backward)
+    path = "backbone.layers.1.mixer" + (".A_log" if names == ["A_log"] else "")
+    wanted = expected(found)
+    measures = report.layers[path].measures()
+    # A_log goes through float32, in a model of float64 too.
+    assert {k: measures[k] for k in wanted} == pytest.approx(wanted, rel=1e-5)
