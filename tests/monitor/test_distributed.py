@@ -33,7 +33,7 @@ def train(rank: int, port: int, folder: str) -> None:
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mine = slice(4 * rank, 4 * rank + 4)
-    with Monitor(parallel, optimizer, on_error="raise") as monitor:
+    with Monitor(parallel, optimizer, realised=True, on_error="raise") as monitor:
         functional.cross_entropy(parallel(x[mine]), y[mine]).backward()
         optimizer.step()
     assert monitor.latest is not None
@@ -91,6 +91,10 @@ def test_each_process_measures_its_rows_under_the_averaged_gradient(tmp_path: Pa
     G = torch.autograd.grad(functional.cross_entropy(z, y), z, retain_graph=True)[0]
     features = torch.cat([hidden.detach(), torch.ones(8, 1)], dim=1)
     e = features @ (G.T @ features).T
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    functional.cross_entropy(model(x), y).backward()
+    sgd.step()
+    really = (z - model(x)).detach()
     for rank in range(WORLD):
         report = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         assert report.layers.keys() == {"0", "2"}
@@ -98,6 +102,8 @@ def test_each_process_measures_its_rows_under_the_averaged_gradient(tmp_path: Pa
         mine = slice(4 * rank, 4 * rank + 4)
         own = features.square().sum(1)[mine, None] * G[mine]
         reading = report.layers["2"]
+        cosine = functional.cosine_similarity(really[mine].flatten(), G[mine].flatten(), dim=0)
+        assert reading.realised_cosine == pytest.approx(cosine.item(), rel=1e-9)
         cosine = functional.cosine_similarity(e[mine].flatten(), G[mine].flatten(), dim=0)
         assert reading.gradient_cosine == pytest.approx(cosine.item(), rel=1e-9)
         ratio = (e[mine] - own).norm() / own.norm()

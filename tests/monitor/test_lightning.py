@@ -638,3 +638,42 @@ def test_the_bound_on_the_monitors_share_reaches_the_monitor() -> None:
     assert latest is not None
     assert latest.interval is not None
     assert latest.interval >= 16
+
+
+def test_what_a_step_really_did_is_logged() -> None:
+    """With the loss, which the module computes by a module of its own, and with validation."""
+
+    class Judged(type(module(pl))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.criterion = criterion
+            self.seen: list[float] = []
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 0:
+                torch.manual_seed(2)
+            loss = self.criterion(self.net(batch[0]), batch[1])
+            self.seen.append(loss.item())
+            return loss
+
+        def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+            self.criterion(self.net(batch[0]), batch[1])
+
+    def run(*callbacks: DivergenceCallback) -> tuple[Judged, Any]:
+        model = Judged()
+        fitter = trainer(callbacks=list(callbacks), val_check_interval=2)
+        fitter.fit(model, loader(), loader())
+        return model, fitter
+
+    criterion, memory = nn.CrossEntropyLoss(), MemorySink()
+    callback = DivergenceCallback(2, realised=criterion, sinks=[memory], on_error="raise")
+    model, fitter = run(callback)
+    assert model.seen == run()[0].seen
+    assert len(memory.reports) == 4
+    for report in memory.reports:
+        assert report.realised_loss_change is not None
+        assert all(r.realised_cosine is not None for r in report.layers.values())
+    metrics = fitter.callback_metrics
+    last = memory.reports[-1].realised_loss_change
+    assert metrics["adiv.summary/realised_loss_change"] == pytest.approx(last)
+    assert "adiv.summary/single_layer_share_min" in metrics
