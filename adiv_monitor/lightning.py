@@ -183,7 +183,7 @@ class DivergenceCallback(Callback):
         """Those who look now shall find something, be the epoch a single step."""
         for name, monitor in self.monitors.items():
             if name not in self._published:
-                monitor._safely(monitor._finish)
+                monitor.complete_report()
         self._publish(trainer)
 
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:

@@ -1,0 +1,292 @@
+"""The course of a measured step: hooks, the gradient, the optimizer's step, the finished report."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from adiv_monitor.capture.attention_calls import AttentionCalls
+from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.eager import forced_eager, in_compiled_code
+from adiv_monitor.capture.hook import NextForward
+from adiv_monitor.capture.losses import LossOf
+from adiv_monitor.capture.selection import Selection
+from adiv_monitor.capture.updates import Watch
+from adiv_monitor.report import StepReport
+from adiv_monitor.step.failures import Failures
+from adiv_monitor.step.measured_step import MeasuredStep
+from adiv_monitor.step.realised import Realised
+from adiv_monitor.step.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be found out of a step, as `Monitor` was asked."""
+
+    max_rows: int | None
+    attainable: bool
+    attention: bool
+    realised: bool | LossOf
+
+
+class Course:
+    """Takes measured steps from before their forward passes to their reports.
+
+    Args:
+        model: the model.
+        optimizer: whose steps are measured; None: only gradients are.
+        select: which parameters are to be measured in the coming step.
+        asked: what is to be found out.
+        generator: the monitor's own source of chance.
+        schedule: is told when the forward pass of a measured step begins.
+        failures: knows what to do about exceptions.
+        report: gets every report.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        select: Callable[[], Selection],
+        asked: Asked,
+        generator: np.random.Generator,
+        schedule: Schedule,
+        failures: Failures,
+        report: Callable[[StepReport], None],
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._select = select
+        self._asked = asked
+        self._generator = generator
+        self._schedule = schedule
+        self._failures = failures
+        self._report = report
+        self._watch = Watch()
+        self._checked: set[str] = set()  # layers whose rule was seen to hold
+        self._compiled = False  # was the model called by compiled code, when last measured?
+        self._armed: _Armed | None = None
+        self._pending: _Pending | None = None
+
+    @property
+    def saw_calls(self) -> bool:
+        """Whether layers were called in a step that was not taken yet."""
+        return self._armed is not None and self._armed.capture.saw_calls()
+
+    def arm(self) -> None:
+        """Put the hooks on, before the forward pass of a step to measure."""
+        selection = self._select()
+        realised = self._follow(selection)
+        capture = Capture(
+            self._model,
+            selection,
+            max_rows=self._asked.max_rows,
+            generator=self._generator,
+            attainable=self._asked.attainable,
+            attention=self._attention_calls(selection) if self._asked.attention else None,
+            checked=self._checked,
+            switched_off=set(self._failures.switched_off),
+            fail=self._failures.switch_off,
+            begins=partial(self._failures.safely, self._look),
+            calls=None if realised is None else realised.calls,
+        )
+        step = MeasuredStep(
+            *(
+                capture,
+                selection.parameters,
+                self._watch,
+                self._failures.switch_off,
+                self._generator,
+            ),
+            realised,
+        )
+        self._armed = _Armed(capture, step, selection)
+        self._armed.cleanup.enter_context(forced_eager())
+        if realised is not None:
+            self._armed.cleanup.callback(realised.detach)
+
+    def _follow(self, selection: Selection) -> Realised | None:
+        """What notes the coming step, to find out what it really does, if asked for."""
+        if self._asked.realised is False:
+            return None
+        loss = None if isinstance(self._asked.realised, bool) else self._asked.realised
+        return Realised(self._model, selection, loss, partial(self._failures.tell, "realised"))
+
+    def _attention_calls(self, selection: Selection) -> AttentionCalls:
+        return AttentionCalls(selection, self._generator, self._attention_failed)
+
+    def _attention_failed(self, path: str, error: Exception) -> None:
+        self._failures.tell(f"attention of '{path}'", error)
+
+    def step_begins(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """An optimizer step begins; with a measured one's closure, it gets other arguments."""
+        if self._pending is not None:
+            self._failures.safely(self.finish)
+        if self._armed is None:
+            return None
+        return self._read_gradients(self._armed, optimizer, args, kwargs)
+
+    def _read_gradients(
+        self, armed: "_Armed", optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Now, or where the step has a closure, when that has made them."""
+        armed.attempts += 1
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            armed.closure_calls = None
+            armed.gradients_final(optimizer)
+            return None
+
+        armed.closure_calls = 0
+        weights = self._failures.safely(armed.step.weights) or []
+
+        def closure_then_read(*args: Any, **kwargs: Any) -> Any:
+            if armed.closure_calls:  # it will be refused: look at no more rows
+                armed.capture.detach()
+            result = closure(*args, **kwargs)
+            armed.closure_calls = (armed.closure_calls or 0) + 1
+            if armed.closure_calls == 1:
+                self._failures.safely(armed.step.weights_moved, weights)
+                armed.gradients_final(optimizer)
+            return result
+
+        if len(args) > 1:
+            return (args[0], closure_then_read, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_read}
+
+    def step_ends(self, number: int) -> None:
+        """The optimizer's step of this number has ended."""
+        if self._armed is not None:
+            self._failures.safely(self._stepped, self._armed, number)
+
+    def gradient_is_complete(self, number: int) -> None:
+        """Without an optimizer: that is all there is of a step."""
+        if self._armed is not None:
+            self._failures.safely(self._measure_gradient, self._armed, number)
+
+    def _measure_gradient(self, armed: "_Armed", number: int) -> None:
+        armed.step.gradient_is_final(1.0, steps=False)
+        self._stepped(armed, number)
+        self.finish()
+
+    def _stepped(self, armed: "_Armed", number: int) -> None:
+        """The parameters have moved: measure that, then wait for the next forward pass."""
+        self.disarm()
+        if armed.attempts > 1:
+            self._failures.notes.append(
+                "The optimizer's step raised before it was taken: what was done before it raised "
+                "is not in this report."
+            )
+        if armed.closure_calls not in (None, 1):
+            self._failures.notes.append(
+                f"Step {number} was not measured: the optimizer evaluated its closure "
+                f"{armed.closure_calls} times, so no single gradient belongs to its update."
+            )
+            self._failures.warn("closure", f"adiv_monitor: {self._failures.notes[-1]}")
+            armed.step.discard()
+        elif self._optimizer is not None:
+            armed.step.updated()
+        self._pending = _Pending(armed.step, armed.capture, armed.selection, number)
+        if not self._compiled:  # a hook would become part of the compiled code
+            modules = armed.selection.owners
+            # An embedding that keeps its rows short changes them when it looks them up.
+            renormed = [m for m in modules if getattr(m, "max_norm", None) is not None]
+            finish = NextForward(
+                renormed[-1:] or modules,
+                partial(self._failures.safely, self.finish),
+                ends=bool(renormed),
+            )
+            self._pending.cleanup.callback(finish.remove)
+            if self._asked.realised is not False:  # before anything of that pass has run
+                realise = NextForward(
+                    armed.selection.modules, partial(self._failures.safely, armed.step.realise)
+                )
+                self._pending.cleanup.callback(realise.remove)
+
+    def _look(self) -> None:
+        """The forward pass of an armed step begins: when, and who called the model?"""
+        self._schedule.forward_begins()
+        self._compiled = in_compiled_code()
+
+    def disarm(self) -> None:
+        """Take the hooks off."""
+        if self._armed is not None:
+            armed, self._armed = self._armed, None
+            armed.capture.detach()
+            armed.cleanup.close()
+
+    def finish(self) -> None:
+        """Complete the pending report and hand it on."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pending.cleanup.close()
+        pending.step.realise()
+        pending.step.applied()
+        outcome = pending.step.outcome()
+        self._checked |= outcome.checked
+        self._failures.switched_off |= outcome.misdescribed
+        seen = pending.capture.layers
+        measured = [layer for path, layer in seen.items() if path in outcome.layers]
+        known = dict(outcome.unsupported)
+        known |= {p: r for p, r in self._failures.switched_off.items() if p in seen}
+        told = [*measured, *(layer for path, layer in seen.items() if path in known)]
+        report = StepReport(
+            step=pending.number,
+            layers=outcome.layers,
+            unsupported={
+                **pending.selection.unsupported,
+                **pending.selection.unexplained(told, known, pending.capture.why_unmeasured),
+                **known,
+            },
+            coverage=pending.selection.coverage(measured),
+            interval=self._schedule.interval,
+            notes=(*self._failures.notes, *outcome.notes),
+            realised_loss_change=outcome.loss_change,
+            realised_loss_changes=outcome.loss_changes,
+            unmeasured=pending.selection.unmeasured(measured),
+            attention=outcome.attention,
+        )
+        self._failures.notes.clear()
+        self._report(report)
+        for path, reason in outcome.misdescribed.items():
+            self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
+
+
+class _Armed:
+    """A step to be measured, from before its forward pass to its end."""
+
+    def __init__(self, capture: Capture, step: MeasuredStep, selection: Selection) -> None:
+        self.capture = capture
+        self.step = step
+        self.selection = selection
+        self.attempts = 0  # at the optimizer's step: one that raises may be repeated
+        self.closure_calls: int | None = None  # during the last one; None: it had no closure
+        self.cleanup = ExitStack()
+
+    def gradients_final(self, optimizer: Optimizer) -> None:
+        # A fused optimizer unscales AMP gradients itself; the scaler leaves the scale here.
+        scale = getattr(optimizer, "grad_scale", None)
+        found_inf = getattr(optimizer, "found_inf", None)
+        self.step.skipped = found_inf if isinstance(found_inf, Tensor) else None
+        self.step.gradient_is_final(scale if isinstance(scale, Tensor) else 1.0, steps=True)
+
+
+class _Pending:
+    """A measured step that waits for the next forward pass."""
+
+    def __init__(
+        self, step: MeasuredStep, capture: Capture, selection: Selection, number: int
+    ) -> None:
+        self.step = step
+        self.capture = capture
+        self.selection = selection
+        self.number = number
+        self.cleanup = ExitStack()
