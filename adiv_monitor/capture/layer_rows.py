@@ -33,7 +33,6 @@ class Call:
     """What is kept of one call of a layer: the chosen rows, and what all rows say together.
 
     Attributes:
-        layer: with the weights that this call used; None of what is no layer.
         features: φ of the chosen rows; `look` gives them.
         z: of the chosen rows, likewise.
         whole: what one pass said of all rows, likewise.
@@ -51,7 +50,7 @@ class Call:
     z: Tensor
 
     def __init__(self, layer: Layer | None, rows: Rows, chosen: Draw) -> None:
-        self.layer = layer
+        self._layer = layer
         self.rows = rows
         self.draw = chosen
         self.known = False
@@ -67,6 +66,12 @@ class Call:
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
         self.place: CallPlace | None = None
+
+    @property
+    def layer(self) -> Layer:
+        """The layer, with the weights that this call used."""
+        assert self._layer is not None
+        return self._layer
 
     def look(self, features: Features, z: Tensor, whole: Whole | None) -> None:
         """Keep what the rows are."""

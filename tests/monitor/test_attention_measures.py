@@ -627,6 +627,22 @@ def test_a_weight_in_common_leaves_the_scale_untold() -> None:
     assert note.startswith("The attention scale of parts.0 is not told: it is not the sum over")
 
 
+class Odd(nn.MultiheadAttention):
+    """Calls the functions of an attention for something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.softmax(x @ self.in_proj_bias[:12], -1)
+        weights = torch.softmax(input=torch.bmm(input=x, mat2=x.mT), dim=-1)
+        return weights @ x * scores[..., None] + x @ self.out_proj.weight.T
+
+
+def test_what_is_like_attention_and_is_none_does_no_harm() -> None:
+    model = Inside(Odd(12, 3)).double()
+    report = monitored(model)
+    assert not report.attention
+    assert [note for note in report.notes if "parts.0 is not measured" in note]
+
+
 def test_attention_that_the_loss_does_not_see_is_said() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         (loss_of(model.parts[0], batch()) + 0 * model(batch()).detach().sum()).backward()
