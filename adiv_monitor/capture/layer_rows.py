@@ -33,6 +33,7 @@ class Call:
     """What is kept of one call of a layer: the chosen rows, and what all rows say together.
 
     Attributes:
+        layer: with the weights that this call used; None of what is no layer.
         features: φ of the chosen rows; `look` gives them.
         z: of the chosen rows, likewise.
         whole: what one pass said of all rows, likewise.
@@ -69,7 +70,7 @@ class Call:
 
     @property
     def layer(self) -> Layer:
-        """The layer, with the weights that this call used."""
+        """What was called, with the weights that this call used; attention has none."""
         assert self._layer is not None
         return self._layer
 

@@ -297,6 +297,28 @@ def test_a_loss_that_the_model_gives() -> None:
     assert report.realised_loss_changes == ()
 
 
+def test_a_loss_inside_the_model() -> None:
+    """Of several that it computes, the one that is trained counts."""
+
+    class Judged(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model, self.criterion = model, nn.CrossEntropyLoss()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            logits = self.model(x)
+            self.criterion(2 * logits, y)
+            return self.criterion(logits, y)
+
+    model, batches = made("residual")
+    judged, run = Judged(model.eval()), lambda m: m(*batches[0])
+    before = run(judged).item()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trained(judged, sgd, run, realised=judged.criterion)
+    assert report.realised_loss_change == pytest.approx(run(judged).item() - before, **EXACT)
+    assert len(report.realised_loss_changes) == len(batches[0][0])
+
+
 def test_a_model_that_is_called_in_parts() -> None:
     """What one part gave and the next one got is made again; views of it too."""
     torch.manual_seed(0)
@@ -314,6 +336,21 @@ def test_a_model_that_is_called_in_parts() -> None:
     expected = run(model) - run(old)
     assert report.realised_loss_change == pytest.approx(expected.item(), **EXACT)
     assert len(report.realised_loss_changes) == 12
+
+
+def test_forward_passes_without_a_gradient_do_not_run_again() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(5, 3) for name in ("idle", "busy")}).double()
+    x, calls = torch.randn(6, 5, dtype=torch.float64), []
+    model["idle"].register_forward_hook(lambda *_: calls.append(1))
+
+    def run(model: nn.Module) -> Tensor:
+        model["idle"](x)
+        return model["busy"](x).square().mean()
+
+    report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), run)
+    assert len(calls) == 1
+    assert report.layers["busy"].single_layer_share == pytest.approx(1, **EXACT)
 
 
 def test_code_between_the_parts_is_said() -> None:
@@ -480,11 +517,43 @@ def test_a_step_that_moves_nothing_has_moved_nothing() -> None:
     x, y = torch.randn(5, 3, 6, 6), torch.randint(4, (5,))
     model(x)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    report = trained(model, sgd, lambda m: criterion(m(x), y), realised=criterion)
+    with Monitor(model, sgd, realised=criterion, max_rows=None, on_error="raise") as monitor:
+        criterion(model(x), y).backward()
+        sgd.step()
+        model.eval()
+        model.calls += 1
+    report = monitor.latest
+    assert report is not None and model.calls == 3 and not model.head.training
     assert report.realised_loss_change == 0
     assert set(report.realised_loss_changes) == {0.0}
     for reading in report.layers.values():
         assert math.isnan(reading.realised_cosine) and math.isnan(reading.first_order_error)
+
+
+def test_everything_else_reads_the_same() -> None:
+    """No row of a repetition is taken for one of a step, be it by another monitor."""
+
+    def run(realised: bool) -> list[StepReport]:
+        model, batches = made("residual")
+        parameters = list(model.parameters())
+        optimizers = [torch.optim.SGD(p, lr=0.1) for p in (parameters[:4], parameters[4:])]
+        options = {"every_n_steps": 1, "max_rows": 4, "on_error": "raise"}
+        plain = Monitor(model, optimizers[0], **options)
+        other = Monitor(model, optimizers[1], realised=realised, **options)
+        with plain, other:
+            for batch in batches:
+                seeded([batch])(model).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                model.zero_grad()
+        return [*plain.reports, *other.reports]
+
+    for report, expected in zip(run(True), run(False), strict=True):
+        for path, reading in report.layers.items():
+            values = reading.measures()
+            for name in REALISED_MEASURES:
+                values.pop(name, None)
+            assert values == pytest.approx(expected.layers[path].measures(), nan_ok=True), path
 
 
 def test_failures_of_the_repetition_leave_training_alone() -> None:
@@ -564,9 +633,34 @@ def test_checkpointing(reentrant: bool) -> None:
                 assert value == pytest.approx(getattr(reading, name), **EXACT), (path, name)
     if reentrant:  # of which forward pass is what is recomputed?
         report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulated)
-        assert any("'inner" not in n and "is not known" in n for n in report.notes)
+        assert any("inner.0" in n and "its rows were is not known" in n for n in report.notes)
+        assert report.layers["inner.0"].realised_cosine is None
+
+        def first(model: nn.Module) -> Tensor:
+            outputs = [model(x) for x, _ in batches]
+            return outputs[0].square().mean()
+
+        report = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), first)
         assert report.layers["inner.0"].realised_cosine is None
         assert report.layers["leave"].realised_cosine is not None
+
+
+def test_recomputations_that_are_not_told_apart_are_said() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.inner = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.inner, self.enter(x), use_reentrant=True)
+            return checkpoint(self.inner, hidden, use_reentrant=True)
+
+    model, x = Twice(), torch.ones(2, 5)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = trained(model, sgd, lambda m: m(x).square().sum())
+    assert any("inner" in n and "its rows were is not known" in n for n in report.notes)
+    assert report.layers["inner"].realised_cosine is None
+    assert report.layers["enter"].realised_cosine is not None
 
 
 def test_a_compiled_model() -> None:
