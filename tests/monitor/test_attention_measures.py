@@ -619,6 +619,27 @@ def test_what_can_not_be_measured_is_said(name: str) -> None:
     )
 
 
+class Reduced(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.detach().clone()
+        torch.distributed.all_reduce(y)
+        return x + y
+
+
+def test_nothing_waits_for_other_processes() -> None:
+    """They may not measure this step; what needs none of them is measured."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        waits = monitored(Inside(Own(Reduced())).double())
+        alone = monitored(built("torch"))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not waits.attention
+    assert any("would wait for the other processes" in note for note in waits.notes)
+    same(alone, monitored(built("torch")))
+
+
 def test_a_weight_in_common_leaves_the_scale_untold() -> None:
     report = monitored(Inside(Own(nn.Identity(), shared=True)).double())
     [reading] = report.attention.values()
