@@ -117,7 +117,7 @@ class _Progress:
     """How far a forward of a module has got."""
 
     attended: int = 0
-    product: tuple[Tensor, Tensor] | None = None  # the last product of matrices, q and kᵀ perhaps
+    product: Sequence[Tensor] = ()  # of what the last one was made: q and kᵀ perhaps
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,7 @@ class AttentionCalls:
         if function is functional.scaled_dot_product_attention:
             return partial(self._attend, forwards.running)
         name = getattr(function, "__name__", "")
-        by_hand = isinstance(forwards.innermost, nn.MultiheadAttention) and name in _BY_HAND
-        if by_hand:
+        if name in _BY_HAND and isinstance(forwards.innermost, nn.MultiheadAttention):
             seen = partial(self._weigh, forwards.running, function, name)
             return update_wrapper(seen, function, assigned=("__name__",), updated=())
         return function
@@ -217,72 +216,64 @@ class AttentionCalls:
     def _attend(self, running: Sequence[Forward], *args: Any, **kwargs: Any) -> Any:
         """The fused function."""
         given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
-        query, key = given["query"], given["key"]
-        choice = self._choose(running, query, key, _by_head)
-        drops = choice is not None and given.get("dropout_p", 0.0) > 0
-        state = random_state(query.device) if drops else None
+        forward = self._around(running)
+        choice = state = None
+        if forward is not None:
+            path = self._next_path(forward)
+            with self.guarded(path):
+                choice = self._choose(path, forward, given["query"], given["key"], _by_head)
+                if choice is not None and given.get("dropout_p", 0.0) > 0:
+                    state = random_state(given["query"].device)
         output = functional.scaled_dot_product_attention(*args, **kwargs)
-        if choice is not None and output.requires_grad:
+        if forward is not None and choice is not None and output.requires_grad:
             with self.guarded(choice.path):
                 dropped = None
                 if state is not None:
                     of_queries = kept(state, choice.of_queries, **given)
                     dropped = of_queries.view(len(choice.index), -1, *of_queries.shape[1:])
-                self._keep(choice, running, query, key, output, output, dropped)
+                self._keep(choice, forward, given["query"], given["key"], output, output, dropped)
         return output
 
     def _weigh(
         self, running: Sequence[Forward], function: Function, name: str, *args: Any, **kwargs: Any
     ) -> Any:
         """One of the functions by which scores are made, and weights of them."""
-        progress = self._around(running)[1]
-        if progress is not None and name != "softmax":
-            progress.product = args[-2], args[-1]
-        elif progress is not None and progress.product is not None:
-            (query, keys), progress.product = progress.product, None
-            choice = self._choose(running, query, keys.mT, _heads_apart)
-            if choice is not None and args[0].requires_grad:
-                with self.guarded(choice.path):
-                    self._keep(choice, running, query, keys.mT, args[0])
+        forward = self._around(running)
+        if forward is not None:
+            progress = self._progress[forward]
+            product, progress.product = progress.product, ()
+            if name != "softmax":
+                progress.product = args[-2:]
+            elif len(product) == 2 and args and args[0].requires_grad:
+                path = self._next_path(forward)
+                with self.guarded(path):
+                    query, key = product[0], product[1].mT
+                    choice = self._choose(path, forward, query, key, _heads_apart)
+                    if choice is not None:
+                        self._keep(choice, forward, query, key, args[0])
         return function(*args, **kwargs)
 
-    def _around(self, running: Sequence[Forward]) -> tuple[Forward | None, _Progress | None]:
+    def _around(self, running: Sequence[Forward]) -> Forward | None:
         """The innermost forward of a module that holds matrices that are trained."""
-        for forward in reversed(running):
-            if forward in self._progress:
-                return forward, self._progress[forward]
-        return None, None
+        return next((forward for forward in reversed(running) if forward in self._progress), None)
+
+    def _next_path(self, forward: Forward) -> str:
+        """What the attention that the forward now calls is named."""
+        progress, path = self._progress[forward], self._paths[forward.module]
+        progress.attended += 1
+        return path if progress.attended == 1 else f"{path}#{progress.attended}"
 
     def _choose(
         self,
-        running: Sequence[Forward],
+        path: str,
+        forward: Forward,
         query: Tensor,
         key: Tensor,
         shaped: Callable[[nn.Module, Tensor], Tensor],
     ) -> _Choice | None:
         """Which samples of a call to look at; None: it is not to be measured."""
-        forward, progress = self._around(running)
-        if forward is None or progress is None or not trains(query):
+        if path in self.refused or not trains(query):
             return None
-        progress.attended += 1
-        path = self._paths[forward.module]
-        if progress.attended > 1:
-            path = f"{path}#{progress.attended}"
-        if path in self.refused:
-            return None
-        with self.guarded(path), torch.no_grad():
-            return self._chosen(path, forward, progress, query, key, shaped)
-        return None
-
-    def _chosen(
-        self,
-        path: str,
-        forward: Forward,
-        progress: _Progress,
-        query: Tensor,
-        key: Tensor,
-        shaped: Callable[[nn.Module, Tensor], Tensor],
-    ) -> _Choice:
         if not forward.random.is_still(forward.random.now()):
             raise Refused(
                 "random numbers are drawn before its scores are made (dropout of what queries and "
@@ -296,7 +287,7 @@ class AttentionCalls:
                 f"got queries of {samples} samples from inputs of {count}, expected a multiple"
             )
         scores = samples // count * heads * query.shape[-2] * key.shape[-2]
-        attending = self._attending(path, module, progress.attended, scores)
+        attending = self._attending(path, module, self._progress[forward].attended, scores)
         rows, drawn = attending.rows.choose((count,), query.device)
         every = torch.arange(count, device=query.device)
         index = every if rows.chosen is None else rows.flat
@@ -314,7 +305,7 @@ class AttentionCalls:
     def _keep(
         self,
         choice: _Choice,
-        running: Sequence[Forward],
+        forward: Forward,
         query: Tensor,
         key: Tensor,
         asks: Tensor,
@@ -322,8 +313,6 @@ class AttentionCalls:
         dropped: Tensor | None = None,
     ) -> None:
         """Keep the samples of a call, and wait for the gradient of what asks for one."""
-        forward, attending = self._around(running)[0], choice.attending
-        assert forward is not None
         with torch.no_grad(), without_autocast(asks):
             args, kwargs = of_samples(forward.module, forward.args, forward.kwargs, choice.index)
             seen = Seen(
@@ -336,7 +325,7 @@ class AttentionCalls:
                 None if output is None else choice.take(output),
                 dropped,
             )
-        call = AttentionCall(choice.rows, choice.draw, seen)
+        call, attending = AttentionCall(choice.rows, choice.draw, seen), choice.attending
         attending.rows.calls.append(call)
         # What was used last before the scores has its gradient after them.
         if any(parameter is self.last_used for parameter in attending.held.values()):

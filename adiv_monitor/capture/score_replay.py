@@ -24,6 +24,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.forwards import without_overrides
@@ -289,6 +290,17 @@ _SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
 _opened = without_overrides(functional.multi_head_attention_forward)
 
 
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets no function wait for other processes, which may not run what this one does."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(f"{func} would wait for the other processes")
+        return func(*args, **(kwargs or {}))
+
+
 def _run(
     attends: AttentionModule, parameters: Parameters, noting: _AttentionCalls
 ) -> _AttentionCalls:
@@ -306,6 +318,8 @@ def _run(
         with ExitStack() as around:
             for each in (suppress(_ScoresReached), forced_eager(), Randomness([device]).again()):
                 around.enter_context(each)
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                around.enter_context(_Alone())  # type: ignore[no-untyped-call]
             around.enter_context(noting.by_rules(twin))
             around.enter_context(noting)
             functional_call(twin, state, tuple(attends.args), kwargs)

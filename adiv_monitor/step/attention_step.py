@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
-from torch import Tensor
+from torch import Tensor, nn
 
 from adiv_monitor.capture.attention_calls import Attending, AttentionCall, AttentionCalls
 from adiv_monitor.capture.score_replay import (
@@ -80,6 +80,7 @@ class _Replayed:
 class _Measured:
     """What is known of one attention so far."""
 
+    held: Mapping[str, nn.Parameter]
     before: Parameters  # θ before the step
     replayed: list[_Replayed]
     attended: Attended
@@ -111,9 +112,8 @@ class AttentionStep:
     def updated(self) -> None:
         """The optimizer has stepped: d."""
         for path, measured in list(self._measured.items()):
-            held = self._calls.attending[path].held
+            held, before = measured.held, measured.before
             with self._calls.guarded(path), without_autocast(next(iter(held.values()))):
-                before = measured.before
                 taken = {n: exact(before[n]) - exact(p.detach()) for n, p in held.items()}
                 for replayed in measured.replayed:
                     attends = replace(replayed.attends, parameters=before)
@@ -150,7 +150,7 @@ class AttentionStep:
             attended.no_scale = str(error)
         copies = {name: steps.before(parameter) for name, parameter in held.items()}
         before = {name: now[name].clone() if c is None else c for name, c in copies.items()}
-        return _Measured(before, replayed, attended)
+        return _Measured(held, before, replayed, attended)
 
     def _finish(self, path: str) -> None:
         """Keep no more than the numbers for the host."""

@@ -619,12 +619,49 @@ def test_what_can_not_be_measured_is_said(name: str) -> None:
     )
 
 
+class Reduced(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.detach().clone()
+        torch.distributed.all_reduce(y)
+        return x + y
+
+
+def test_nothing_waits_for_other_processes() -> None:
+    """They may not measure this step; what needs none of them is measured."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        waits = monitored(Inside(Own(Reduced())).double())
+        alone = monitored(built("torch"))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not waits.attention
+    assert any("would wait for the other processes" in note for note in waits.notes)
+    same(alone, monitored(built("torch")))
+
+
 def test_a_weight_in_common_leaves_the_scale_untold() -> None:
     report = monitored(Inside(Own(nn.Identity(), shared=True)).double())
     [reading] = report.attention.values()
     assert set(reading.measures()) == {"attention_cosine", "attention_gradient_cosine"}
     [note] = [note for note in report.notes if "ttention" in note]
     assert note.startswith("The attention scale of parts.0 is not told: it is not the sum over")
+
+
+class Odd(nn.MultiheadAttention):
+    """Calls the functions of an attention for something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.softmax(x @ self.in_proj_bias[:12], -1)
+        weights = torch.softmax(input=torch.bmm(input=x, mat2=x.mT), dim=-1)
+        return weights @ x * scores[..., None] + x @ self.out_proj.weight.T
+
+
+def test_what_is_like_attention_and_is_none_does_no_harm() -> None:
+    model = Inside(Odd(12, 3)).double()
+    report = monitored(model)
+    assert not report.attention
+    assert [note for note in report.notes if "parts.0 is not measured" in note]
 
 
 def test_attention_that_the_loss_does_not_see_is_said() -> None:
