@@ -32,7 +32,9 @@ KNOWN = ROOT / "tests" / "mutants.md"
 # changed function, quick ones first.
 _MEASURED = ["test_against_reference", "test_invariants", "test_models"]
 _COURSE = [*_MEASURED, "test_gradients", "test_optimizers", "test_robustness"]
-_RULES = ["test_features", "test_corrected_layers", *_MEASURED]
+_RULES = ["test_functions", "test_features", "test_corrected_layers", *_MEASURED]
+_FAMILIES = ["bags", "blocks", "broadcast", "contraction", "einsum", "experts", "gains", "offsets"]
+_FAMILIES += ["products", "tokens"]
 _FORMULAS = ["test_functional", "test_modules", "test_convolutions", "test_attention"]
 _BOOKS = ["test_bookkeeping", "test_sampling", *_COURSE]
 _MONITOR_TESTS = {
@@ -60,6 +62,7 @@ _MONITOR_TESTS = {
     "features/elementwise.py": _RULES,
     "features/corrected.py": _RULES,
     "features/attention.py": _RULES,
+    **{f"features/{family}.py": ["test_functions"] for family in _FAMILIES},
 }
 _LAYER_TESTS = {"functional.py": _FORMULAS, "forms.py": _FORMULAS}
 TESTS = {

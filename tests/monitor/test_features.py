@@ -145,7 +145,7 @@ def test_what_cannot_be_measured_has_a_reason(module: nn.Module, reason: str) ->
         optimizer.step()
     assert monitor.latest is not None
     assert not monitor.latest.layers
-    assert reason in monitor.latest.unsupported[""]
+    assert reason in monitor.latest.unsupported["weight"]
 
 
 def test_many_calls_share_the_rows_evenly() -> None:

@@ -292,6 +292,23 @@ def test_readings_are_those_of_the_module_as_a_whole(
         assert getattr(reading, measure) == pytest.approx(expected, rel=1e-9), measure
 
 
+@pytest.mark.parametrize("name", ["bmm", "embedding", "mul"])
+def test_the_ceiling_of_the_same_call_again_is_that_of_one(name: str) -> None:
+    model, inputs = CASES[name].model(), CASES[name].data()
+    found = []
+    for calls in (1, 3):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with Monitor(model, optimizer, attainable=True, on_error="raise") as monitor:
+            optimizer.zero_grad()
+            for _ in range(calls):
+                loss_of(model(*inputs)).backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        found.append(monitor.latest.layers["w"].attainable_cosine)
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    assert found[0] < 0.999
+
+
 def test_half_precision() -> None:
     """Rows of a half-precision function are single precision; readings agree up to rounding."""
     for name, case in CASES.items():
