@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.capture.losses import LossOf
+from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import WORST, StepReport

@@ -19,8 +19,8 @@ from adiv_monitor.arguments import (
     check_choice,
     held_parameters,
 )
+from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.hook import Hook
-from adiv_monitor.capture.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import StepReport

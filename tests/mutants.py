@@ -56,13 +56,13 @@ _MONITOR_TESTS = {
     "features/rows.py": ["test_features", *_COURSE],
     "features/whole.py": _RULES,
     "features/features.py": _RULES,
-    "features/linear.py": _RULES,
-    "features/conv.py": _RULES,
-    "features/embedding.py": _RULES,
-    "features/elementwise.py": _RULES,
+    "features/functions/linear.py": _RULES,
+    "features/functions/conv.py": _RULES,
+    "features/functions/embedding.py": _RULES,
+    "features/functions/elementwise.py": _RULES,
     "features/corrected.py": _RULES,
-    "features/attention.py": _RULES,
-    **{f"features/{family}.py": ["test_functions"] for family in _FAMILIES},
+    "features/functions/attention.py": _RULES,
+    **{f"features/functions/{family}.py": ["test_functions"] for family in _FAMILIES},
 }
 _LAYER_TESTS = {"functional.py": _FORMULAS, "forms.py": _FORMULAS}
 TESTS = {

@@ -25,23 +25,23 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
-from adiv_monitor.capture.attention_calls import AttentionCalls
-from adiv_monitor.capture.forward_calls import CallPlace, ForwardCalls
+from adiv_monitor.capture.again.forward_calls import CallPlace, ForwardCalls
+from adiv_monitor.capture.again.leftovers import Leftovers
+from adiv_monitor.capture.again.outputs import Outputs
+from adiv_monitor.capture.again.randomness import random_state
+from adiv_monitor.capture.again.replay import Arguments
+from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forward, Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.capture.leftovers import Leftovers
-from adiv_monitor.capture.origin import Origin
-from adiv_monitor.capture.outputs import Outputs
-from adiv_monitor.capture.pieces import Piece, Pieces, Source, Together, overlap
-from adiv_monitor.capture.randomness import random_state
-from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Place, Selection
-from adiv_monitor.capture.tape import is_retyped, tensors_in, values_in
-from adiv_monitor.features.attention import part_of
+from adiv_monitor.capture.weights.origin import Origin
+from adiv_monitor.capture.weights.pieces import Piece, Pieces, Source, Together, overlap
+from adiv_monitor.capture.weights.tape import is_retyped, tensors_in, values_in
 from adiv_monitor.features.features import Features
-from adiv_monitor.features.linear import affine
+from adiv_monitor.features.functions.attention import part_of
+from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import Map, Returned, uses_of
 from adiv_monitor.features.recurrent_call import RECURRENT, RecurrentCall, read_call
 from adiv_monitor.features.registry import use_of

@@ -16,8 +16,8 @@ from torch.overrides import (
     _push_mode,
 )
 
+from adiv_monitor.capture.again.randomness import Randomness
 from adiv_monitor.capture.hook import ModuleHook, is_replaying, trains
-from adiv_monitor.capture.randomness import Randomness
 
 Function = Callable[..., Any]
 

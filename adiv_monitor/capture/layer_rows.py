@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.capture.forward_calls import CallPlace
+from adiv_monitor.capture.again.forward_calls import CallPlace
 from adiv_monitor.capture.sampling import Draw, draw, threshold, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from adiv_monitor.capture.pieces import NOTHING, Parts, Piece, Source, covered
+from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Source, covered
 from adiv_monitor.features.registry import Rule, find_rule
 from adiv_monitor.features.uses import as_it_is
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.pieces import Piece, gradient
+from adiv_monitor.capture.weights.pieces import Piece, gradient
 from adiv_monitor.features.rows import exact, to_device
 from adiv_monitor.maths import dots
 

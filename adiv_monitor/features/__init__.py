@@ -1,10 +1,11 @@
 """How functions, and the modules that are taught, are linear in their parameters."""
 
-from adiv_monitor.features import (
+from adiv_monitor.features import corrected
+from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
+from adiv_monitor.features.functions import (
     attention,
     bags,
     conv,
-    corrected,
     einsum,
     elementwise,
     embedding,
@@ -15,7 +16,6 @@ from adiv_monitor.features import (
     products,
     tokens,
 )
-from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.registry import channels_second, find_rule, register_features
 from adiv_monitor.features.rows import Rows
 

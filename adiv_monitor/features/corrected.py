@@ -15,8 +15,8 @@ from adiv_layers.forms import affine_like_constants, norm_like_gain
 from adiv_layers.modules import AffineLikeLinear, GradientOnlyLinear, NormLikeLinear
 from torch import Tensor
 
-from adiv_monitor.features.conv import geometry_of, patch_squares, patches
 from adiv_monitor.features.features import DenseFeatures
+from adiv_monitor.features.functions.conv import geometry_of, patch_squares, patches
 from adiv_monitor.features.registry import register_features
 from adiv_monitor.features.rows import Rows, exact
 from adiv_monitor.features.whole import Whole, squares

@@ -1,4 +1,4 @@
-"""How functions use parameters: one rule per family of functions, in the files beside this one.
+"""How functions use parameters: one rule per family of functions, in `functions`.
 
 A *use* is one call of a function whose result is linear in a parameter of the model. Its rows,
 features and ∂L/∂z follow from the call's arguments and from a hook on its result.

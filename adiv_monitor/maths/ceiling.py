@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.features.blocks import BlockFeatures
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
+from adiv_monitor.features.functions.blocks import BlockFeatures
 
 KNOWN = DenseFeatures | OneHotFeatures | BlockFeatures
 

@@ -8,14 +8,14 @@ import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
-from adiv_monitor.capture.attention_calls import Attending, AttentionCall, AttentionCalls
-from adiv_monitor.capture.score_replay import (
+from adiv_monitor.capture.attention.attention_calls import Attending, AttentionCall, AttentionCalls
+from adiv_monitor.capture.attention.score_replay import (
     AttentionModule,
     Parameters,
     moves_of_scores,
     scores_with_graph,
 )
-from adiv_monitor.capture.score_scales import scales, some_keys
+from adiv_monitor.capture.attention.score_scales import scales, some_keys
 from adiv_monitor.capture.updates import ParameterSteps
 from adiv_monitor.features.rows import Index, exact, to_device
 from adiv_monitor.features.scores import Attention, Move, of_heads, scale_sums, sums

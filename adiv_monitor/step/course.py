@@ -10,11 +10,11 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adiv_monitor.capture.attention_calls import AttentionCalls
+from adiv_monitor.capture.again.losses import LossOf
+from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.eager import forced_eager, in_compiled_code
 from adiv_monitor.capture.hook import NextForward
-from adiv_monitor.capture.losses import LossOf
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.report import StepReport

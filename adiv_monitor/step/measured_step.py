@@ -12,7 +12,7 @@ import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
-from adiv_monitor.capture.again import Calls
+from adiv_monitor.capture.again.again import Calls
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.capture.pieces import NOTHING, Parts
 from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.weights.pieces import NOTHING, Parts
 from adiv_monitor.features.features import DenseFeatures, Features
 from adiv_monitor.features.rows import exact, joined, to_device
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adiv_monitor.capture.again import Again, Calls, run_again
+from adiv_monitor.capture.again.again import Again, Calls, run_again
+from adiv_monitor.capture.again.forward_calls import ForwardCalls, NotRepeatable
+from adiv_monitor.capture.again.losses import Losses, LossOf
+from adiv_monitor.capture.again.surroundings import is_plain, untouched
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.forward_calls import ForwardCalls, NotRepeatable
-from adiv_monitor.capture.losses import Losses, LossOf
 from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
-from adiv_monitor.capture.surroundings import is_plain, untouched
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.readings import REALISED
 

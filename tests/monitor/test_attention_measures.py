@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, seed
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture import attention_calls
+from adiv_monitor.capture.attention import attention_calls
 from adiv_monitor.sinks import JsonlSink
 
 Parameters = dict[str, Tensor]

@@ -11,15 +11,15 @@ from attending import MODELS, Spy, explicit, tensors
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.capture.attention_dropout import kept
-from adiv_monitor.capture.randomness import random_state
-from adiv_monitor.capture.score_replay import (
+from adiv_monitor.capture.again.randomness import random_state
+from adiv_monitor.capture.attention.attention_dropout import kept
+from adiv_monitor.capture.attention.score_replay import (
     AttentionModule,
     moves_of_scores,
     scores_with_graph,
 )
-from adiv_monitor.capture.score_scales import scales, some_keys
-from adiv_monitor.capture.some_samples import of_samples
+from adiv_monitor.capture.attention.score_scales import scales, some_keys
+from adiv_monitor.capture.attention.some_samples import of_samples
 from adiv_monitor.features import scores
 from adiv_monitor.features.scores import attention, of_heads
 from adiv_monitor.maths.attention import attention_reading

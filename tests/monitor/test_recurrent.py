@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture import capture, late_rows
 from adiv_monitor.features import recurrent_call
-from adiv_monitor.features.linear import affine
+from adiv_monitor.features.functions.linear import affine
 
 K, H, P, B, T = 3, 4, 2, 4, 5
 F64 = torch.float64

@@ -5,7 +5,7 @@ from string import ascii_letters
 
 from torch import Tensor
 
-from adiv_monitor.features.contraction import Operand, contractions
+from adiv_monitor.features.functions.contraction import Operand, contractions
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable
 
 from torch import Tensor, nn
 
-from adiv_monitor.capture.derived import Derived
-from adiv_monitor.capture.pieces import Pieces, Source, Strides
-from adiv_monitor.capture.tape import Tape, tensors_in, whole_of
+from adiv_monitor.capture.weights.derived import Derived
+from adiv_monitor.capture.weights.pieces import Pieces, Source, Strides
+from adiv_monitor.capture.weights.tape import Tape, tensors_in, whole_of
 
 
 class Origin:

@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from adiv_monitor.capture.pieces import Strides
-from adiv_monitor.capture.randomness import random_state, restored_randomness, set_random_state
+from adiv_monitor.capture.again.randomness import (
+    random_state,
+    restored_randomness,
+    set_random_state,
+)
+from adiv_monitor.capture.weights.pieces import Strides
 from adiv_monitor.features.rows import exact_type
 from adiv_monitor.features.uses import Refused
 

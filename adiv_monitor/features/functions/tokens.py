@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from adiv_monitor.features.broadcast import gain, offset, own_dims
+from adiv_monitor.features.functions.broadcast import gain, offset, own_dims
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 

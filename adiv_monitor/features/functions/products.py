@@ -8,8 +8,8 @@ from string import ascii_lowercase, ascii_uppercase
 
 from torch import Tensor
 
-from adiv_monitor.features.broadcast import offset
-from adiv_monitor.features.contraction import Operand, contraction, contractions
+from adiv_monitor.features.functions.broadcast import offset
+from adiv_monitor.features.functions.contraction import Operand, contraction, contractions
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 

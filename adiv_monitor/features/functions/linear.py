@@ -4,8 +4,8 @@ from string import ascii_uppercase
 
 from torch import Tensor
 
-from adiv_monitor.features.contraction import Operand, contraction
 from adiv_monitor.features.features import DenseFeatures
+from adiv_monitor.features.functions.contraction import Operand, contraction
 from adiv_monitor.features.rows import Rows, exact_type
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 from adiv_monitor.features.whole import Whole, squares

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adiv_monitor.capture.score_replay import Parameters, Reached, Use
+from adiv_monitor.capture.attention.score_replay import Parameters, Reached, Use
 from adiv_monitor.features.rows import Index, to_device
 
 

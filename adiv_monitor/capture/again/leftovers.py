@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.capture.again.graph import leaves_of
+from adiv_monitor.capture.again.outputs import Outputs
+from adiv_monitor.capture.again.replay import Arguments, Replay, pattern, tolerance
 from adiv_monitor.capture.forwards import Forward
-from adiv_monitor.capture.graph import leaves_of
-from adiv_monitor.capture.outputs import Outputs
-from adiv_monitor.capture.replay import Arguments, Replay, pattern, tolerance
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import Rows, exact_type, to_device

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from adiv_monitor.features.blocks import BlockFeatures, sums_of_blocks
-from adiv_monitor.features.products import matmul
+from adiv_monitor.features.functions.blocks import BlockFeatures, sums_of_blocks
+from adiv_monitor.features.functions.products import matmul
 from adiv_monitor.features.rows import Rows, exact
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 from adiv_monitor.features.whole import Whole, squares

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from adiv_monitor.capture.again.surroundings import Buffers, Surroundings, version
 from adiv_monitor.capture.selection import is_wrapper
-from adiv_monitor.capture.surroundings import Buffers, Surroundings, version
 
 
 class NotRepeatable(Exception):

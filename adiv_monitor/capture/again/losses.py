@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
-from adiv_monitor.capture.forward_calls import ForwardCalls, NotRepeatable, tensors_of
+from adiv_monitor.capture.again.forward_calls import ForwardCalls, NotRepeatable, tensors_of
 from adiv_monitor.capture.hook import ModuleHook, is_replaying, trains
 from adiv_monitor.capture.selection import inside_wrappers
 from adiv_monitor.features.rows import exact

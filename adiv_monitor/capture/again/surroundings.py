@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from adiv_monitor.capture.again.randomness import random_state, set_random_state
 from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.hook import replaying
-from adiv_monitor.capture.randomness import random_state, set_random_state
 
 # Attributes that a forward pass may ask for, or count with; others may be large, or hold a graph.
 _SETTING = (bool, int, float, str, NoneType)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from adiv_monitor.features.broadcast import offset
+from adiv_monitor.features.functions.broadcast import offset
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 

@@ -26,11 +26,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from adiv_monitor.capture.again.randomness import Randomness
+from adiv_monitor.capture.again.replay import twin_of
 from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.forwards import without_overrides
-from adiv_monitor.capture.randomness import Randomness
-from adiv_monitor.capture.replay import twin_of
-from adiv_monitor.capture.tape import tensors_in
+from adiv_monitor.capture.weights.tape import tensors_in
 from adiv_monitor.features import uses
 from adiv_monitor.features.registry import Rule, find_rule, use_of
 from adiv_monitor.features.rows import Rows, exact, precise

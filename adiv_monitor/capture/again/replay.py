@@ -19,10 +19,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from adiv_monitor.capture.again.outputs import Outputs
 from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.forwards import Forward
-from adiv_monitor.capture.outputs import Outputs
-from adiv_monitor.capture.tape import tensors_in
+from adiv_monitor.capture.weights.tape import tensors_in
 from adiv_monitor.features.rows import exact
 
 # Of a module's hooks.

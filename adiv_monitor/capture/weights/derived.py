@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from adiv_monitor.capture.pieces import NOTHING, Parts, Piece, Pieces, Source, View, overlap
-from adiv_monitor.capture.tape import Recorded, Ref, Root, memory_of, tensors_in, whole_of
+from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Pieces, Source, View, overlap
+from adiv_monitor.capture.weights.tape import Recorded, Ref, Root, memory_of, tensors_in, whole_of
 from adiv_monitor.features.rows import exact
 from adiv_monitor.features.uses import Refused
 

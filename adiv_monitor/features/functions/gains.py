@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from adiv_monitor.features.broadcast import gain, offset
+from adiv_monitor.features.functions.broadcast import gain, offset
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 

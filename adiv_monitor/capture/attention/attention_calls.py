@@ -20,15 +20,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.capture.attention_dropout import kept
+from adiv_monitor.capture.again.randomness import random_state
+from adiv_monitor.capture.attention.attention_dropout import kept
+from adiv_monitor.capture.attention.score_replay import ARGUMENTS
+from adiv_monitor.capture.attention.some_samples import batch_size, of_samples
 from adiv_monitor.capture.forwards import Forward, Forwards, Function
 from adiv_monitor.capture.hook import trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.capture.randomness import random_state
 from adiv_monitor.capture.sampling import Draw
-from adiv_monitor.capture.score_replay import ARGUMENTS
 from adiv_monitor.capture.selection import Selection
-from adiv_monitor.capture.some_samples import batch_size, of_samples
 from adiv_monitor.features.rows import Rows, exact
 from adiv_monitor.features.scores import by_head
 from adiv_monitor.features.uses import Refused

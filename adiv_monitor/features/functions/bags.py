@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from adiv_monitor.features.embedding import refuse_rescaled
 from adiv_monitor.features.features import Features
+from adiv_monitor.features.functions.embedding import refuse_rescaled
 from adiv_monitor.features.rows import Rows, exact_type
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses
 from adiv_monitor.features.whole import Whole

@@ -7,7 +7,7 @@ calls is seen like any other call.
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.features.linear import affine
+from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
 

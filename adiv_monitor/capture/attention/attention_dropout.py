@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.nn import functional
 
-from adiv_monitor.capture.randomness import restored_randomness, set_random_state
+from adiv_monitor.capture.again.randomness import restored_randomness, set_random_state
 from adiv_monitor.features.scores import by_head
 
 

@@ -7,12 +7,12 @@ from functools import partial
 import numpy as np
 from torch import Tensor, nn
 
+from adiv_monitor.capture.again.forward_calls import CallPlace, ForwardCalls, NotRepeatable
+from adiv_monitor.capture.again.losses import Losses
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.forward_calls import CallPlace, ForwardCalls, NotRepeatable
-from adiv_monitor.capture.losses import Losses
-from adiv_monitor.capture.origin import Origin
-from adiv_monitor.capture.pieces import Source
 from adiv_monitor.capture.selection import Layer, Selection
+from adiv_monitor.capture.weights.origin import Origin
+from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.features.recurrent import rows_of_maps, uses_of
 from adiv_monitor.features.recurrent_call import RecurrentCall
 from adiv_monitor.features.rows import Rows, joined

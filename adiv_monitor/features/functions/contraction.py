@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.features.blocks import BlockFeatures
 from adiv_monitor.features.features import DenseFeatures, Features
+from adiv_monitor.features.functions.blocks import BlockFeatures
 from adiv_monitor.features.rows import Rows, exact, exact_type, to_device
 from adiv_monitor.features.uses import FunctionCall, Use
 from adiv_monitor.features.whole import Whole, squares

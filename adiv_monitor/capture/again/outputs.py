@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
-from adiv_monitor.capture.graph import nodes_above
-from adiv_monitor.capture.tape import tensors_in
+from adiv_monitor.capture.again.graph import nodes_above
+from adiv_monitor.capture.weights.tape import tensors_in
 
 
 class Outputs:

@@ -1,0 +1,1 @@
+"""Attention: which samples are kept, and how their scores move."""

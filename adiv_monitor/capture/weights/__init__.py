@@ -1,0 +1,1 @@
+"""What weights are made of: parameters, pieces of them, and what is derived."""

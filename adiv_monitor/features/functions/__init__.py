@@ -1,0 +1,1 @@
+"""How functions use parameters: one file per family."""
