@@ -10,8 +10,9 @@ PIP = $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
+# One thread for each of as many processes as there are cores.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -206,11 +206,14 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     layers = {"x": {"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor(True)}, "y": {}}
     products = {"w_w": {7: torch.tensor([3.0], dtype=torch.float64)}}
     norms = {"w_w": {8: torch.tensor([2.0, 3.0])}, "a_a": {7: torch.tensor([4.0])}}
-    values, flags, dot = fetch(layers, {"skipped": torch.tensor(0.0)}, products, norms)
+    attending = {"z": {"G_G": torch.tensor([5.0, 6.0])}}
+    flags = {"skipped": torch.tensor(0.0)}
+    values, found, dot, attention = fetch(layers, flags, products, norms, attending)
     assert values["x"]["a"].tolist() == [[1, 2]]
     assert values["x"]["b"] == 1
     assert values["y"] == {}
-    assert flags["skipped"] == 0
+    assert found["skipped"] == 0
+    assert attention["z"]["G_G"].tolist() == [5, 6]
     assert {key: part.tolist() for key, part in dot["w_w"].items()} == {7: [3], 8: [4, 9]}
     assert dot["a_a"][7].tolist() == [16]
 
