@@ -121,6 +121,12 @@ class Leftovers:
         length = float(torch.linalg.vector_norm(expected))
         if not math.isfinite(length):
             raise Refused("its output is not finite")
+        if _several_processes():
+            raise Refused(
+                "no rule describes what it computes, and it is not run again in one of several "
+                "processes, since it may wait for the others; register_features can teach the "
+                "monitor its class"
+            )
         reason = ""
         for elements, own in _choices(rows, began.random.is_still(began.random.now())):
             try:
@@ -147,6 +153,11 @@ class Leftovers:
         """Whether a module inside this one claimed the parameter."""
         inner = self._claims.get(key, set()) - {module}
         return bool(inner) and not inner.isdisjoint(module.modules())
+
+
+def _several_processes() -> bool:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return distributed and torch.distributed.get_world_size() > 1
 
 
 def _held(selection: Selection) -> dict[nn.Module, set[int]]:
