@@ -11,7 +11,9 @@ from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.forward_calls import CallPlace, ForwardCalls, NotRepeatable
 from adiv_monitor.capture.losses import Losses
 from adiv_monitor.capture.origin import Origin
+from adiv_monitor.capture.outputs import Outputs
 from adiv_monitor.capture.pieces import Source
+from adiv_monitor.capture.replay import Arguments
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.features.recurrent import rows_of_maps, uses_of
 from adiv_monitor.features.recurrent_call import RecurrentCall
@@ -109,6 +111,18 @@ class Again(Capture):
             if layer is not None:
                 self._take(layer, z[use.part], recomputed=not outputs[0].requires_grad)
         return []
+
+    def _note_whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+    ) -> None:
+        layer = self._whole(module, [module.get_parameter(name) for name in names])
+        if layer is not None:
+            self._take(layer, outputs.rows(tensors), recomputed=False)
 
     def _take(self, layer: Layer, z: Tensor, *, recomputed: bool) -> None:
         """Take rows of z; what checkpointing recomputes runs without gradients here."""
