@@ -8,6 +8,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.capture.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.sinks import Sink
@@ -60,6 +61,8 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         max_rows: rows to look at per layer and step; None: all of them.
         attainable: measure the ceiling too, which looks at all rows.
         attention: measure what the step does to attention scores too.
+        realised: find out what each measured step really did, as in `Monitor`; with
+            `lambda output: output["loss"]` also how the loss changed.
         measures: what is logged.
         sinks: further sinks, which stay open; only the first process writes to them.
         on_error: what an error inside the monitor does: "warn" and go on, or "raise".
@@ -84,6 +87,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
         attention: bool = False,
+        realised: bool | LossOf = False,
         measures: Iterable[str] = DEFAULT_MEASURES,
         sinks: Sequence[Sink] = (),
         on_error: Literal["warn", "raise"] = "warn",
@@ -96,6 +100,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
             "max_rows": max_rows,
             "attainable": attainable,
             "attention": attention,
+            "realised": realised,
             "on_error": on_error,
             "seed": seed,
         }
@@ -186,13 +191,18 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """How far the monitor has counted; and this callback's arguments, as JSON can hold them."""
         layers = None if self._layers is None or callable(self._layers) else [*self._layers]
-        lost = {"layers": callable(self._layers), "sinks": bool(self._sinks)}
+        options = {n: x for n, x in self._options.items() if not callable(x)}
+        lost = {
+            "layers": callable(self._layers),
+            "realised": "realised" not in options,
+            "sinks": bool(self._sinks),
+        }
         return {
             "args": {
                 "every_n_steps": self._every_n_steps,
                 "layers": layers,
                 "measures": [*self._measures],
-                **self._options,
+                **options,
             },
             "attributes": {
                 "_lost": [name for name, is_lost in lost.items() if is_lost],

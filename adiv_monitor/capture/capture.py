@@ -220,21 +220,20 @@ class Capture:
     def _ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A module's forward has run: its rows, if its class has a rule or something is left.
-
-        `output` is None if it raised.
-        """
+        """A module's forward has run; `output` is None if it raised."""
+        if output is not None and trains(output):
+            if module in self._selection.rules:
+                self._look_at_ruled(module, args, kwargs, output)
+            else:
+                self._look_at_whole(module, args, kwargs, output)
         if self._calls is not None:
             self._calls.ended(module, output, self._forwards.around)
-        if output is None:
-            return
-        rule = self._selection.rules.get(module)
-        if not trains(output):
-            return
-        if rule is None:
-            self._look_at_whole(module, args, kwargs, output)
-            return
-        path = self._selection.modules[module]
+
+    def _look_at_ruled(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """The rows of a module whose class has a rule."""
+        path, rule = self._selection.modules[module], self._selection.rules[module]
         try:
             if not isinstance(output, Tensor):
                 raise TypeError(f"its forward gave a {type(output).__name__}, expected a tensor")
@@ -498,14 +497,13 @@ class Capture:
     ) -> None:
         """Gather rows of a module that is measured as a whole, and hook its output."""
         parameters = [module.get_parameter(name) for name in names]
-        source = Together([self._origin.pieces.of(p) for p in parameters], module)
-        use = Use("module", None, None, _no_features)
-        layer = self._find(self._whole_names(module, parameters), use, source, None)
+        layer = self._whole(module, parameters)
         if layer is None or layer.path not in self.rows:
             return
         path, rows_of_layer = layer.path, self.rows[layer.path]
         z = outputs.rows(tensors)
         call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), z.device))
+        call.place = self._placed(layer)
         taken = call.rows.take(z)
         try:
             features = self._leftovers.features(
@@ -535,6 +533,12 @@ class Capture:
             return None
         names = self._names(use, lead) if path is None else [path]
         return self._find(names, use, weight, bias)
+
+    def _whole(self, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
+        """The layer that a module as a whole is, as far as these parameters are concerned."""
+        source = Together([self._origin.pieces.of(p) for p in parameters], module)
+        use = Use("module", None, None, _no_features)
+        return self._find(self._whole_names(module, parameters), use, source, None)
 
     def _find(
         self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None

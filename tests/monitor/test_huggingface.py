@@ -228,6 +228,28 @@ BERT = BertConfig(
 )
 
 
+def test_what_a_step_really_did(make: Make) -> None:
+    """Readings of every layer, and the loss, which the model gives; training stays as it is."""
+    losses = []
+    memory = MemorySink()
+    options = {"realised": lambda output: output["loss"], "sinks": [memory], "on_error": "raise"}
+    callback = DivergenceTrainerCallback(2, **options)
+    for callbacks in ([], [callback]):
+        trainer = make(*callbacks, logging_steps=1)
+        trainer.train()
+        losses.append([r["loss"] for r in trainer.state.log_history if "loss" in r])
+    assert losses[0] == losses[1]
+    assert callback.state()["attributes"]["_lost"] == ["realised", "sinks"]
+    for report in memory.reports:
+        assert report.realised_loss_change is not None and report.notes == ()
+        assert all(reading.single_layer_share is not None for reading in report.layers.values())
+    logs = logged(trainer)
+    changes = [log.get("adiv.summary/realised_loss_change") for log in logs.values()]
+    assert [x for x in changes if x is not None] == pytest.approx(
+        [report.realised_loss_change for report in memory.reports]
+    )
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_transformer(make: Make, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.again.forward_calls import CallPlace, ForwardCalls, NotRepeatable
 from adiv_monitor.capture.again.losses import Losses
+from adiv_monitor.capture.again.outputs import Outputs
+from adiv_monitor.capture.again.replay import Arguments
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.weights.origin import Origin
@@ -109,6 +111,18 @@ class Again(Capture):
             if layer is not None:
                 self._take(layer, z[use.part], recomputed=not outputs[0].requires_grad)
         return []
+
+    def _note_whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+    ) -> None:
+        layer = self._whole(module, [module.get_parameter(name) for name in names])
+        if layer is not None:
+            self._take(layer, outputs.rows(tensors), recomputed=False)
 
     def _take(self, layer: Layer, z: Tensor, *, recomputed: bool) -> None:
         """Take rows of z; what checkpointing recomputes runs without gradients here."""
