@@ -1,7 +1,8 @@
 """What a step really did to the rows: the same forward passes once more, with the new weights.
 
 Everything moves at once then: the layers before this one have changed too. And once with the
-weights half-way, which tells how far the whole move is from proportional to the step.
+weights half-way, which tells how far the whole move is from proportional to the step. Gradients are
+recorded where they were, so that the same functions run, but none is ever taken.
 """
 
 from collections import defaultdict
@@ -85,14 +86,7 @@ class Realised:
         if not self.calls.refusal:
             self._before = [parameter.detach().clone() for parameter in self._parameters]
 
-    def keep(
-        self,
-        path: str,
-        G: Tensor,
-        d: Tensor,
-        z: Tensor,
-        calls: Calls,
-    ) -> None:
+    def keep(self, path: str, G: Tensor, d: Tensor, z: Tensor, calls: Calls) -> None:
         """The rows of a layer."""
         if not self.calls.refusal:
             self._kept[path] = _Kept(G, d, z, calls)

@@ -3,7 +3,8 @@
 A step may have many: micro-batches, an encoder and a decoder that are called one after the other, a
 discriminator on real and on fake samples, the module that computes the loss. What one of them gave
 and another got, as it was or as a view of it, is known for that when they are run again. All other
-inputs are data: the same tensors again.
+inputs are data: the same tensors again. They are looked for in tuples, lists and dicts; what other
+objects hold is taken as it is.
 """
 
 import threading
