@@ -8,7 +8,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.capture.losses import LossOf
+from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.sinks import Sink

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.again.forward_calls import CallPlace, ForwardCalls
@@ -46,7 +47,15 @@ from adiv_monitor.features.recurrent import Map, Returned, uses_of
 from adiv_monitor.features.recurrent_call import RECURRENT, RecurrentCall, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.rows import Rows
-from adiv_monitor.features.uses import FunctionCall, Refused, Use, as_it_is, name_of, uses_in
+from adiv_monitor.features.uses import (
+    FunctionCall,
+    Refused,
+    Use,
+    as_it_is,
+    form_of,
+    name_of,
+    uses_in,
+)
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import ceiling, dots
 
@@ -109,6 +118,7 @@ class Capture:
         self._off = set(switched_off)
         self._fail = fail
         self._first_begins = begins
+        self._hooks: list[RemovableHandle] = []  # on tensors
         self._active = True  # hooks in graphs that are already built outlive their removal
         self._verdict = (-1, False)
         self._origin = Origin(model, selection.parameters)
@@ -134,6 +144,9 @@ class Capture:
         if self.attention is not None:
             self.attention.detach()
         self._forwards.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         for accumulated in self.accumulated.values():
             accumulated.remove()
         self.accumulated.clear()  # they refer to this: a cycle that would hold gradients back
@@ -170,9 +183,8 @@ class Capture:
                 found |= {layer.path for layer, _ in users}
         return found
 
-    def why_unmeasured(self, parameter: Tensor | None) -> str:
+    def why_unmeasured(self, parameter: nn.Parameter) -> str:
         """Why there is no layer for a parameter."""
-        assert parameter is not None
         key = id(parameter)
         place = self._selection.places[key][0]
         kind = type(place.module)
@@ -446,7 +458,8 @@ class Capture:
             self._guarded, lambda: [path], partial(self._on_gradient, path, use.layout, call)
         )
         call.hook = weakref.ref(arrive)
-        output.register_hook(arrive)  # type: ignore[no-untyped-call]
+        # Taken off in the end: some tensors outlive their graph, and would keep all of this.
+        self._hooks.append(output.register_hook(arrive))  # type: ignore[no-untyped-call]
 
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
         """Gather the rows of a call; their features, trained or not."""
@@ -455,7 +468,7 @@ class Capture:
         if whole is not None:
             whole = whole.restrict(weight=True, bias=layer.bias is not None)
         call.look(_trained(layer, features), call.rows.take(z), whole)
-        if self._attainable and isinstance(features, ceiling.KNOWN):
+        if self._attainable and call.rows.total and isinstance(features, ceiling.KNOWN):
             every = Rows(call.rows.shape, None, call.rows.device)
             call.every_row = _trained(layer, use.features(every))
         return features
@@ -544,12 +557,13 @@ class Capture:
         self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
     ) -> Layer | None:
         """The layer of one of these names that is made alike, or a new one."""
-        path = ""
+        path, form = "", form_of(use)
         for path in names:
             known = self.layers.get(path)
             if known is None:
                 return self._new_layer(path, use, weight, bias)
-            if _identity(known.kind, known.weight, known.bias) == _identity(use.kind, weight, bias):
+            made = known.kind, known.form, _identity(known.weight, known.bias)
+            if made == (use.kind, form, _identity(weight, bias)):
                 return known.made_of(weight, bias)
         raise ValueError(f"'{path}' uses other parameters at every call")
 
@@ -561,7 +575,7 @@ class Capture:
         parameter = lead.pieces[0].parameter
         place = self._place(id(parameter))
         order = self._order[id(parameter)]
-        layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order)
+        layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order, form_of(use))
         self.layers[path] = layer
         if path in self._off:
             return layer
@@ -678,7 +692,9 @@ class Capture:
         call.arrive(call.rows.take(gradient), size, torch.finfo(gradient.dtype).eps)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
-        elif self._attainable:  # a second pass through one graph: its rows are summed up already
+        elif (
+            self._attainable and call.rows.total
+        ):  # a second pass through one graph: its rows are summed up already
             self.rows[path].ceiling_is_whole = False
 
     def _on_replay(self, call: Call, linear: Map, error: Tensor) -> None:
@@ -729,5 +745,5 @@ def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
     )
 
 
-def _identity(kind: str, weight: Source | None, bias: Source | None) -> tuple[object, ...]:
-    return kind, weight and weight.identity, bias and bias.identity
+def _identity(weight: Source | None, bias: Source | None) -> tuple[object, ...]:
+    return weight and weight.identity, bias and bias.identity

@@ -37,6 +37,7 @@ class Layer:
         bias: the same of the bias.
         shaped: brings the weight into the shape that the features expect.
         place: of the parameter in the model, for the order of layers.
+        form: how the features read the weight; calls of one layer have it in common.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Layer:
     bias: Source | None
     shaped: Callable[[Tensor], Tensor] = as_it_is
     place: int = 0
+    form: object = None
 
     @cached_property
     def pieces(self) -> list[Piece]:
@@ -110,6 +112,7 @@ class Selection:
 
     Attributes:
         places: id → where it is, of every parameter to be measured, in the model's order.
+        held: id → the parameter, which may be replaced in the model before the report is made.
         rules: modules that are measured as a whole by a rule of their class, or why they refuse.
         modules: module → path, of all modules that hold these parameters, be it further below.
         closed: the outermost modules that hold parameters, but none that is trained.
@@ -120,6 +123,7 @@ class Selection:
     """
 
     places: dict[int, list[Place]]
+    held: dict[int, nn.Parameter]
     rules: dict[nn.Module, Rule]
     modules: dict[nn.Module, str]
     closed: list[nn.Module]
@@ -130,18 +134,14 @@ class Selection:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters to measure."""
-        found = []
-        for places in self.places.values():
-            parameter = places[0].module._parameters[places[0].name]
-            assert parameter is not None
-            found.append(parameter)
-        return found
+        return list(self.held.values())
 
     @property
     def owners(self) -> list[nn.Module]:
-        """The modules that hold them themselves."""
+        """The modules that hold them themselves, and can have hooks."""
         places = (place for several in self.places.values() for place in several)
-        return list(dict.fromkeys(place.module for place in places))
+        modules = dict.fromkeys(place.module for place in places)
+        return [module for module in modules if module in self.modules]
 
     @property
     def paths(self) -> list[str]:
@@ -169,7 +169,7 @@ class Selection:
         return {id(p): count for p, count in counts if count or is_lazy(p)}
 
     def unexplained(
-        self, told: Iterable[Layer], known: Collection[str], why: Callable[[Tensor | None], str]
+        self, told: Iterable[Layer], known: Collection[str], why: Callable[[nn.Parameter], str]
     ) -> dict[str, str]:
         """Module, or parameter where the module is measured in part → why there is no reading.
 
@@ -185,7 +185,7 @@ class Selection:
         found = {}
         for path, held in by_module.items():
             lacking = [(place, key) for place, key in held if key in missing]
-            reasons = {key: why(place.module._parameters[place.name]) for place, key in lacking}
+            reasons = {key: why(self.held[key]) for _, key in lacking}
             if path in known:
                 continue
             if path and len(lacking) == len(held) and len(set(reasons.values())) == 1:
@@ -234,6 +234,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
         choice: glob patterns over module paths, a predicate, or None for every module.
     """
     places: dict[int, list[Place]] = {}
+    kept: dict[int, nn.Parameter] = {}
     rules: dict[nn.Module, Rule] = {}
     unsupported: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -264,6 +265,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
         for name, parameter in held_here.items():
             if name not in unusable:
                 places.setdefault(id(parameter), []).append(Place(path, module, name))
+                kept[id(parameter)] = parameter
     for index, tensor in enumerate(held.values() if held and choice is None else ()):
         if tensor.requires_grad and id(tensor) not in names:
             names[id(tensor)] = path = f"optimizer parameter {index}"
@@ -271,7 +273,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
     holders, closed = _holders(model, places)
-    return Selection(places, rules, holders, closed, unsupported, trained, names)
+    return Selection(places, kept, rules, holders, closed, unsupported, trained, names)
 
 
 def _holders(

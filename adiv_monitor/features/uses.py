@@ -52,6 +52,7 @@ class Use:
         whole: what one pass says of all rows; None where that is not cheap.
         shaped: brings a tensor shaped like `weight` into the shape that the features expect.
         part: what of its module this is, where one call uses several parts.
+        form: what else the features depend on, in how they read weight and bias.
     """
 
     kind: str
@@ -62,6 +63,20 @@ class Use:
     whole: Callable[[], Whole | None] = _not_cheap
     shaped: Callable[[Tensor], Tensor] = as_it_is
     part: str = ""
+    form: object = None
+
+
+def form_of(use: Use) -> object:
+    """Equal for calls whose rows can stand together, since their features read the weight alike."""
+    if use.weight is None:
+        return use.form
+    weight = use.weight.detach()
+    shaped = use.shaped(weight)
+    if shaped.untyped_storage()._cdata == weight.untyped_storage()._cdata:
+        return use.form, tuple(shaped.shape), shaped.stride(), shaped.storage_offset()
+    places = torch.arange(weight.numel()).view(weight.shape)  # a copy: in which order?
+    order = use.shaped(places).flatten()
+    return use.form, tuple(shaped.shape), tuple(order[:: max(1, len(order) // 64)].tolist())
 
 
 @dataclass(frozen=True)

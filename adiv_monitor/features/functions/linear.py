@@ -57,4 +57,4 @@ def affine(
     def layout(tensor: Tensor) -> Tensor:
         return tensor if outputs is None else tensor.narrow(-1, *outputs)
 
-    return Use("linear", weight, bias, features, layout, whole, part=part)
+    return Use("linear", weight, bias, features, layout, whole, part=part, form=transposed)
