@@ -17,7 +17,7 @@ from torch.overrides import (
 )
 
 from adiv_monitor.capture.again.randomness import Randomness
-from adiv_monitor.capture.hook import ModuleHook, is_replaying, trains
+from adiv_monitor.capture.hook import ModuleHook, is_aside, is_replaying, trains
 
 Function = Callable[..., Any]
 
@@ -33,6 +33,8 @@ class _Mode(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """A call."""
+        if is_aside():
+            return func(*args, **(kwargs or {}))
         return self._watcher(func, args, kwargs or {})
 
 

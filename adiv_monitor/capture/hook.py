@@ -112,7 +112,25 @@ class NextForward:
             return
         if torch.is_grad_enabled() or not self._with_gradients:
             self.remove()
-            self._function()
+            outside, _aside.on = _aside.on, True
+            try:
+                self._function()
+            finally:
+                _aside.on = outside
+
+
+class _Aside(threading.local):
+    """Whether this thread does something of ours in the middle of a forward pass."""
+
+    on = False
+
+
+_aside = _Aside()
+
+
+def is_aside() -> bool:
+    """Whether what is called now is no part of the forward pass around it."""
+    return _aside.on
 
 
 class _Replay(threading.local):
