@@ -33,7 +33,7 @@ class _Mode(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """A call."""
-        if is_aside():
+        if is_aside() and not is_replaying():
             return func(*args, **(kwargs or {}))
         return self._watcher(func, args, kwargs or {})
 
