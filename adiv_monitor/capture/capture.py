@@ -52,8 +52,8 @@ from adiv_monitor.features.uses import (
     Refused,
     Use,
     as_it_is,
-    form_of,
     name_of,
+    shape_alike,
     uses_in,
 )
 from adiv_monitor.features.whole import squares
@@ -557,13 +557,14 @@ class Capture:
         self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
     ) -> Layer | None:
         """The layer of one of these names that is made alike, or a new one."""
-        path, form = "", form_of(use)
+        path = ""
         for path in names:
             known = self.layers.get(path)
             if known is None:
                 return self._new_layer(path, use, weight, bias)
             made = known.kind, known.form, _identity(known.weight, known.bias)
-            if made == (use.kind, form, _identity(weight, bias)):
+            alike = made == (use.kind, use.form, _identity(weight, bias))
+            if alike and shape_alike(known.shaped, use.shaped, use.weight):
                 return known.made_of(weight, bias)
         raise ValueError(f"'{path}' uses other parameters at every call")
 
@@ -575,7 +576,7 @@ class Capture:
         parameter = lead.pieces[0].parameter
         place = self._place(id(parameter))
         order = self._order[id(parameter)]
-        layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order, form_of(use))
+        layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order, use.form)
         self.layers[path] = layer
         if path in self._off:
             return layer
@@ -692,9 +693,8 @@ class Capture:
         call.arrive(call.rows.take(gradient), size, torch.finfo(gradient.dtype).eps)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
-        elif (
-            self._attainable and call.rows.total
-        ):  # a second pass through one graph: its rows are summed up already
+        elif self._attainable and call.rows.total:
+            # A second pass through one graph: its rows are summed up already.
             self.rows[path].ceiling_is_whole = False
 
     def _on_replay(self, call: Call, linear: Map, error: Tensor) -> None:

@@ -37,7 +37,7 @@ class Layer:
         bias: the same of the bias.
         shaped: brings the weight into the shape that the features expect.
         place: of the parameter in the model, for the order of layers.
-        form: how the features read the weight; calls of one layer have it in common.
+        form: see `Use`.
     """
 
     path: str

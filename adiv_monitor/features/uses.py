@@ -66,17 +66,19 @@ class Use:
     form: object = None
 
 
-def form_of(use: Use) -> object:
-    """Equal for calls whose rows can stand together, since their features read the weight alike."""
-    if use.weight is None:
-        return use.form
-    weight = use.weight.detach()
-    shaped = use.shaped(weight)
-    if shaped.untyped_storage()._cdata == weight.untyped_storage()._cdata:
-        return use.form, tuple(shaped.shape), shaped.stride(), shaped.storage_offset()
-    places = torch.arange(weight.numel()).view(weight.shape)  # a copy: in which order?
-    order = use.shaped(places).flatten()
-    return use.form, tuple(shaped.shape), tuple(order[:: max(1, len(order) // 64)].tolist())
+def shape_alike(
+    one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], weight: Tensor | None
+) -> bool:
+    """Whether two ways of shaping a weight put its entries into the same places."""
+    if one is other or weight is None:
+        return True
+    views = one(weight.detach()), other(weight.detach())
+    memory = {tensor.untyped_storage()._cdata for tensor in (weight, *views)}
+    if len(memory) == 1:
+        first, second = ((v.shape, v.stride(), v.storage_offset()) for v in views)
+        return first == second
+    entries = torch.arange(weight.numel()).view(weight.shape)
+    return torch.equal(one(entries), other(entries))
 
 
 @dataclass(frozen=True)
