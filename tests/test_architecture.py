@@ -16,6 +16,8 @@ MAY_IMPORT = {
     "capture": {"adiv_layers", "features", "maths"},
     "step": {"adiv_layers", "capture", "features", "maths", "report"},
     "sinks": {"report"},
+    "alignment": {"capture", "features", "report"},
+    "max_lr": {"alignment", "capture", "step"},
     "arguments": {"capture", "sinks", "step"},
     "monitor": {"arguments", "capture", "errors", "report", "sinks", "step"},
     "lightning": {"arguments", "capture", "errors", "monitor", "report", "sinks"},
