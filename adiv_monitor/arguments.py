@@ -7,6 +7,7 @@ from typing import TypeGuard
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.stepping import runs_hooks
@@ -39,6 +40,7 @@ def check_arguments(
     layers: object,
     max_rows: int | None,
     realised: object,
+    alignment: object,
     sinks: Sequence[object],
     keep: int,
     on_error: str,
@@ -81,6 +83,11 @@ def check_arguments(
         raise ValueError(
             "Monitor(realised=…): got it with optimizer=None, expected the optimizer whose steps "
             "are to be followed"
+        )
+    if alignment is not None and not isinstance(alignment, Probe):
+        raise TypeError(
+            f"Monitor(alignment=…): got {type(alignment).__name__}, expected a "
+            "adiv_monitor.alignment.Probe of the batch to run, or None"
         )
     if isinstance(layers, str):
         raise TypeError(
