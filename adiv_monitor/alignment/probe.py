@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,11 @@ class Probe:
         if isinstance(self.batch, Mapping):
             return (), dict(self.batch)
         return (tuple(self.batch) if isinstance(self.batch, tuple | list) else (self.batch,)), {}
+
+    def to(self, device: torch.device) -> "Probe":
+        """The same with its batch on a device."""
+        moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), self.batch)
+        return replace(self, batch=moved)
 
     @property
     def fingerprint(self) -> str:
