@@ -48,9 +48,9 @@ def loader() -> Any:
     )
 
 
-def trainer(callback: MaxLRCallback, folder: Path, steps: int) -> Any:
+def trainer(callback: MaxLRCallback, folder: Path, epochs: int) -> Any:
     return pl.Trainer(
-        max_steps=steps,
+        max_epochs=epochs,
         callbacks=[callback],
         logger=False,
         enable_checkpointing=False,
@@ -75,16 +75,16 @@ def test_a_fit_is_the_loop_by_hand_and_resumes(tmp_path: Path) -> None:
         other["scheduler"].step()
 
     whole, callback = Module(), MaxLRCallback(PROBE, **OPTIONS)
-    trainer(callback, tmp_path, STEPS).fit(whole, loader())
+    trainer(callback, tmp_path, 2).fit(whole, loader())
     assert callback.scheduler.gains == scheduler.gains != dict.fromkeys(scheduler.gains, 1.0)
     assert all(map(torch.equal, whole.state_dict().values(), by_hand.state_dict().values()))
 
     half = MaxLRCallback(PROBE, **OPTIONS)
-    first = trainer(half, tmp_path, STEPS // 2)
+    first = trainer(half, tmp_path, 1)
     first.fit(Module(), loader())
     first.save_checkpoint(tmp_path / "half.ckpt")
     resumed, rest = Module(), MaxLRCallback(PROBE, **OPTIONS)
-    second = trainer(rest, tmp_path, STEPS)
+    second = trainer(rest, tmp_path, 2)
     second.fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
     assert rest.scheduler.step == callback.scheduler.step
     assert half.scheduler.step == STEPS // 2
