@@ -13,7 +13,7 @@ from adiv_monitor.alignment.layers import Role
 from adiv_monitor.alignment.passes import Arguments
 from adiv_monitor.capture.selection import LayerChoice
 
-DEFAULT_MAX_ROWS = 256
+DEFAULT_MAX_ROWS = 128
 
 
 @dataclass(frozen=True, eq=False)
