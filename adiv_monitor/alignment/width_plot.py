@@ -50,7 +50,7 @@ def _line(axes: "Axes", path: str, slope: Slope | None, colour: str, verdict: st
     axes.plot(list(by_width), means, color=colour, label=label)
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(list(by_width), [f"{width:g}" for width in by_width])
-    axes.minorticks_off()
+    axes.set_xticks([], minor=True)
     axes.legend(title="layer: slope", fontsize="small")
 
 
@@ -75,7 +75,8 @@ def _exponents(axes: "Axes", layers: Sequence[LayerWidths]) -> None:
     axes.axvline(0.5, color="grey", lw=0.8, ls=":")
     axes.axvline(1.0, color="grey", lw=0.8, ls=":")
     axes.set_yticks(range(len(layers)), [layer.path for layer in layers])
-    axes.set(xlim=(0, 1.3), ylim=(len(layers) - 0.4, -0.5))
+    far = max((s.value + min(s.half, 1.0) for x in layers for s in x.exponents.values()), default=1)
+    axes.set(xlim=(0, max(1.3, far + 0.1)), ylim=(len(layers) - 0.4, -0.5))
     axes.set_title("alignment that is left: slope of A·log n, 95 %")
     axes.set_xlabel("½: independent, 1: full")
     if axes.get_legend_handles_labels()[0]:
