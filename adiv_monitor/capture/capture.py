@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.accumulation import Accumulation
-from adiv_monitor.capture.again.forward_calls import CallPlace, ForwardCalls
+from adiv_monitor.capture.again.forward_calls import ForwardCalls
 from adiv_monitor.capture.again.leftovers import Leftovers
 from adiv_monitor.capture.again.outputs import Outputs
 from adiv_monitor.capture.again.randomness import random_state
@@ -36,7 +36,7 @@ from adiv_monitor.capture.forwards import Forward, Forwards, Function
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.capture.selection import Layer, Place, Selection
+from adiv_monitor.capture.selection import Layer, Place, Selection, inside_wrappers, listed
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.pieces import Piece, Pieces, Source, Together, overlap
 from adiv_monitor.capture.weights.tape import is_retyped, tensors_in, values_in
@@ -61,6 +61,7 @@ from adiv_monitor.maths import ceiling, dots
 
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
+_MOST_NAMES = 4  # of parameters, in the name of a layer
 _ATTRIBUTES = ("__get__", "__set__")
 # These are Python, and use parameters in the functions that they call.
 _OPENED = ("multi_head_attention_forward",)
@@ -110,8 +111,10 @@ class Capture:
         self.rows: dict[str, LayerRows] = {}
         self.accumulated: dict[int, Accumulation] = {}
         self.refused: dict[str, str] = {}
+        self._replacements: dict[str, str] = {}  # path of a layer → whose reading stands for it
         self.attention = attention
         self._selection = selection
+        self._model_class = type(inside_wrappers(model)).__name__
         self._chooser = Chooser(max_rows, generator)
         self._attainable = attainable
         self._checked = checked
@@ -182,6 +185,24 @@ class Capture:
             if self._leftovers.has(key) or overlap(pieces[0].parameter, pieces):
                 found |= {layer.path for layer, _ in users}
         return found
+
+    def notes(self) -> list[str]:
+        """What a reader must know about which uses of parameters are measured."""
+        notes = []
+        if self._replacements:
+            by = list(dict.fromkeys(self._replacements.values()))
+            notes.append(
+                f"Functions without a rule use the weights of {listed(list(self._replacements))} "
+                f"too, inside one module: what all uses do there is measured as {listed(by)}."
+            )
+        partly = defaultdict(list)
+        for parameter in self._selection.parameters:
+            why = self._leftovers.why(id(parameter))
+            if why is not None and self._measures(parameter):
+                partly[why].append(self._selection.names[id(parameter)])
+        for why, names in partly.items():
+            notes.append(f"Not all uses of {listed(names)} are measured: {why}.")
+        return notes
 
     def why_unmeasured(self, parameter: nn.Parameter) -> str:
         """Why there is no layer for a parameter."""
@@ -316,8 +337,12 @@ class Capture:
         """Not without gradients; when run again, there runs what checkpointing recomputes."""
         return torch.is_grad_enabled() or self._repeated
 
-    def _placed(self, layer: Layer) -> CallPlace | None:
-        return None if self._calls is None else self._calls.place(layer.path)
+    def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
+        """A further call of a layer, in which rows are chosen."""
+        call = Call(layer, *self.rows[layer.path].choose(shape, device))
+        call.place = None if self._calls is None else self._calls.place(layer.path)
+        call.forward = self._forwards.forward.number
+        return call
 
     def _read(self, function: Function, args: tuple[Any, ...]) -> Any:
         """An attribute of a tensor: `.T` and `.data` are tensors too."""
@@ -445,8 +470,7 @@ class Capture:
             return
         z = use.layout(output)
         rows_of_layer = self.rows[layer.path]
-        call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), output.device))
-        call.place = self._placed(layer)
+        call = self._new_call(layer, tuple(z.shape[:-1]), output.device)
         features = self._look(call, use, z)
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
@@ -485,9 +509,7 @@ class Capture:
             used += [tensor for tensor in (use.weight, use.bias) if tensor is not None]
             layer = self._layer(use, None)
             if layer is not None and layer.path in self.rows:
-                rows = self.rows[layer.path].choose((made.rows,), made.input.device)
-                calls[use.part] = Call(layer, *rows)
-                calls[use.part].place = self._placed(layer)
+                calls[use.part] = self._new_call(layer, (made.rows,), made.input.device)
         if not calls:
             return used
         late = LateRows(made, Returned.of(made, outputs), rng_state, calls, self._on_replay)
@@ -509,14 +531,18 @@ class Capture:
         tensors: list[Tensor],
     ) -> None:
         """Gather rows of a module that is measured as a whole, and hook its output."""
-        parameters = [module.get_parameter(name) for name in names]
-        layer = self._whole(module, parameters)
+        left = [module.get_parameter(name) for name in names]
+        try:
+            replaced, names = self._replaced(module, left)
+        except Refused as refusal:
+            self._leftovers.refuse(left, str(refusal))
+            return
+        layer = self._whole(module, [module.get_parameter(name) for name in names])
         if layer is None or layer.path not in self.rows:
             return
         path, rows_of_layer = layer.path, self.rows[layer.path]
         z = outputs.rows(tensors)
-        call = Call(layer, *rows_of_layer.choose(tuple(z.shape[:-1]), z.device))
-        call.place = self._placed(layer)
+        call = self._new_call(layer, tuple(z.shape[:-1]), z.device)
         taken = call.rows.take(z)
         try:
             features = self._leftovers.features(
@@ -525,9 +551,10 @@ class Capture:
             if any(other.z.shape[1] != taken.shape[1] for other in rows_of_layer.calls):
                 raise Refused("its output has rows of another length at every call")
         except Refused as refusal:
-            self._leftovers.refuse(parameters, str(refusal))
+            self._leftovers.refuse(left, str(refusal))
             del self.layers[path], self.rows[path]
             return
+        self._replace(replaced, path)
         call.look(features, taken, None)
         rows_of_layer.calls.append(call)
         arrive = partial(
@@ -535,6 +562,42 @@ class Capture:
         )
         call.hook = weakref.ref(arrive)
         outputs.hook(tensors, arrive)
+
+    def _replaced(
+        self, module: nn.Module, parameters: list[nn.Parameter]
+    ) -> tuple[list[Call], list[str]]:
+        """The calls that a module's reading replaces, and the names of all that it reads.
+
+        When the module runs again, a parameter moves wherever it is used there: what rules say of
+        these uses would count them twice. What else those calls use goes with them.
+
+        Raises:
+            Refused: one of these calls uses what the module does not hold.
+        """
+        began = self._forwards.forward.number
+        inside = [c for rows in self.rows.values() for c in rows.calls if c.forward >= began]
+        moving, replaced = set(parameters), list[Call]()
+        while found := [c for c in inside if not moving.isdisjoint(c.layer.parameters)]:
+            inside = [call for call in inside if call not in found]
+            replaced += found
+            moving.update(*(call.layer.parameters for call in found))
+        names = [name for name, parameter in module.named_parameters() if parameter in moving]
+        if len(names) < len(moving):
+            raise Refused(
+                "functions without a rule use it in a module that uses it together with "
+                "parameters of other modules, too: these uses can't be told apart"
+            )
+        return replaced, names
+
+    def _replace(self, calls: list[Call], path: str) -> None:
+        """Another layer's reading stands for these calls."""
+        for replaced in {call.layer.path for call in calls}:
+            rows = self.rows[replaced]
+            rows.calls = [call for call in rows.calls if call not in calls]
+            if not rows.calls:
+                del self.layers[replaced], self.rows[replaced]
+            later = {p: path for p, by in self._replacements.items() if by == replaced}
+            self._replacements |= {**later, replaced: path}
 
     # --- layers ----------------------------------------------------------------------------------
 
@@ -601,10 +664,15 @@ class Capture:
         return next((place for place in places if place.module is running), places[0])
 
     def _names(self, use: Use, lead: Source) -> Iterator[str]:
-        """What a layer may be called: as its module, as its parameter, with who uses it."""
-        places = [self._place(id(piece.parameter)) for piece in lead.pieces]
+        """What a layer may be called: as its module, as its parameter, with who uses it.
+
+        Of parameters of several modules: as the module that these are in. If that is the model
+        itself, then by their own names (`query+key`), or as the model's class if they are many.
+        """
+        pieces = sorted(lead.pieces, key=lambda piece: self._order[id(piece.parameter)])
+        places = [self._place(id(piece.parameter)) for piece in pieces]
         homes = list(dict.fromkeys(place.home for place in places))
-        path, name = homes[0] if len(homes) == 1 else (_common([path for path, _ in homes]), "")
+        path, name = homes[0] if len(homes) == 1 else (self._common(homes), "")
         rows = lead.pieces[0].name if len(lead.pieces) == 1 else ""
         part = use.part or part_of(places[0].module, places[0].name)
         full = ".".join(filter(None, (path, part or name))) + ("" if part else rows)
@@ -614,13 +682,29 @@ class Capture:
         yield from self._with_user(full, use.kind)
 
     def _whole_names(self, module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[str]:
-        """What a module measured as a whole may be called: as it is, or as its one parameter."""
-        name = self._selection.modules[module]
+        """What a module measured as a whole may be called: as it is, or as its one parameter.
+
+        The model itself is called by its class.
+        """
+        name = self._selection.modules[module] or self._model_class
         if len(parameters) == 1:
             place = self._place(id(parameters[0]))
-            name = place.path if place.name in ("weight", "bias") else place.full_name
+            is_whole = place.path and place.name in ("weight", "bias")
+            name = place.path if is_whole else place.full_name
         yield from (name, f"{name}@module")
         yield from self._with_user(name, "module")
+
+    def _common(self, homes: Sequence[tuple[str, str]]) -> str:
+        """What parameters of these modules and names are called together."""
+        steps = zip(*(path.split(".") for path, _ in homes), strict=False)
+        shared = takewhile(lambda several: len(set(several)) == 1, steps)
+        if holder := ".".join(several[0] for several in shared):
+            return holder
+        names = dict.fromkeys(
+            path if path and name in ("weight", "bias") else ".".join(filter(None, (path, name)))
+            for path, name in homes
+        )
+        return "+".join(names) if len(names) <= _MOST_NAMES else self._model_class
 
     def _with_user(self, name: str, kind: str) -> Iterator[str]:
         user = self._selection.modules[self._forwards.innermost] or kind
@@ -728,12 +812,6 @@ def _no_features(rows: Rows) -> Features:
 
 def _trained(layer: Layer, features: Features) -> Features:
     return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)
-
-
-def _common(paths: Sequence[str]) -> str:
-    """The path of the module that all of these are in."""
-    several = zip(*(path.split(".") for path in paths), strict=False)
-    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, several))
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:

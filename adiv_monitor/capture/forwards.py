@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from types import FunctionType
 from typing import Any
 
@@ -48,6 +49,7 @@ class Forward:
         kwargs: see args.
         random: the random numbers.
         written: by id, what tensors were that were written to since.
+        number: of the forwards that began, the last one has the highest.
     """
 
     module: nn.Module
@@ -55,6 +57,7 @@ class Forward:
     kwargs: dict[str, Any]
     random: Randomness
     written: dict[int, Tensor]
+    number: int
 
 
 class _Running(threading.local):
@@ -109,6 +112,7 @@ class Forwards:
         self._ends = ends
         self._devices = devices
         self._active = True
+        self._numbers = count()
         self._hooks = [
             hook
             for several, enter, leave in (
@@ -193,7 +197,9 @@ class Forwards:
                 return
             running.mode = _Mode(self._watcher)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
-        forward = Forward(module, args, kwargs, Randomness(self._devices), {})
+        forward = Forward(
+            *(module, args, kwargs, Randomness(self._devices), {}), number=next(self._numbers)
+        )
         running.forwards.append(forward)
         with torch._C.DisableTorchFunction():
             self._begins(forward)

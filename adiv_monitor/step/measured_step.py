@@ -258,7 +258,7 @@ class MeasuredStep:
         return replace(found, attention=readings, notes=[*found.notes, *notes])
 
     def _capture_notes(self) -> list[str]:
-        notes = []
+        notes = self._capture.notes()
         if self._capture.attention is not None and self._capture.attention.saw_none():
             notes.append(
                 "No attention was seen: only scaled_dot_product_attention and "

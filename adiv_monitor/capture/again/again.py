@@ -120,7 +120,9 @@ class Again(Capture):
         outputs: Outputs,
         tensors: list[Tensor],
     ) -> None:
-        layer = self._whole(module, [module.get_parameter(name) for name in names])
+        left = {module.get_parameter(name) for name in names}
+        layers = (x for x in self.layers.values() if x.is_through(module))
+        layer = next((x for x in layers if left.issubset(x.parameters)), None)
         if layer is not None:
             self._take(layer, outputs.rows(tensors), recomputed=False)
 
