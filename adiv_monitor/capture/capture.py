@@ -39,10 +39,12 @@ from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.selection import Layer, Place, Selection, inside_wrappers, listed
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.pieces import Piece, Pieces, Source, Together, overlap
-from adiv_monitor.capture.weights.tape import is_retyped, tensors_in, values_in
+from adiv_monitor.capture.weights.repetitions import Repetition, Repetitions, fits, replaced
+from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, tensors_in, values_in
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.attention import part_of
 from adiv_monitor.features.functions.linear import affine
+from adiv_monitor.features.functions.tokens import REPEATING
 from adiv_monitor.features.recurrent import Map, Returned, uses_of
 from adiv_monitor.features.recurrent_call import RECURRENT, RecurrentCall, read_call
 from adiv_monitor.features.registry import use_of
@@ -128,6 +130,7 @@ class Capture:
         self._order = {key: i for i, key in enumerate(selection.places)}
         self._leftovers = Leftovers(selection)
         self._owners = set(selection.owners)
+        self._repetitions = Repetitions()
         self._calls = calls
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
         devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
@@ -254,6 +257,11 @@ class Capture:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """A module's forward has run; `output` is None if it raised."""
+        if self._repetitions and output is not None:
+            for repetition in self._repetitions.unknown(self._forwards.forward.number):
+                self._is_offset(repetition)
+        if self._forwards.is_outermost:
+            self._repetitions.clear()
         if output is not None and trains(output):
             if module in self._selection.rules:
                 self._look_at_ruled(module, args, kwargs, output)
@@ -309,9 +317,23 @@ class Capture:
             return self._read(function, args)
         if self.attention is not None:
             function = self.attention.watched(function, self._forwards)
+        values = values_in(name, args, kwargs)
+        repeated = self._repetitions.among(values) if self._repetitions else []
+        if repeated and self._looks_for_uses():
+            return self._called_with_repeated(repeated, function, name, args, kwargs, values)
+        return self._watched(function, name, args, kwargs, values)
+
+    def _watched(
+        self,
+        function: Function,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: Iterable[Tensor],
+    ) -> Any:
         origin = self._origin
         trained, data = [], False
-        for tensor in values_in(name, args, kwargs):
+        for tensor in values:
             if not origin.of_model(tensor):
                 data = True
             elif origin.is_trained(tensor):
@@ -324,6 +346,65 @@ class Capture:
         elif args and (result is args[0] or result is None):
             origin.spend(args[0], written=True)  # it may have been of zeros so far
         return result
+
+    def _called_with_repeated(
+        self,
+        repeated: list[Repetition],
+        function: Function,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: list[Tensor],
+    ) -> Any:
+        """Call a function that takes repetitions of a weight, which may show what they are."""
+        if is_in_place(name):
+            for repetition in repeated:
+                self._is_offset(repetition)
+        result = self._watched(function, name, args, kwargs, values)
+        # Where no gradients are recorded, it is checkpointing that runs again.
+        if any(t.requires_grad or not torch.is_grad_enabled() for t in tensors_in(result)):
+            for repetition in repeated:
+                is_view = self._repetitions.is_view(result, repetition)
+                if not is_view and not self._is_linear(repetition, function, args, kwargs, result):
+                    self._is_offset(repetition)
+        return result
+
+    def _is_linear(
+        self,
+        repetition: Repetition,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> bool:
+        """Note the use of a repeated weight in a product; False if this is none."""
+        shown = [t for t in tensors_in(args, kwargs) if self._repetitions.of(t) is repetition]
+        if len(shown) != 1 or not isinstance(result, Tensor) or not trains(result):
+            return False
+        weight = repetition.once(shown[0])
+        if not self._origin.is_trained(weight):
+            return False
+        given, named = replaced((args, kwargs), {id(shown[0]): weight})
+        call = FunctionCall(result, self._origin.of_model, self._forwards.inside)
+        with self._noting([weight]), without_autocast(result):
+            uses = uses_in(name_of(function), call, given, named)
+            found = [use for use in uses if use.weight is weight and use.kind == "linear"]
+            if len(found) != 1 or not fits(found[0], result):
+                return False
+            noted = self._note(found[0], result)
+            repetition.calls += [] if noted is None else [noted]
+            repetition.known = True
+        return True
+
+    def _is_offset(self, repetition: Repetition) -> None:
+        """A repeated weight is not in products alone: it is read where it was repeated."""
+        self._repetitions.drop(repetition)
+        self._withdraw(repetition.calls)
+        use, result = repetition.use, repetition.result
+        weight = use.bias if use.weight is None else use.weight
+        assert weight is not None
+        with self._noting([weight]), without_autocast(result):
+            self._note(use, result)
 
     def _is_looking(self) -> bool:
         """Whether what is called can be part of what is measured."""
@@ -349,6 +430,9 @@ class Capture:
         result = function(*args)
         if isinstance(result, Tensor) and self._origin.of_model(args[0]):
             self._origin.remember(result)
+        repetition = self._repetitions.of(args[0])
+        if repetition is not None:
+            self._repetitions.is_view(result, repetition)
         return result
 
     def _called_with(
@@ -407,7 +491,11 @@ class Capture:
         with self._noting(trained) as used, without_autocast(call.result):
             for use in uses_in(name, call, args, kwargs):
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
-                self._note(use, call.result)
+                if name in REPEATING:
+                    number = self._forwards.forward.number
+                    self._repetitions.add(Repetition(use, call.result, number))
+                else:
+                    self._note(use, call.result)
         return used
 
     def _recurrent(
@@ -463,11 +551,11 @@ class Capture:
 
     def _note(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
-    ) -> None:
+    ) -> Call | None:
         """Gather rows of a use, and put a hook on its output."""
         layer = self._layer(use, path)
         if layer is None or layer.path not in self.rows:
-            return
+            return None
         z = use.layout(output)
         rows_of_layer = self.rows[layer.path]
         call = self._new_call(layer, tuple(z.shape[:-1]), output.device)
@@ -484,6 +572,7 @@ class Capture:
         call.hook = weakref.ref(arrive)
         # Taken off in the end: some tensors outlive their graph, and would keep all of this.
         self._hooks.append(output.register_hook(arrive))  # type: ignore[no-untyped-call]
+        return call
 
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
         """Gather the rows of a call; their features, trained or not."""
@@ -533,7 +622,7 @@ class Capture:
         """Gather rows of a module that is measured as a whole, and hook its output."""
         left = [module.get_parameter(name) for name in names]
         try:
-            replaced, names = self._replaced(module, left)
+            others, names = self._others(module, left)
         except Refused as refusal:
             self._leftovers.refuse(left, str(refusal))
             return
@@ -554,7 +643,7 @@ class Capture:
             self._leftovers.refuse(left, str(refusal))
             del self.layers[path], self.rows[path]
             return
-        self._replace(replaced, path)
+        self._replace(others, path)
         call.look(features, taken, None)
         rows_of_layer.calls.append(call)
         arrive = partial(
@@ -563,7 +652,7 @@ class Capture:
         call.hook = weakref.ref(arrive)
         outputs.hook(tensors, arrive)
 
-    def _replaced(
+    def _others(
         self, module: nn.Module, parameters: list[nn.Parameter]
     ) -> tuple[list[Call], list[str]]:
         """The calls that a module's reading replaces, and the names of all that it reads.
@@ -576,10 +665,10 @@ class Capture:
         """
         began = self._forwards.forward.number
         inside = [c for rows in self.rows.values() for c in rows.calls if c.forward >= began]
-        moving, replaced = set(parameters), list[Call]()
+        moving, others = set(parameters), list[Call]()
         while found := [c for c in inside if not moving.isdisjoint(c.layer.parameters)]:
             inside = [call for call in inside if call not in found]
-            replaced += found
+            others += found
             moving.update(*(call.layer.parameters for call in found))
         names = [name for name, parameter in module.named_parameters() if parameter in moving]
         if len(names) < len(moving):
@@ -587,17 +676,26 @@ class Capture:
                 "functions without a rule use it in a module that uses it together with "
                 "parameters of other modules, too: these uses can't be told apart"
             )
-        return replaced, names
+        return others, names
 
     def _replace(self, calls: list[Call], path: str) -> None:
         """Another layer's reading stands for these calls."""
-        for replaced in {call.layer.path for call in calls}:
-            rows = self.rows[replaced]
-            rows.calls = [call for call in rows.calls if call not in calls]
-            if not rows.calls:
-                del self.layers[replaced], self.rows[replaced]
-            later = {p: path for p, by in self._replacements.items() if by == replaced}
-            self._replacements |= {**later, replaced: path}
+        for withdrawn in self._withdraw(calls):
+            later = {p: path for p, by in self._replacements.items() if by == withdrawn}
+            self._replacements |= {**later, withdrawn: path}
+
+    def _withdraw(self, calls: list[Call]) -> list[str]:
+        """These calls are no uses after all; the paths of their layers."""
+        paths = list(dict.fromkeys(call.layer.path for call in calls))
+        for path in paths:
+            rows = self.rows.get(path)
+            if rows is not None:
+                rows.calls = [call for call in rows.calls if call not in calls]
+                if not rows.calls:
+                    del self.layers[path], self.rows[path]
+                    if self._calls is not None:
+                        self._calls.forget(path)
+        return paths
 
     # --- layers ----------------------------------------------------------------------------------
 
