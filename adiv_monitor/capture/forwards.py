@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.overrides import (
 
 from adiv_monitor.capture.again.randomness import Randomness
 from adiv_monitor.capture.hook import ModuleHook, is_aside, is_replaying, trains
+from adiv_monitor.capture.selection import Selection
 
 Function = Callable[..., Any]
 
@@ -70,6 +71,24 @@ class _Running(threading.local):
         self.closed: tuple[nn.Module, _Mode] | None = None
 
 
+class Watcher(Protocol):
+    """What is told of the forwards that run."""
+
+    def called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call of a torch function, and give what it gives."""
+        ...
+
+    def begins(self, forward: Forward) -> None:
+        """A module's forward begins."""
+        ...
+
+    def ends(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """A module's forward ends; `output` is None if it raised."""
+        ...
+
+
 class Forwards:
     """Hooks on modules that let a watcher make all calls of torch functions inside them.
 
@@ -81,10 +100,6 @@ class Forwards:
     Args:
         modules: the modules that hold what is trained, be it further below.
         closed: modules among or below them that hold parameters, none of which is trained.
-        watcher: (function, args, kwargs) → what the call gives.
-        begins: called when a module's forward begins, with that.
-        ends: called with (module, args, kwargs, output) when a module's forward ends; `output` is
-            None if it raised.
         devices: on which forwards may draw random numbers.
         repeated: watch repetitions of forward passes, and nothing but these.
 
@@ -96,9 +111,6 @@ class Forwards:
         self,
         modules: Collection[nn.Module],
         closed: Collection[nn.Module],
-        watcher: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any],
-        begins: Callable[[Forward], object],
-        ends: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
         devices: Collection[torch.device],
         *,
         repeated: bool = False,
@@ -106,18 +118,28 @@ class Forwards:
         self.strangers = False
         self._repeated = repeated
         self._modules = modules
+        self._closed = closed
         self._running = _Running()
-        self._watcher = watcher
-        self._begins = begins
-        self._ends = ends
         self._devices = devices
         self._active = True
         self._numbers = count()
+        self._watcher: Watcher
+        self._hooks: list[ModuleHook] = []
+
+    @classmethod
+    def of(cls, selection: Selection, *, repeated: bool = False) -> "Forwards":
+        """Those of the modules that hold what is to be measured."""
+        devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
+        return cls(selection.modules, selection.closed, devices, repeated=repeated)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Put the hooks on, for this watcher."""
+        self._watcher = watcher
         self._hooks = [
             hook
             for several, enter, leave in (
-                (modules, self._enter, self._leave),
-                (closed, self._close, self._reopen),
+                (self._modules, self._enter, self._leave),
+                (self._closed, self._close, self._reopen),
             )
             for module in several
             for hook in (
@@ -195,14 +217,14 @@ class Forwards:
         if not running.forwards:
             if not torch.is_grad_enabled() or not trains(args):
                 return
-            running.mode = _Mode(self._watcher)
+            running.mode = _Mode(self._watcher.called)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
         forward = Forward(
             *(module, args, kwargs, Randomness(self._devices), {}), number=next(self._numbers)
         )
         running.forwards.append(forward)
         with torch._C.DisableTorchFunction():
-            self._begins(forward)
+            self._watcher.begins(forward)
 
     def _close(self, module: nn.Module, *others: object) -> None:
         running = self._running
@@ -226,7 +248,7 @@ class Forwards:
         try:
             if self._active:
                 with torch._C.DisableTorchFunction():
-                    self._ends(module, args, kwargs, output)
+                    self._watcher.ends(module, args, kwargs, output)
         finally:
             running.forwards.pop()
             if not running.forwards and running.mode is not None:

@@ -4,17 +4,24 @@ What becomes of one tells what it is. Where products take it and nothing else do
 of a linear map. Else it is data from there on, with the parameter as an offset.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from adiv_layers.autocast import without_autocast
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from adiv_monitor.capture.forwards import Forwards, Function
+from adiv_monitor.capture.gathering import Takes
+from adiv_monitor.capture.hook import trains
 from adiv_monitor.capture.layer_rows import Call
-from adiv_monitor.capture.weights.tape import whole_of
-from adiv_monitor.features.uses import Use
+from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.weights.origin import Origin
+from adiv_monitor.capture.weights.tape import tensors_in, whole_of
+from adiv_monitor.features.uses import FunctionCall, Use, name_of, uses_in
 
 
 @dataclass(eq=False)
@@ -52,9 +59,29 @@ class Repetition:
 
 
 class Repetitions:
-    """Those of the forward pass that runs whose parameter is not an offset so far."""
+    """Those of the forward pass that runs whose parameter is not an offset so far.
 
-    def __init__(self) -> None:
+    Args:
+        forwards: the forwards that run.
+        layers: the layers.
+        origin: what tensors are made of.
+        takes: gets the uses.
+        noting: what handing on uses of these tensors is done within.
+    """
+
+    def __init__(
+        self,
+        forwards: Forwards,
+        layers: Layers,
+        origin: Origin,
+        takes: Takes,
+        noting: Callable[[list[Tensor]], AbstractContextManager[object]],
+    ) -> None:
+        self._forwards = forwards
+        self._layers = layers
+        self._origin = origin
+        self._takes = takes
+        self._noting = noting
         self._found: dict[int, tuple[Tensor, Repetition]] = {}
 
     def __bool__(self) -> bool:
@@ -86,9 +113,56 @@ class Repetitions:
             of.known = True
         return True
 
-    def drop(self, repetition: Repetition) -> None:
-        """It is an offset."""
+    def went_into(
+        self,
+        repetition: Repetition,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        """A function was called with it: what is it?"""
+        if self.is_view(result, repetition):
+            return
+        if not self._is_linear(repetition, function, args, kwargs, result):
+            self.is_offset(repetition)
+
+    def _is_linear(
+        self,
+        repetition: Repetition,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> bool:
+        """Hand on the use of a repeated weight in a product; False if this is none."""
+        shown = [t for t in tensors_in(args, kwargs) if self.of(t) is repetition]
+        if len(shown) != 1 or not isinstance(result, Tensor) or not trains(result):
+            return False
+        weight = repetition.once(shown[0])
+        if not self._origin.is_trained(weight):
+            return False
+        given, named = _replaced((args, kwargs), shown[0], weight)
+        call = FunctionCall(result, self._origin.of_model, self._forwards.inside)
+        with self._noting([weight]), without_autocast(result):
+            uses = uses_in(name_of(function), call, given, named)
+            found = [use for use in uses if use.weight is weight and use.kind == "linear"]
+            if len(found) != 1 or not _fits(found[0], result):
+                return False
+            noted = self._takes.use(found[0], result)
+            repetition.calls += [] if noted is None else [noted]
+            repetition.known = True
+        return True
+
+    def is_offset(self, repetition: Repetition) -> None:
+        """It is not in products alone, and is read where it was repeated."""
         self._found = {k: found for k, found in self._found.items() if found[1] is not repetition}
+        self._layers.withdraw(repetition.calls)
+        use, result = repetition.use, repetition.result
+        weight = use.bias if use.weight is None else use.weight
+        assert weight is not None
+        with self._noting([weight]), without_autocast(result):
+            self._takes.use(use, result)
 
     def unknown(self, forward: int) -> list[Repetition]:
         """Those made in a forward of which nothing was seen to take them."""
@@ -100,13 +174,12 @@ class Repetitions:
         self._found.clear()
 
 
-def replaced(value: Any, tensors: dict[int, Tensor]) -> Any:
-    """Arguments with other tensors for those of these ids."""
-    return tree_map_only(Tensor, lambda tensor: tensors.get(id(tensor), tensor), value)
+def _replaced(value: Any, tensor: Tensor, by: Tensor) -> Any:
+    """Arguments with one tensor in place of another."""
+    return tree_map_only(Tensor, lambda given: by if given is tensor else given, value)
 
 
-def fits(use: Use, result: Tensor) -> bool:
+def _fits(use: Use, result: Tensor) -> bool:
     """Whether the rows of a use have an entry for each of its weight's outputs."""
     assert use.weight is not None
-    with torch.no_grad():
-        return use.shaped(use.weight).shape[-2] == use.layout(result).shape[-1]
+    return use.shaped(use.weight).shape[-2] == use.layout(result).shape[-1]
