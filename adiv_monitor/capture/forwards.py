@@ -35,7 +35,7 @@ class _Mode(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """A call."""
-        if is_aside() and not is_replaying():
+        if is_aside():
             return func(*args, **(kwargs or {}))
         return self._watcher(func, args, kwargs or {})
 
@@ -143,8 +143,8 @@ class Forwards:
             )
             for module in several
             for hook in (
-                ModuleHook(module, self._if_watched(enter), before=True),
-                ModuleHook(module, self._if_watched(leave), before=False, always=True),
+                ModuleHook(module, enter, before=True),
+                ModuleHook(module, leave, before=False, always=True),
             )
         ]
 
@@ -202,14 +202,9 @@ class Forwards:
             hook.remove()
         self._hooks.clear()
 
-    def _if_watched(self, hook: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any) -> None:
-            if is_replaying() is self._repeated:
-                hook(*args)
-
-        return run
-
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_replaying() is not self._repeated:
+            return
         running = self._running
         if module not in self._modules:
             self.strangers = True
@@ -227,12 +222,16 @@ class Forwards:
             self._watcher.begins(forward)
 
     def _close(self, module: nn.Module, *others: object) -> None:
+        if is_replaying() is not self._repeated:
+            return
         running = self._running
         if running.mode is not None and _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
             running.closed, running.mode = (module, running.mode), None
 
     def _reopen(self, module: nn.Module, *others: object) -> None:
+        if is_replaying() is not self._repeated:
+            return
         running = self._running
         if running.closed is not None and running.closed[0] is module:
             _, running.mode = running.closed
@@ -242,8 +241,10 @@ class Forwards:
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        if is_replaying() is not self._repeated:
+            return
         running = self._running
-        if not running.forwards or module is not self.innermost:
+        if not running.forwards or module is not running.forwards[-1].module:
             return
         try:
             if self._active:

@@ -227,6 +227,11 @@ class Layers:
 
     # --- what is not watched ---------------------------------------------------------------------
 
+    @property
+    def any_off(self) -> bool:
+        """Whether there are any that are not to be watched."""
+        return bool(self._off)
+
     def is_off(self, path: str) -> bool:
         """Whether this layer, or parameter, is not to be watched."""
         return path in self._off

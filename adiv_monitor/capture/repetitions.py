@@ -67,6 +67,9 @@ class Repetitions:
         origin: what tensors are made of.
         takes: gets the uses.
         noting: what handing on uses of these tensors is done within.
+
+    Attributes:
+        shown: id → a tensor that is one, or shows one, and that.
     """
 
     def __init__(
@@ -82,19 +85,15 @@ class Repetitions:
         self._origin = origin
         self._takes = takes
         self._noting = noting
-        self._found: dict[int, tuple[Tensor, Repetition]] = {}
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._found)
+        self.shown: dict[int, tuple[Tensor, Repetition]] = {}
 
     def add(self, repetition: Repetition) -> None:
         """A weight was repeated."""
-        self._found[id(repetition.result)] = repetition.result, repetition
+        self.shown[id(repetition.result)] = repetition.result, repetition
 
     def of(self, tensor: Tensor) -> Repetition | None:
         """What the tensor shows; None if it shows no repetition."""
-        return self._found[id(tensor)][1] if id(tensor) in self._found else None
+        return self.shown[id(tensor)][1] if id(tensor) in self.shown else None
 
     def among(self, tensors: Iterable[Tensor]) -> list[Repetition]:
         """Those that are, or are shown by, any of these."""
@@ -108,7 +107,7 @@ class Repetitions:
         if not isinstance(result, Tensor) or whole_of(result) is not whole_of(of.result):
             return False
         if of.result._base is None or 0 in result.stride():
-            self._found[id(result)] = result, of
+            self.shown[id(result)] = result, of
         else:  # one of the repetitions is the weight itself
             of.known = True
         return True
@@ -156,7 +155,7 @@ class Repetitions:
 
     def is_offset(self, repetition: Repetition) -> None:
         """It is not in products alone, and is read where it was repeated."""
-        self._found = {k: found for k, found in self._found.items() if found[1] is not repetition}
+        self.shown = {k: found for k, found in self.shown.items() if found[1] is not repetition}
         self._layers.withdraw(repetition.calls)
         use, result = repetition.use, repetition.result
         weight = use.bias if use.weight is None else use.weight
@@ -164,14 +163,15 @@ class Repetitions:
         with self._noting([weight]), without_autocast(result):
             self._takes.use(use, result)
 
-    def unknown(self, forward: int) -> list[Repetition]:
-        """Those made in a forward of which nothing was seen to take them."""
-        every = dict.fromkeys(repetition for _, repetition in self._found.values())
-        return [x for x in every if x.forward == forward and not x.known]
-
-    def clear(self) -> None:
-        """The forward pass is over."""
-        self._found.clear()
+    def forward_ends(self, *, raised: bool) -> None:
+        """A module's forward ends: what was made in it, and that nothing took, is an offset."""
+        number = self._forwards.forward.number
+        every = dict.fromkeys(repetition for _, repetition in self.shown.values())
+        for repetition in every:
+            if repetition.forward == number and not repetition.known and not raised:
+                self.is_offset(repetition)
+        if self._forwards.is_outermost:
+            self.shown.clear()
 
 
 def _replaced(value: Any, tensor: Tensor, by: Tensor) -> Any:

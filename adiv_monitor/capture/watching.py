@@ -1,7 +1,6 @@
 """Watches the functions that a forward pass calls, and its modules, for uses of parameters."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from adiv_monitor.capture.again.randomness import random_state
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forward, Forwards, Function
 from adiv_monitor.capture.gathering import Takes
-from adiv_monitor.capture.hook import trains
+from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.repetitions import Repetition, Repetitions
-from adiv_monitor.capture.selection import Selection
+from adiv_monitor.capture.selection import Place, Selection
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, tensors_in, values_in
 from adiv_monitor.features.functions.tokens import REPEATING
@@ -69,6 +68,7 @@ class Watching:
         self.refused: dict[str, str] = {}
         self._selection = selection
         self._owners = set(selection.owners)
+        self._ruled = selection.rules.keys()
         self._forwards = forwards
         self._layers = layers
         self._origin = origin
@@ -102,15 +102,12 @@ class Watching:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """A module's forward has run; `output` is None if it raised."""
-        if self._repetitions and output is not None:
-            for repetition in self._repetitions.unknown(self._forwards.forward.number):
-                self._repetitions.is_offset(repetition)
-        if self._forwards.is_outermost:
-            self._repetitions.clear()
-        if output is not None and trains(output):
-            if module in self._selection.rules:
+        if self._repetitions.shown:
+            self._repetitions.forward_ends(raised=output is None)
+        if output is not None:
+            if module in self._ruled:
                 self._look_at_ruled(module, args, kwargs, output)
-            else:
+            elif self._leftovers.may_be_in(module):
                 self._look_at_whole(module, args, kwargs, output)
         if self._calls is not None:
             self._calls.ended(module, output, self._forwards.around)
@@ -120,6 +117,8 @@ class Watching:
     ) -> None:
         """A module whose class has a rule."""
         path, rule = self._selection.modules[module], self._selection.rules[module]
+        if not trains(output):
+            return
         try:
             if not isinstance(output, Tensor):
                 raise TypeError(f"its forward gave a {type(output).__name__}, expected a tensor")
@@ -134,7 +133,7 @@ class Watching:
     ) -> None:
         """Measure through a module's own output what no rule accounts for."""
         path = self._selection.modules[module]
-        if self._layers.is_off(path) or not self._leftovers.may_be_in(module):
+        if self._layers.is_off(path) or not trains(output):
             return
         try:
             inputs = list(tensors_in(*args, *kwargs.values()))
@@ -165,9 +164,10 @@ class Watching:
         if self._attention is not None:
             function = self._attention.watched(function, self._forwards)
         values = values_in(name, args, kwargs)
-        repeated = self._repetitions.among(values) if self._repetitions else []
-        if repeated and self._looks_for_uses():
-            return self._called_with_repeated(repeated, function, name, args, kwargs, values)
+        if self._repetitions.shown and self._looks_for_uses():
+            repeated = self._repetitions.among(values)
+            if repeated:
+                return self._called_with_repeated(repeated, function, name, args, kwargs, values)
         return self._watched(function, name, args, kwargs, values)
 
     def _is_looking(self) -> bool:
@@ -175,7 +175,7 @@ class Watching:
         return (
             self._active
             and torch._C._functorch.peek_interpreter_stack() is None
-            and self._forwards.innermost not in self._selection.rules
+            and not (self._ruled and self._forwards.innermost in self._ruled)
         )
 
     def _looks_for_uses(self) -> bool:
@@ -235,7 +235,7 @@ class Watching:
             return self._recurrent(function, args, kwargs, trained)
         origin, begun = self._origin, None
         data = data or any(map(is_retyped, trained))  # no change can be followed through that
-        if not data and trains(trained[0]):
+        if not data and has_data(trained[0]):
             with self._noting(trained):
                 begun = origin.tape.begin(function, args, kwargs, gradients=gradients)
         kept = args
@@ -243,7 +243,7 @@ class Watching:
             kept = (args[0].detach().clone(), *args[1:])
         result = function(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
-        if not all(map(trains, tensors_in(made))):
+        if not all(map(has_data, tensors_in(made))):
             return result
         used: list[Tensor] = []
         if gradients and isinstance(made, Tensor):
@@ -304,30 +304,32 @@ class Watching:
             self._explain(function.__name__, trained, trained)
         return result
 
-    @contextmanager
-    def _noting(self, trained: list[Tensor]) -> Iterator[list[Tensor]]:
+    def _noting(self, trained: list[Tensor]) -> "_Noting":
         """While uses of these are noted: collects those accounted for; if that fails, all are."""
-        place = self._layers.names.first(self._origin.parameters_of(trained[0]))
-        used: list[Tensor] = []
-        try:
-            with torch.no_grad():
-                yield used
-        except Refused as refusal:
-            self.refused[place.path] = str(refusal)
-            used += trained
-        except Exception as error:
+        return _Noting(trained, self._failed)
+
+    def _failed(self, trained: list[Tensor], error: Exception) -> None:
+        place = self._place(trained[0])
+        if isinstance(error, Refused):
+            self.refused[place.path] = str(error)
+        else:
             self._layers.failed(place.full_name, error)
-            used += trained
 
     def _is_off(self, trained: list[Tensor]) -> bool:
-        place = self._layers.names.first(self._origin.parameters_of(trained[0]))
-        return self._layers.is_off(place.full_name)
+        if not self._layers.any_off:
+            return False
+        return self._layers.is_off(self._place(trained[0]).full_name)
+
+    def _place(self, tensor: Tensor) -> Place:
+        """Where the first of the parameters is that a tensor is made of."""
+        return self._layers.names.first(self._origin.parameters_of(tensor))
 
     def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
         """Keep in mind what parameters went into where no rule can follow."""
+        accounted = set(map(id, used))
         for tensor in trained:
             keys = self._origin.parameters_of(tensor)
-            if any(tensor is other for other in used):
+            if id(tensor) in accounted:
                 self._leftovers.account(keys)
             else:
                 self._leftovers.leave(keys, f"torch's {name}")
@@ -351,6 +353,30 @@ class Watching:
             for repetition in repeated:
                 self._repetitions.went_into(repetition, function, args, kwargs, result)
         return result
+
+
+class _Noting:
+    """Without gradients; an exception is told of, and goes no further."""
+
+    def __init__(
+        self, trained: list[Tensor], failed: Callable[[list[Tensor], Exception], None]
+    ) -> None:
+        self._trained = trained
+        self._failed = failed
+
+    def __enter__(self) -> list[Tensor]:
+        self._used: list[Tensor] = []
+        self._gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        return self._used
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        torch._C._set_grad_enabled(self._gradients)
+        if not isinstance(error, Exception):
+            return False
+        self._failed(self._trained, error)
+        self._used += self._trained
+        return True
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:

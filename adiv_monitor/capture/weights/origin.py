@@ -61,7 +61,11 @@ class Origin:
 
     def parameters_of(self, value: Tensor) -> Collection[int]:
         """Ids of the parameters to measure that it is made of, if of no data."""
-        if not value.requires_grad or self._is_spent(value):
+        if not value.requires_grad:
+            return ()
+        if id(value) in self._trained:
+            return (id(value),)
+        if self._is_spent(value):
             return ()
         whole = whole_of(value)
         return (id(whole),) if id(whole) in self._trained else self.tape.parameters_of(whole)
