@@ -169,6 +169,7 @@ class Capture:
         else:
             reason = (
                 "it has a gradient, but no function was seen to use it inside the forward of a "
-                "module: compiled or scripted code, a copy of the module, or code outside"
+                "module: compiled or scripted code, a copy of the module, a function under "
+                "re-entrant checkpointing (one with `use_reentrant=False` is seen), or code outside"
             )
         return f"{kind.__module__}.{kind.__qualname__}: {reason}"
