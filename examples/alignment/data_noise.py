@@ -82,8 +82,9 @@ def main() -> None:
             each = values[:, :, layer, place]
             if each.isnan().any():
                 continue
-            axes.plot(STRENGTHS, each.mean(1), "o-", label=f"layer {layer + 1}")
-            axes.fill_between(STRENGTHS, each.amin(1), each.amax(1), alpha=0.25)
+            colour = f"C{layer}"
+            axes.plot(STRENGTHS, each.mean(1), "o-", color=colour, label=f"layer {layer + 1}")
+            axes.fill_between(STRENGTHS, each.amin(1), each.amax(1), color=colour, alpha=0.25, lw=0)
         axes.set(title=name, xlabel="signal strength s", ylim=(0.4, 1))
         axes.legend()
     figure.suptitle("Alignment in the last fifth of training: mean and range over seeds")

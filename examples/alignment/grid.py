@@ -60,7 +60,7 @@ class Size(NamedTuple):
     rates: tuple[float, ...]  # powers of ten, relative to a typical one
 
 
-SMALL = Size(150, 2, (-1.5, -1.0, -0.5, 0.0, 0.5))
+SMALL = Size(150, 3, (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5))
 FULL = Size(600, 3, (-2.0, -1.5, -1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0))
 
 
@@ -125,7 +125,8 @@ def train(
 def typical(setting: Setting) -> float:
     """The power of ten around which rates are tried: where c leaves a rate of order one."""
     # Rates are η n^(−c): with Adam an update is η at width one, with SGD η times the gradient.
-    return -1.0 if setting.optimizer == "adam" else 0.0
+    mup = setting.name in ("mup", "mfp")
+    return (-0.75 if mup else -1.0) if setting.optimizer == "adam" else -0.25
 
 
 def compare(setting: Setting, size: Size) -> dict[str, object]:

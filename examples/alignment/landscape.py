@@ -4,8 +4,10 @@
 pixel is a training run. Blue: the output's change vanishes, white: it is of order one, red: it
 blows up, black: not finite. Lines: r = 0 of the first layer that leaves it, under full alignment
 (solid), and under the alignments that a run at the centre shows in its last hundred steps (dashed).
+The theory is of exponents: where on its side of the line training breaks is a matter of η, which is
+near the largest that muP bears here. With a small one, 0.1, it lies half an exponent outside.
 
-    python examples/alignment/landscape.py [--side 24] [--lr 0.1] [--out FOLDER]
+    python examples/alignment/landscape.py [--side 24] [--lr 4] [--out FOLDER]
 """
 
 import argparse
@@ -122,7 +124,7 @@ def frontier(exponents: Exponents, alignments: Alignments) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--side", type=int, default=24)
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=4.0)
     parser.add_argument("--out", type=Path, default=Path("examples/alignment/results"))
     given = parser.parse_args()
     alignments = measured(given.lr)
@@ -142,17 +144,19 @@ def main() -> None:
         r = train_all(exponents, given.lr)
         places = [exponents[kind][:, layer].reshape(shape) for kind, layer in SLICES[name]]
         axes.set_facecolor("black")
-        image = axes.pcolormesh(*places, r.reshape(shape), cmap="coolwarm_r", vmin=-1.5, vmax=1.5)
+        image = axes.pcolormesh(*places, r.reshape(shape), cmap="coolwarm_r", vmin=-1, vmax=1)
         for known, style in ((full_alignment(3), "solid"), (alignments, "dashed")):
             least = frontier(exponents, known)
-            axes.contour(*places, least.reshape(shape), levels=[0], colors="k", linestyles=style)
+            axes.contour(
+                *places, least.reshape(shape), levels=[-0.01], colors="k", linestyles=style
+            )
             stable = (r > -0.25) & r.isfinite()  # within a factor of 64^¼ of order one, or below
             agree = (stable == (least >= -1e-6)).float().mean()
             print(f"{name}: {style} line: {100 * agree:.1f} % of {len(r)} points on its right side")
         axes.plot(*(float(p.mean()) for p in places), "k+", ms=12)
         axes.set(title=f"{name}: +, muP", xlabel=name[:2], ylabel=name[-2:])
     figure.colorbar(image, label="r of the output: −log₆₄ RMS(change)")
-    figure.suptitle("r = 0 under full (solid) and measured alignment (dashed)")
+    figure.suptitle(f"η = {given.lr:g}; r = 0 under full (solid) and measured alignment (dashed)")
     given.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(given.out / "landscape.png", dpi=130)
 

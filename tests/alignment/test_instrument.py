@@ -512,3 +512,27 @@ def test_alignment_grows_by_training_and_stays_below_one() -> None:
     reading = alignment.read()["2"]
     assert reading.alpha > 0.6
     assert not math.isnan(reading.u)
+
+
+def test_the_forward_pass_is_that_of_evaluation() -> None:
+    """No dropout, and statistics that are known, not those of the probe: else nothing compares."""
+    model = nn.Sequential(
+        nn.Linear(20, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3)
+    ).double()
+    x = torch.randn(16, 20, dtype=torch.float64) + 3
+    assert model.training
+    alignment = Alignment(model, Probe(x, max_rows=None))
+    readings = alignment.read()
+    assert all(reading.output_change_rms == 0 for reading in readings.values())
+    z = model.eval()[:3](x)
+    expected_rms = (z @ model[3].weight.t()).square().mean().sqrt().item()
+    assert readings["3"].output_rms == pytest.approx(expected_rms)
+
+
+def test_autocast_and_a_mode_of_inference_do_not_reach_it() -> None:
+    model, x = mlp().float(), torch.randn(6, 20)  # which autocast would make coarse
+    alignment = Alignment(model, Probe(x))
+    move(model, perturbed(model))
+    plain = alignment.read()
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert alignment.read() == plain
