@@ -79,6 +79,10 @@ class Alignment:
         Raises:
             AdivError: the model calls its layers otherwise than it did at the reference point.
         """
+        with torch.inference_mode(False):
+            return self._read()
+
+    def _read(self) -> dict[str, AlignmentReading]:
         seen = self._look(self._model)
         self._check(seen)
         reference = self._regenerated() if self._probe.reference else self._snapshots[0]
@@ -188,7 +192,7 @@ class _Whole:
 def _sums(layer: AlignedLayer, seen: Seen, reference: Snapshot, weights: _Whole) -> Tensor:
     before, now = weights.of(seen)
     slot = layer.slot
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(now.device.type, enabled=False):
         if slot.kind == "embedding":
             return embedding_sums(before, now, seen.rows)
         z0 = reference.rows[layer.path]

@@ -1,10 +1,12 @@
 """Depth × width on images: does it help to let learning rates follow measured alignment?
 
-ReLU MLPs on handwritten digits; parametrizations × optimizers × arms, and in each the base rate is
+ReLU MLPs on handwritten digits, or on what a random network says of Gaussian inputs
+(`--data teacher`, harder in so few steps); parametrizations × optimizers × arms, and in each the base rate is
 tuned anew, for an arm that raises rates wants a lower one:
 
 - full: rates n^(−c) under full alignment;
 - dynamic: multiplied by what measured alignment allows (`MaxLRScheduler`, Pareto);
+- sum: the same with the objective "sum", which may slow a layer for the others' sake;
 - static: constant multipliers, the last of a dynamic run at the same rate;
 - tuned: constant multipliers of hidden layers and readout, the best of nine at full's best rate.
 
@@ -20,6 +22,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,15 +40,16 @@ from adiv_monitor.max_lr import (
     parametrize_model,
 )
 
-ARMS = ("full", "dynamic", "static", "tuned")
+ARMS = ("full", "dynamic", "sum", "static", "tuned")
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 BATCH, PROBE = 128, 256
 MULTIPLIERS = (0.25, 1.0, 4.0)
 
 
 class Setting(NamedTuple):
-    """What is trained."""
+    """What is trained, and on what."""
 
+    data: str
     name: str
     optimizer: str
     depth: int
@@ -64,7 +68,8 @@ SMALL = Size(150, 3, (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5))
 FULL = Size(600, 3, (-2.0, -1.5, -1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0))
 
 
-def data() -> tuple[Tensor, Tensor]:
+@cache
+def digits() -> tuple[Tensor, Tensor]:
     """Standardised digits (1797, 64) in a fixed order, and labels."""
     found = load_digits()
     x = torch.tensor(found.data, dtype=torch.float32)
@@ -72,7 +77,16 @@ def data() -> tuple[Tensor, Tensor]:
     return ((x - x.mean()) / x.std())[order], torch.tensor(found.target)[order]
 
 
-X, Y = data()
+@cache
+def teacher() -> tuple[Tensor, Tensor]:
+    """Gaussian inputs (20000, 32), and the class that a random network of two layers gives them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20_000, 32, generator=generator)
+    first, second = (torch.randn(n, m, generator=generator) for n, m in ((32, 64), (64, 10)))
+    return x, (torch.tanh(x @ first / 32**0.5) @ second).argmax(1)
+
+
+DATA = {"digits": digits, "teacher": teacher}
 
 
 def train(
@@ -85,7 +99,8 @@ def train(
 ) -> tuple[float, dict[str, float]]:
     """Training loss of the last tenth, ∞ where it diverges, and the multipliers at the end."""
     torch.manual_seed(seed)
-    widths = [64, *[setting.width] * (setting.depth - 1), 10]
+    X, Y = DATA[setting.data]()
+    widths = [X.shape[1], *[setting.width] * (setting.depth - 1), 10]
     linears = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]
     model = nn.Sequential(*[m for linear in linears for m in (linear, nn.ReLU())][:-1])
     probe = Probe(X[-PROBE:], max_rows=None)
@@ -95,11 +110,12 @@ def train(
     optimizer = OPTIMIZERS[setting.optimizer](groups)
     plain = CosineAnnealingLR(optimizer, steps)
     scheduler = None
-    if arm == "dynamic":
+    if arm in ("dynamic", "sum"):
         scheduler = MaxLRScheduler(
             *(optimizer, model, probe),
             mode="dynamic",
             parametrization=setting.name,
+            objective="sum" if arm == "sum" else "pareto",
             every_n_steps=10,
             warm_up=steps // 10,
         )
@@ -135,11 +151,10 @@ def compare(setting: Setting, size: Size) -> dict[str, object]:
     last: dict[tuple[float, int], dict[str, float]] = {}
     rates = [typical(setting) + offset for offset in size.rates]
     for rate, seed in itertools.product(rates, range(size.seeds)):
-        for arm in ("full", "dynamic"):
+        for arm in ("full", "sum", "dynamic"):
             loss, gains = train(setting, arm, rate, seed, size.steps)
             tried[arm].setdefault(rate, []).append(loss)
-            last[rate, seed] = gains  # of the dynamic one in the end
-        gains = last[rate, seed]
+        last[rate, seed] = gains  # of the dynamic one
         # Not all ones, or it would be full.
         loss = train(setting, "static", rate, seed, size.steps, gains)[0] if gains else math.inf
         tried["static"].setdefault(rate, []).append(loss)
@@ -178,7 +193,7 @@ def plot(results: list[dict[str, object]], file: Path) -> None:
         middle = [mean(values) / b for values, b in zip(losses, base, strict=True)]
         low = [min(values) / b for values, b in zip(losses, base, strict=True)]
         high = [max(values) / b for values, b in zip(losses, base, strict=True)]
-        at = [i + 0.18 * (place - 1.5) for i in range(len(results))]
+        at = [i + 0.16 * (place - 2) for i in range(len(results))]
         errors = [
             [m - x for m, x in zip(middle, low, strict=True)],
             [x - m for m, x in zip(middle, high, strict=True)],
@@ -196,6 +211,8 @@ def plot(results: list[dict[str, object]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--data", choices=DATA, default="digits")
+    parser.add_argument("--names", nargs="+", choices=PARAMETRIZATIONS, default=PARAMETRIZATIONS)
     parser.add_argument("--quick", action="store_true", help="does it run?")
     parser.add_argument("--out", type=Path, default=Path("examples/alignment/results"))
     given = parser.parse_args()
@@ -203,15 +220,15 @@ def main() -> None:
     shapes = itertools.product((3, 5), (64, 256)) if given.full else [(3, 128)]
     results = []
     given.out.mkdir(parents=True, exist_ok=True)
-    for (depth, width), name, optimizer in itertools.product(shapes, PARAMETRIZATIONS, OPTIMIZERS):
-        found = compare(Setting(name, optimizer, depth, width), size)
+    for (depth, width), name, optimizer in itertools.product(shapes, given.names, OPTIMIZERS):
+        found = compare(Setting(given.data, name, optimizer, depth, width), size)
         results.append(found)
         shown = "  ".join(
             f"{arm} {mean(found[arm]['losses']):.4f} (10^{found[arm]['rate']:+.2f})" for arm in ARMS
         )
         print(f"{name} {optimizer:4} {depth}×{width}:  {shown}", flush=True)
-        (given.out / "grid.json").write_text(json.dumps(results, indent=1) + "\n")
-    plot(results, given.out / "grid.png")
+        (given.out / f"grid_{given.data}.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot(results, given.out / f"grid_{given.data}.png")
 
 
 if __name__ == "__main__":
