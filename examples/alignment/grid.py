@@ -1,8 +1,8 @@
 """Depth × width on images: does it help to let learning rates follow measured alignment?
 
-ReLU MLPs on handwritten digits, or on what a random network says of Gaussian inputs
-(`--data teacher`, harder in so few steps); parametrizations × optimizers × arms, and in each the base rate is
-tuned anew, for an arm that raises rates wants a lower one:
+ReLU MLPs on handwritten digits, or on what a random network says of Gaussian inputs (`--data
+teacher`, harder in so few steps); parametrizations × optimizers × arms, and in each the base rate
+is tuned anew, for an arm that raises rates wants a lower one:
 
 - full: rates n^(−c) under full alignment;
 - dynamic: multiplied by what measured alignment allows (`MaxLRScheduler`, Pareto);
