@@ -141,16 +141,16 @@ def main() -> None:
     for axes, name in zip(figure.subplots(1, 2), SLICES, strict=True):
         exponents = points(name, given.side)
         shape = (given.side, given.side)
-        r = train_all(exponents, given.lr)
-        places = [exponents[kind][:, layer].reshape(shape) for kind, layer in SLICES[name]]
+        r = train_all(exponents, given.lr).reshape(shape).numpy()
+        places = [exponents[k][:, i].reshape(shape).numpy() for k, i in SLICES[name]]
         axes.set_facecolor("black")
-        image = axes.pcolormesh(*places, r.reshape(shape), cmap="coolwarm_r", vmin=-1, vmax=1)
+        image = axes.pcolormesh(
+            *places, r.reshape(shape).numpy(), cmap="coolwarm_r", vmin=-1, vmax=1
+        )
         for known, style in ((full_alignment(3), "solid"), (alignments, "dashed")):
-            least = frontier(exponents, known)
-            axes.contour(
-                *places, least.reshape(shape), levels=[-0.01], colors="gold", linestyles=style
-            )
-        axes.plot(*(float(p.mean()) for p in places), "+", color="gold", ms=12)
+            least = frontier(exponents, known).reshape(shape).numpy()
+            axes.contour(*places, least, levels=[-0.01], colors="gold", linestyles=style)
+        axes.plot(*(p.mean() for p in places), "+", color="gold", ms=12)
         axes.set(title=f"{name}: +, muP", xlabel=name[:2], ylabel=name[-2:])
     figure.colorbar(image, label="r of the output: −log₆₄ RMS(change)")
     figure.suptitle(f"η = {given.lr:g}; r = 0 under full (solid) and measured alignment (dashed)")
