@@ -144,9 +144,7 @@ def main() -> None:
         r = train_all(exponents, given.lr).reshape(shape).numpy()
         places = [exponents[k][:, i].reshape(shape).numpy() for k, i in SLICES[name]]
         axes.set_facecolor("black")
-        image = axes.pcolormesh(
-            *places, r.reshape(shape).numpy(), cmap="coolwarm_r", vmin=-1, vmax=1
-        )
+        image = axes.pcolormesh(*places, r, cmap="coolwarm_r", vmin=-1, vmax=1)
         for known, style in ((full_alignment(3), "solid"), (alignments, "dashed")):
             least = frontier(exponents, known).reshape(shape).numpy()
             axes.contour(*places, least, levels=[-0.01], colors="gold", linestyles=style)
