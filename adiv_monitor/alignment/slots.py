@@ -38,8 +38,8 @@ class Slot:
 
     @property
     def fan_in(self) -> int:
-        """How many inputs an output has."""
-        if self.transposed:
+        """How many inputs an output has; of an embedding, how many rows."""
+        if self.transposed or self.kind == "embedding":
             return self.size[0]
         fan_in = 1
         for extent in self.size[1:]:

@@ -196,6 +196,7 @@ def test_tied_weights_are_a_layer_each_time() -> None:
     assert [r.role for r in readings.values()] == ["embedding", "hidden", "readout"]
     assert list(readings) == ["embed", "hidden", "head"]
     assert readings["embed"].alpha is None
+    assert (readings["embed"].fan_in, readings["embed"].fan_out) == (11, 20)
     change = after.embed(x) - before.embed(x)
     assert readings["embed"].output_change_rms == pytest.approx(
         change.square().mean().sqrt().item()
