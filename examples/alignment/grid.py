@@ -185,7 +185,7 @@ def mean(values: list[float]) -> float:
 
 def plot(results: list[dict[str, object]], file: Path) -> None:
     """Loss of every arm relative to full's, with the range over seeds."""
-    figure = Figure(figsize=(1.5 + 1.1 * len(results), 4.6), layout="constrained")
+    figure = Figure(figsize=(2.5 + 1.1 * len(results), 4.6), layout="constrained")
     axes = figure.subplots()
     for place, arm in enumerate(ARMS):
         base = [mean(r["full"]["losses"]) for r in results]
@@ -203,8 +203,10 @@ def plot(results: list[dict[str, object]], file: Path) -> None:
     axes.set_xticks(range(len(results)), names, fontsize=8)
     axes.axhline(1, color="grey", lw=0.8)
     axes.set(yscale="log", ylabel="training loss / that under full alignment")
+    for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        axis("{x:.3g}")
     axes.set_title("each arm at its own best rate; bars: range over seeds")
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(file, dpi=130)
 
 
