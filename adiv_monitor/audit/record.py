@@ -103,6 +103,7 @@ class Wiring:
         input_matters: ‖outputs − outputs of the other samples' inputs‖ / ‖outputs − their mean‖…:
             the relative change of the loss per sample when inputs are exchanged between samples;
             0: the model ignores its inputs. NaN where it can't be told.
+        unused: those of `unreached` whose module never ran.
     """
 
     not_held: tuple[str, ...] = ()
@@ -110,6 +111,7 @@ class Wiring:
     zero_gradient: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     input_matters: float = float("nan")
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,10 @@ class Record:
         overfit: the trial of learning one small batch by heart; None: not tried.
         rates: factor on the learning rate → its trial; empty: not tried.
         notes: what a reader must know to trust all this.
+        chance: the loss of answering without looking at the inputs, e.g. log(classes) for
+            cross-entropy; None: not known.
+        parameter_norms: ‖all parameters that the optimizer holds‖ before each step; empty: not
+            looked at.
     """
 
     facts: Facts
@@ -144,3 +150,5 @@ class Record:
     overfit: Trial | None = None
     rates: Mapping[float, Trial] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    chance: float | None = None
+    parameter_norms: tuple[float, ...] = ()
