@@ -88,7 +88,7 @@ def _first_over_last(norms: dict[str, float]) -> float | None:
 
 
 def _evidence(norms: dict[str, float], ratio: float, limit: float) -> tuple[Evidence, ...]:
-    first, last = list(norms)[0], list(norms)[-1]
+    first, *_, last = norms
     return (
         Evidence("gradient of the first over the last layer", ratio, limit),
         Evidence("gradient of the activations", norms[first], layer=first),

@@ -1,11 +1,10 @@
 """Rules about the model's inputs: their common scale, their mean, and samples' lengths."""
 
-import math
 from collections.abc import Iterator
 
 from adiv_monitor.audit.diagnosis.course import fell, start
 from adiv_monitor.audit.diagnosis.rates import lower_rate_pays
-from adiv_monitor.audit.diagnosis.seen import Typical, by_layer, maps, readings, scale_free, typical
+from adiv_monitor.audit.diagnosis.seen import Typical, maps, readings, scale_free, typical
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import InputStatistics, Record
 

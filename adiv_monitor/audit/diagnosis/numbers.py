@@ -28,6 +28,7 @@ def _finding(record: Record) -> Finding:
     bad = [step for step, loss in enumerate(record.losses) if not math.isfinite(loss)]
     step = bad[0] if bad else None
     from_the_start = len(record.losses) <= 1
+    advice: tuple[Advice, ...]
     if from_the_start:
         advice = (
             Advice("look at the data for NaN and infinite entries, and in the first place named "

@@ -62,7 +62,7 @@ def decay_fights(record: Record) -> Iterator[Finding]:
     yield Finding(
         "decay-fights",
         (),
-        "act" if pull > DECAY_ACT and not fell(record) or shrunk < SHRUNK else "watch",
+        "act" if (pull > DECAY_ACT and not fell(record)) or shrunk < SHRUNK else "watch",
         (
             Evidence("pull of the decay over the gradient's", pull, DECAY_WATCH),
             Evidence("parameters' norm, last over first", shrunk, SHRUNK),

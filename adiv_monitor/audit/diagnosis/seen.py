@@ -16,8 +16,7 @@ NO_MAPS = ("gain", "offset", "embedding")
 # constant factor on the gradient changes nothing.
 SCALE_FREE = frozenset(
     ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adagrad", "Adadelta", "RMSprop")
-    + ("Rprop", "Adafactor", "Lion", "Muon", "AdamW8bit", "Adam8bit", "LAMB", "Lamb", "Adan")
-)
+).union(("Rprop", "Adafactor", "Lion", "Muon", "AdamW8bit", "Adam8bit", "LAMB", "Lamb", "Adan"))
 
 
 class Typical(NamedTuple):
