@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit.batches import size_of
+from adiv_monitor.audit.beginning import chance, weights
 from adiv_monitor.audit.record import Facts, Record
 from adiv_monitor.audit.setup import Fork, Setup
 from adiv_monitor.audit.train import Course, Watch, train
@@ -62,6 +63,9 @@ def observe(
         gradient_norms=tuple(course.gradient_norms),
         reports=tuple(monitor.reports),
         realised=watch.realised,
+        chance=chance(setup),
+        parameter_norms=tuple(course.parameter_norms),
+        weights=weights(setup.model),
     )
     return record, course.interrupted
 
