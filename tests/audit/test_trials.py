@@ -185,6 +185,18 @@ def test_what_pays_comes_first_then_what_was_not_tried() -> None:
     assert [a.mend for a in found.advice] == ["rate*100", "rate*10", None, "rate*0.1"]
 
 
+def test_what_is_as_good_stays_in_the_rules_order() -> None:
+    """Factors of 0.1 and 0.3 of a rate far too high, by hand: losses of 1.05, 1 and 2."""
+    healthy = setup()
+    seen = record(healthy)
+    losses = {0.1: 1.05, 0.3: 1.0, 3.0: 2.0}
+    rates = {f: Trial(f"rate*{f:g}", 24, value, 9.0, None, 0.0) for f, value in losses.items()}
+    seen = replace(seen, rates=rates)
+    advised = [finding("rate*3", "rate*0.1", "rate*0.3")]
+    (found,) = tried(advised, healthy, seen, seconds=math.inf)
+    assert [a.mend for a in found.advice] == ["rate*0.1", "rate*0.3", "rate*3"]
+
+
 def test_only_the_first_mends_are_tried_the_first_ones_first() -> None:
     healthy = setup()
     done = []
