@@ -41,7 +41,7 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
 def vanishing(record: Record) -> Iterator[Finding]:
     """Gradients that hardly reach the first layers."""
     norms = gradients(record)
-    ratio = _first_over_last(norms)
+    ratio = first_over_last(norms)
     if ratio is not None and ratio < VANISHED:
         least = min(norms, key=lambda path: norms[path])
         yield Finding(
@@ -63,7 +63,7 @@ def vanishing(record: Record) -> Iterator[Finding]:
 def exploding(record: Record) -> Iterator[Finding]:
     """Gradients that grow on their way to the first layers."""
     norms = gradients(record)
-    ratio = _first_over_last(norms)
+    ratio = first_over_last(norms)
     if ratio is not None and ratio > EXPLODED:
         yield Finding(
             "exploding",
@@ -80,7 +80,8 @@ def exploding(record: Record) -> Iterator[Finding]:
         )
 
 
-def _first_over_last(norms: dict[str, float]) -> float | None:
+def first_over_last(norms: dict[str, float]) -> float | None:
+    """‖gradient‖ of the first layer over that of the last; None where there are not three."""
     values = list(norms.values())
     if len(values) < 3 or values[-1] <= 0:
         return None

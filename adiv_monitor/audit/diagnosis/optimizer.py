@@ -55,28 +55,28 @@ def decay_fights(record: Record) -> Iterator[Finding]:
     decay = record.facts.settings.get("weight_decay")
     if not isinstance(decay, int | float) or not decay > 0 or not record.parameter_norms:
         return
-    pull = _pull(record, decay)
+    ratio = pull(record, decay)
     shrunk = record.parameter_norms[-1] / record.parameter_norms[0]
-    if not pull > DECAY_WATCH:
+    if not ratio > DECAY_WATCH:
         return
     yield Finding(
         "decay-fights",
         (),
-        "act" if (pull > DECAY_ACT and not fell(record)) or shrunk < SHRUNK else "watch",
+        "act" if (ratio > DECAY_ACT and not fell(record)) or shrunk < SHRUNK else "watch",
         (
-            Evidence("pull of the decay over the gradient's", pull, DECAY_WATCH),
+            Evidence("pull of the decay over the gradient's", ratio, DECAY_WATCH),
             Evidence("parameters' norm, last over first", shrunk, SHRUNK),
         ),
         (
             Advice("no weight decay", "no-decay"),
             Advice("a tenth of the weight decay", "less-decay"),
         ),
-        f"Weight decay ({decay:g}) pulls {pull:.2g} times as hard as the gradient.",
+        f"Weight decay ({decay:g}) pulls {ratio:.2g} times as hard as the gradient.",
         "A lower learning rate lowers both and leaves their ratio.",
     )
 
 
-def _pull(record: Record, decay: float) -> float:
+def pull(record: Record, decay: float) -> float:
     """Median over steps of ‖decay · θ‖ over what it is added to: gradient, or Adam's unit steps."""
     if _decoupled(record):
         size = math.sqrt(record.facts.trainable)
