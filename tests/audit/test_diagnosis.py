@@ -70,7 +70,7 @@ def record(
         "losses": WELL,
         "gradient_norms": (1.0,) * STEPS,
         "reports": tuple(StepReport(step, layers, {}, 1.0) for step in range(0, STEPS, 10)),
-        "realised": {step: -0.008 for step in range(0, STEPS, 10)},
+        "realised": dict.fromkeys(range(0, STEPS, 10), -0.008),
         "inputs": {"0": INPUTS},
         "units": {"relu": UnitStatistics("relu", 64, 2, 0.5, 20)},
         "wiring": Wiring(input_matters=0.5),
@@ -82,7 +82,9 @@ def record(
 
 
 def adam(**settings: float) -> Facts:
-    return replace(FACTS, optimizer="AdamW", settings={"lr": 1e-3, "weight_decay": 0.01, **settings})
+    return replace(
+        FACTS, optimizer="AdamW", settings={"lr": 1e-3, "weight_decay": 0.01, **settings}
+    )
 
 
 def decayed(weight_decay: float) -> Facts:
@@ -231,7 +233,7 @@ def test_values_that_stop_being_finite_are_a_cause_only_from_the_start() -> None
 
 
 def test_without_trials_of_rates_the_loss_that_steps_leave_behind_decides() -> None:
-    worse = {step: 0.5 for step in range(0, STEPS, 10)}
+    worse = dict.fromkeys(range(0, STEPS, 10), 0.5)
     assert found(record(realised=worse, losses=RISING))["rate-too-high"].strength == "act"
     assert found(record(realised=worse))["rate-too-high"].strength == "watch"
 
