@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from adiv_monitor.audit.diagnosis.course import fell, start
-from adiv_monitor.audit.diagnosis.rates import lower_rate_pays
+from adiv_monitor.audit.diagnosis.course import start
+from adiv_monitor.audit.diagnosis.rates import suffers
 from adiv_monitor.audit.diagnosis.seen import Typical, maps, readings, scale_free, typical
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import InputStatistics, Record
@@ -157,7 +157,7 @@ def _costs(record: Record, first: str | None) -> bool:
     bad_start = record.chance is not None and (
         record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
     )
-    if bad_start or not fell(record) or lower_rate_pays(record):
+    if bad_start or suffers(record):
         return True
     return not scale_free(record.facts)
 

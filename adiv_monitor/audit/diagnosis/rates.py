@@ -37,9 +37,13 @@ def rate_too_low(record: Record) -> Iterator[Finding]:
         yield from _too_low_by_measures(record)
 
 
-def lower_rate_pays(record: Record) -> bool:
-    """Whether a short run at a lower learning rate went far better."""
-    return any(finding.strength == "act" for finding in _too_high_by_trial(record))
+def suffers(record: Record) -> bool:
+    """Whether the loss goes badly: it does not fall, or falls far further at another rate.
+
+    What other rules want to see before they say "act".
+    """
+    by_rates = (*_too_high_by_trial(record), *_too_low_by_trial(record))
+    return not fell(record) or any(finding.strength == "act" for finding in by_rates)
 
 
 def share_of_fall(record: Record, trial: Trial) -> float:
