@@ -10,8 +10,8 @@ from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength, Tria
 from adiv_monitor.audit.record import Record
 
 # How far the loss falls at the rate as it is, over how far it falls at a better one.
-SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.5, 0.8
-SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH = 0.1, 0.25
+SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
+SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH = 0.5, 0.8
 # ‖Δz‖ / ‖z‖ of one step: activations that move by as much as they are long are not the ones that
 # the gradient was taken at.
 MOVES_TOO_FAR = 1.0
