@@ -131,8 +131,8 @@ HITS = {
     "rate-too-low": record(rates=trials(own=2.28, x01=2.3, x03=2.29, x3=2.1, x10=1.0)),
     "vanishing": record({"a": reading(descent=1e-9)}, losses=STILL),
     "exploding": record({"a": reading(descent=1e6)}, losses=STILL),
-    "dead-units": record(units={"relu": UnitStatistics("relu", 64, 60, 0.9, 20)}),
-    "saturated-units": record(units={"tanh": UnitStatistics("tanh", 64, 0, 0.8, 20)}),
+    "dead-units": record(units={"relu": UnitStatistics("relu", 64, 40, 0.9, 20)}, losses=STILL),
+    "saturated-units": record(units={"tanh": UnitStatistics("tanh", 64, 0, 0.8, 20)}, losses=STILL),
     "clipping-always": record(
         facts=replace(FACTS, clip_norm=0.01), gradient_norms=(1.0,) * STEPS, losses=STILL
     ),
@@ -162,7 +162,7 @@ NEAR_MISSES = {
     "projection-fights": record({"b": reading(projection_cosine=0.9)}),
     "decay-fights": record(facts=decayed(0.01), losses=STILL),
     "rate-too-high": record(rates=trials(own=0.6, x01=1.0, x03=0.5, x3=9.0, x10=math.inf)),
-    "rate-too-low": record(rates=trials(own=0.8, x01=1.5, x03=1.0, x3=0.5, x10=0.4)),
+    "rate-too-low": record(rates=trials(own=0.6, x01=1.5, x03=1.0, x3=0.5, x10=0.4)),
     "vanishing": record({"a": reading(descent=1e-4)}, losses=STILL),
     "exploding": record({"a": reading(descent=1.0)}, losses=STILL),
     "dead-units": record(units={"relu": UnitStatistics("relu", 64, 10, 0.9, 20)}),
