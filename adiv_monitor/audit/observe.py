@@ -6,6 +6,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,7 +69,9 @@ def observe(
     watch = _Watching(setup, fork, every_n_steps, progress)
     monitor.attach()
     try:
-        course = train(fork, watch)
+        # What overflows, the record tells; in float64 the measures' squares may, too.
+        with np.errstate(over="ignore", invalid="ignore"):
+            course = train(fork, watch)
     finally:
         monitor.close()
         watch.remove()
@@ -216,7 +219,7 @@ def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Fact
         every_n_steps=every_n_steps,
         seed=setup.seed,
         device=str(parameters[0].device),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         seconds_per_step=median(plain) if plain else math.nan,
         clip_norm=setup.clip_norm,
     )
