@@ -211,6 +211,8 @@ def test_only_the_first_mends_are_tried_the_first_ones_first() -> None:
     )
     done = [a.mend for f in found for a in f.advice if a.trial is not None]
     assert sorted(done) == ["clip", "larger-batch", "reinitialise", "warm-up"]
+    (fourth,) = (a for f in found for a in f.advice if a.mend == "batch-norm")
+    assert fourth.untried == "of each finding only 3 mends are"
     assert told == [("mends", i, 5) for i in range(1, 6)]
 
 
