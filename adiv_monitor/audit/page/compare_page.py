@@ -1,0 +1,5 @@
+"""The page of two reports, side by side."""
+
+
+def compare() -> None:
+    raise NotImplementedError

@@ -1,0 +1,259 @@
+"""Pictures by matplotlib, as SVG that takes the page's colours and letters."""
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from adiv_monitor.audit.finding import Trial
+from adiv_monitor.audit.page.chain import CHAIN, mean_chain
+from adiv_monitor.audit.page.titles import mend_title
+from adiv_monitor.audit.record import Record
+from adiv_monitor.report import StepReport
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Drawn in these, which nothing else is, and replaced by the page's colours, light or dark.
+_COLOURS = {
+    "ink": "#010101",
+    "muted": "#020202",
+    "line": "#030303",
+    "accent": "#040404",
+    "second": "#050505",
+    "good": "#060606",
+    "kept": "#070707",
+    "scale": "#080808",
+    "interference": "#090909",
+    "optimizer": "#0a0a0a",
+    "depth": "#0b0b0b",
+}
+_STYLE = {
+    "svg.fonttype": "none",  # letters stay letters
+    "svg.hashsalt": "adiv-monitor",  # the same picture has the same text
+    "text.parse_math": False,
+    "font.size": 11,
+    "axes.edgecolor": _COLOURS["line"],
+    "axes.labelcolor": _COLOURS["muted"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _COLOURS["line"],
+    "ytick.color": _COLOURS["line"],
+    "xtick.labelcolor": _COLOURS["muted"],
+    "ytick.labelcolor": _COLOURS["muted"],
+    "text.color": _COLOURS["ink"],
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": _COLOURS["line"],
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+}
+_MOST_TRIALS = 8
+
+
+def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
+    """Loss and gradient norm at each step, the measured steps, and what trials came to."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(9.6, 4.0))
+        loss, norm = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
+        figure.subplots_adjust(left=0.075, right=0.76, top=0.95, bottom=0.12, hspace=0.16)
+        _draw_losses(loss, record.losses, "accent")
+        shown = _several(trials)
+        # Before the measured steps are marked, which takes no room on the axis.
+        _draw_trials(loss, shown, len(record.losses))
+        _set_scale(loss, [*record.losses, *(trial.loss for trial in shown)])
+        loss.set_ylabel("loss")
+        loss.plot(
+            [report.step for report in record.reports],
+            [0.0] * len(record.reports),
+            transform=loss.get_xaxis_transform(),
+            clip_on=False,
+            **{"linestyle": "", "marker": "|", "markersize": 7, "color": _COLOURS["ink"]},
+        )
+        _place_labels(loss, [(trial.loss, _trial_label(trial)) for trial in shown])
+        norms = record.gradient_norms
+        norm.plot(range(len(norms)), norms, color=_COLOURS["second"], linewidth=1.4)
+        _set_scale(norm, norms)
+        if record.facts.clip_norm is not None:
+            norm.axhline(record.facts.clip_norm, color=_COLOURS["ink"], linewidth=1, dashes=(3, 2))
+        norm.set_ylabel("‖gradient‖")
+        norm.set_xlabel("step")
+        norm.margins(x=0.01)
+        return _svg(figure, "loss", _loss_words(record, shown))
+
+
+def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
+    """What is kept and what each cause takes of the cosine, mean over layers, by step.
+
+    None where fewer than two steps tell.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    courses = {r.step: parts for r in reports if (parts := mean_chain(r.layers)[0])}
+    if len(courses) < 2:
+        return None
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(5.6, 3.0))
+        axes = figure.subplots()
+        figure.subplots_adjust(left=0.1, right=0.98, top=0.95, bottom=0.16)
+        steps = list(courses)
+        upper = [1.0] * len(steps)
+        causes = list(CHAIN)[: min(map(len, courses.values()))]
+        for i, cause in enumerate(causes):
+            lower = [u - parts[i].taken for u, parts in zip(upper, courses.values(), strict=True)]
+            # Where it wins back it takes nothing.
+            bottom = [min(u, v) for u, v in zip(upper, lower, strict=True)]
+            axes.fill_between(steps, bottom, upper, color=_COLOURS[cause], linewidth=0)
+            upper = lower
+        axes.fill_between(steps, 0, upper, color=_COLOURS["kept"], linewidth=0)
+        axes.set_ylim(min(0.0, *upper), 1)
+        axes.set_xlim(steps[0], steps[-1])
+        axes.set_xlabel("step")
+        axes.set_ylabel("cosine")
+        first, last = list(courses.values())[0], list(courses.values())[-1]
+        said = [f"{c} from {a.taken:.2f} to {b.taken:.2f}" for c, a, b in zip(causes, first, last)]
+        return _svg(figure, "cosine", f"What takes of the cosine, by step: {'; '.join(said)}.")
+
+
+def two_losses(losses: Mapping[str, Sequence[float]]) -> "Markup":
+    """The losses of two runs."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(9.6, 3.2))
+        axes = figure.subplots()
+        figure.subplots_adjust(left=0.075, right=0.9, top=0.95, bottom=0.15)
+        for (_, course), colour in zip(losses.items(), ("accent", "second"), strict=True):
+            _draw_losses(axes, course, colour)
+        _set_scale(axes, [value for course in losses.values() for value in course])
+        axes.set_ylabel("loss")
+        axes.set_xlabel("step")
+        _place_labels(
+            axes,
+            [(course[-1], mark) for mark, course in zip("AB", losses.values()) if course],
+        )
+        words = [f"{name}: {_course_words(course)}" for name, course in losses.items()]
+        return _svg(figure, "losses", "Loss by step. " + "; ".join(words))
+
+
+def _draw_losses(axes: "Axes", losses: Sequence[float], colour: str) -> None:
+    finite = [(step, loss) for step, loss in enumerate(losses) if math.isfinite(loss)]
+    axes.plot(*zip(*finite, strict=True), color=_COLOURS[colour], linewidth=1.8) if finite else None
+    if losses and not math.isfinite(losses[-1]):
+        axes.plot(
+            [len(losses) - 1],
+            [0.94],
+            transform=axes.get_xaxis_transform(),
+            **{"marker": "x", "color": _COLOURS["ink"], "markersize": 8, "markeredgewidth": 2},
+        )
+        axes.text(
+            len(losses) - 1.5,
+            0.9,
+            "not finite ",
+            transform=axes.get_xaxis_transform(),
+            ha="right",
+            fontsize=11,
+        )
+
+
+def _draw_trials(axes: "Axes", trials: Sequence[Trial], steps: int) -> None:
+    """Each at its loss over the last quarter of its steps, which that is the mean of."""
+    for trial in trials:
+        if math.isfinite(trial.loss):
+            begin, end = 0.75 * trial.steps, trial.steps - 1
+            colour = _COLOURS["good" if trial.pays else "muted"]
+            axes.hlines(trial.loss, begin, end, color=colour, linewidth=2.2)
+    axes.margins(x=0.01)
+
+
+def _set_scale(axes: "Axes", values: Sequence[float]) -> None:
+    finite = [value for value in values if math.isfinite(value)]
+    if finite and min(finite) > 0 and max(finite) > 20 * min(finite):
+        axes.set_yscale("log")
+
+
+def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str]]) -> None:
+    """Texts to the right of the axes at their values, moved apart where they would overlap."""
+    height = 0.075
+    places = []
+    for value, text in sorted(labels, key=lambda label: label[0]):
+        if math.isfinite(value):
+            _, y = axes.transAxes.inverted().transform(axes.transData.transform((0, value)))
+        else:
+            y = 1.0
+        y = max(min(y, 1.0), 0.0)
+        places.append([y, y, text])
+    for i in range(1, len(places)):
+        places[i][1] = max(places[i][1], places[i - 1][1] + height)
+    over = places[-1][1] - 1.0 if places else 0.0
+    for i in range(len(places) - 1, -1, -1):
+        limit = 1.0 if i == len(places) - 1 else places[i + 1][1] - height
+        places[i][1] = min(places[i][1], limit) if over > 0 else places[i][1]
+    for y, shown_at, text in places:
+        axes.annotate(
+            text,
+            xy=(1.002, y),
+            xytext=(1.03, shown_at),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            fontsize=10.5,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": _COLOURS["line"], "linewidth": 0.8},
+        )
+
+
+def _several(trials: Sequence[Trial]) -> list[Trial]:
+    """Those that paid most, each mend once."""
+    by_mend: dict[str, Trial] = {}
+    for trial in trials:
+        by_mend.setdefault(trial.mend, trial)
+    return sorted(by_mend.values(), key=lambda trial: -trial.gain)[:_MOST_TRIALS]
+
+
+def _trial_label(trial: Trial) -> str:
+    loss = f"{trial.loss:.3g}" if math.isfinite(trial.loss) else "not finite"
+    return f"{loss}  {mend_title(trial.mend)}"
+
+
+def _loss_words(record: Record, trials: Sequence[Trial]) -> str:
+    words = f"Loss by step: {_course_words(record.losses)}."
+    if trials:
+        words += " Trials: " + "; ".join(_trial_label(trial) for trial in trials) + "."
+    return words
+
+
+def _course_words(losses: Sequence[float]) -> str:
+    if not losses:
+        return "no step"
+    return f"{losses[0]:.3g} at step 0, {losses[-1]:.3g} at step {len(losses) - 1}"
+
+
+def _svg(figure: "Figure", name: str, words: str) -> "Markup":
+    """The figure as an element of the page, with words for those who can't see it."""
+    from markupsafe import Markup, escape
+
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # Identifiers of their own; letters of the page; colours of the page.
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r"font: (?:\w+ )*?([\d.]+px) [^;\"]*", r"font-size: \1", svg)
+    for colour, drawn in _COLOURS.items():
+        svg = svg.replace(drawn, f"var(--{colour})")
+    view_box = re.search(r'viewBox="[^"]*"', svg)
+    assert view_box is not None
+    head = f'<svg {view_box[0]} role="img" aria-labelledby="{name}-words" class="picture">'
+    head += f'<title id="{name}-words">{escape(words)}</title>'
+    return Markup(head + svg[svg.index(">") + 1 :])
