@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from adiv_monitor.audit.finding import Advice, Evidence, Finding, Trial
+from adiv_monitor.audit.finding import STRENGTHS, Advice, Evidence, Finding, Trial
 from adiv_monitor.audit.page.titles import finding_title, measure_title
 from adiv_monitor.audit.record import Record
 from adiv_monitor.sinks.wording import number
@@ -24,12 +24,14 @@ class Check:
         title: the family.
         asks: what was asked.
         findings: titles of what was found.
+        strength: the strongest of them; "" if there is none.
         missing: why it was not, or not wholly, looked for; "" if it was.
     """
 
     title: str
     asks: str
     findings: tuple[str, ...]
+    strength: str
     missing: str = ""
 
 
@@ -105,17 +107,18 @@ def checks(findings: Sequence[Finding], record: Record) -> tuple[Check, ...]:
     """All that was looked for, with what was found of it."""
     known = {name for _, _, names, _ in _CHECKS for name in names}
     made = [
-        Check(title, asks, _found(findings, names), missing(record))
+        _check(title, asks, [f for f in findings if f.name in names], missing(record))
         for title, asks, names, missing in _CHECKS
     ]
-    others = tuple(f.name for f in findings if f.name not in known)
-    if others:
-        made.append(Check("Others", "What else was seen.", _found(findings, others)))
+    if others := [f for f in findings if f.name not in known]:
+        made.append(_check("Others", "What else was seen.", others, ""))
     return tuple(made)
 
 
-def _found(findings: Sequence[Finding], names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(finding_title(f.name) for f in findings if f.name in names))
+def _check(title: str, asks: str, found: Sequence[Finding], missing: str) -> Check:
+    titles = tuple(dict.fromkeys(finding_title(finding.name) for finding in found))
+    strength = min((f.strength for f in found), key=STRENGTHS.index, default="")
+    return Check(title, asks, titles, strength, missing)
 
 
 def evidence_rows(evidence: Sequence[Evidence]) -> list[dict[str, object]]:

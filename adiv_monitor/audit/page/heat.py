@@ -13,9 +13,28 @@ from statistics import quantiles
 from typing import Any
 
 from adiv_monitor.audit.page.titles import MEASURE_TITLES
-from adiv_monitor.report import WORST, StepReport
+from adiv_monitor.report import REALISED_MEASURES, WORST, StepReport
 from adiv_monitor.sinks.wording import number
 
+HEAT_MEASURES = (
+    "update_cosine",
+    "gradient_cosine",
+    "diagonal_cosine",
+    "attainable_cosine",
+    "interference_ratio",
+    "scale_cv",
+    "scale_mean",
+    "common_share",
+    "effective_lr",
+    "update_ratio",
+    "row_cosine_p50",
+    "harmed_fraction",
+    "idle_share",
+    "descent",
+    "parameter_cosine",
+    "projection_cosine",
+    *REALISED_MEASURES,
+)
 COLOURS = 64
 _BLANK = -1  # no colour
 

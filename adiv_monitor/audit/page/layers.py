@@ -8,7 +8,7 @@ from adiv_monitor.audit.page.chain import Part, chain
 from adiv_monitor.audit.page.multiples import Axis, Block, bar, distribution, scale_axis
 from adiv_monitor.report import WORST, LayerReading, StepReport
 from adiv_monitor.sinks.scalars import taken
-from adiv_monitor.sinks.wording import listed, number
+from adiv_monitor.sinks.wording import number
 
 COLUMNS = (
     "update_cosine",
@@ -36,11 +36,23 @@ _COSINES = Axis(-1.0, 1.0)
 
 @dataclass(frozen=True)
 class Cell:
-    """A value as it is printed, and for sorting; `worst` where errors tell that it is."""
+    """A value as it is printed, and for sorting; `worst` where errors tell that it is.
+
+    `blanks` of a digit's width stand for the decimals that are missing to three: right-aligned,
+    decimal points are then below each other.
+    """
 
     text: str
     value: float | None
     worst: bool = False
+
+    @property
+    def blanks(self) -> str:
+        """For the decimals that are missing."""
+        _, point, decimals = self.text.partition(".")
+        if "e" in self.text or not self.text[-1:].isdigit():
+            return ""
+        return "\u2007" * (3 - len(decimals)) + "\u2008" * (not point)
 
 
 @dataclass(frozen=True)
@@ -74,11 +86,18 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Worst:
-    """The layer, or layers, at a measure's bad end; both ends where none is bad."""
+class End:
+    """The bad end of a measure; both ends are told where none is bad.
+
+    Attributes:
+        measure: its name.
+        text: the value there.
+        layers: those that may have it; one, where errors tell which.
+    """
 
     measure: str
-    ends: tuple[str, ...]
+    text: str
+    layers: tuple[str, ...]
 
 
 def layer_table(report: StepReport) -> Layers:
@@ -96,24 +115,23 @@ def layer_table(report: StepReport) -> Layers:
     return Layers(report.step, measures, tuple(rows), axis, lowest)
 
 
-def worst(report: StepReport) -> list[Worst]:
+def worst(report: StepReport) -> list[End]:
     """What the verdict says of the worst layers, as far as the errors tell them apart."""
-    said = []
+    said: list[End] = []
     for measure, summary in report.summary().items():
         if measure not in _NAMED_WORST or summary.min_layers == summary.max_layers:
             continue
-        low = _end(report, measure, summary.min_layers, summary.min)
-        high = _end(report, measure, summary.max_layers, summary.max)
-        ends = {"min": (low,), "max": (high,), None: (low, high)}[WORST.get(measure)]
-        said.append(Worst(measure, ends))
+        bad = WORST.get(measure)
+        if bad != "max":
+            said.append(_end(report, measure, summary.min_layers, summary.min))
+        if bad != "min":
+            said.append(_end(report, measure, summary.max_layers, summary.max))
     return said
 
 
-def _end(report: StepReport, measure: str, layers: Sequence[str], value: float) -> str:
-    if len(layers) > 1:
-        return f"{number(value)}: one of {listed([path or 'the model itself' for path in layers])}"
-    error = report.layers[layers[0]].standard_error.get(measure, 0.0)
-    return f"{number(value, error)}: {layers[0] or 'the model itself'}"
+def _end(report: StepReport, measure: str, layers: tuple[str, ...], value: float) -> End:
+    errors = [report.layers[path].standard_error.get(measure, 0.0) for path in layers]
+    return End(measure, number(value, min(errors)), layers)
 
 
 def _worst_layers(report: StepReport) -> dict[str, str | None]:
@@ -156,8 +174,8 @@ def _cell(reading: LayerReading, measure: str, worst: bool) -> Cell:
     value = getattr(reading, measure)
     if value is None:
         return Cell("", None)
-    error = reading.standard_error.get(measure, 0.0)
-    return Cell(number(value, error), _finite(value), worst)
+    text = number(value, reading.standard_error.get(measure, 0.0))
+    return Cell(text, _finite(value), worst)
 
 
 def _finite(value: float | None) -> float | None:

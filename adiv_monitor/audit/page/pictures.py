@@ -35,7 +35,7 @@ _STYLE = {
     "svg.fonttype": "none",  # letters stay letters
     "svg.hashsalt": "adiv-monitor",  # the same picture has the same text
     "text.parse_math": False,
-    "font.size": 11,
+    "font.size": 12,
     "axes.edgecolor": _COLOURS["line"],
     "axes.labelcolor": _COLOURS["muted"],
     "axes.spines.top": False,
@@ -60,9 +60,10 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
     from matplotlib.figure import Figure
 
     with rc_context(_STYLE):
-        figure = Figure(figsize=(9.6, 4.0))
+        figure = Figure(figsize=(12.8, 5.2))
         loss, norm = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
-        figure.subplots_adjust(left=0.075, right=0.76, top=0.95, bottom=0.12, hspace=0.16)
+        right = 0.76 if trials else 0.99
+        figure.subplots_adjust(left=0.07, right=right, top=0.97, bottom=0.1, hspace=0.16)
         _draw_losses(loss, record.losses, "accent")
         shown = _several(trials)
         # Before the measured steps are marked, which takes no room on the axis.
@@ -76,7 +77,10 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
             clip_on=False,
             **{"linestyle": "", "marker": "|", "markersize": 7, "color": _COLOURS["ink"]},
         )
-        _place_labels(loss, [(trial.loss, _trial_label(trial)) for trial in shown])
+        _place_labels(
+            loss,
+            [(t.loss, _trial_label(t), "good" if t.pays else "muted") for t in shown],
+        )
         norms = record.gradient_norms
         norm.plot(range(len(norms)), norms, color=_COLOURS["second"], linewidth=1.4)
         _set_scale(norm, norms)
@@ -100,9 +104,9 @@ def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
     if len(courses) < 2:
         return None
     with rc_context(_STYLE):
-        figure = Figure(figsize=(5.6, 3.0))
+        figure = Figure(figsize=(7.6, 3.1))
         axes = figure.subplots()
-        figure.subplots_adjust(left=0.1, right=0.98, top=0.95, bottom=0.16)
+        figure.subplots_adjust(left=0.085, right=0.98, top=0.96, bottom=0.16)
         steps = list(courses)
         upper = [1.0] * len(steps)
         causes = list(CHAIN)[: min(map(len, courses.values()))]
@@ -128,25 +132,24 @@ def two_losses(losses: Mapping[str, Sequence[float]]) -> "Markup":
     from matplotlib.figure import Figure
 
     with rc_context(_STYLE):
-        figure = Figure(figsize=(9.6, 3.2))
+        figure = Figure(figsize=(12.8, 4.2))
         axes = figure.subplots()
-        figure.subplots_adjust(left=0.075, right=0.9, top=0.95, bottom=0.15)
+        figure.subplots_adjust(left=0.07, right=0.95, top=0.96, bottom=0.12)
         for (_, course), colour in zip(losses.items(), ("accent", "second"), strict=True):
             _draw_losses(axes, course, colour)
         _set_scale(axes, [value for course in losses.values() for value in course])
         axes.set_ylabel("loss")
         axes.set_xlabel("step")
-        _place_labels(
-            axes,
-            [(course[-1], mark) for mark, course in zip("AB", losses.values()) if course],
-        )
+        ends = zip("AB", losses.values(), ("accent", "second"), strict=True)
+        _place_labels(axes, [(course[-1], mark, colour) for mark, course, colour in ends if course])
         words = [f"{name}: {_course_words(course)}" for name, course in losses.items()]
         return _svg(figure, "losses", "Loss by step. " + "; ".join(words))
 
 
 def _draw_losses(axes: "Axes", losses: Sequence[float], colour: str) -> None:
     finite = [(step, loss) for step, loss in enumerate(losses) if math.isfinite(loss)]
-    axes.plot(*zip(*finite, strict=True), color=_COLOURS[colour], linewidth=1.8) if finite else None
+    if finite:
+        axes.plot(*zip(*finite, strict=True), color=_COLOURS[colour], linewidth=1.8)
     if losses and not math.isfinite(losses[-1]):
         axes.plot(
             [len(losses) - 1],
@@ -160,7 +163,7 @@ def _draw_losses(axes: "Axes", losses: Sequence[float], colour: str) -> None:
             "not finite ",
             transform=axes.get_xaxis_transform(),
             ha="right",
-            fontsize=11,
+            fontsize=12,
         )
 
 
@@ -180,32 +183,34 @@ def _set_scale(axes: "Axes", values: Sequence[float]) -> None:
         axes.set_yscale("log")
 
 
-def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str]]) -> None:
-    """Texts to the right of the axes at their values, moved apart where they would overlap."""
-    height = 0.075
-    places = []
-    for value, text in sorted(labels, key=lambda label: label[0]):
-        if math.isfinite(value):
-            _, y = axes.transAxes.inverted().transform(axes.transData.transform((0, value)))
-        else:
-            y = 1.0
-        y = max(min(y, 1.0), 0.0)
-        places.append([y, y, text])
-    for i in range(1, len(places)):
-        places[i][1] = max(places[i][1], places[i - 1][1] + height)
-    over = places[-1][1] - 1.0 if places else 0.0
-    for i in range(len(places) - 1, -1, -1):
-        limit = 1.0 if i == len(places) - 1 else places[i + 1][1] - height
-        places[i][1] = min(places[i][1], limit) if over > 0 else places[i][1]
-    for y, shown_at, text in places:
+def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None:
+    """Texts in colours, to the right of the axes at their values; moved apart so none overlap."""
+    if not labels:
+        return
+    axes.get_ylim()  # settles where values stand
+    to_axes = axes.transData + axes.transAxes.inverted()
+    placed = sorted(
+        (min(max(to_axes.transform((0, value))[1], 0.0), 1.0) if math.isfinite(value) else 1.0, i)
+        for i, (value, _, _) in enumerate(labels)
+    )
+    gap = 0.08
+    shown: list[float] = []
+    for y, _ in placed:
+        shown.append(max(y, shown[-1] + gap) if shown else y)
+    highest = 1.0
+    for i in reversed(range(len(shown))):
+        shown[i] = min(shown[i], highest)
+        highest = shown[i] - gap
+    for (y, i), shown_at in zip(placed, shown, strict=True):
+        _, text, colour = labels[i]
         axes.annotate(
             text,
-            xy=(1.002, y),
+            xy=(1.0, y),
             xytext=(1.03, shown_at),
             xycoords="axes fraction",
             textcoords="axes fraction",
             va="center",
-            fontsize=10.5,
+            color=_COLOURS[colour],
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": _COLOURS["line"], "linewidth": 0.8},
         )

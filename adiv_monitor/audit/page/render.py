@@ -5,6 +5,7 @@ import hashlib
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unicodedata import category
 
 from adiv_monitor.sinks.wording import number, percent
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
+# Overrides and isolates of the direction of writing.
+_TURNING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _HERE = Path(__file__).parent
 
 
@@ -25,7 +28,8 @@ def render(template: str, **values: Any) -> str:
     style, script = _asset("page.css"), _asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assets = {"style": Markup(style), "script": Markup(script), "script_hash": digest}
-    return _environment().get_template(template).render(**values, **assets)
+    text = _environment().get_template(template).render(**values, **assets)
+    return text.encode("utf-8", "backslashreplace").decode()  # lone surrogates have no UTF-8
 
 
 @cache
@@ -43,18 +47,25 @@ def _environment() -> "Environment":
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "percent": percent, "path": path}
+    environment.filters |= {"number": number, "percent": percent, "path": path, "visible": visible}
     return environment
 
 
 def path(name: str) -> "Markup":
-    """A module's path: it may break after its dots, and can't turn the writing around it."""
+    """A module's path: it may break after its dots; what would turn the writing is shown as code."""
     from markupsafe import Markup, escape
 
     if not name:
         return Markup("<i>the model itself</i>")
-    pieces = Markup(".<wbr>").join(escape(piece) for piece in name.split("."))
-    return Markup("<bdi>{}</bdi>").format(pieces)
+    return Markup(".<wbr>").join(escape(piece) for piece in visible(name).split("."))
+
+
+def visible(name: str) -> str:
+    """The name with its control characters, and those that turn the writing, as escapes."""
+    return "".join(
+        c.encode("unicode-escape").decode() if category(c) == "Cc" or c in _TURNING else c
+        for c in name
+    )
 
 
 @cache

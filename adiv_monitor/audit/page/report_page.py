@@ -15,13 +15,14 @@ from adiv_monitor.audit.page.findings import (
     significant,
     trial_words,
 )
-from adiv_monitor.audit.page.heat import heat_map
+from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map
 from adiv_monitor.audit.page.layers import layer_table, worst
 from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH
 from adiv_monitor.audit.page.pictures import cosine_picture, loss_picture
 from adiv_monitor.audit.page.render import render
 from adiv_monitor.audit.page.titles import (
     MEASURE_TITLES,
+    SHORT_TITLES,
     finding_title,
     measure_title,
     mend_title,
@@ -29,7 +30,7 @@ from adiv_monitor.audit.page.titles import (
 from adiv_monitor.audit.page.what_if import what_if_tables
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.report import ATTENTION_MEASURES, MEASURES, StepReport
+from adiv_monitor.report import ATTENTION_MEASURES, StepReport
 from adiv_monitor.sinks.scalars import taken
 from adiv_monitor.sinks.wording import not_measured, number
 
@@ -49,7 +50,7 @@ def page(report: AuditReport) -> str:
     record = report.record
     last = _last(record.reports)
     trials = all_trials(report.findings, record)
-    shown = [m for m in MEASURE_TITLES if m in MEASURES and _is_taken(record.reports, m)]
+    shown = [measure for measure in HEAT_MEASURES if _is_taken(record.reports, measure)]
     layers = None if last is None else layer_table(last)
     return render(
         "report.html",
@@ -80,6 +81,7 @@ def page(report: AuditReport) -> str:
         measure_title=measure_title,
         mend_title=mend_title,
         measure_titles=MEASURE_TITLES,
+        short_titles=SHORT_TITLES,
         evidence_rows=evidence_rows,
         trial_words=trial_words,
         significant=significant,

@@ -19,7 +19,6 @@ class Title(NamedTuple):
     logarithmic: bool = False
 
 
-# The order is that of the choice beside the heat map.
 MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
     {
         "update_cosine": Title(
@@ -102,6 +101,22 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "attention_scale_cv": Title(
             "Spread of the attention scales", "standard deviation / mean of ‖∂Y/∂Θ‖²", True
         ),
+    }
+)
+
+# At the heads of narrow columns.
+SHORT_TITLES: Mapping[str, str] = MappingProxyType(
+    {
+        "update_cosine": "Step’s cosine",
+        "gradient_cosine": "Gradient’s cosine",
+        "attainable_cosine": "Ceiling",
+        "realised_cosine": "Realised cosine",
+        "scale_cv": "Spread of scales",
+        "common_share": "Mean feature",
+        "interference_ratio": "Inter\u00adference",
+        "harmed_fraction": "Harmed rows",
+        "effective_lr": "Effective rate",
+        "update_ratio": "Move",
     }
 )
 

@@ -138,7 +138,9 @@
     point();
   };
 
+  const longest = Math.max(...data.layers.map((name) => name.length));
   const label = (height) => {
+    byId("heat-labels").style.width = `${Math.max(longest, 8) + 2}ch`;
     const every = Math.max(1, Math.ceil(14 / height));
     const names = shown.map((layer, row) => [row, data.layers[layer] || "the model itself"]);
     byId("heat-labels").replaceChildren(...names.filter(([row]) => row % every === 0).map(([row, name]) => {
@@ -218,7 +220,6 @@
     shown = data.layers.map((_, i) => i).filter((i) => data.layers[i].toLowerCase().includes(part));
     draw();
   });
-  addEventListener("resize", draw);
   box.hidden = false;
-  draw();
+  new ResizeObserver(draw).observe(byId("heat-map"));
 })();
