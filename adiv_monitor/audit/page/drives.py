@@ -140,4 +140,3 @@ def _sentence(
         ceiling = sum(ceilings) / len(ceilings)
         words += f" No step of these layers could keep more than {number(ceiling)} in the mean."
     return words
-

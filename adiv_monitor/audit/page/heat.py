@@ -43,7 +43,7 @@ def heat_map(reports: Sequence[StepReport], shown: Iterable[str]) -> dict[str, A
     """What the page's script draws the heat map from; None where there is nothing to draw.
 
     `texts` of a measure are what its cells read, `levels` their colours (-1: none), `cells` the
-    number of each cell's text, layer by layer, as base64 of little-endian integers of `bytes` bytes.
+    number of each cell's text, layer by layer, as base64 of little-endian numbers of `bytes` bytes.
     """
     layers = list(dict.fromkeys(path for report in reports for path in report.layers))
     measures = [_measure(measure, reports, layers) for measure in shown]
@@ -99,7 +99,7 @@ def _measure(name: str, reports: Sequence[StepReport], layers: Sequence[str]) ->
 
 
 def _range(seen: list[float], logarithmic: bool) -> tuple[float, float]:
-    """What the colours span: all values but the outermost hundredths, which take the end colours."""
+    """What the colours span: all values but outermost hundredths, which get the end colours."""
     kept = [value for value in seen if value > 0] if logarithmic else seen
     if not kept:
         return 0.0, 1.0

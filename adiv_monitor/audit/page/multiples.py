@@ -6,6 +6,7 @@ They are a few hundred characters each, so that a table of hundreds of layers st
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from adiv_monitor.audit.page.chain import Part
 from adiv_monitor.report import QUANTILE_LEVELS
@@ -65,7 +66,7 @@ def distribution(quantiles: Sequence[float], axis: Axis) -> str:
     bins = [0.0] * _BINS
     share = QUANTILE_LEVELS[1] - QUANTILE_LEVELS[0]
     places = [axis.at(q) * _BINS for q in quantiles]
-    for left, right in zip(places, places[1:], strict=False):
+    for left, right in pairwise(places):
         for i in range(min(int(left), _BINS - 1), min(int(right), _BINS - 1) + 1):
             overlap = min(right, i + 1) - max(left, i)
             bins[i] += share * (overlap / (right - left) if right > left else 1)
@@ -80,7 +81,7 @@ def distribution(quantiles: Sequence[float], axis: Axis) -> str:
 
 
 def bar(parts: Sequence[Part], lowest: float) -> tuple[Block, ...]:
-    """The causes' parts as blocks on an axis from `lowest` (0 or below) to 1, first to be drawn first.
+    """The causes' parts as blocks on an axis from `lowest` (at most 0) to 1, in drawing order.
 
     What is kept reaches from 0 to the last cosine. A part that wins back lies on top of those that
     it wins from; its cause is called "won".

@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from adiv_monitor.audit.finding import Trial
@@ -69,13 +69,18 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
         # Before the measured steps are marked, which takes no room on the axis.
         _draw_trials(loss, shown, len(record.losses))
         _set_scale(loss, [*record.losses, *(trial.loss for trial in shown)])
+        if record.chance is not None:
+            loss.axhline(record.chance, color=_COLOURS["muted"], linewidth=1, linestyle=":")
         loss.set_ylabel("loss")
         loss.plot(
             [report.step for report in record.reports],
             [0.0] * len(record.reports),
             transform=loss.get_xaxis_transform(),
             clip_on=False,
-            **{"linestyle": "", "marker": "|", "markersize": 7, "color": _COLOURS["ink"]},
+            linestyle="",
+            marker="|",
+            markersize=7,
+            color=_COLOURS["ink"],
         )
         _place_labels(
             loss,
@@ -121,13 +126,16 @@ def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
         axes.set_xlim(steps[0], steps[-1])
         axes.set_xlabel("step")
         axes.set_ylabel("cosine")
-        first, last = list(courses.values())[0], list(courses.values())[-1]
-        said = [f"{c} from {a.taken:.2f} to {b.taken:.2f}" for c, a, b in zip(causes, first, last)]
+        first, last = courses[steps[0]], courses[steps[-1]]
+        said = [
+            f"{cause} from {first[i].taken:.2f} to {last[i].taken:.2f}"
+            for i, cause in enumerate(causes)
+        ]
         return _svg(figure, "cosine", f"What takes of the cosine, by step: {'; '.join(said)}.")
 
 
-def two_losses(losses: Mapping[str, Sequence[float]]) -> "Markup":
-    """The losses of two runs."""
+def two_losses(losses: Sequence[Sequence[float]]) -> "Markup":
+    """The losses of two runs, A and B."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -135,15 +143,16 @@ def two_losses(losses: Mapping[str, Sequence[float]]) -> "Markup":
         figure = Figure(figsize=(12.8, 4.2))
         axes = figure.subplots()
         figure.subplots_adjust(left=0.07, right=0.95, top=0.96, bottom=0.12)
-        for (_, course), colour in zip(losses.items(), ("accent", "second"), strict=True):
+        runs = list(zip("AB", losses, ("accent", "second"), strict=True))
+        for _, course, colour in runs:
             _draw_losses(axes, course, colour)
-        _set_scale(axes, [value for course in losses.values() for value in course])
+        _set_scale(axes, [value for course in losses for value in course])
+        axes.margins(x=0.01)
         axes.set_ylabel("loss")
         axes.set_xlabel("step")
-        ends = zip("AB", losses.values(), ("accent", "second"), strict=True)
-        _place_labels(axes, [(course[-1], mark, colour) for mark, course, colour in ends if course])
-        words = [f"{name}: {_course_words(course)}" for name, course in losses.items()]
-        return _svg(figure, "losses", "Loss by step. " + "; ".join(words))
+        _place_labels(axes, [(course[-1], mark, colour) for mark, course, colour in runs if course])
+        words = [f"{mark}: {_course_words(course)}" for mark, course, _ in runs]
+        return _svg(figure, "losses", f"Loss by step. {'; '.join(words)}.")
 
 
 def _draw_losses(axes: "Axes", losses: Sequence[float], colour: str) -> None:
@@ -155,7 +164,10 @@ def _draw_losses(axes: "Axes", losses: Sequence[float], colour: str) -> None:
             [len(losses) - 1],
             [0.94],
             transform=axes.get_xaxis_transform(),
-            **{"marker": "x", "color": _COLOURS["ink"], "markersize": 8, "markeredgewidth": 2},
+            marker="x",
+            color=_COLOURS["ink"],
+            markersize=8,
+            markeredgewidth=2,
         )
         axes.text(
             len(losses) - 1.5,

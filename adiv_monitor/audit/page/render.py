@@ -52,7 +52,7 @@ def _environment() -> "Environment":
 
 
 def path(name: str) -> "Markup":
-    """A module's path: it may break after its dots; what would turn the writing is shown as code."""
+    """A module's path, which may break after its dots."""
     from markupsafe import Markup, escape
 
     if not name:

@@ -48,7 +48,7 @@ def page(report: AuditReport) -> str:
         ImportError: without the packages jinja2 and matplotlib.
     """
     record = report.record
-    last = _last(record.reports)
+    last = last_told(record.reports)
     trials = all_trials(report.findings, record)
     shown = [measure for measure in HEAT_MEASURES if _is_taken(record.reports, measure)]
     layers = None if last is None else layer_table(last)
@@ -70,6 +70,7 @@ def page(report: AuditReport) -> str:
         cosine_picture=cosine_picture(record.reports),
         loss_picture=loss_picture(record, trials) if record.losses else None,
         trials=trials,
+        changes=_changes(record),
         heat=heat_map(record.reports, shown),
         layers=layers,
         anchors={} if last is None else {path: i for i, path in enumerate(last.layers)},
@@ -98,7 +99,7 @@ def headline(findings: Sequence[Finding]) -> str:
     if counts["watch"]:
         things = "one thing" if counts["watch"] == 1 else f"{counts['watch']} things"
         return f"Nothing to mend, {things} to watch"
-    return "Nothing is wrong with this training run, as far as was looked"
+    return "Nothing to mend"
 
 
 def settings(record: Record) -> dict[str, str]:
@@ -123,11 +124,30 @@ def settings(record: Record) -> dict[str, str]:
     }
 
 
+def _changes(record: Record) -> list[dict[str, float]]:
+    """Of the measured steps, how the loss should have changed and how it has."""
+    changes = []
+    for report in record.reports:
+        realised = record.realised.get(report.step, report.realised_loss_change)
+        if realised is None or report.step >= len(record.losses):
+            continue
+        expected = math.nan if report.descent is None else -report.descent
+        changes.append(
+            {
+                "step": report.step,
+                "loss": record.losses[report.step],
+                "expected": expected,
+                "realised": realised,
+            }
+        )
+    return changes
+
+
 def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _last(reports: Sequence[StepReport]) -> StepReport | None:
+def last_told(reports: Sequence[StepReport]) -> StepReport | None:
     """The last step in which layers had a direction; else the last that there is."""
     for report in reversed(reports):
         values = (reading.update_cosine for reading in report.layers.values())

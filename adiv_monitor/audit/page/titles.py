@@ -65,7 +65,9 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "idle_share": Title(
             "Idle rows", "share of rows with g_r = 0: padding, masked tokens, dead units"
         ),
-        "bias_share": Title("Share of the bias", "‖B‖ / (‖A‖ + ‖B‖): the bias's part of the update"),
+        "bias_share": Title(
+            "Share of the bias", "‖B‖ / (‖A‖ + ‖B‖): the bias's part of the update"
+        ),
         "descent": Title("Descent", "−⟨∂L/∂Θ, ΔΘ⟩: first-order decrease of the loss by this layer"),
         "parameter_cosine": Title(
             "Cosine of the parameters' step",

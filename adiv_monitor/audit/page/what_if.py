@@ -41,7 +41,9 @@ def _table(
     what_if: Mapping[str, Mapping[str, Alternative]], names: tuple[str, ...], measure: str
 ) -> WhatIf:
     columns = {
-        name: [getattr(of_layer[name], measure) for of_layer in what_if.values() if name in of_layer]
+        name: [
+            getattr(of_layer[name], measure) for of_layer in what_if.values() if name in of_layer
+        ]
         for name in names
     }
     medians = []
