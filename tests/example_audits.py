@@ -137,9 +137,9 @@ def findings(layers: list[str], losses: list[float]) -> tuple[Finding, ...]:
                 Evidence("update_cosine", 0.0213, 0.05, layers[0], 8),
             ),
             (
-                Advice("Standardise the inputs per channel.", "standardise-inputs", tried),
-                Advice("Give the first layer a norm-like map.", "norm-like", failed),
-                Advice("Look at the code that loads the data."),
+                Advice("Standardise the inputs per channel", "standardise-inputs", tried),
+                Advice("Give the first layer a norm-like map", "norm-like", failed),
+                Advice("Look at the code that loads the data"),
             ),
             "Inputs are 6 times as large as is usual, so that the first layer learns 40 times "
             "faster than all others.",
@@ -151,7 +151,7 @@ def findings(layers: list[str], losses: list[float]) -> tuple[Finding, ...]:
             tuple(layers[1:]),
             "watch",
             (Evidence("dead", 5, 3, layers[-1]),),
-            (Advice("Use LeakyReLU in place of ReLU.", "leaky-relu"),),
+            (Advice("Use LeakyReLU in place of ReLU", "leaky-relu"),),
             "5 of 32 units gave zero for every sample of 10 batches.",
             since=12,
         ),

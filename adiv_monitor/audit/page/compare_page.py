@@ -3,17 +3,12 @@
 import math
 from dataclasses import dataclass
 
-from adiv_monitor.audit.page.findings import STRENGTH_WORDS, significant
+from adiv_monitor.audit.page.findings import significant
 from adiv_monitor.audit.page.layers import Cell
 from adiv_monitor.audit.page.pictures import two_losses
 from adiv_monitor.audit.page.render import render
 from adiv_monitor.audit.page.report_page import headline, last_told, settings
-from adiv_monitor.audit.page.titles import (
-    MEASURE_TITLES,
-    SHORT_TITLES,
-    finding_title,
-    measure_title,
-)
+from adiv_monitor.audit.page.titles import MEASURE_TITLES, finding_title, measure_title
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.report import WORST, LayerReading, StepReport
 from adiv_monitor.sinks.wording import number
@@ -74,7 +69,9 @@ def compare(a: AuditReport, b: AuditReport, names: tuple[str, str]) -> str:
         if any(_value(of_a[p], measure) is not None for p in shared)
     ]
     rows = [(p, [_pair(of_a[p], of_b[p], measure) for measure in measures]) for p in shared]
-    facts = [settings(report.record) for report in (a, b)]
+    facts = [_settings(report) for report in (a, b)]
+    names_of_settings = list(dict.fromkeys(name for of_run in facts for name in of_run))
+    both = [(n, facts[0].get(n, "–"), facts[1].get(n, "–")) for n in names_of_settings]
     return render(
         "compare.html",
         title=f"{names[0]} and {names[1]}",
@@ -90,18 +87,12 @@ def compare(a: AuditReport, b: AuditReport, names: tuple[str, str]) -> str:
             for i, m in enumerate(measures)
         },
         only=([p for p in of_a if p not in of_b], [p for p in of_b if p not in of_a]),
-        settings=[
-            (name, value, facts[1][name])
-            for name, value in facts[0].items()
-            if value != facts[1][name]
-        ],
-        same=[name for name, value in facts[0].items() if value == facts[1][name]],
+        settings=[row for row in both if row[1] != row[2]],
+        same=[name for name, of_a, of_b in both if of_a == of_b],
         picture=two_losses([report.record.losses for report in (a, b)]),
-        strength_words=STRENGTH_WORDS,
         finding_title=finding_title,
         measure_title=measure_title,
         measure_titles=MEASURE_TITLES,
-        short_titles=SHORT_TITLES,
         significant=significant,
     )
 
@@ -116,6 +107,14 @@ def _steps(a: AuditReport, b: AuditReport) -> tuple[StepReport | None, StepRepor
         if last is not None:
             return last, of_b[last.step]
     return last_told(a.record.reports), last_told(b.record.reports)
+
+
+def _settings(report: AuditReport) -> dict[str, str]:
+    """What was chosen, the optimizer's settings one by one; not how long a step took."""
+    facts = report.record.facts
+    chosen = settings(report.record) | {"Optimizer": facts.optimizer}
+    del chosen["Time of a step"]
+    return chosen | {f"Optimizer: {name}": f"{value}" for name, value in facts.settings.items()}
 
 
 def _pair(a: LayerReading, b: LayerReading, measure: str) -> Pair:

@@ -40,23 +40,23 @@ def _always(record: Record) -> str:
 
 
 def _of_rates(record: Record) -> str:
-    return "" if record.rates else "other learning rates were not tried"
+    return "" if record.rates else "other learning rates (not tried)"
 
 
 def _of_inputs(record: Record) -> str:
-    return "" if record.inputs else "no floating-point input was seen"
+    return "" if record.inputs else "inputs (none of floating-point numbers was seen)"
 
 
 def _of_units(record: Record) -> str:
-    return "" if record.units else "no activation function was seen"
+    return "" if record.units else "units (no activation function was seen)"
 
 
 def _of_wiring(record: Record) -> str:
     missing = []
     if math.isnan(record.wiring.input_matters):
-        missing.append("whether inputs matter could not be told")
+        missing.append("whether inputs matter (could not be told)")
     if record.overfit is None:
-        missing.append("learning one small batch by heart was not tried")
+        missing.append("learning one small batch by heart (not tried)")
     return "; ".join(missing)
 
 

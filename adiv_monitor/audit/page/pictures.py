@@ -192,7 +192,12 @@ def _draw_trials(axes: "Axes", trials: Sequence[Trial], steps: int) -> None:
 def _set_scale(axes: "Axes", values: Sequence[float]) -> None:
     finite = [value for value in values if math.isfinite(value)]
     if finite and min(finite) > 0 and max(finite) > 20 * min(finite):
+        from matplotlib.ticker import LogLocator, NullFormatter
+
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None:

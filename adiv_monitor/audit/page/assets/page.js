@@ -40,7 +40,7 @@
     header.setAttribute("aria-sort", direction > 0 ? "ascending" : "descending");
   };
   for (const table of all("table.sortable")) {
-    [...table.tHead.rows[0].cells].forEach((header, column) => {
+    [...[...table.tHead.rows].pop().cells].forEach((header, column) => {
       const button = document.createElement("button");
       button.type = "button";
       button.className = "sort";
@@ -165,7 +165,7 @@
   const point = () => {
     cursor.hidden = at === null || !shown.length;
     if (cursor.hidden) {
-      value.textContent = shown.length ? "\u00a0" : "No layer has this in its name.";
+      value.textContent = shown.length ? byId("heat-help").textContent : "No layer has this in its name.";
       return;
     }
     at = [Math.max(0, Math.min(at[0], shown.length - 1)), Math.max(0, Math.min(at[1], steps - 1))];
