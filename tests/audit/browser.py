@@ -1,5 +1,6 @@
 """A headless Chromium that opens pages from files and says what it asked for."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,9 +27,11 @@ class Browser:
         """Load a file, as a reader with this preference would."""
         command = self.driver.execute_cdp_cmd
         self.driver.get("about:blank")
-        self.driver.get_log("browser"), self.driver.get_log("performance")
+        for log in ("browser", "performance"):
+            self.driver.get_log(log)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        command("Emulation.setEmulatedMedia", {"features": [scheme]})
+        still = {"name": "prefers-reduced-motion", "value": "reduce"}
+        command("Emulation.setEmulatedMedia", {"features": [scheme, still]})
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         command("Emulation.setDeviceMetricsOverride", size)
         self.driver.get(file.as_uri())
@@ -42,6 +45,12 @@ class Browser:
         from selenium.webdriver.common.by import By
 
         return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def click(self, selector: str) -> None:
+        """Click on the middle of the first element, wherever on the page it is."""
+        element = self.find(selector)
+        self.run("arguments[0].scrollIntoView({block: 'center'})", element)
+        element.click()
 
     def texts(self, selector: str) -> list[str]:
         """The texts of the elements that are shown."""
@@ -57,8 +66,6 @@ class Browser:
 
     def requests(self) -> list[str]:
         """The addresses that were asked for since the page was opened."""
-        import json
-
         messages = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
         return [
             m["params"]["request"]["url"]

@@ -7,10 +7,11 @@ of its text.
 
 import base64
 import math
-from array import array
 from collections.abc import Iterable, Sequence
 from statistics import quantiles
 from typing import Any
+
+import numpy as np
 
 from adiv_monitor.audit.page.titles import MEASURE_TITLES
 from adiv_monitor.report import REALISED_MEASURES, WORST, StepReport
@@ -61,7 +62,7 @@ def _measure(name: str, reports: Sequence[StepReport], layers: Sequence[str]) ->
     title = MEASURE_TITLES[name]
     numbers: dict[str, int] = {}
     values: list[float] = []  # of each text
-    cells = array("I")
+    cells: list[int] = []
     seen: list[float] = []
     for layer in layers:
         for report in reports:
@@ -83,7 +84,7 @@ def _measure(name: str, reports: Sequence[StepReport], layers: Sequence[str]) ->
     bad = WORST.get(name)
     levels = [_level(value, low, high, title.logarithmic, bad == "max") for value in values]
     width = 2 if len(values) < 1 << 16 else 4
-    packed = b"".join(cell.to_bytes(width, "little") for cell in cells)
+    packed = np.asarray(cells, dtype=f"<u{width}").tobytes()
     return {
         "name": name,
         "title": title.title,
@@ -111,7 +112,7 @@ def _range(seen: list[float], logarithmic: bool) -> tuple[float, float]:
 
 def _end(bound: float, extreme: float, beyond: str) -> str:
     """An end of the colours in words."""
-    text = number(float(f"{bound:.3g}"))
+    text = f"{bound:.2g}"
     return text if math.isclose(bound, extreme, rel_tol=1e-3) else f"{beyond} {text}"
 
 

@@ -4,7 +4,7 @@ import io
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from adiv_monitor.audit.finding import Trial
 from adiv_monitor.audit.page.chain import CHAIN, mean_chain
@@ -31,7 +31,7 @@ _COLOURS = {
     "optimizer": "#0a0a0a",
     "depth": "#0b0b0b",
 }
-_STYLE = {
+_STYLE: dict[Any, Any] = {  # matplotlib's names of them are no plain strings to mypy
     "svg.fonttype": "none",  # letters stay letters
     "svg.hashsalt": "adiv-monitor",  # the same picture has the same text
     "text.parse_math": False,
