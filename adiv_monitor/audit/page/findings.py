@@ -148,18 +148,22 @@ def trial_words(advice: Advice) -> str:
     loss = significant(trial.loss)
     words = f"tried{rate}: loss after {trial.steps} steps {loss} instead of {without}"
     if math.isfinite(trial.gain) and math.isfinite(trial.error):
-        words += f", {number(abs(trial.gain), trial.error)} {_compared(trial.gain)}"
-        words += f" ± {trial.error:.1g}" if trial.error else ""
+        words += f", {_compared(trial.gain, trial.error)}"
     if trial.mend.startswith("rate*"):
         return words
     if trial.loss_by_rate is not None:
         words += f"; the best learning rate alone gives {significant(trial.loss_by_rate)}"
-        words += "" if trial.beats_rate else ", so that is no merit of this mend"
+        if trial.pays and not trial.beats_rate:
+            words += ", so that is no merit of this mend"
     return words
 
 
-def _compared(gain: float) -> str:
-    return "lower" if gain >= 0 else "higher"
+def _compared(gain: float, error: float) -> str:
+    """By how much the loss is lower, as far as the error tells."""
+    if abs(gain) <= error:
+        return "which is no difference beyond the error"
+    way = "lower" if gain >= 0 else "higher"
+    return f"{number(abs(gain), error)} {way}" + (f" ± {error:.1g}" if error else "")
 
 
 def all_trials(findings: Sequence[Finding], record: Record) -> list[Trial]:
