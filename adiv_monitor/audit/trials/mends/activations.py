@@ -55,8 +55,8 @@ class _Replaced(TorchFunctionMode):
         if func not in self._functions:
             return func(*args, **kwargs)
         self.met += 1
-        # The last argument of those that may run in place says so, if it is given by place.
-        in_place = func in _IN_PLACE or kwargs.get("inplace", args[-1:] == (True,))
+        # No other argument of these functions is a truth value.
+        in_place = func in _IN_PLACE or kwargs.get("inplace", any(x is True for x in args))
         return functional.leaky_relu(args[0] if args else kwargs["input"], self._slope, in_place)
 
 
