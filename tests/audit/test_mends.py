@@ -269,7 +269,8 @@ def test_rates_per_layer_need_a_record() -> None:
 
 
 def test_held_parameters() -> None:
-    fork = setup(optimizer=lambda m: torch.optim.SGD(m[2].parameters(), lr=0.3)).fork()
+    fork = setup(optimizer=lambda m: torch.optim.SGD(m[2].parameters(), lr=0.1)).fork()
+    fork.optimizer.param_groups[0]["lr"] = 0.3
     MENDS["hold-parameters"].apply(fork)
     held = {id(p) for g in fork.optimizer.param_groups for p in g["params"]}
     assert held == {id(p) for p in fork.model.parameters()}
