@@ -55,6 +55,7 @@ def observe(
     """
     fork = setup.fork()
     begin = weights(fork.model)
+    mattered = input_matters(fork, _spread(setup.batches)[:EXCHANGED])
     monitor = Monitor(
         fork.model,
         fork.optimizer,
@@ -82,7 +83,7 @@ def observe(
         reports=tuple(monitor.reports),
         realised=watch.realised,
         inputs=watch.inputs.statistics(),
-        wiring=watch.gradients.wiring(math.nan),
+        wiring=watch.gradients.wiring(mattered),
         first_non_finite=watch.first_non_finite,
         parameter_norms=tuple(course.parameter_norms),
         weights=begin,
@@ -101,10 +102,12 @@ def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
             return replace(record, notes=(*record.notes, note))
         batches = _spread(setup.batches)
         units = _units(fork, batches)
-        matters = input_matters(fork, batches[:EXCHANGED])
+        matters = [record.wiring.input_matters, input_matters(fork, batches[:EXCHANGED])]
     except KeyboardInterrupt:
         return replace(record, interrupted=True)
-    return replace(record, units=units, wiring=replace(record.wiring, input_matters=matters))
+    # A model that died in training looked at its inputs once: that is another illness.
+    most = max((x for x in matters if not math.isnan(x)), default=math.nan)
+    return replace(record, units=units, wiring=replace(record.wiring, input_matters=most))
 
 
 def _units(fork: Fork, batches: Sequence[Any]) -> Any:

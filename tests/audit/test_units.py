@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from audited import batches, cross_entropy, seen, sgd
+from audited import batches, cross_entropy, dying, seen, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -134,15 +134,7 @@ def test_modules_put_together_from_functions_count_as_what_they_are() -> None:
 
 
 def test_of_a_run_it_is_the_trained_model_that_counts() -> None:
-    """Alive at first, killed by the first step: a rate far too high and a bias that follows."""
-    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 1))
-    with torch.no_grad():
-        model[0].bias.fill_(1.0)
-        model[2].weight.fill_(1.0)
-
-    def loss(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return m(batch[0]).mean()
-
+    model, loss = dying()
     record = seen(model, batches(6, 64), loss=loss, optimizer=sgd(1e3), steps=6)
     assert record.units["1"].dead == 9
     assert record.units["1"].batches == 6

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from audited import Batch, batches, cross_entropy, mlp, seen, sgd
+from audited import Batch, batches, cross_entropy, dying, mlp, seen, sgd
 from torch import Tensor, nn
 
 from adiv_monitor.audit.record import Wiring
@@ -132,3 +132,10 @@ def test_dictionaries_and_lists_are_exchanged_too() -> None:
 def test_samples_that_are_all_alike_tell_nothing(size: int) -> None:
     data = [(torch.ones(size, 6), y[:size]) for _, y in batches()]
     assert math.isnan(seen(nn.Linear(6, 3), data).wiring.input_matters)
+
+
+def test_a_model_that_died_while_it_was_trained_does_not_ignore_its_inputs() -> None:
+    model, loss = dying()
+    record = seen(model, batches(6, 64), loss=loss, optimizer=sgd(1e3))
+    assert record.units["1"].dead == 9
+    assert record.wiring.input_matters > 0.1
