@@ -210,6 +210,18 @@ def test_a_scripted_model_is_refused() -> None:
         seen(torch.jit.script(mlp()))
 
 
+def test_ctrl_c_while_mends_are_tried_keeps_what_was_found() -> None:
+    def progress(what: str, done: int, of: int) -> None:
+        if what == "mends":
+            raise KeyboardInterrupt
+
+    data = [(1000 * x, y) for x, y in batches(20, 32)]
+    report = audit(mlp(), data, loss=cross_entropy, optimizer=sgd(0.1), steps=20, progress=progress)
+    assert report.record.interrupted
+    assert report.record.rates and report.what_if
+    assert report.findings[0].strength == "act"
+
+
 def test_lbfgs() -> None:
     model = mlp()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
