@@ -1,9 +1,10 @@
 """How far is the activation update that training really makes from the ideal one?"""
 
+from adiv_monitor.audit import audit
 from adiv_monitor.errors import AdivError
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import AttentionReading, LayerReading, StepReport
 
 __version__ = "0.1.0"
 
-__all__ = ["AdivError", "AttentionReading", "LayerReading", "Monitor", "StepReport"]
+__all__ = ["AdivError", "AttentionReading", "LayerReading", "Monitor", "StepReport", "audit"]

@@ -92,6 +92,22 @@ class UnitStatistics:
 
 
 @dataclass(frozen=True)
+class WeightStatistics:
+    """The weight of one linear or convolutional layer before training.
+
+    Attributes:
+        gain: rms of its entries · √fan-in: how many times longer outputs are than inputs, entry
+            for entry. About 0.6 as torch initialises layers, 1.4 as He does, 1 as Xavier does.
+        bias: rms of the bias; 0 without one.
+        alike: share of its output units that equal another to the last digit.
+    """
+
+    gain: float
+    bias: float
+    alike: float
+
+
+@dataclass(frozen=True)
 class Wiring:
     """Whether all that should take part in training does.
 
@@ -103,6 +119,7 @@ class Wiring:
         input_matters: ‖outputs − outputs of the other samples' inputs‖ / ‖outputs − their mean‖…:
             the relative change of the loss per sample when inputs are exchanged between samples;
             0: the model ignores its inputs. NaN where it can't be told.
+        unused: those of `unreached` whose module never ran.
     """
 
     not_held: tuple[str, ...] = ()
@@ -110,6 +127,7 @@ class Wiring:
     zero_gradient: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     input_matters: float = float("nan")
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +148,11 @@ class Record:
         overfit: the trial of learning one small batch by heart; None: not tried.
         rates: factor on the learning rate → its trial; empty: not tried.
         notes: what a reader must know to trust all this.
+        chance: the loss of answering without looking at the inputs, e.g. log(classes) for
+            cross-entropy; None: not known.
+        parameter_norms: ‖all parameters that the optimizer holds‖ before each step; empty: not
+            looked at.
+        weights: by path of the module, as they were before training.
     """
 
     facts: Facts
@@ -144,3 +167,6 @@ class Record:
     overfit: Trial | None = None
     rates: Mapping[float, Trial] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    chance: float | None = None
+    parameter_norms: tuple[float, ...] = ()
+    weights: Mapping[str, WeightStatistics] = field(default_factory=dict)

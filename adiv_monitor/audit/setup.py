@@ -2,11 +2,13 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -59,31 +61,67 @@ class Setup:
     seed: int = 0
 
     def fork(self) -> Fork:
-        """A copy, with an optimizer of its own, as they were given."""
-        if isinstance(self.optimizer, Optimizer):
-            model, optimizer = copy.deepcopy((self.model, self.optimizer))
-        else:
-            model = copy.deepcopy(self.model)
-            optimizer = self.optimizer(model)
+        """A copy in training mode, with an optimizer of its own, as they were given.
+
+        Raises:
+            TypeError: the model can't be copied, or the factory gave no optimizer.
+            ValueError: the optimizer holds none of the model's parameters.
+        """
+        given = self.optimizer if isinstance(self.optimizer, Optimizer) else None
+        try:
+            model, copied, loss = copy.deepcopy((self.model, given, _own_modules(self.loss)))
+        except Exception as error:
+            raise TypeError(
+                f"audit(model=…): got a {type(self.model).__name__} that copy.deepcopy can't copy "
+                f"({type(error).__name__}: {error}), expected one that it can, since copies of it "
+                "are trained: give it before its first forward pass, without hooks that hold "
+                "tensors, or teach its class __deepcopy__"
+            ) from error
+        if not model.training:
+            model.train()
+        optimizer = self._made(model) if copied is None else copied
+        _check_optimizer(model, optimizer)
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
-        return Fork(model, optimizer, self.loss, batches, self.clip_norm, self.seed)
+        return Fork(model, optimizer, loss or self.loss, batches, self.clip_norm, self.seed)
+
+    def _made(self, model: nn.Module) -> Optimizer:
+        assert not isinstance(self.optimizer, Optimizer)
+        with seeded(self.seed):
+            return self.optimizer(model)
 
 
-def taken(batches: Iterable[Any], steps: int) -> tuple[Any, ...]:
-    """The first batches, as many as there are steps at most.
+def _own_modules(loss: Loss) -> Loss | None:
+    """The loss, where it is a module, which may have parameters and buffers of its own."""
+    is_module = isinstance(getattr(loss, "__self__", loss), nn.Module)
+    return loss if is_module else None
 
-    Raises:
-        ValueError: there is none.
-    """
-    found = tuple(itertools.islice(batches, steps))
-    if not found:
-        raise ValueError("audit(batches=…): got no batch, expected at least one")
-    return found
+
+def _check_optimizer(model: nn.Module, optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"audit(optimizer=…): the factory gave {type(optimizer).__name__}, expected a "
+            "torch.optim.Optimizer over the parameters of the model that it was called with"
+        )
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"audit(optimizer=…): got a {type(optimizer).__name__} that holds none of the "
+            f"parameters of {type(model).__name__}, expected the optimizer that trains this model: "
+            "make it from model.parameters(), or give a function model → optimizer"
+        )
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Run with torch's random numbers begun at `seed`; afterwards they are as they were."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
+    """Run with random numbers begun at `seed`; afterwards torch's, Python's and numpy's go on."""
+    python, numpy = random.getstate(), np.random.get_state()
+    on_cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=on_cuda):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

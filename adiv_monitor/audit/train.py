@@ -21,12 +21,14 @@ class Course:
         losses: of each step's batch before the step; ends with the first that is not finite.
         gradient_norms: ‖gradient of all parameters that the optimizer holds‖, before clipping.
         seconds: that each step took.
+        parameter_norms: ‖all parameters that the optimizer holds‖ before each step.
         interrupted: whether the keyboard ended the run early.
     """
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    parameter_norms: list[float] = field(default_factory=list)
     interrupted: bool = False
 
 
@@ -77,6 +79,7 @@ def _step(fork: Fork, step: int, batch: Any, course: Course, watch: Watch) -> No
         return loss
 
     watch.begins(step, batch)
+    course.parameter_norms.append(parameter_norm(fork.optimizer))
     if _needs_closure(fork.optimizer):
         fork.optimizer.step(closure)  # type: ignore[arg-type]
     else:
@@ -94,6 +97,11 @@ def gradient_norm(optimizer: Optimizer) -> float:
     if not gradients:
         return 0.0
     return float(torch.nn.utils.get_total_norm(gradients))
+
+
+def parameter_norm(optimizer: Optimizer) -> float:
+    """‖all parameters that the optimizer holds‖."""
+    return float(torch.nn.utils.get_total_norm([p.detach() for p in _held(optimizer)]))
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:

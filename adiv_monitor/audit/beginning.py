@@ -1,0 +1,67 @@
+"""Where training begins: the weights, and the loss of a model that knows nothing."""
+
+import math
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.record import WeightStatistics
+from adiv_monitor.audit.setup import Setup, seeded
+
+_MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_BATCHES = 4  # that the loss of knowing nothing is the mean of
+
+
+def weights(model: nn.Module) -> dict[str, WeightStatistics]:
+    """How the linear and convolutional layers of a model are initialised, by path."""
+    return {
+        path: _statistics(module)
+        for path, module in model.named_modules()
+        if isinstance(module, _MAPS) and module.weight.numel()
+    }
+
+
+@torch.no_grad()
+def _statistics(module: nn.Module) -> WeightStatistics:
+    weight: Any = module.weight
+    bias: Any = module.bias
+    rows = weight.detach().flatten(1).double()
+    distinct = len(torch.unique(rows, dim=0))
+    gain = float(rows.square().mean().sqrt()) * math.sqrt(rows.shape[1])
+    rms = 0.0 if bias is None else float(bias.detach().double().square().mean().sqrt())
+    alike = (len(rows) - distinct) / (len(rows) - 1) if len(rows) > 1 else 0.0
+    return WeightStatistics(gain, rms, alike)
+
+
+def chance(setup: Setup) -> float | None:
+    """The loss where the last layer gives zeros whatever the inputs are; None where it can't tell.
+
+    That is log(classes) for cross-entropy, the mean square of the targets for squared errors. The
+    last layer is the linear or convolutional one that runs last.
+    """
+    fork = setup.fork()
+    last: list[nn.Module] = []
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        last[:] = [module]
+
+    def zero(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return torch.zeros_like(output)
+
+    maps = [module for module in fork.model.modules() if isinstance(module, _MAPS)]
+    handles = [module.register_forward_hook(note) for module in maps]
+    batches = setup.batches[:_BATCHES]
+    with seeded(setup.seed), torch.no_grad():
+        try:
+            fork.loss(fork.model, batches[0])
+            for handle in handles:
+                handle.remove()
+            if not last:
+                return None
+            last[0].register_forward_hook(zero)
+            losses = [float(fork.loss(fork.model, batch)) for batch in batches]
+        except Exception:  # whatever is wrong with the loss is the training run's to say
+            return None
+    return fmean(losses) if all(map(math.isfinite, losses)) else None

@@ -1,0 +1,210 @@
+"""Rules about the learning rate: too high, too low, or unlike between layers."""
+
+import math
+from collections.abc import Iterator
+from statistics import median
+
+from adiv_monitor.audit.diagnosis.course import fell, rose, start
+from adiv_monitor.audit.diagnosis.seen import Typical, by_layer, worst_first
+from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength, Trial
+from adiv_monitor.audit.record import Record
+
+# How far the loss falls at the rate as it is, over how far it falls at a better one.
+SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.5, 0.8
+SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH = 0.1, 0.25
+# ‖Δz‖ / ‖z‖ of one step: activations that move by as much as they are long are not the ones that
+# the gradient was taken at.
+MOVES_TOO_FAR = 1.0
+# Activations that keep this still over a whole audit do not learn.
+HARDLY_MOVES = 1e-5
+# update_ratio of a layer over the median layer's, either way.
+UNEVEN_WATCH, UNEVEN_ACT = 100.0, 1000.0
+
+
+def rate_too_high(record: Record) -> Iterator[Finding]:
+    """The steps are longer than the loss is straight."""
+    if record.rates:
+        yield from _too_high_by_trial(record)
+    else:
+        yield from _too_high_by_measures(record)
+
+
+def rate_too_low(record: Record) -> Iterator[Finding]:
+    """The steps are so short that nothing is learnt."""
+    if record.rates:
+        yield from _too_low_by_trial(record)
+    else:
+        yield from _too_low_by_measures(record)
+
+
+def lower_rate_pays(record: Record) -> bool:
+    """Whether a short run at a lower learning rate went far better."""
+    return any(finding.strength == "act" for finding in _too_high_by_trial(record))
+
+
+def share_of_fall(record: Record, trial: Trial) -> float:
+    """How far the loss falls at the rate as it is, over how far it falls in the trial."""
+    if not math.isfinite(trial.loss_without):
+        return -math.inf
+    best = start(record) - trial.loss
+    return (start(record) - trial.loss_without) / best if best > 0 else 1.0
+
+
+def _better(record: Record, factors: list[float]) -> tuple[float, Trial] | None:
+    """The best of these rates, if it is better by more than two standard errors."""
+    trials = [(f, record.rates[f]) for f in factors if math.isfinite(record.rates[f].loss)]
+    if not trials:
+        return None
+    factor, trial = min(trials, key=lambda pair: pair[1].loss)
+    return (factor, trial) if not trial.gain <= 2 * trial.error else None
+
+
+def _too_high_by_trial(record: Record) -> Iterator[Finding]:
+    better = _better(record, [factor for factor in record.rates if factor < 1])
+    if better is None:
+        return
+    factor, trial = better
+    share = share_of_fall(record, trial)
+    if share < SHARE_OF_FALL_WATCH:
+        yield _too_high(
+            "act" if share < SHARE_OF_FALL_ACT else "watch",
+            (
+                Evidence("loss", trial.loss_without),
+                Evidence(f"loss at rate × {factor:g}", trial.loss),
+                Evidence("share of the fall", share, SHARE_OF_FALL_WATCH),
+            ),
+            f"At {factor:g} times the learning rate the loss is {trial.loss:.3g} instead of "
+            f"{trial.loss_without:.3g} after {trial.steps} steps.",
+            factor,
+        )
+
+
+def _too_high_by_measures(record: Record) -> Iterator[Finding]:
+    """The batch's own loss rises in its step, though to first order it should fall."""
+    predicted = {r.step: r.descent for r in record.reports if r.descent is not None}
+    steps = [s for s in record.realised if predicted.get(s, 0) > 0]
+    risen = sum(not record.realised[s] <= 0 for s in steps)
+    moves = {p: t for p, t in by_layer(record, "update_ratio").items() if t.above(MOVES_TOO_FAR)}
+    often = len(steps) >= 3 and risen > len(steps) / 2
+    if not (often or (moves and not fell(record))):
+        return
+    layers = worst_first({p: t.value for p, t in moves.items()})
+    share = risen / len(steps) if steps else math.nan
+    yield _too_high(
+        "act" if rose(record) or (often and not fell(record)) else "watch",
+        (
+            *((Evidence("steps that raise their batch's loss", share, 0.5),) if often else ()),
+            *(Evidence("update_ratio", moves[p].value, MOVES_TOO_FAR, p) for p in layers[:3]),
+        ),
+        f"{risen} of {len(steps)} measured steps raised the loss of the batch that they were made "
+        "for." if often else "Single steps move activations by more than their own length.",
+        0.1,
+        layers,
+    )  # fmt: skip
+
+
+def _too_high(
+    strength: Strength,
+    evidence: tuple[Evidence, ...],
+    summary: str,
+    factor: float,
+    layers: tuple[str, ...] = (),
+) -> Finding:
+    factors = [factor] + [f for f in (0.1, 0.3) if f != factor]
+    return Finding(
+        "rate-too-high",
+        layers,
+        strength,
+        evidence,
+        (
+            *(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
+            Advice("warm the learning rate up over the first steps", "warm-up"),
+        ),
+        summary,
+        "More steps at this rate.",
+    )
+
+
+def _too_low_by_trial(record: Record) -> Iterator[Finding]:
+    better = _better(record, [factor for factor in record.rates if factor > 1])
+    if better is None:
+        return
+    factor, trial = better
+    share = share_of_fall(record, trial)
+    if share < SHARE_OF_FALL_TOO_LOW_WATCH:
+        yield _too_low(
+            "act" if share < SHARE_OF_FALL_TOO_LOW_ACT else "watch",
+            (
+                Evidence("loss", trial.loss_without),
+                Evidence(f"loss at rate × {factor:g}", trial.loss),
+                Evidence("share of the fall", share, SHARE_OF_FALL_TOO_LOW_WATCH),
+            ),
+            f"At {factor:g} times the learning rate the loss is {trial.loss:.3g} instead of "
+            f"{trial.loss_without:.3g} after {trial.steps} steps.",
+            factor,
+        )
+
+
+def _too_low_by_measures(record: Record) -> Iterator[Finding]:
+    moves = by_layer(record, "update_ratio")
+    if moves and all(t.below(HARDLY_MOVES) for t in moves.values()) and not fell(record):
+        largest = max(moves, key=lambda path: moves[path].value)
+        yield _too_low(
+            "act",
+            (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
+            f"No layer's activations move by more than {moves[largest].value:.1g} of themselves in "
+            "a step, and the loss stands still.",
+            10,
+        )
+
+
+def _too_low(
+    strength: Strength, evidence: tuple[Evidence, ...], summary: str, factor: float
+) -> Finding:
+    factors = [factor] + [f for f in (10, 3) if f != factor]
+    return Finding(
+        "rate-too-low",
+        (),
+        strength,
+        evidence,
+        tuple(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
+        summary,
+        "More layers or units: what there is has not learnt yet.",
+    )
+
+
+def uneven_rates(record: Record) -> Iterator[Finding]:
+    """Layers whose activations move far less, or far more, than those of the others."""
+    ratios = {p: t for p, t in by_layer(record, "update_ratio").items() if t.value > 0}
+    if len(ratios) < 3:
+        return
+    middle = median(t.value for t in ratios.values())
+    off = {p: max(t.value / middle, middle / t.value) for p, t in ratios.items()
+           if t.below(middle / UNEVEN_WATCH) or t.above(middle * UNEVEN_WATCH)}  # fmt: skip
+    if not off:
+        return
+    layers = worst_first(off)
+    rates = by_layer(record, "effective_lr")
+    starved = [p for p in layers if ratios[p].value < middle]
+    kind = "hardly move" if len(starved) == len(layers) else "move far more than the others"
+    yield Finding(
+        "uneven-rates",
+        layers,
+        "act" if off[layers[0]] > UNEVEN_ACT else "watch",
+        (
+            *(Evidence("update_ratio", ratios[p].value, _limit(ratios[p], middle), p)
+              for p in layers[:3]),
+            *(Evidence("effective_lr", rates[p].value, None, p) for p in layers[:3] if p in rates),
+        ),
+        (
+            Advice("give these layers learning rates of their own", "rate-per-layer"),
+            Advice("an optimizer that scales each parameter's step", "adamw"),
+        ),
+        f"In one step the activations of {', '.join(layers[:3])} {kind}: by {off[layers[0]]:.0f} "
+        "times less or more than the median layer's.",
+        "One learning rate for all cannot be right for both kinds.",
+    )  # fmt: skip
+
+
+def _limit(ratio: Typical, middle: float) -> float:
+    return middle / UNEVEN_WATCH if ratio.value < middle else middle * UNEVEN_WATCH
