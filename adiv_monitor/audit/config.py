@@ -14,7 +14,9 @@ from adiv_monitor.audit.usage import UsageError, needed, one_line
 # As Lightning calls them; float16 needs a scaled loss, which the audit's loop does not have.
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
-Reader = Callable[[Any], Any]  # from text or from what YAML read; raises ValueError(what is expected)
+Reader = Callable[
+    [Any], Any
+]  # from text or from what YAML read; raises ValueError(what is expected)
 
 
 def _text(value: Any) -> str:
@@ -111,11 +113,11 @@ class Config:
         "",
         _text,
         "import path of a torch.nn.Module class, of a function that returns a module, or of an "
-        "instance (torchvision.models.resnet18, my_project.train:build); timm:NAME; or hf:PATH of a "
-        "config.json of transformers, or its folder. Building it runs its code.",
+        "instance (torchvision.models.resnet18, my_project.train:build); timm:NAME; or hf:PATH of "
+        "a config.json of transformers, or of its folder. Building it runs its code.",
         "MODEL",
     )
-    model_args: dict[str, Any] = _option(
+    model_args: Mapping[str, Any] = _option(
         dict, _arguments, "arguments of the class or function", "JSON"
     )
     checkpoint: str | None = _option(
@@ -160,12 +162,10 @@ class Config:
         "optimizer",
         "NAME",
     )
-    optimizer_args: dict[str, Any] = _option(
+    optimizer_args: Mapping[str, Any] = _option(
         dict, _arguments, """arguments of the optimizer, such as '{"lr": 0.1}'""", "JSON"
     )
-    clip_norm: float | None = _option(
-        None, _positive, "clip the gradient to this norm", "NORM"
-    )
+    clip_norm: float | None = _option(None, _positive, "clip the gradient to this norm", "NORM")
     steps: int = _option(60, _whole(1), "steps to train a copy for", "N")
     seed: int = _option(0, _whole(0), "of initial weights, data and training", "N")
     device: str | None = _option(
@@ -176,15 +176,13 @@ class Config:
         False, _flag, "measure what steps really did, all layers having moved; costs two forwards"
     )
     attention: bool = _option(False, _flag, "measure attention scores too")
-    try_mends: bool = _option(
-        True, _flag, "try the first mends in short runs before advising them"
-    )
+    try_mends: bool = _option(True, _flag, "try the first mends in short runs before advising them (on by default)")
     fail_if: tuple[str, ...] = _option(
         tuple,
         _rules,
-        "exit with 1 if this holds: '[LAYERS:] MEASURE > NUMBER' at any layer and measured step, by "
-        "more than two standard errors (scale_cv > 1, 'encoder.*: update_cosine < 0'); or the name "
-        "of a finding (rate-too-high), or a strength that some finding has (act). May be repeated",
+        "exit with 1 if this holds: '[LAYERS:] MEASURE > NUMBER' (or >=, <, <=) at any layer and "
+        "measured step, by more than two standard errors ('encoder.*: update_cosine < 0'); the "
+        "name of a finding (rate-too-high); or a strength that one has (act). May be repeated",
         "RULE",
     )
     out: str = _option("adiv-audit", _text, "folder of the report", "DIR")
@@ -234,7 +232,9 @@ def load(file: str) -> dict[str, Any]:
         """Knows 1e-3 for a number, which YAML 1.1 takes for text."""
 
     Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
+        list("-+0123456789"),
     )
     try:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), Loader)

@@ -52,8 +52,8 @@ def _read(path: str, trusted: bool) -> Any:
         if trusted or (reason := _refusal(error)) is None:
             raise _unreadable(path, error) from error
         raise UsageError(
-            f"--checkpoint {path}: refused, because reading it means running code: {reason}. If you "
-            "trust whoever made the file: --trust-checkpoint"
+            f"--checkpoint {path}: refused, because reading it means running code: {reason}. If "
+            "you trust whoever made the file: --trust-checkpoint"
         ) from error
     except Exception as error:
         raise _unreadable(path, error) from error
@@ -88,8 +88,8 @@ def _state(content: Any, path: str) -> Mapping[str, Tensor]:
     else:
         got = f"a {type(content).__name__}"
     raise UsageError(
-        f"--checkpoint {path}: got {one_line(got)}, expected a state dict, or a dict with one under "
-        + ", ".join(map(repr, _KEYS))
+        f"--checkpoint {path}: got {one_line(got)}, expected a state dict, or a dict with one "
+        "under " + ", ".join(map(repr, _KEYS))
     )
 
 
@@ -117,8 +117,8 @@ def _check(
     told = [f"{len(keys)} {what}: {_some(keys)}" for what, keys in wrong.items() if keys]
     if told:
         raise UsageError(
-            f"--checkpoint {path}: does not fit {type(model).__name__}: {'; '.join(told)}. Is it of "
-            "this model, with these --model-args?"
+            f"--checkpoint {path}: does not fit {type(model).__name__}: {'; '.join(told)}. Is it "
+            "of this model, with these --model-args?"
         )
 
 

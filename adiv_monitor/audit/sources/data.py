@@ -14,11 +14,10 @@ from adiv_monitor.audit.config import Config
 from adiv_monitor.audit.sources import huggingface, images, losses, random_data, text
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.sources.shapes import Fit, Inputs, fit
-from adiv_monitor.audit.sources.targets import Form, form
+from adiv_monitor.audit.sources.targets import MOST_CLASSES, Form, form
 from adiv_monitor.audit.usage import UsageError, said
 
 _MOST_BATCHES = 32  # different ones of random data: more would only take memory
-_MOST_CLASSES = 10  # of random data: there must be several samples of each
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,8 @@ def _for_module(config: Config, model: nn.Module) -> _Made:
     examples, classes, notes = _examples(config, found.inputs, wanted.classes)
     _check_classes(config, wanted, classes, found)
     batches = _batches(examples, config, lambda x, label: wanted.batch(x, label))
-    return _Made(batches, found.inputs, classes, wanted.loss, notes)
+    told = classes if wanted.takes_classes else config.num_classes
+    return _Made(batches, found.inputs, told, wanted.loss, notes)
 
 
 def _for_pretrained(config: Config, model: Any) -> _Made:
@@ -103,7 +103,7 @@ def _examples(
     """Pairs of samples and classes, how many classes there are, and what to note."""
     kind, _, argument = config.data.partition(":")
     if kind == "random":
-        most = _MOST_CLASSES if outputs is None or outputs == 1 else min(_MOST_CLASSES, outputs)
+        most = MOST_CLASSES if outputs is None or outputs == 1 else min(MOST_CLASSES, outputs)
         classes = config.num_classes or most
         count = config.batch_size * min(config.steps, _MOST_BATCHES)
         made = random_data.examples(inputs, classes, count, config.seed)
@@ -127,9 +127,9 @@ def _check_classes(config: Config, wanted: Form, classes: int | None, found: Fit
     real = config.data != "random"
     if real and classes is not None and not wanted.takes_classes:
         raise UsageError(
-            f"--data {config.data} has class labels; the model's outputs {found.output[1:]} with the "
-            f"loss {wanted.loss} need other targets: give --num-classes or --loss, or batches of "
-            "your own"
+            f"--data {config.data} has class labels; the model's outputs {found.output[1:]} with "
+            f"the loss {wanted.loss} need other targets: give --num-classes or --loss, or "
+            "batches of your own"
         )
     if wanted.takes_classes and classes is not None and classes > wanted.classes:
         raise UsageError(
@@ -175,8 +175,8 @@ def _users(config: Config, device: torch.device, dtype: torch.dtype) -> Data:
         return Data(taken, None, None, None)
     if not isinstance(first, (tuple, list)) or len(first) < 2:
         raise UsageError(
-            f"{where}: got a batch that is a {type(first).__name__}, expected (inputs…, target), or "
-            "a dict of the model's arguments"
+            f"{where}: got a batch that is a {type(first).__name__}, expected (inputs…, target), "
+            "or a dict of the model's arguments"
         )
     return Data(taken, None, None, losses.default(first[-1]))
 
@@ -187,7 +187,7 @@ def _taken(
     """As many batches as there are steps at most: on the device, in the dtype, and finite."""
     where = f"--data {config.data}"
     iterator = enumerate(itertools.islice(batches, config.steps))
-    taken = []
+    taken: list[Any] = []
     while True:
         try:
             number, batch = next(iterator)
@@ -216,6 +216,6 @@ def _check_finite(batch: Any, where: str) -> None:
         if wrong:
             part = "".join(map(str, path)) or "itself"
             raise UsageError(
-                f"{where}: {wrong} of the {value.numel()} values of part {part} are NaN or infinite; "
-                "clean the data first"
+                f"{where}: {wrong} of the {value.numel()} values of part {part} are NaN or "
+                "infinite; clean the data first"
             )

@@ -1,5 +1,6 @@
 """Models of Hugging Face's transformers: from a configuration, with batches as their heads want."""
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -37,8 +38,9 @@ def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     where = f"MODEL hf:{path}"
     content = _content(file, where)
     names = content.get("architectures") or []
-    kind = getattr(transformers, names[0], None) if len(names) == 1 else None
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+    kind: Any = getattr(transformers, names[0], None) if len(names) == 1 else None
+    is_model = inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model:
         raise UsageError(
             f"{where}: its architectures are {names}, expected one class of transformers "
             f"{transformers.__version__}, such as BertForSequenceClassification"
@@ -65,8 +67,8 @@ def _content(file: Path, where: str) -> dict[str, Any]:
         raise UsageError(f"{where}: {file} holds a {type(content).__name__}, expected an object")
     if "auto_map" in content:
         raise UsageError(
-            f"{where}: the model brings code of its own, which is not run; give the import path of a "
-            "function of yours that builds it"
+            f"{where}: the model brings code of its own, which is not run; give the import path of "
+            "a function of yours that builds it"
         )
     if (kernel := _kernel(content)) is not None:
         raise UsageError(
@@ -81,7 +83,7 @@ def _kernel(content: Any) -> str | None:
     if not isinstance(content, dict):
         return None
     for key, value in content.items():
-        if key.endswith("_implementation") or key.endswith("attn_implementation"):
+        if key.endswith("_implementation") or key == "attn_implementation":
             values = value.values() if isinstance(value, dict) else [value]
             if hub := [v for v in values if isinstance(v, str) and "/" in v]:
                 return hub[0]
@@ -145,7 +147,7 @@ def _span(x: Tensor, label: Tensor, classes: int) -> Batch:
 
 
 def _which_choice(x: Tensor, label: Tensor, classes: int) -> Batch:
-    """Two choices for each sample: its sequence, and another's; the first is right if it is even."""
+    """Of each sample its sequence and another's; the first is right where the class is even."""
     choices = torch.stack([x, x.roll(1, 0)], 1)
     swapped = label % 2 == 1
     return {
@@ -195,7 +197,9 @@ def classes(model: Any) -> int | None:
     """How many classes its head tells apart; None: it has no classes but tokens."""
     if labels(model) in _WITHOUT_CLASSES:
         return None
-    return 2 if type(model).__name__.endswith("ForNextSentencePrediction") else model.config.num_labels
+    return (
+        2 if type(model).__name__.endswith("ForNextSentencePrediction") else model.config.num_labels
+    )
 
 
 def batch(model: Any, x: Tensor, label: Tensor) -> Batch:
@@ -216,5 +220,7 @@ def tokenizer(model_name: str) -> Callable[[str], list[int]] | None:
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        raise UsageError(f"MODEL {model_name}: its tokenizer can't be read: {said(error)}") from error
+        raise UsageError(
+            f"MODEL {model_name}: its tokenizer can't be read: {said(error)}"
+        ) from error
     return lambda text: list(found(text, verbose=False)["input_ids"])

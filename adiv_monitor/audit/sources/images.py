@@ -63,8 +63,9 @@ def _prepared(shape: tuple[int, ...]) -> Callable[[Any], Tensor]:
 def adapted(images: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Images (samples, channels, height, width) as samples of another shape.
 
-    (C, H, W): resized, grey repeated or colours averaged; (T, K): a grey image's rows as a sequence;
-    (K,): resized to the square image, grey or in colour, that has K entries, and flattened.
+    (C, H, W): resized, grey repeated or colours averaged; (T, K): a grey image's rows as a
+    sequence; (K,): resized to the square image, grey or in colour, that has K entries, and
+    flattened.
 
     Raises:
         UsageError: they can't be brought to that shape.

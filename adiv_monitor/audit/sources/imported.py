@@ -34,10 +34,14 @@ def imported(path: str, option: str) -> Any:
     for name in names.split(".") if colon else rest:
         if not hasattr(found, name):
             known = [n for n in vars(found) if not n.startswith("_")] if colon or rest else []
-            raise UsageError(f"{option} {path}: {_named(found)} has no {name!r}{_close(name, known)}")
+            raise UsageError(
+                f"{option} {path}: {_named(found)} has no {name!r}{_close(name, known)}"
+            )
         found = getattr(found, name)
     if isinstance(found, ModuleType):
-        raise UsageError(f"{option} {path}: that is a module, expected {path}:NAME of what is in it")
+        raise UsageError(
+            f"{option} {path}: that is a module, expected {path}:NAME of what is in it"
+        )
     return found
 
 
@@ -52,7 +56,9 @@ def _module(
             return importlib.import_module(name), parts[length:]
         except ModuleNotFoundError as error:
             if not f"{name}.".startswith(f"{error.name}."):  # one that the module itself imports
-                raise UsageError(f"{option} {path}: importing {name} raised {said(error)}") from error
+                raise UsageError(
+                    f"{option} {path}: importing {name} raised {said(error)}"
+                ) from error
             missing = error.name
         except Exception as error:
             raise UsageError(f"{option} {path}: importing {name} raised {said(error)}") from error

@@ -73,6 +73,13 @@ class TargetLoss:
     function: Function
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of the model on the batch."""
+        if not isinstance(batch, (tuple, list)):
+            raise UsageError(
+                f"the loss {self.name} needs batches (inputs…, target), got a "
+                f"{type(batch).__name__}: leave --loss out if the model gives its loss, or give a "
+                "function (model, batch)"
+            )
         *inputs, target = batch
         output = first_tensor(model(*inputs))
         if output is None:
@@ -106,6 +113,7 @@ class UnderAutocast:
     dtype: torch.dtype
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of the model on the batch."""
         with torch.autocast(self.device, self.dtype):
             return self.loss(model, batch)
 

@@ -32,7 +32,9 @@ def build(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         model = _made(name, imported(name, "MODEL"), arguments)
     if not any(p.requires_grad for p in model.parameters()):
         some = any(True for _ in model.parameters())
-        what = "parameters that are trained (all have requires_grad=False)" if some else "parameters"
+        what = (
+            "parameters that are trained (all have requires_grad=False)" if some else "parameters"
+        )
         raise UsageError(f"MODEL {name}: {type(model).__name__} has no {what}: nothing to audit")
     return model
 
@@ -47,8 +49,8 @@ def _made(name: str, found: Any, arguments: Mapping[str, Any]) -> nn.Module:
         return found
     if not callable(found):
         raise UsageError(
-            f"MODEL {name}: got a {type(found).__name__}, expected a torch.nn.Module, its class, or "
-            "a function that returns one"
+            f"MODEL {name}: got a {type(found).__name__}, expected a torch.nn.Module, its class, "
+            "or a function that returns one"
         )
     try:
         model = found(**arguments)

@@ -58,8 +58,8 @@ def _imported(name: str) -> Any:
     if "." not in name and ":" not in name:
         known = ", ".join(sorted(kind.__name__ for kind in _NAMED.values()))
         raise UsageError(
-            f"--optimizer {name}: there is none of that name; expected one of {known}, or an import "
-            "path such as package.module:name"
+            f"--optimizer {name}: there is none of that name; expected one of {known}, or an "
+            "import path such as package.module:name"
         )
     found = imported(name, "--optimizer")
     if not callable(found):

@@ -96,8 +96,8 @@ def _told(
     name = type(model).__name__
     if not failures:
         return (
-            f"{name}: no layer tells what it takes; give --input-shape (such as 3,64,64), or batches "
-            "of your own with --data package.module:function"
+            f"{name}: no layer tells what it takes; give --input-shape (such as 3,64,64), or "
+            "batches of your own with --data package.module:function"
         )
     first, error = next(iter(failures.items()))
     if shape is not None:
@@ -112,9 +112,10 @@ def _told(
 def _candidates(model: nn.Module, shape: tuple[int, ...] | None) -> Iterator[Inputs]:
     """Inputs to try, each once; of the given shape if there is one."""
     seen = set()
-    sides = _own_sides(model) + _SIDES
+    sides = tuple(dict.fromkeys(_own_sides(model) + _SIDES))
+    of_sequences = any(isinstance(m, (nn.MultiheadAttention, nn.RNNBase)) for m in model.modules())
     guesses = [
-        guess for layer in model.modules() for guess in _taken_by(layer, tuple(dict.fromkeys(sides)))
+        guess for layer in model.modules() for guess in _taken_by(layer, sides, of_sequences)
     ]
     if shape is not None:
         kinds = dict.fromkeys(guess.vocabulary for guess in guesses[:1])
@@ -125,12 +126,14 @@ def _candidates(model: nn.Module, shape: tuple[int, ...] | None) -> Iterator[Inp
             yield guess
 
 
-def _taken_by(layer: nn.Module, sides: tuple[int, ...]) -> Iterator[Inputs]:
-    """What a model may take that begins with this layer."""
+def _taken_by(layer: nn.Module, sides: tuple[int, ...], of_sequences: bool) -> Iterator[Inputs]:
+    """What a model may take that begins with this layer, and is of sequences or not."""
     if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
         yield from (Inputs((length,), layer.num_embeddings) for length in _LENGTHS)
     elif isinstance(layer, nn.RNNBase):
         yield from (Inputs((length, layer.input_size)) for length in _LENGTHS)
+    elif isinstance(layer, nn.MultiheadAttention):
+        yield from (Inputs((length, layer.embed_dim)) for length in _LENGTHS)
     elif isinstance(layer, nn.modules.conv._ConvNd):
         places = layer.weight.ndim - 2
         if isinstance(layer, nn.modules.conv._ConvTransposeNd):
@@ -139,8 +142,9 @@ def _taken_by(layer: nn.Module, sides: tuple[int, ...]) -> Iterator[Inputs]:
             size = (8, side, side) if places == 3 else (side,) * places
             yield Inputs((layer.in_channels, *size))
     elif isinstance(layer, nn.Linear):
-        yield Inputs((layer.in_features,))
-        yield from (Inputs((length, layer.in_features)) for length in _LENGTHS[:2])
+        alone = Inputs((layer.in_features,))
+        several = [Inputs((length, layer.in_features)) for length in _LENGTHS[:2]]
+        yield from [*several, alone] if of_sequences else [alone, *several]
         if (image := _as_image(layer.in_features)) is not None:
             yield Inputs(image)
     elif isinstance(layer, nn.LayerNorm):

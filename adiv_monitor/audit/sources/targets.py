@@ -11,6 +11,8 @@ from adiv_monitor.audit.sources import losses
 from adiv_monitor.audit.sources.shapes import Fit, Inputs
 from adiv_monitor.audit.usage import UsageError
 
+MOST_CLASSES = 10  # of random data: there must be several samples of each
+
 Kind = Literal["class", "next token", "class of each token", "class of each place", "values"]
 
 
@@ -24,8 +26,7 @@ class Form:
         output: shape of what it gives for one sample.
         classes: that the output tells apart.
         loss: name of the loss for these targets.
-        shares: whether values are 0 or 1.
-        seed: of the values that stand for classes.
+        stand_ins: where targets are values: those of each class, (classes, *output); else None.
     """
 
     kind: Kind
@@ -33,8 +34,7 @@ class Form:
     output: tuple[int, ...]
     classes: int
     loss: str
-    shares: bool
-    seed: int
+    stand_ins: Tensor | None
 
     @property
     def takes_classes(self) -> bool:
@@ -52,7 +52,7 @@ class Form:
         if self.kind == "class of each place":
             return x, self._everywhere(label)
         if self.kind == "values":
-            return x, self._values(x, label)
+            return x, x if self.stand_ins is None else self.stand_ins[label]
         return x, label
 
     def _everywhere(self, label: Tensor) -> Tensor:
@@ -60,34 +60,36 @@ class Form:
         places = self.output[1:] if self.output[0] == self.classes else self.output[:-1]
         return label.reshape(-1, *(1 for _ in places)).expand(-1, *places)
 
-    def _values(self, x: Tensor, label: Tensor) -> Tensor:
-        """The input itself where the output has its shape, else values that stand for the class."""
-        if self.output == self.inputs.shape and not self.shares:
-            return x
-        generator = torch.Generator().manual_seed(self.seed)
-        of_class = torch.randn(int(label.max()) + 1, *self.output, generator=generator)
-        return (of_class > 0).float()[label] if self.shares else of_class[label]
-
 
 def form(fit: Fit, config: Config) -> Form:
     """The targets that a model's outputs and the loss that was asked for suggest.
 
     One number for each of several classes: the sample's class. For tokens: the next one where there
     is an output for each of the vocabulary, else a class of each. Anything else: values of the
-    output's shape, unless --num-classes or the loss ask for classes.
+    output's shape, unless --num-classes or the loss ask for classes: the input itself where the
+    output has its shape, else random values that stand for the sample's class.
 
     Raises:
         UsageError: the output has not as many samples as the input, or too few classes.
     """
-    if not fit.output:
-        raise UsageError("the model gives one number for a whole batch, expected one output a sample")
+    if fit.output[:1] != (fit.samples,):
+        raise UsageError(
+            f"the model's output for {fit.samples} samples has shape {fit.output}, expected one "
+            "output a sample; give batches and a loss of your own: --data, --loss"
+        )
     output = fit.output[1:]
     known = losses.NAMED.get(config.loss or "")
     asked = known[1] if known is not None else None
     kind = _kind(fit, output, config, asked)
     classes = _classes(kind, output)
     named = config.loss or ("mse" if kind == "values" else "cross_entropy")
-    return Form(kind, fit.inputs, output, classes, named, asked == "shares", config.seed)
+    reproduces = kind == "values" and output == fit.inputs.shape and asked != "shares"
+    stand_ins = None
+    if kind == "values" and not reproduces:
+        generator = torch.Generator().manual_seed(config.seed)
+        stand_ins = torch.randn(config.num_classes or MOST_CLASSES, *output, generator=generator)
+        stand_ins = (stand_ins > 0).float() if asked == "shares" else stand_ins
+    return Form(kind, fit.inputs, output, classes, named, stand_ins)
 
 
 def _kind(fit: Fit, output: tuple[int, ...], config: Config, asked: str | None) -> Kind:

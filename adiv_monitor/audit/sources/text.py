@@ -31,7 +31,7 @@ def examples(
     except OSError as error:
         raise UsageError(f"{where}: can't be read: {error.strerror}") from error
     if tokenizer is None:
-        _, tokens = torch.tensor(list(content), dtype=torch.long).unique(return_inverse=True)
+        _, tokens = torch.unique(torch.tensor(list(content)), return_inverse=True)
     else:
         tokens = torch.tensor(tokenizer(content.decode("utf-8", "replace")), dtype=torch.long)
     if len(tokens) and int(tokens.max()) >= inputs.vocabulary:
