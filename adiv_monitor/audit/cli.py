@@ -54,6 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _audit(_config(argv))
     except UsageError as error:
         print(f"adiv-audit: {error}", file=sys.stderr)
+    except RecursionError:
+        print(
+            "adiv-audit: the model's modules are nested too deeply for Python's recursion limit: "
+            "put them side by side, or raise sys.setrecursionlimit where the model is built",
+            file=sys.stderr,
+        )
     except KeyboardInterrupt:
         print("adiv-audit: interrupted before there was anything to write", file=sys.stderr)
         return 130

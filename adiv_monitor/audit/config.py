@@ -176,7 +176,9 @@ class Config:
         False, _flag, "measure what steps really did, all layers having moved; costs two forwards"
     )
     attention: bool = _option(False, _flag, "measure attention scores too")
-    try_mends: bool = _option(True, _flag, "try the first mends in short runs before advising them (on by default)")
+    try_mends: bool = _option(
+        True, _flag, "try the first mends in short runs before advising them (on by default)"
+    )
     fail_if: tuple[str, ...] = _option(
         tuple,
         _rules,

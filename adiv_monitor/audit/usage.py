@@ -26,8 +26,6 @@ def said(error: BaseException) -> str:
     The place is the innermost line of code that is neither installed nor this package's own: that
     is, the user's.
     """
-    if isinstance(error, RecursionError):
-        error = RecursionError("modules are nested too deeply for Python's recursion limit")
     name = type(error).__name__
     words = one_line(error)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]

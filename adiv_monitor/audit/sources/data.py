@@ -77,6 +77,8 @@ def _for_module(config: Config, model: nn.Module) -> _Made:
     _check_classes(config, wanted, classes, found)
     batches = _batches(examples, config, lambda x, label: wanted.batch(x, label))
     told = classes if wanted.takes_classes else config.num_classes
+    if found.several:
+        notes += (f"{type(model).__name__} gives several outputs: the loss is that of the first.",)
     return _Made(batches, found.inputs, told, wanted.loss, notes)
 
 
@@ -84,7 +86,12 @@ def _for_pretrained(config: Config, model: Any) -> _Made:
     inputs = huggingface.inputs(model, config.input_shape)
     outputs = huggingface.classes(model)
     examples, classes, notes = _examples(config, inputs, outputs)
-    if outputs is not None and classes is not None and classes > max(outputs, 2):
+    if config.data.startswith("text:") and outputs is not None:
+        raise UsageError(
+            f"--data {config.data} has no labels for the head of {type(model).__name__}: give "
+            "batches of your own by --data package.module:function"
+        )
+    if outputs is not None and classes > max(outputs, 2):
         raise UsageError(
             f"--data {config.data} has {classes} classes, {type(model).__name__} tells {outputs} "
             f"""apart; give --model-args '{{"num_labels": {classes}}}'"""
@@ -94,12 +101,13 @@ def _for_pretrained(config: Config, model: Any) -> _Made:
     def batch(x: Tensor, label: Tensor) -> huggingface.Batch:
         return huggingface.batch(model, x if length is None else x[..., :length], label)
 
-    return _Made(_batches(examples, config, batch), inputs, classes, None, notes)
+    told = config.num_classes if outputs is None else classes
+    return _Made(_batches(examples, config, batch), inputs, told, None, notes)
 
 
 def _examples(
     config: Config, inputs: Inputs, outputs: int | None
-) -> tuple[Dataset[Any], int | None, tuple[str, ...]]:
+) -> tuple[Dataset[Any], int, tuple[str, ...]]:
     """Pairs of samples and classes, how many classes there are, and what to note."""
     kind, _, argument = config.data.partition(":")
     if kind == "random":
@@ -113,7 +121,7 @@ def _examples(
         )
         return made, classes, (note,)
     if kind == "text":
-        return text.examples(argument, inputs, huggingface.tokenizer(config.model)), None, ()
+        return *text.examples(argument, inputs, huggingface.tokenizer(config.model)), ()
     if inputs.vocabulary is not None:
         raise UsageError(f"--data {config.data}: are images, the model takes {inputs}")
     if kind == "digits":
@@ -123,15 +131,15 @@ def _examples(
     return *images.imagefolder(argument, inputs.shape), ()
 
 
-def _check_classes(config: Config, wanted: Form, classes: int | None, found: Fit) -> None:
+def _check_classes(config: Config, wanted: Form, classes: int, found: Fit) -> None:
     real = config.data != "random"
-    if real and classes is not None and not wanted.takes_classes:
+    if real and wanted.stand_ins is not None:
         raise UsageError(
-            f"--data {config.data} has class labels; the model's outputs {found.output[1:]} with "
+            f"--data {config.data} has classes; the model's outputs {found.output[1:]} with "
             f"the loss {wanted.loss} need other targets: give --num-classes or --loss, or "
             "batches of your own"
         )
-    if wanted.takes_classes and classes is not None and classes > wanted.classes:
+    if wanted.takes_classes and classes > wanted.classes:
         raise UsageError(
             f"--data {config.data} has {classes} classes, the model has {wanted.classes} outputs: "
             "give it more by --model-args, or lower --num-classes"

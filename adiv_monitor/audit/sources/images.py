@@ -33,8 +33,9 @@ def cifar10(root: str, shape: tuple[int, ...], download: bool) -> tuple[Labelled
     try:
         return datasets.CIFAR10(root, transform=_prepared(shape), download=download), 10
     except Exception as error:
-        hint = "" if download else "; with --download it is fetched into that folder"
-        raise UsageError(f"--data cifar10:{root}: {one_line(error)}{hint}") from error
+        absent = "CIFAR-10 is not there, or damaged; with --download it is fetched into that folder"
+        why = one_line(error) if download else absent
+        raise UsageError(f"--data cifar10:{root}: {why}") from error
 
 
 def imagefolder(root: str, shape: tuple[int, ...]) -> tuple[Labelled, int]:

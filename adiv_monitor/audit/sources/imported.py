@@ -27,6 +27,10 @@ def imported(path: str, option: str) -> Any:
             f"{option} {path}: got a file, expected an import path from the current folder, such "
             f"as {guess}:{names or 'NAME'}"
         )
+    if not colon and len(parts) == 1:
+        raise UsageError(
+            f"{option} {path}: expected an import path, such as {path}:NAME or package.module:name"
+        )
     if not all(part.isidentifier() for part in [*parts, *(names.split(".") if colon else [])]):
         raise UsageError(f"{option} {path}: expected an import path, such as package.module:name")
     module, rest = _module(parts, path, option, all_of_it=bool(colon))
@@ -48,9 +52,12 @@ def imported(path: str, option: str) -> Any:
 def _module(
     parts: list[str], path: str, option: str, all_of_it: bool
 ) -> tuple[ModuleType, list[str]]:
-    """The longest module that the parts name, and the parts that are left."""
-    shortest = len(parts) if all_of_it else 1
-    for length in range(len(parts), shortest - 1, -1):
+    """The longest module that the parts name, and the parts that are left, at least one.
+
+    So `torchvision.models.googlenet` is the function, not the module of the same name.
+    """
+    lengths = [len(parts)] if all_of_it else range(len(parts) - 1, 0, -1)
+    for length in lengths:
         name = ".".join(parts[:length])
         try:
             return importlib.import_module(name), parts[length:]

@@ -31,6 +31,8 @@ def first_tensor(output: Any) -> Tensor | None:
 
 def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     """Of outputs (…, classes) against (…), or (samples, classes, …) against (samples, …)."""
+    if output.numel() == len(output):  # its loss would be 0 whatever the output
+        raise ValueError("one number for each sample tells no classes apart")
     if target.ndim > 1 and output.shape[:-1] == target.shape:
         return F.cross_entropy(output.flatten(0, -2), target.flatten())
     return F.cross_entropy(output, target)

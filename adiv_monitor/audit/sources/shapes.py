@@ -44,10 +44,18 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Fit:
-    """Inputs that a model takes, and the shape of what it gives for two samples of them."""
+    """Inputs that a model takes, and what it gives for them.
+
+    Attributes:
+        inputs: that were tried.
+        output: shape of the model's output, or of the first of several.
+        several: whether there are several.
+        samples: that were tried.
+    """
 
     inputs: Inputs
     output: tuple[int, ...]
+    several: bool
     samples: int = _SAMPLES
 
 
@@ -72,7 +80,7 @@ def fit(model: nn.Module, shape: tuple[int, ...] | None) -> Fit:
     failures: dict[Inputs, Exception] = {}
     for inputs in _candidates(model, shape):
         try:
-            return Fit(inputs, _output(twin, inputs))
+            return _tried(twin, inputs)
         except Exception as error:
             failures[inputs] = error
         if len(failures) == _MOST_TRIED:
@@ -80,14 +88,14 @@ def fit(model: nn.Module, shape: tuple[int, ...] | None) -> Fit:
     raise UsageError(_told(model, failures, shape))
 
 
-def _output(twin: nn.Module, inputs: Inputs) -> tuple[int, ...]:
+def _tried(twin: nn.Module, inputs: Inputs) -> Fit:
     parameter = next(twin.parameters())
     with torch.no_grad(), seeded(0):
-        sample = inputs.sample(_SAMPLES, parameter.dtype).to(parameter.device)
-        output = first_tensor(twin(sample))
+        given = twin(inputs.sample(_SAMPLES, parameter.dtype).to(parameter.device))
+    output = first_tensor(given)
     if output is None:
         raise TypeError("its output holds no tensor")
-    return tuple(output.shape)
+    return Fit(inputs, tuple(output.shape), output is not given)
 
 
 def _told(

@@ -7,13 +7,15 @@ import torch
 from torch.utils.data import TensorDataset
 
 from adiv_monitor.audit.sources.shapes import Inputs
-from adiv_monitor.audit.usage import UsageError, one_line
+from adiv_monitor.audit.usage import UsageError
 
 
 def examples(
     file: str, inputs: Inputs, tokenizer: Callable[[str], list[int]] | None
-) -> TensorDataset:
-    """Pieces of the text, one token longer than the model's inputs, and the last token of each.
+) -> tuple[TensorDataset, int]:
+    """Pieces of the text, one token longer than the model's inputs, with the last token of each.
+
+    And how many different tokens there may be: one more than the largest.
 
     Without a tokenizer each different byte of the file is a token, numbered from 0.
 
@@ -34,13 +36,14 @@ def examples(
         _, tokens = torch.unique(torch.tensor(list(content)), return_inverse=True)
     else:
         tokens = torch.tensor(tokenizer(content.decode("utf-8", "replace")), dtype=torch.long)
-    if len(tokens) and int(tokens.max()) >= inputs.vocabulary:
+    different = int(tokens.max()) + 1 if len(tokens) else 0
+    if different > inputs.vocabulary:
         raise UsageError(
-            f"{where}: has {int(tokens.max()) + 1} different tokens, the model's vocabulary is "
-            f"{one_line(inputs.vocabulary)}; give it a larger one by --model-args"
+            f"{where}: has {different} different tokens, the model's vocabulary is "
+            f"{inputs.vocabulary}; give it a larger one by --model-args"
         )
     length = inputs.shape[0] + 1
     pieces = tokens[: len(tokens) // length * length].reshape(-1, length)
     if len(pieces) == 0:
         raise UsageError(f"{where}: has {len(tokens)} tokens, expected at least {length}")
-    return TensorDataset(pieces, pieces[:, -1])
+    return TensorDataset(pieces, pieces[:, -1]), different
