@@ -67,7 +67,7 @@ def _read(kind: Any, value: Any) -> Any:
         return None if value is None else _read(arguments[0], value)
     if origin is tuple:
         return tuple(_read(arguments[0], item) for item in value)
-    if origin is not None and issubclass(origin, Mapping):
+    if isinstance(origin, type) and issubclass(origin, Mapping):
         key_kind, item_kind = arguments
         return {key_kind(key): _read(item_kind, item) for key, item in value.items()}
     return value
@@ -80,8 +80,9 @@ def _read_fields(kind: type[Any], value: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"{kind.__name__}: got the fields {sorted(unknown)}, expected some of {sorted(names)}"
         )
+    read = {name: _read(hints[name], item) for name, item in value.items()}
     try:
-        return kind(**{name: _read(hints[name], item) for name, item in value.items()})
+        return kind(**read)
     except TypeError as error:
         raise ValueError(
             f"{kind.__name__}: got a record that is not complete ({error}), expected one that an "
