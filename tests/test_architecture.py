@@ -20,7 +20,9 @@ MAY_IMPORT = {
     "monitor": {"arguments", "capture", "errors", "report", "sinks", "step"},
     "lightning": {"arguments", "capture", "errors", "monitor", "report", "sinks"},
     "huggingface": {"arguments", "capture", "monitor", "sinks"},
-    "__init__": {"errors", "monitor", "report"},
+    "audit": {"arguments", "capture", "maths", "monitor", "report", "sinks"},
+    "__main__": {"audit"},
+    "__init__": {"audit", "errors", "monitor", "report"},
 }
 # Pure maths on the host: no tensors, no torch.
 PURE = ("maths/attention.py", "maths/estimates.py", "maths/measures.py", "maths/readings.py")

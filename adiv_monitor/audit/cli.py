@@ -88,8 +88,6 @@ def _config(argv: list[str]) -> Config:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from adiv_monitor import __version__
-
     parser = _Parser(
         "adiv-audit",
         description=_DESCRIPTION,
@@ -98,7 +96,6 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"adiv-monitor {__version__}")
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
     for name, option in NAMES.items():
         about, usual = option.metadata, default(name)
@@ -133,11 +130,10 @@ def _audit(config: Config) -> int:
 
     console = Console(highlight=False, soft_wrap=False)
     terminal.show(report, console)
-    done, asked = len(report.record.losses), report.record.facts.steps
     print(f"\nreport: {Path(config.out) / 'report.html'}")
     failed = _failed(config, report)
-    if _interrupted(report):
-        print(f"adiv-audit: interrupted after {done} of {asked} steps", file=sys.stderr)
+    if report.record.interrupted:
+        print("adiv-audit: interrupted; the report holds what there was", file=sys.stderr)
         return 130
     return 1 if failed else 0
 
@@ -164,15 +160,6 @@ def _report(prepared: Prepared) -> AuditReport:
         )
     notes = (*prepared.notes, *report.record.notes)
     return replace(report, record=replace(report.record, notes=notes))
-
-
-def _interrupted(report: AuditReport) -> bool:
-    losses = report.record.losses
-    return len(losses) < report.record.facts.steps and all(map(_is_finite, losses))
-
-
-def _is_finite(loss: float) -> bool:
-    return loss - loss == 0
 
 
 def _failed(config: Config, report: AuditReport) -> bool:

@@ -91,7 +91,7 @@ def _for_pretrained(config: Config, model: Any) -> _Made:
             f"--data {config.data} has no labels for the head of {type(model).__name__}: give "
             "batches of your own by --data package.module:function"
         )
-    if outputs is not None and classes > max(outputs, 2):
+    if outputs not in (None, 1) and classes > outputs:
         raise UsageError(
             f"--data {config.data} has {classes} classes, {type(model).__name__} tells {outputs} "
             f"""apart; give --model-args '{{"num_labels": {classes}}}'"""
@@ -158,7 +158,8 @@ def _batches(
         examples, config.batch_size, shuffle=True, drop_last=full, generator=generator
     )
     for x, label in loader:
-        yield batch(x, label)
+        # As a loader would give them: not views into each other.
+        yield tree_map_only(Tensor, torch.Tensor.contiguous, batch(x, label))
 
 
 def _users(config: Config, device: torch.device, dtype: torch.dtype) -> Data:

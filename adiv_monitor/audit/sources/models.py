@@ -1,5 +1,6 @@
 """Models by import path, from timm, or from a configuration of Hugging Face's transformers."""
 
+import copy
 import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -46,7 +47,7 @@ def _made(name: str, found: Any, arguments: Mapping[str, Any]) -> nn.Module:
                 f"MODEL {name}: is an instance of {type(found).__name__}, which takes no "
                 "--model-args; give a class or function, or leave them out"
             )
-        return found
+        return copy.deepcopy(found)  # which gets weights, a device and a dtype
     if not callable(found):
         raise UsageError(
             f"MODEL {name}: got a {type(found).__name__}, expected a torch.nn.Module, its class, "
