@@ -66,10 +66,11 @@ def audit(
     Raises:
         TypeError, ValueError: an argument is not what is expected; the message says what is.
     """
+    every_n_steps = max(1, steps // 10) if every_n_steps is None else every_n_steps
     check_arguments(
         *(model, loss, optimizer),
         steps=steps,
-        every_n_steps=every_n_steps or 1,
+        every_n_steps=every_n_steps,
         max_rows=max_rows,
         clip_norm=clip_norm,
         seed=seed,
@@ -81,7 +82,7 @@ def audit(
         )
         record = observe(
             setup,
-            every_n_steps=every_n_steps or max(1, steps // 10),
+            every_n_steps=every_n_steps,
             max_rows=max_rows,
             realised=realised,
             attention=attention,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,6 +55,7 @@ def observe(
     """
     fork = setup.fork()
     begin = weights(fork.model)
+    mattered = input_matters(fork, _spread(setup.batches)[:EXCHANGED])
     monitor = Monitor(
         fork.model,
         fork.optimizer,
@@ -68,7 +70,9 @@ def observe(
     watch = _Watching(setup, fork, every_n_steps, progress)
     monitor.attach()
     try:
-        course = train(fork, watch)
+        # What overflows, the record tells; in float64 the measures' squares may, too.
+        with np.errstate(over="ignore", invalid="ignore"):
+            course = train(fork, watch)
     finally:
         monitor.close()
         watch.remove()
@@ -79,7 +83,7 @@ def observe(
         reports=tuple(monitor.reports),
         realised=watch.realised,
         inputs=watch.inputs.statistics(),
-        wiring=watch.gradients.wiring(math.nan),
+        wiring=watch.gradients.wiring(mattered),
         first_non_finite=watch.first_non_finite,
         parameter_norms=tuple(course.parameter_norms),
         weights=begin,
@@ -98,10 +102,12 @@ def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
             return replace(record, notes=(*record.notes, note))
         batches = _spread(setup.batches)
         units = _units(fork, batches)
-        matters = input_matters(fork, batches[:EXCHANGED])
+        matters = [record.wiring.input_matters, input_matters(fork, batches[:EXCHANGED])]
     except KeyboardInterrupt:
         return replace(record, interrupted=True)
-    return replace(record, units=units, wiring=replace(record.wiring, input_matters=matters))
+    # A model that died in training looked at its inputs once: that is another illness.
+    most = max((x for x in matters if not math.isnan(x)), default=math.nan)
+    return replace(record, units=units, wiring=replace(record.wiring, input_matters=most))
 
 
 def _units(fork: Fork, batches: Sequence[Any]) -> Any:
@@ -216,7 +222,7 @@ def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Fact
         every_n_steps=every_n_steps,
         seed=setup.seed,
         device=str(parameters[0].device),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         seconds_per_step=median(plain) if plain else math.nan,
         clip_norm=setup.clip_norm,
     )

@@ -29,10 +29,11 @@ def to_plain(value: Any) -> Any:
 def from_plain(kind: type[T], value: Any) -> T:
     """What `to_plain` made plain.
 
-    Fields that are missing take their defaults: what an earlier version wrote can be read.
+    Fields that are missing take their defaults, and those that the class does not have are passed
+    over: what an earlier or later version wrote can be read.
 
     Raises:
-        ValueError: there is a field that the class does not have, or one is missing.
+        ValueError: a field is missing that has no default.
     """
     return cast(T, _read(kind, value))
 
@@ -75,12 +76,7 @@ def _read(kind: Any, value: Any) -> Any:
 
 def _read_fields(kind: type[Any], value: Mapping[str, Any]) -> Any:
     hints = get_type_hints(kind)
-    names = {f.name for f in fields(kind)}
-    if unknown := value.keys() - names:
-        raise ValueError(
-            f"{kind.__name__}: got the fields {sorted(unknown)}, expected some of {sorted(names)}"
-        )
-    read = {name: _read(hints[name], item) for name, item in value.items()}
+    read = {f.name: _read(hints[f.name], value[f.name]) for f in fields(kind) if f.name in value}
     try:
         return kind(**read)
     except TypeError as error:

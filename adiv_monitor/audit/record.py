@@ -119,8 +119,8 @@ class Wiring:
         zero_gradient: parameters whose gradient was zero in every step.
         frozen: parameters with requires_grad=False.
         input_matters: ‖outputs − outputs where inputs are exchanged between samples‖ / ‖outputs‖,
-            with the weights that the run ended with; 0: the model ignores its inputs. NaN where it
-            can't be told.
+            before training or with the weights that it ended with, whichever is more; 0: the model
+            ignores its inputs. NaN where it can't be told.
         unused: those of `unreached` whose module never ran.
     """
 

@@ -59,7 +59,7 @@ def test_what_is_no_rule_is_refused(text: str) -> None:
 
 
 def test_an_unknown_measure_is_told_with_its_neighbours() -> None:
-    with pytest.raises(UsageError, match="scale_cvv.*scale_cv"):
+    with pytest.raises(UsageError, match=r"scale_cvv.*scale_cv"):
         parse("scale_cvv > 1")
 
 

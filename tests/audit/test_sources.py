@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_trying_shapes_leaves_no_trace() -> None:
 def test_a_shape_that_does_not_fit_is_told() -> None:
     with pytest.raises(UsageError, match=r"--input-shape 3,4 \(floats\): Sequential can't take"):
         fit(command_models.net, (3, 4))
-    with pytest.raises(UsageError, match="missing 1 required positional argument.*--data"):
+    with pytest.raises(UsageError, match=r"missing 1 required positional argument.*--data"):
         fit(command_models.TwoInputs(), None)
 
 
@@ -177,7 +178,7 @@ def test_random_tokens_are_a_chain_that_depends_on_the_class() -> None:
     x, label = random_data.examples(Inputs((20,), 1000), 2, 500, 0).tensors
     assert x.shape == (500, 21) and int(x.min()) >= 936 and int(x.max()) < 1000
     for c in range(2):
-        pairs = {(int(a), int(b)) for row in x[label == c] for a, b in zip(row, row[1:])}  # noqa: B905
+        pairs = {(int(a), int(b)) for row in x[label == c] for a, b in pairwise(row)}
         assert len(pairs) <= 64 * 4  # each token has four successors at most
 
 
