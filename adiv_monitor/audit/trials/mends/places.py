@@ -7,7 +7,7 @@ from torch import nn
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply
 from adiv_monitor.capture.selection import named_modules
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def modules_at(model: nn.Module, layers: Sequence[str]) -> dict[str, nn.Module]:
@@ -28,23 +28,46 @@ def modules_at(model: nn.Module, layers: Sequence[str]) -> dict[str, nn.Module]:
     return found
 
 
-def affine_at(model: nn.Module, layers: Sequence[str]) -> dict[str, nn.Module]:
-    """The linear layers and convolutions among them that are called as modules.
+def affine_at(model: nn.Module, layers: Sequence[str]) -> list[nn.Module]:
+    """The linear layers and convolutions at these paths, or inside the modules there.
+
+    Where there is none, as in an activation function, it is the one before it. All, if there are
+    no paths.
 
     Raises:
         DoesNotApply: there are none.
     """
-    inside = {
-        id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)
-    }  # read, not called
-    found: dict[str, nn.Module] = {
-        path: module
-        for path, module in modules_at(model, layers).items()
-        if isinstance(module, (nn.Linear, *CONVOLUTIONS)) and id(module) not in inside
-    }
+    found = [layer for _, layer in in_front(model, layers)]
+    return list(dict.fromkeys(found))
+
+
+def in_front(model: nn.Module, layers: Sequence[str]) -> list[tuple[nn.Module, nn.Module]]:
+    """Modules at these paths, or inside, each with the layer of `affine_at` that it is or follows.
+
+    Raises:
+        DoesNotApply: there are none.
+    """
+    affine = _affine(model)
+    found = []
+    for module in modules_at(model, layers).values() if layers else [model]:
+        inside = [m for m in module.modules() if m in affine]
+        before = [] if inside else _before(model, module, affine)
+        found += [(m, m) for m in inside] or [(module, m) for m in before]
     if not found:
         raise DoesNotApply("there is no linear layer or convolution here")
-    return found
+    return list(dict.fromkeys(found))
+
+
+def _affine(model: nn.Module) -> set[nn.Module]:
+    """Those that are called as modules: attention reads its last layer's weight itself."""
+    read = {m.out_proj for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    return {m for m in model.modules() if isinstance(m, AFFINE) and m not in read}
+
+
+def _before(model: nn.Module, module: nn.Module, affine: set[nn.Module]) -> list[nn.Module]:
+    """The last of these before the module, in the model's order."""
+    order = list(model.modules())
+    return [m for m in order[: order.index(module)] if m in affine][-1:]
 
 
 def parameters_at(model: nn.Module, layers: Sequence[str]) -> Iterator[nn.Parameter]:

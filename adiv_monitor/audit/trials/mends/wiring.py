@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from adiv_monitor.audit.batches import copied
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
-from adiv_monitor.audit.trials.mends.places import CONVOLUTIONS, modules_at, parameters_at
+from adiv_monitor.audit.trials.mends.places import AFFINE, affine_at, modules_at, parameters_at
 
 
 def _hold(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
@@ -52,23 +53,19 @@ def _reinitialise(fork: Fork, layers: Sequence[str], record: Record | None) -> N
     The gain is √2, but 1 where the model has saturating activations, and for its last layer.
     """
     saturating = any(isinstance(m, (nn.Tanh, nn.Sigmoid)) for m in fork.model.modules())
-    affine = (nn.Linear, *CONVOLUTIONS)
-    last = [m for m in fork.model.modules() if isinstance(m, affine)][-1:]
-    changed = 0
-    for module in modules_at(fork.model, layers).values():
-        if isinstance(module, affine):
-            if saturating or module in last:
-                nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
-            else:
-                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-            changed += 1
-        elif layers and callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-            changed += 1
-    if not changed:
-        raise DoesNotApply("no layer here can be initialised anew")
+    named = list(modules_at(fork.model, layers).values()) if layers else []
+    others = [m for m in named if hasattr(m, "reset_parameters") and not isinstance(m, AFFINE)]
+    for module in others:
+        module.reset_parameters()  # type: ignore[operator]
+    if others and len(others) == len(named):
+        return
+    last = [m for m in fork.model.modules() if isinstance(m, AFFINE)][-1:]
+    for module in affine_at(fork.model, layers):
+        assert isinstance(module, AFFINE)
+        linear = saturating or module in last
+        nn.init.kaiming_normal_(module.weight, nonlinearity="linear" if linear else "relu")
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 _SLOPE = 0.1
@@ -107,7 +104,7 @@ def _leaky(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     was_training = [module for module in fork.model.modules() if module.training]
     fork.model.eval()  # so that nothing is counted: buffers stay
     with torch.no_grad():
-        fork.loss(fork.model, fork.batches[0])
+        fork.loss(fork.model, copied(fork.batches[0]))
     for module in was_training:
         module.training = True
     if not relus.met:
