@@ -182,11 +182,11 @@ def _compare(argv: list[str]) -> int:
     parser.add_argument("b", metavar="B", help="another")
     parser.add_argument("--out", metavar="FILE", default="compare.html", help="the page")
     given = parser.parse_args(argv)
-    reports = [_read(given.a), _read(given.b)]
+    a, b = _read(given.a), _read(given.b)
     needed("jinja2", "adiv-audit compare")
     from adiv_monitor.audit.page import compare
 
-    write_whole(given.out, compare(*reports, (given.a, given.b)))
+    write_whole(given.out, compare(a, b, (given.a, given.b)))
     print(f"page: {given.out}")
     return 0
 

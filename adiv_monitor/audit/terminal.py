@@ -61,7 +61,7 @@ def _lines(finding: Finding) -> "list[object]":
     told = [finding.summary] if finding.summary else []
     told += [f"→ {advice}" for advice in finding.advice]
     told += [f"not: {finding.not_advised}"] if finding.not_advised else []
-    return [head, *(Padding(Text(line), (0, 0, 0, 7)) for line in told)]
+    return [head, *(Padding(Text(line), (0, 0, 0, 7), expand=False) for line in told)]
 
 
 def _shortened(step: StepReport, report: AuditReport) -> tuple[StepReport, int]:
