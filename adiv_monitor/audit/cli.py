@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from adiv_monitor.audit import fail_if, terminal
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.config import NAMES, Config, default, load, read
-from adiv_monitor.audit.output import staged, write, write_whole
+from adiv_monitor.audit.output import check, staged, write, write_whole
 from adiv_monitor.audit.prepare import Prepared, prepare
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.usage import UsageError, needed, said
@@ -122,9 +122,10 @@ def _audit(config: Config) -> int:
         needed(package, "adiv-audit")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does: the user's own modules lie here
+    check(config.out)
+    prepared = prepare(config)
+    report = _report(prepared)
     with staged(config.out) as stage:
-        prepared = prepare(config)
-        report = _report(prepared)
         write(report, prepared.config, stage)
     from rich.console import Console
 

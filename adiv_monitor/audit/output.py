@@ -13,6 +13,17 @@ from adiv_monitor.audit.usage import UsageError
 from adiv_monitor.sinks.tensorboard import TensorBoardSink
 
 
+def check(out: str) -> None:
+    """Raise UsageError if `out` can't be written to; leaves nothing behind."""
+    folder = Path(out).absolute()
+    if folder.exists():
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise _unwritable(out, error) from error
+    _staging(folder, out).rmdir()
+
+
 @contextmanager
 def staged(out: str) -> Iterator[Path]:
     """A folder beside `out`, to write into; what is in it goes there at the end, or nothing does.
@@ -20,21 +31,29 @@ def staged(out: str) -> Iterator[Path]:
     What `out` holds under other names stays; missing folders above it are made.
 
     Raises:
-        UsageError: `out` can't be written to; nothing was done yet.
+        UsageError: `out` can't be written to.
     """
     folder = Path(out).absolute()
-    above = next(path for path in folder.parents if path.exists())
-    try:
-        if folder.exists():
-            tempfile.TemporaryFile(dir=folder).close()
-        stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=above))
-    except OSError as error:
-        raise UsageError(f"--out {out}: can't be written to: {error.strerror}") from error
+    stage = _staging(folder, out)
     try:
         yield stage
         _move(stage, folder)
+    except OSError as error:
+        raise _unwritable(out, error) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+
+
+def _staging(folder: Path, out: str) -> Path:
+    above = next(path for path in folder.parents if path.exists())
+    try:
+        return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=above))
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _unwritable(out: str, error: OSError) -> UsageError:
+    return UsageError(f"--out {out}: can't be written to: {error.strerror or error}")
 
 
 def _move(stage: Path, folder: Path) -> None:
