@@ -222,13 +222,18 @@ def test_an_advice_tells_what_trying_it_gave() -> None:
         replace(first.advice[0], trial=Trial("rms-norm", 50, loss, 0.93, 0.88, 0.02))
         for loss in (0.41, math.inf)
     )
-    untried = replace(first.advice[0], trial=None)
+    untried = replace(first.advice[0], trial=None, untried="no time was left")
+    alike = replace(better, trial=Trial("rms-norm", 50, 0.9, 0.95, 0.9, 0.001, rate=0.3))
     finding = replace(first, advice=(better, worse, untried))
     text = page(AuditReport((finding,), small().record))
     assert "loss after 50 steps 0.41 instead of 0.93, 0.52 lower ± 0.02" in text
     assert "the best learning rate alone gives 0.88" in text
-    assert "the loss is not finite; without 0.93" in text
-    assert '<p class="trial untried">not tried' in text
+    assert "the loss diverges within 50 steps; without 0.93" in text
+    assert "no merit of this mend" not in text
+    assert '<p class="trial untried">not tried: no time was left' in text
+    text = page(AuditReport((replace(first, advice=(alike,)),), small().record))
+    assert "tried with the learning rate × 0.3: loss after 50 steps 0.9 instead of 0.95" in text
+    assert "gives 0.9, so that is no merit of this mend" in text
 
 
 @pytest.mark.parametrize("losses", [(), (2.3,), (2.3, math.nan), (math.inf,), (0.0, 0.0)])

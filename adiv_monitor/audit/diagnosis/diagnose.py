@@ -18,28 +18,32 @@ from adiv_monitor.audit.record import Record
 
 Rule = Callable[[Record], Iterable[Finding]]
 
-# Inputs come to be ignored by what stands in front of that rule. A rate that is too low comes late:
-# whatever hinders training makes a higher one look better.
+# What is so before training, or at its first step, no rate can have done. Inputs come to be ignored
+# by what stands in front of that rule. A rate that is too low comes late: whatever hinders training
+# makes a higher one look better.
 RULES: tuple[Rule, ...] = (
     wiring.not_held,
     wiring.unreached,
+    loss.double_softmax,
     wiring.frozen,
     numbers.non_finite_from_the_start,
     inputs.input_scale,
     inputs.input_mean,
     inputs.row_spread,
-    optimizer.projection_fights,
-    optimizer.decay_fights,
-    rates.rate_too_high,
+    inputs.target_scale,
     initialisation.bad_initialisation,
+    wiring.input_lost,
     initialisation.vanishing,
     initialisation.exploding,
+    rates.uneven_rates,
+    optimizer.decay_fights,
+    optimizer.projection_fights,
+    optimizer.optimizer_turns,
+    rates.rate_too_high,
     wiring.input_ignored,
     units.dead_units,
     units.saturated_units,
-    optimizer.optimizer_turns,
     optimizer.clipping_always,
-    rates.uneven_rates,
     rates.rate_too_low,
     numbers.became_non_finite,
     loss.cannot_overfit,

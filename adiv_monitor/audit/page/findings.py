@@ -140,19 +140,30 @@ def trial_words(advice: Advice) -> str:
     """What trying an advice gave, with its error, and what a rate alone would have given."""
     trial = advice.trial
     if trial is None:
-        return "not tried"
+        return f"not tried: {advice.untried}" if advice.untried else "not tried"
+    rate = "" if trial.rate == 1 else f" with the learning rate × {trial.rate:g}"
     without = significant(trial.loss_without)
     if not math.isfinite(trial.loss):
-        return f"tried: after at most {trial.steps} steps the loss is not finite; without {without}"
-    words = f"tried: loss after {trial.steps} steps {significant(trial.loss)} instead of {without}"
-    if math.isfinite(trial.loss_without):
-        sign = "lower" if trial.gain >= 0 else "higher"
-        words += f", {number(abs(trial.gain), trial.error)} {sign}"
-        if 0 < trial.error < math.inf:
-            words += f" ± {trial.error:.1g}"
-    if trial.loss_by_rate is not None and not trial.mend.startswith("rate*"):
+        return f"tried{rate}: the loss diverges within {trial.steps} steps; without {without}"
+    loss = significant(trial.loss)
+    words = f"tried{rate}: loss after {trial.steps} steps {loss} instead of {without}"
+    if math.isfinite(trial.gain) and math.isfinite(trial.error):
+        words += f", {_compared(trial.gain, trial.error)}"
+    if trial.mend.startswith("rate*"):
+        return words
+    if trial.loss_by_rate is not None:
         words += f"; the best learning rate alone gives {significant(trial.loss_by_rate)}"
+        if trial.pays and not trial.beats_rate:
+            words += ", so that is no merit of this mend"
     return words
+
+
+def _compared(gain: float, error: float) -> str:
+    """By how much the loss is lower, as far as the error tells."""
+    if abs(gain) <= error:
+        return "which is no difference beyond the error"
+    way = "lower" if gain >= 0 else "higher"
+    return f"{number(abs(gain), error)} {way}" + (f" ± {error:.1g}" if error else "")
 
 
 def all_trials(findings: Sequence[Finding], record: Record) -> list[Trial]:
@@ -170,4 +181,4 @@ def significant(value: float) -> str:
         return "∞" if value > 0 else "−∞"
     if value == round(value) and abs(value) < 1e6:
         return f"{value:,.0f}"
-    return f"{value:.3g}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"

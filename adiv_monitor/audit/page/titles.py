@@ -165,7 +165,9 @@ def finding_title(name: str) -> str:
 
 def mend_title(mend: str) -> str:
     """A mend in a few plain words."""
-    return mend.replace("rate*", "rate × ").replace("-", " ").replace("_", " ")
+    if mend.endswith("-like"):  # the names of the maps are written so
+        return mend
+    return mend.replace("rate*", "rate × ").replace("-", " ")
 
 
 def _sentence(name: str) -> str:
