@@ -302,8 +302,8 @@ PICTURES: dict[str, Picture] = {
         (initialisation, ("VANISHED",)),
     ),
     "exploding": Picture(
-        "ten ReLU layers with weights 4 times as large, learning rate 0.001; the healthy net has two ReLU layers",
-        lambda: replace(with_model(lambda _: changed(partial(gained, by=4.0))(deep(nn.ReLU, 10)))(), optimizer=partial(momentum, rate=0.001)),
+        "ten ReLU layers with weights 5 times as large; the healthy net has two ReLU layers",
+        with_model(lambda _: changed(partial(gained, by=5.0))(deep(nn.ReLU, 10))),
         {"gradient of the first over the last layer": gradient_ratio},
         (initialisation, ("EXPLODED",)),
     ),
