@@ -238,6 +238,7 @@ def test_values_that_stop_being_finite_are_a_cause_only_from_the_start() -> None
     later = record(losses=(2.3, 9.0, math.nan), first_non_finite="loss", rates=rates)
     at_once = record(losses=(math.nan,), first_non_finite="loss")
     assert diagnose(later)[0].name == "rate-too-high"
+    assert diagnose(replace(later, first_non_finite="data"))[0].name == "non-finite"
     assert diagnose(at_once)[0].name == "non-finite"
 
 
