@@ -175,7 +175,7 @@ NEAR_MISSES = {
     "dead-units": record(units={"relu": UnitStatistics("relu", 64, 10, 0.9, 20)}),
     "saturated-units": record(units={"relu": UnitStatistics("relu", 64, 0, 0.8, 20)}),
     "clipping-always": record(facts=replace(FACTS, clip_norm=2.0)),
-    "uneven-rates": record({"a": reading(update_ratio=1e-3), "b": reading(update_ratio=0.2)}),
+    "uneven-rates": record({"a": reading(update_ratio=1e-3), "b": reading(update_ratio=0.3)}),
     "bad-initialisation": record(losses=tuple(4 * 0.9**s for s in range(STEPS))),
     "optimizer-turns": record({"a": reading(parameter_cosine=-0.1)}),
     "cannot-overfit": record(overfit=Trial("overfit", 100, 0.1, 2.3, None, 0.01)),
@@ -238,6 +238,7 @@ def test_values_that_stop_being_finite_are_a_cause_only_from_the_start() -> None
     later = record(losses=(2.3, 9.0, math.nan), first_non_finite="loss", rates=rates)
     at_once = record(losses=(math.nan,), first_non_finite="loss")
     assert diagnose(later)[0].name == "rate-too-high"
+    assert diagnose(replace(later, first_non_finite="data"))[0].name == "non-finite"
     assert diagnose(at_once)[0].name == "non-finite"
 
 
