@@ -177,8 +177,8 @@ def test_what_does_not_pay_is_something_to_watch() -> None:
     healthy = setup()
     seen = with_rates(healthy)
     findings = [
-        finding("rate*0.01"),
         finding("rate*0.01", name="non-finite"),
+        finding("rate*0.01"),
         finding(None),
         finding("no-decay"),
         finding("rate*0.01", strength="note"),
@@ -190,6 +190,16 @@ def test_what_does_not_pay_is_something_to_watch() -> None:
     assert found[3].advice[0].trial is not None and not found[3].advice[0].trial.pays
     assert found[4] == findings[4]  # a note is not tried
     assert found[1] == findings[2]
+
+
+def test_a_cause_stays_one_to_act_on_where_what_follows_from_it_is_certain() -> None:
+    healthy = setup()
+    seen = with_rates(healthy)
+    cause, symptom = finding("rate*0.01"), finding(None, name="cannot-overfit")
+    after = tried([cause, symptom], healthy, seen, seconds=math.inf)
+    assert [(f.name, f.strength) for f in after] == [(f.name, "act") for f in (cause, symptom)]
+    before = tried([symptom, cause], healthy, seen, seconds=math.inf)
+    assert [f.strength for f in before] == ["act", "watch"]
 
 
 def test_what_pays_comes_first_then_what_was_not_tried() -> None:

@@ -15,7 +15,7 @@ from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import plain_losses
 
 FIRST = 3  # mends of a finding that are tried
-# What these say is so, whatever a short run gives; a learning rate mends no wiring.
+# What these say is so, whatever a short run gives. A learning rate mends no wiring.
 WIRING = frozenset({"not-held", "unreached", "frozen", "input-ignored"})
 PLAIN = WIRING | {"non-finite", "cannot-overfit"}
 
@@ -40,7 +40,8 @@ def tried(
     Those that act come first, then those to watch; of each the first advice, then the second, then
     the third. A finding's advice is put in order of what paid, and a mend that paid, but no more
     than another learning rate alone, stands behind that. A finding to act on of whose mends none
-    that was tried pays is one to watch; but not one that says plainly what is so.
+    that was tried pays is one to watch; but not one that says plainly what is so, nor a cause of
+    such a one: what the run suffers from is then certain, and its mends did not reach it.
 
     Args:
         findings: as the rules gave them, strongest first.
@@ -65,7 +66,12 @@ def tried(
         except KeyboardInterrupt:
             left = {place for place in places if outcomes[place] == _NO_TIME}
             outcomes |= dict.fromkeys(left, "interrupted")
-    judged = [_judged(finding, i, outcomes, record) for i, finding in enumerate(findings)]
+    plain = [i for i, f in enumerate(findings) if f.strength == "act" and f.name in PLAIN]
+    certain = max(plain, default=-1)
+    judged = [
+        _judged(finding, i, outcomes, record, certain=i <= certain)
+        for i, finding in enumerate(findings)
+    ]
     return tuple(sorted(judged, key=lambda finding: STRENGTHS.index(finding.strength)))
 
 
@@ -125,7 +131,12 @@ def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Outcome:
 
 
 def _judged(
-    finding: Finding, number: int, outcomes: dict[Place, Outcome], record: Record
+    finding: Finding,
+    number: int,
+    outcomes: dict[Place, Outcome],
+    record: Record,
+    *,
+    certain: bool,
 ) -> Finding:
     """The finding with what trying gave, the advice that pays first, and its strength."""
     advice = []
@@ -141,7 +152,7 @@ def _judged(
     if finding.name not in WIRING:
         advice = _in_order(_with_rate(advice, record))
     pays = any(trial.pays for trial in trials)
-    lowered = finding.strength == "act" and trials and not pays and finding.name not in PLAIN
+    lowered = finding.strength == "act" and trials and not pays and not certain
     return replace(finding, advice=tuple(advice), strength="watch" if lowered else finding.strength)
 
 
