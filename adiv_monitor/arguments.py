@@ -44,6 +44,17 @@ def check_arguments(
     on_error: str,
 ) -> None:
     """Raise TypeError or ValueError for what can't be worked with."""
+    _check_model(model)
+    _check_optimizer(optimizer)
+    _check_numbers(every_n_steps, max_overhead, max_rows, keep)
+    _check_realised(realised, optimizer)
+    _check_layers(layers)
+    if on_error not in ("warn", "raise"):
+        raise ValueError(f"Monitor(on_error=…): got {on_error!r}, expected 'warn' or 'raise'")
+    _check_sinks(sinks)
+
+
+def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Monitor(model=…): got {type(model).__name__}, expected a torch.nn.Module")
     if not trainable(model):
@@ -51,17 +62,27 @@ def check_arguments(
             f"Monitor(model=…): got a {type(model).__name__} without trainable parameters, "
             "expected at least one; there is nothing to measure"
         )
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"Monitor(optimizer=…): got {type(optimizer).__name__}, expected a "
             "torch.optim.Optimizer or None (then call end_step() after each backward pass)"
         )
-    if optimizer is not None and not runs_hooks(optimizer):
+    if not runs_hooks(optimizer):
         raise TypeError(
             f"Monitor(optimizer=…): got a {type(optimizer).__name__}, which runs no step hooks "
             "(its __init__ never called that of torch.optim.Optimizer), expected the optimizer "
             "that it steps through"
         )
+
+
+def _check_numbers(
+    every_n_steps: int, max_overhead: float | None, max_rows: int | None, keep: int
+) -> None:
     for name, value in (("every_n_steps", every_n_steps), ("max_rows", max_rows), ("keep", keep)):
         if value is None and name == "max_rows":
             continue
@@ -72,6 +93,9 @@ def check_arguments(
             f"Monitor(max_overhead=…): got {max_overhead!r}, expected a share of the training time "
             "above 0 and below 1, such as 0.01 for 1 %, or None"
         )
+
+
+def _check_realised(realised: object, optimizer: object) -> None:
     if not isinstance(realised, bool) and not callable(realised):
         raise TypeError(
             f"Monitor(realised=…): got {type(realised).__name__}, expected True, False, the module "
@@ -82,12 +106,13 @@ def check_arguments(
             "Monitor(realised=…): got it with optimizer=None, expected the optimizer whose steps "
             "are to be followed"
         )
+
+
+def _check_layers(layers: object) -> None:
     if isinstance(layers, str):
         raise TypeError(
             f"Monitor(layers=…): got the string {layers!r}, expected a list: [{layers!r}]"
         )
-    if on_error not in ("warn", "raise"):
-        raise ValueError(f"Monitor(on_error=…): got {on_error!r}, expected 'warn' or 'raise'")
     if layers is not None and not callable(layers):
         wrong = [x for x in layers if not isinstance(x, str)] if _several(layers) else [layers]
         if wrong:
@@ -95,6 +120,9 @@ def check_arguments(
                 f"Monitor(layers=…): got {type(wrong[0]).__name__}, expected glob patterns over "
                 "module paths, or a predicate (path, module) → bool"
             )
+
+
+def _check_sinks(sinks: Sequence[object]) -> None:
     for sink in sinks if _several(sinks) else [sinks]:
         if isinstance(sink, type) or not isinstance(sink, Sink) or not _several(sinks):
             raise TypeError(

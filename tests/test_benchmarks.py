@@ -6,6 +6,7 @@ from types import ModuleType
 import covered
 import launches
 import least_work
+import mode
 import monitor
 import peers
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from uses import Uses
 
 
-@pytest.mark.parametrize("script", [launches, monitor, peers, rows], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("script", [launches, mode, monitor, peers, rows], ids=lambda s: s.__name__)
 def test_runs_and_writes_what_it_found(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

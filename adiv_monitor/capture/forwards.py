@@ -4,8 +4,9 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.overrides import (
 
 from adiv_monitor.capture.again.randomness import Randomness
 from adiv_monitor.capture.hook import ModuleHook, is_aside, is_replaying, trains
+from adiv_monitor.capture.selection import Selection
 
 Function = Callable[..., Any]
 
@@ -33,7 +35,7 @@ class _Mode(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """A call."""
-        if is_aside() and not is_replaying():
+        if is_aside():
             return func(*args, **(kwargs or {}))
         return self._watcher(func, args, kwargs or {})
 
@@ -48,6 +50,7 @@ class Forward:
         kwargs: see args.
         random: the random numbers.
         written: by id, what tensors were that were written to since.
+        number: of the forwards that began, the last one has the highest.
     """
 
     module: nn.Module
@@ -55,6 +58,7 @@ class Forward:
     kwargs: dict[str, Any]
     random: Randomness
     written: dict[int, Tensor]
+    number: int
 
 
 class _Running(threading.local):
@@ -65,6 +69,24 @@ class _Running(threading.local):
         self.mode: _Mode | None = None
         self.inside = ""  # which function was opened
         self.closed: tuple[nn.Module, _Mode] | None = None
+
+
+class Watcher(Protocol):
+    """What is told of the forwards that run."""
+
+    def called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call of a torch function, and give what it gives."""
+        ...
+
+    def begins(self, forward: Forward) -> None:
+        """A module's forward begins."""
+        ...
+
+    def ends(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """A module's forward ends; `output` is None if it raised."""
+        ...
 
 
 class Forwards:
@@ -78,10 +100,6 @@ class Forwards:
     Args:
         modules: the modules that hold what is trained, be it further below.
         closed: modules among or below them that hold parameters, none of which is trained.
-        watcher: (function, args, kwargs) → what the call gives.
-        begins: called when a module's forward begins, with that.
-        ends: called with (module, args, kwargs, output) when a module's forward ends; `output` is
-            None if it raised.
         devices: on which forwards may draw random numbers.
         repeated: watch repetitions of forward passes, and nothing but these.
 
@@ -93,9 +111,6 @@ class Forwards:
         self,
         modules: Collection[nn.Module],
         closed: Collection[nn.Module],
-        watcher: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any],
-        begins: Callable[[Forward], object],
-        ends: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
         devices: Collection[torch.device],
         *,
         repeated: bool = False,
@@ -103,22 +118,33 @@ class Forwards:
         self.strangers = False
         self._repeated = repeated
         self._modules = modules
+        self._closed = closed
         self._running = _Running()
-        self._watcher = watcher
-        self._begins = begins
-        self._ends = ends
         self._devices = devices
         self._active = True
+        self._numbers = count()
+        self._watcher: Watcher
+        self._hooks: list[ModuleHook] = []
+
+    @classmethod
+    def of(cls, selection: Selection, *, repeated: bool = False) -> "Forwards":
+        """Those of the modules that hold what is to be measured."""
+        devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
+        return cls(selection.modules, selection.closed, devices, repeated=repeated)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Put the hooks on, for this watcher."""
+        self._watcher = watcher
         self._hooks = [
             hook
             for several, enter, leave in (
-                (modules, self._enter, self._leave),
-                (closed, self._close, self._reopen),
+                (self._modules, self._enter, self._leave),
+                (self._closed, self._close, self._reopen),
             )
             for module in several
             for hook in (
-                ModuleHook(module, self._if_watched(enter), before=True),
-                ModuleHook(module, self._if_watched(leave), before=False, always=True),
+                ModuleHook(module, enter, before=True),
+                ModuleHook(module, leave, before=False, always=True),
             )
         ]
 
@@ -176,14 +202,9 @@ class Forwards:
             hook.remove()
         self._hooks.clear()
 
-    def _if_watched(self, hook: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any) -> None:
-            if is_replaying() is self._repeated:
-                hook(*args)
-
-        return run
-
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_replaying() is not self._repeated:
+            return
         running = self._running
         if module not in self._modules:
             self.strangers = True
@@ -191,20 +212,26 @@ class Forwards:
         if not running.forwards:
             if not torch.is_grad_enabled() or not trains(args):
                 return
-            running.mode = _Mode(self._watcher)
+            running.mode = _Mode(self._watcher.called)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
-        forward = Forward(module, args, kwargs, Randomness(self._devices), {})
+        forward = Forward(
+            *(module, args, kwargs, Randomness(self._devices), {}), number=next(self._numbers)
+        )
         running.forwards.append(forward)
         with torch._C.DisableTorchFunction():
-            self._begins(forward)
+            self._watcher.begins(forward)
 
     def _close(self, module: nn.Module, *others: object) -> None:
+        if is_replaying() is not self._repeated:
+            return
         running = self._running
         if running.mode is not None and _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
             running.closed, running.mode = (module, running.mode), None
 
     def _reopen(self, module: nn.Module, *others: object) -> None:
+        if is_replaying() is not self._repeated:
+            return
         running = self._running
         if running.closed is not None and running.closed[0] is module:
             _, running.mode = running.closed
@@ -214,13 +241,15 @@ class Forwards:
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        if is_replaying() is not self._repeated:
+            return
         running = self._running
-        if not running.forwards or module is not self.innermost:
+        if not running.forwards or module is not running.forwards[-1].module:
             return
         try:
             if self._active:
                 with torch._C.DisableTorchFunction():
-                    self._ends(module, args, kwargs, output)
+                    self._watcher.ends(module, args, kwargs, output)
         finally:
             running.forwards.pop()
             if not running.forwards and running.mode is not None:

@@ -4,6 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,22 +12,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx import Proxy
 
+_PLAIN = (Tensor, nn.Parameter)
+_MODES = torch._C._TorchDispatchModeKey
+_TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
-class Hook:
-    """A hook of ours, on a module, a tensor or an optimizer.
+
+class Hook(partial[Any]):
+    """A hook of ours, on a module, a tensor or an optimizer: calls what it was made of.
 
     Torch drops those on parameters and optimizers when it copies or pickles them; modules keep
     theirs, so on them goes a `ModuleHook`.
     """
 
     __torch_unserializable__ = True  # a parameter sent to another process goes without a warning
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what it was made of."""
-        return self.function(*args, **kwargs)
 
 
 class ModuleHook:
@@ -130,7 +128,7 @@ _aside = _Aside()
 
 def is_aside() -> bool:
     """Whether what is called now is no part of the forward pass around it."""
-    return _aside.on
+    return _aside.on and not _replay.under_way
 
 
 class _Replay(threading.local):
@@ -183,13 +181,22 @@ def trains(value: object) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or _is_traced():
         return False
+    return has_data(value)
+
+
+def has_data(value: object) -> bool:
+    """Whether a value is no stand-in for a tensor."""
     if not isinstance(value, Tensor):
         return not isinstance(value, Proxy)
-    return torch._C._has_storage(value) and not value.is_meta and not is_fake(value)
+    if not torch._C._has_storage(value) or value.is_meta:
+        return False
+    if type(value) in _PLAIN and not torch._is_functional_tensor(value):
+        return not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return not is_fake(value)
 
 
 def _is_traced() -> bool:
     """Whether a mode is on under which tensors are stand-ins, or what is done is written down."""
-    keys = torch._C._TorchDispatchModeKey
-    modes = (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
-    return any(torch._C._get_dispatch_mode(mode) is not None for mode in modes)
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)

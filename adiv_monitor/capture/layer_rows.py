@@ -44,6 +44,7 @@ class Call:
             through one graph: the sum of their gradients is known of the chosen rows alone.
         precision: rounding of the gradients that came.
         place: where in the step the call was made, if the forward passes are noted.
+        forward: the number of the module's forward in which it was made.
         replay_error: how far off the replay was that told the rows; None: they were seen.
     """
 
@@ -67,6 +68,7 @@ class Call:
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
         self.place: CallPlace | None = None
+        self.forward = -1
 
     @property
     def layer(self) -> Layer:

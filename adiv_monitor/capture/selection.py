@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Source, covered
+from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Source, Together, covered
 from adiv_monitor.features.registry import Rule, find_rule
 from adiv_monitor.features.uses import as_it_is
 
@@ -30,7 +30,10 @@ class Layer:
     """One use of trained parameters, or of pieces of them.
 
     Attributes:
-        path: of the module that owns the weight, as reports name it.
+        path: of the module that owns the weight, as reports name it; with the parameter's name if
+            that is not `weight` or `bias`, and with who uses it (`embed@head`) if another use has
+            that name already. Of several parameters: of the module that holds them all; if only
+            the model does, their names (`query+key`), or the model's class if they are many.
         module: that module.
         kind: what reports call it.
         weight: what the weight is made of, if this optimizer trains any of it.
@@ -59,6 +62,10 @@ class Layer:
     def is_direct(self) -> bool:
         """Whether it uses pieces as they are, so that their gradient is that of its rows."""
         return all(source is None or source.is_view for source in (self.weight, self.bias))
+
+    def is_through(self, module: nn.Module) -> bool:
+        """Whether it is all that parameters do to the output of this module."""
+        return isinstance(self.weight, Together) and self.weight.through is module
 
     def made_of(self, weight: Source | None, bias: Source | None) -> "Layer":
         """The layer as another call uses it: itself, or with weights made of other constants."""
@@ -306,7 +313,7 @@ def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
 
 def listed(paths: Sequence[str]) -> str:
     """Paths as a part of a sentence; not all if they are many."""
-    shown = ", ".join(paths[:3])
+    shown = ", ".join(path or "the model itself" for path in paths[:3])
     return shown if len(paths) <= 3 else f"{shown} and {len(paths) - 3} more"
 
 

@@ -146,9 +146,7 @@ def uses_in(
         return ()
     if kwargs.get("out", call) is None:
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
-    try:
-        _signature(rule).bind(call, *args, **kwargs)
-    except TypeError:
+    if not _takes(rule, len(args), tuple(kwargs)):
         return ()
     found = rule(call, *args, **kwargs)
     if found is None:
@@ -157,5 +155,10 @@ def uses_in(
 
 
 @cache
-def _signature(rule: FunctionRule) -> inspect.Signature:
-    return inspect.signature(rule)
+def _takes(rule: FunctionRule, count: int, names: tuple[str, ...]) -> bool:
+    """Whether a rule can be given so many arguments, and those of these names."""
+    try:
+        inspect.signature(rule).bind(None, *(None,) * count, **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True

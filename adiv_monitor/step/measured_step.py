@@ -4,51 +4,35 @@ Everything stays on the device until `outcome`, which makes one transfer.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
-from adiv_monitor.capture.again.again import Calls
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
-from adiv_monitor.features.features import Averaged, DenseFeatures, Features, OneHotFeatures
+from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.jacobian import JacobianFeatures
-from adiv_monitor.features.rows import exact, joined, to_device
+from adiv_monitor.features.rows import exact, joined
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths import dots, totals
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.attention_outcome import attention_outcome
 from adiv_monitor.step.attention_step import AttentionStep
+from adiv_monitor.step.measured_layer import MeasuredLayer
 from adiv_monitor.step.outcome import Looked, Outcome, refusals, understand
-from adiv_monitor.step.plain_step import Making, act, added, changes, gram_is_less, probe, stretch
+from adiv_monitor.step.plain_step import act, added, changes, gram_is_less, probe, stretch
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.transfer import fetch
 
 # There is no mean feature, and no telling which of the parameters are a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
-
-
-@dataclass
-class _Measured:
-    """What is known of one layer so far."""
-
-    layer: Layer
-    makings: list[Making]
-    looked: Looked
-    features: Features
-    vectors: dict[str, Tensor]  # (rows, n_total) each
-    calls: Calls  # where the rows are
-    values: dict[str, Tensor] = field(default_factory=dict)  # for the host
-
-    def release(self) -> None:
-        """Let go of the rows, and of what made their weights."""
-        del self.features, self.vectors, self.makings
 
 
 class MeasuredStep:
@@ -84,7 +68,7 @@ class MeasuredStep:
         self._watch = watch
         self._fail = fail
         self._generator = generator
-        self._measured: dict[str, _Measured] = {}
+        self._measured: dict[str, MeasuredLayer] = {}
         self._all_rows: dict[str, AllRows] = {}
         self._weight_sums: dict[str, Tensor] = {}
         self._steps: ParameterSteps | None = None
@@ -182,7 +166,7 @@ class MeasuredStep:
             return
         self._steps.stepped()
         # The largest difference last, when the other layers' rows are gone: that is the peak.
-        for measured in sorted(self._measured.values(), key=_size):
+        for measured in sorted(self._measured.values(), key=attrgetter("size")):
             self._try(measured.layer, self._measure_update, measured)
         self._flags["gradient_changed"] = self._steps.finish_update()
 
@@ -258,7 +242,7 @@ class MeasuredStep:
         return replace(found, attention=readings, notes=[*found.notes, *notes])
 
     def _capture_notes(self) -> list[str]:
-        notes = []
+        notes = self._capture.notes()
         if self._capture.attention is not None and self._capture.attention.saw_none():
             notes.append(
                 "No attention was seen: only scaled_dot_product_attention and "
@@ -346,8 +330,8 @@ class MeasuredStep:
                 values["stretch"] = stretch(changed, gamma)
         vectors = {"G": G, "e": e, "z": joined([call.z for call in calls])}
         places = [(call.place, call.rows) for call in calls]
-        measured = _Measured(layer, makings, looked, features, vectors, places, values)
-        self._add_scale(measured)
+        measured = MeasuredLayer(layer, makings, looked, features, vectors, places, values)
+        measured.add_scale(self._generator)
         self._measured[layer.path] = measured
         rows.calls.clear()
 
@@ -374,42 +358,7 @@ class MeasuredStep:
         if len(sums) == len(calls):
             self._weight_sums[path] = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
-    def _add_scale(self, measured: _Measured) -> None:
-        """The rows' own parts of e, and what the others did to them."""
-        vectors, values, features = measured.vectors, measured.values, measured.features
-        G, e = vectors["G"], vectors["e"]
-        scale = features.scale()
-        if scale is None:
-            return
-        if scale.shape != (len(G), features.groups) or not scale.is_floating_point():
-            raise ValueError(
-                f"the features' scale() gave {scale.dtype} of shape {tuple(scale.shape)}, expected "
-                f"real numbers of shape (rows, groups) = {(len(G), features.groups)}: ‖φ‖² of "
-                "every row"
-            )
-        scale = scale.to(G.dtype)
-        if scale.shape[1] == 1:
-            vectors["rest"] = torch.addcmul(e, scale, G, value=-1)
-            values["scale"] = scale[:, 0]
-            return
-        blocks = G.view(*scale.shape, G.shape[1] // scale.shape[1])
-        own = (scale[..., None] * blocks).flatten(1)
-        vectors["own"], vectors["rest"] = own, e - own
-        # Of a gain, a matrix as large as its features: of it, what is summed over the features.
-        pivot = scale[:1, :1]
-        shifted = scale - pivot
-        values["scale_pivot"] = pivot
-        values["scale_sums"] = shifted.sum(1)
-        values["scale_norms"] = torch.linalg.vector_norm(shifted, dim=1)
-        values["scale_largest"] = scale.amax(1)
-        entries = scale.flatten()
-        if len(entries) > totals.MOST_ENTRIES:
-            some = self._generator.choice(len(entries), totals.MOST_ENTRIES, replace=False)
-            measured.looked.entry_rows = some // scale.shape[1]
-            entries = entries.index_select(0, to_device(some, scale.device))
-        values["scale_entries_of_rows"] = entries
-
-    def _measure_update(self, measured: _Measured) -> None:
+    def _measure_update(self, measured: MeasuredLayer) -> None:
         steps, layer = self._steps, measured.layer
         assert steps is not None
         taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
@@ -422,7 +371,7 @@ class MeasuredStep:
             steps.take_products(piece, taken[piece.key])
         self._finish_rows(measured)
 
-    def _finish_rows(self, measured: _Measured) -> None:
+    def _finish_rows(self, measured: MeasuredLayer) -> None:
         vectors, values = measured.vectors, measured.values
         values["products"] = dots.of_rows(list(vectors.values()))
         measured.looked.vectors = tuple(vectors)
@@ -431,23 +380,8 @@ class MeasuredStep:
             rows = vectors["G"], vectors["d"], vectors["z"]
             self._realised.keep(path, *rows, measured.calls)
         if self._watch.expects_idle(path) or "weight_sum" not in values:
-            self._add_common(measured)
+            measured.add_common()
         measured.release()
-
-    def _add_common(self, measured: _Measured) -> None:
-        """How alike the active rows are."""
-        features = measured.features
-        if not isinstance(features, Averaged):
-            return
-        active = measured.values["products"][:, 0, 0].sign()  # of ‖g_r‖²
-        products = features.mean_products(active)
-        if products is not None:
-            measured.values["common"] = products
-            measured.values["weight_norms"] = features.weight_norms()
-
-
-def _size(measured: _Measured) -> int:
-    return max(piece.value().numel() for piece in measured.layer.pieces)
 
 
 def _why_from_rows(features: Features, *, shared: bool) -> str:

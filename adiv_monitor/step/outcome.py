@@ -123,18 +123,7 @@ def understand(
     if refused := refusals(flags):
         return Outcome({}, {}, {}, set(), refused)
     errors = {p: float(v["rule_error"]) for p, v in values.items() if "rule_error" in v}
-    misdescribed = {
-        path: f"its output is not what its rule says (relative error {error:.2g}): a hook "
-        "or a subclass changes it, or the registered rule is wrong"
-        for path, error in errors.items()
-        if error > _RULE_TOLERANCE
-    }
-    lost = {
-        path: f"a replay of its call does not give what the call gave (relative error {error:.2g}),"
-        " so its rows are not known"
-        for path, v in values.items()
-        if (error := float(v.get("replay_error", 0.0))) > 10 * _tolerance(looked[path])
-    }
+    misdescribed, lost = _misdescribed(errors), _lost(looked, values)
     kept = {path: seen for path, seen in looked.items() if path not in {**misdescribed, **lost}}
     step = _Step(flags, products, keeps_gradient)
     numbers: dict[str, Numbers] = {}
@@ -167,6 +156,26 @@ def understand(
         float(flags["loss_change"]) if "loss_change" in flags else None,
         tuple(flags.get("loss_changes", np.empty(0)).tolist()),
     )
+
+
+def _misdescribed(errors: Mapping[str, float]) -> dict[str, str]:
+    return {
+        path: f"its output is not what its rule says (relative error {error:.2g}): a hook "
+        "or a subclass changes it, or the registered rule is wrong"
+        for path, error in errors.items()
+        if error > _RULE_TOLERANCE
+    }
+
+
+def _lost(
+    looked: Mapping[str, Looked], values: Mapping[str, Mapping[str, Array]]
+) -> dict[str, str]:
+    return {
+        path: f"a replay of its call does not give what the call gave (relative error {error:.2g}),"
+        " so its rows are not known"
+        for path, v in values.items()
+        if (error := float(v.get("replay_error", 0.0))) > 10 * _tolerance(looked[path])
+    }
 
 
 class _Step:

@@ -51,7 +51,10 @@ EXPECTED = {
 
 _MONITOR = Path(adiv_monitor.__file__).parent
 # Here the monitor makes a call of the training's own, which it was handed by a function mode.
-_HANDED_ON = ("_called", "_called_with", "_recurrent", "_read", "opened")
+_HANDED_ON = (
+    *("called", "_watched", "_called_with", "_called_with_repeated", "_recurrent", "_read"),
+    "opened",
+)
 _aten = torch.ops.aten
 _NO_KERNEL = {
     *(_aten._unsafe_view, _aten.lift_fresh, _aten._reshape_alias),

@@ -256,7 +256,10 @@ CASES = {
         kind=CONV,
     ),
     "old weight norm": Case(
-        old_weight_norm, lambda p, b: normed(p["weight_v"], p["weight_g"]), own("bias")
+        old_weight_norm,
+        lambda p, b: normed(p["weight_v"], p["weight_g"]),
+        own("bias"),
+        path="weight_g+weight_v",
     ),
     "spectral norm": Case(
         lambda: parametrizations.spectral_norm(linear()),
@@ -279,7 +282,9 @@ CASES = {
         ),
         lambda p, b: spectral(p["weight"], b["u"], b["v"]),
     ),
-    "standardised": Case(standardised_convolution, standardised, own("bias"), kind=CONV),
+    "standardised": Case(
+        standardised_convolution, standardised, own("bias"), kind=CONV, path="weight+gain"
+    ),
     "low rank": Case(
         lambda: Functional(
             lambda m, x: functional.linear(x, m.weight + 0.5 * m.up @ m.down),
@@ -288,6 +293,7 @@ CASES = {
             down=real(2, 4),
         ),
         lambda p, b: p["weight"] + torch.einsum("ir,rj->ij", 0.5 * p["up"], p["down"]),
+        path="weight+up+down",
     ),
     "low rank over a frozen weight": Case(
         frozen_base,
@@ -319,6 +325,7 @@ CASES = {
         lambda p, b: torch.cat([p["q"], p["k"]]),
         lambda p, b: torch.cat([p["a"], torch.zeros(2)]),
         stretches=False,
+        path="q+k",
     ),
     "a view of what is not shown": Case(
         lambda: Functional(
@@ -327,6 +334,7 @@ CASES = {
             b=real(2, 3),
         ),
         lambda p, b: p["b"].T @ p["a"],
+        path="a+b",
     ),
     "a part of another layout": Case(
         lambda: Functional(

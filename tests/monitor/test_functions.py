@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture import capture
+from adiv_monitor.capture import watching
 from adiv_monitor.capture.sampling import draw
 from adiv_monitor.features import Rows
 from adiv_monitor.features.features import Averaged
@@ -283,7 +283,7 @@ def test_readings_are_those_of_the_module_as_a_whole(
 ) -> None:
     """What does not depend on which entries make a row is the same without a rule."""
     (reading,) = measured(CASES[name], "adamw", None)[0].layers.values()
-    monkeypatch.setattr(capture, "uses_in", lambda *_: ())
+    monkeypatch.setattr(watching, "uses_in", lambda *_: ())
     report, _ = measured(CASES[name], "adamw", None)
     (whole,) = report.layers.values()
     assert whole.kind == "module"

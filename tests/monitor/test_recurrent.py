@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture import capture, late_rows
+from adiv_monitor.capture import gathering, late_rows, watching
 from adiv_monitor.features import recurrent_call
 from adiv_monitor.features.functions.linear import affine
 
@@ -588,7 +588,7 @@ def test_an_output_that_is_changed_in_place() -> None:
 def test_a_replay_of_something_else_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other masks of dropout than the call's."""
     other = torch.Generator().manual_seed(99).get_state()
-    monkeypatch.setattr(capture, "random_state", lambda device: other)
+    monkeypatch.setattr(watching, "random_state", lambda device: other)
     fused, _ = nets("gru", num_layers=2, dropout=0.5)
     report = one_step(fused, lambda net: net(padded()).backward())
     assert report.layers.keys() == {"head"}
@@ -640,7 +640,7 @@ def test_one_layer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ArithmeticError("not today")
         return affine(x, weight, bias)
 
-    monkeypatch.setattr(capture, "affine", fails_with_inputs)
+    monkeypatch.setattr(gathering, "affine", fails_with_inputs)
     fused, _ = nets("lstm")
     optimizer = OPTIMIZERS["sgd"](fused.parameters())
     with (

@@ -1,6 +1,8 @@
 """One parameter in several uses, parameters that are replaced, calls without rows, and no leaks."""
 
 import gc
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ from setups import EXACT, cosine, one_step
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor import Monitor
+from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture.capture import Capture
+from adiv_monitor.report import REALISED_MEASURES
 
 X = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(5, 3).sin()
 
@@ -50,6 +53,159 @@ def test_a_matrix_and_its_transpose_are_two_layers(hidden: int) -> None:
         assert reading.gradient_cosine == pytest.approx(
             cosine(inputs @ change, output.grad), **EXACT
         )
+
+
+class Bends(nn.Module):
+    """Uses a weight in a way of which there is no rule."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.atan2(x[:, None], self.weight).sum(1)
+
+
+class Both(Bends):
+    """And in a way of which there is one, together with a bias."""
+
+    def __init__(self, weight: nn.Parameter | None = None) -> None:
+        super().__init__(nn.Parameter(torch.randn(3, 3)) if weight is None else weight)
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(functional.linear(x, self.weight, self.bias))
+
+
+class Beside(nn.Module):
+    """One module uses it so, another one otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.bends = Bends(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bends(self.linear(x))
+
+
+class Around(Beside):
+    """And the module around both, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.atan2(super().forward(x)[:, None], self.linear.weight).sum(1)
+
+
+class InTheMiddle(Beside):
+    """The other use lies in a module that runs before, and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = Both(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.both(self.linear(x)))
+
+
+class Recurrent(nn.Module):
+    """One of the weights of a recurrent layer is used once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.rnn(x[:, None].sin())[0][:, 0]
+        return torch.atan2(hidden[:, None], self.rnn.weight_ih_l0).sum(1)
+
+
+# What has a reading in the end, and what gave way to another's.
+SEVERAL: dict[str, tuple[Callable[[], nn.Module], set[str], set[str]]] = {
+    "one module": (Both, {"Both"}, {"the model itself"}),
+    "one after the other": (
+        lambda: nn.Sequential(Both(), Both()),
+        {"0@module", "1@module"},
+        {"0", "1"},
+    ),
+    "beside each other": (Beside, {"linear", "bends"}, set()),
+    "in a module around": (Around, {"Around"}, {"linear", "bends"}),
+    "elsewhere too": (InTheMiddle, {"linear", "both@module"}, {"both"}),
+    "recurrent": (Recurrent, {"Recurrent", "rnn.hidden_l0"}, {"rnn.input_l0"}),
+}
+
+
+def stepped(model: nn.Module, **options: object) -> tuple[StepReport, float]:
+    """Two micro-batches and a step; −⟨∂L/∂Θ, ΔΘ⟩."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, on_error="raise", realised=True, **options) as monitor:
+        for x in (X, X[:3].cos()):
+            model(x).square().sum().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        pairs = zip(before, model.parameters(), strict=True)
+        truth = sum(((old - p) * p.grad).sum().item() for old, p in pairs if p.grad is not None)
+    assert monitor.latest is not None
+    return monitor.latest, truth
+
+
+@pytest.mark.parametrize("max_rows", [None, 5], ids=["all-rows", "sampled"])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_uses_with_and_without_a_rule_are_counted_once(name: str, max_rows: int | None) -> None:
+    torch.manual_seed(1)
+    build, measured, replaced = SEVERAL[name]
+    report, truth = stepped(build().double(), max_rows=max_rows)
+    readings = report.layers.values()
+    assert report.layers.keys() == measured
+    assert report.coverage == 1
+    errors = math.hypot(*(r.standard_error.get("descent", 0.0) for r in readings))
+    assert sum(r.descent for r in readings) == pytest.approx(truth, rel=1e-9, abs=5 * errors)
+    for reading in readings:
+        assert set(REALISED_MEASURES) <= reading.measures().keys()
+    notes = [note for note in report.notes if note.startswith("Functions without a rule")]
+    assert len(notes) == bool(replaced)
+    assert all(path in note for note in notes for path in replaced)
+
+
+class Mixed(nn.Module):
+    """Its own weight and another module's go into one function, and its own into another one."""
+
+    def __init__(self, other: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.other = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.linear(x, self.weight + self.other[0])
+        return torch.atan2(hidden[:, None], self.weight).sum(1)
+
+
+def test_uses_that_cannot_be_told_apart_are_named() -> None:
+    torch.manual_seed(1)
+    first = nn.Linear(3, 3)
+    model = nn.Sequential(first, Mixed(first.weight)).double()
+    report = one_step(model, lambda m: m(X).square().sum().backward())
+    assert report.layers.keys() == {"0", "0+1"}
+    assert any("Not all uses of 1.weight are measured" in note for note in report.notes)
+
+
+class Merged(nn.Module):
+    """One weight of many parameters of its own, there and back."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        for i in range(count):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.randn(1, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.cat(list(self.parameters()))
+        return torch.tanh(functional.linear(x, weight)) @ weight
+
+
+@pytest.mark.parametrize(("count", "name"), [(2, "p0+p1"), (4, "p0+p1+p2+p3"), (5, "Merged")])
+def test_parameters_of_the_model_itself_are_named(count: int, name: str) -> None:
+    model = Merged(count).double()
+    report = one_step(model, lambda m: m(X).square().sum().backward())
+    assert list(report.layers) == [name, f"{name}@linear"]
 
 
 def test_one_kernel_there_and_back() -> None:

@@ -8,11 +8,17 @@ import numpy as np
 from torch import Tensor, nn
 
 from adiv_monitor.capture.again.forward_calls import CallPlace, ForwardCalls, NotRepeatable
+from adiv_monitor.capture.again.leftovers import Leftovers
 from adiv_monitor.capture.again.losses import Losses
 from adiv_monitor.capture.again.outputs import Outputs
 from adiv_monitor.capture.again.replay import Arguments
 from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.layer_rows import Chooser
+from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer, Selection
+from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.features.recurrent import rows_of_maps, uses_of
@@ -24,8 +30,19 @@ from adiv_monitor.features.uses import Use
 Calls = Sequence[tuple[CallPlace | None, Rows]]
 
 
-class Again(Capture):
-    """Sees the layers that another capture has seen, and takes z of some rows.
+class _Known(Layers):
+    """The layers that were seen at first, and no others."""
+
+    def _new(self, path: str, use: Use, weight: Source | None, bias: Source | None) -> Layer | None:
+        return None
+
+    def failed(self, path: str, error: Exception) -> None:
+        """It did not fail at first."""
+        raise error
+
+
+class Again:
+    """Sees the layers that another capture has seen, and takes z of some rows. See `Takes`.
 
     Args:
         model: the model.
@@ -34,37 +51,38 @@ class Again(Capture):
         wanted: the rows, by layer.
     """
 
-    _repeated = True
-
     def __init__(
         self, model: nn.Module, selection: Selection, first: Capture, wanted: Mapping[str, Calls]
     ) -> None:
-        super().__init__(
-            model,
-            selection,
-            max_rows=None,
-            generator=np.random.default_rng(0),
-            attainable=False,
-            checked=set(),
-            switched_off=set(),
-            fail=self._failed,
-            begins=lambda: None,
-        )
-        self._model = model
         self._running = -1
         self._wanted = wanted
         self._rows = {place: rows for calls in wanted.values() for place, rows in calls if place}
         self._found: dict[CallPlace, Tensor] = {}
         self._counts: Counter[tuple[int, bool, str]] = Counter()
         self._lost: dict[str, str] = {}
-        self.layers = first.layers
-        self._pieces = first.pieces
+        self._origin = Origin(model, selection.parameters)
+        self._origin.pieces = first.pieces
+        self._forwards = Forwards.of(selection, repeated=True)
+        names = Names(model, selection, self._forwards)
+        chooser = Chooser(None, np.random.default_rng(0))
+        self._layers = _Known(names, self._origin, chooser, (), lambda *_: None)
+        self._layers.found = first.layers
+        self._watching = Watching(
+            *(selection, self._forwards, self._layers, self._origin, Leftovers(selection), self),
+            begins=lambda: None,
+            repeated=True,
+        )
+        self._forwards.watch(self._watching)
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        self._watching.detach()
+        self._forwards.remove()
 
     def begin(self, number: int) -> None:
         """A forward pass begins, with the buffers in place that it will use."""
         self._running = number
-        self._origin = Origin(self._model, self._selection.parameters)
-        self._origin.pieces = self._pieces
+        self._origin.start()
 
     @property
     def forward_passes(self) -> set[int]:
@@ -95,24 +113,26 @@ class Again(Capture):
             parts.append(self._found[place])
         return joined(parts)
 
-    def _note(
+    def use(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
     ) -> None:
-        layer = self._layer(use, path)
+        """Take z of a use."""
+        layer = self._layers.of(use, path)
         if layer is not None:
             self._take(layer, use.layout(output), recomputed=not output.requires_grad)
 
-    def _note_maps(
+    def maps(
         self, made: RecurrentCall, outputs: tuple[Tensor, ...], rng_state: Tensor | None
     ) -> list[Tensor]:
+        """Take z of the maps in a recurrent call."""
         z = rows_of_maps(made, outputs[0].dtype, rng_state)
         for use in uses_of(made):
-            layer = self._layer(use, None)
+            layer = self._layers.of(use)
             if layer is not None:
                 self._take(layer, z[use.part], recomputed=not outputs[0].requires_grad)
         return []
 
-    def _note_whole(
+    def whole(
         self,
         module: nn.Module,
         names: list[str],
@@ -120,7 +140,10 @@ class Again(Capture):
         outputs: Outputs,
         tensors: list[Tensor],
     ) -> None:
-        layer = self._whole(module, [module.get_parameter(name) for name in names])
+        """Take z of a module that is measured as a whole."""
+        left = {module.get_parameter(name) for name in names}
+        layers = (x for x in self._layers.found.values() if x.is_through(module))
+        layer = next((x for x in layers if left.issubset(x.parameters)), None)
         if layer is not None:
             self._take(layer, outputs.rows(tensors), recomputed=False)
 
@@ -136,14 +159,6 @@ class Again(Capture):
             self._found[place] = rows.take(z.detach())
         else:
             self._lost[layer.path] = "it had other rows when the forward pass ran again"
-
-    def _new_layer(
-        self, path: str, use: Use, weight: Source | None, bias: Source | None
-    ) -> Layer | None:
-        return None  # which was not seen at first
-
-    def _failed(self, path: str, error: Exception) -> None:
-        raise error  # which did not come at first
 
 
 def run_again(calls: ForwardCalls, again: Again, losses: Losses | None) -> None:

@@ -232,6 +232,11 @@ class ForwardCalls:
         self.counts[key] += 1
         return CallPlace(*key, self.counts[key] - 1)
 
+    def forget(self, path: str) -> None:
+        """There is no such layer after all."""
+        for key in [key for key in self.counts if key[2] == path]:
+            del self.counts[key]
+
     def in_order(self, numbers: Iterable[int]) -> list[int]:
         """These calls and those that gave their inputs.
 

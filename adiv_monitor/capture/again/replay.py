@@ -176,7 +176,9 @@ class Replay:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if self._recurrent:
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+                # Its `flags` would set more than they are asked to, with a warning.
+                set_flags = torch.backends.mkldnn.set_flags
+                stack.callback(set_flags, *set_flags(_enabled=False))  # type: ignore[no-untyped-call]
             yield
 
 

@@ -23,9 +23,15 @@ class Origin:
     """
 
     def __init__(self, model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
+        self._model = model
         self._trained = {id(p): p for p in trained}
-        self.tape = Tape(self._trained, model)
         self.pieces = Pieces()
+        self.start()
+
+    def start(self) -> None:
+        """Know of nothing but what the model holds now."""
+        model = self._model
+        self.tape = Tape(self._trained, model)
         self._held: dict[int, Tensor] = {id(p): p for p in model.parameters()}
         self._held |= {id(buffer): buffer for buffer in model.buffers()}
         self._buffers = {id(buffer) for buffer in model.buffers()}
@@ -55,7 +61,11 @@ class Origin:
 
     def parameters_of(self, value: Tensor) -> Collection[int]:
         """Ids of the parameters to measure that it is made of, if of no data."""
-        if not value.requires_grad or self._is_spent(value):
+        if not value.requires_grad:
+            return ()
+        if id(value) in self._trained:
+            return (id(value),)
+        if self._is_spent(value):
             return ()
         whole = whole_of(value)
         return (id(whole),) if id(whole) in self._trained else self.tape.parameters_of(whole)

@@ -10,8 +10,10 @@ from torch import Tensor
 from adiv_monitor.features.functions.broadcast import gain, offset, own_dims
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 
+REPEATING = ("expand", "expand_as", "broadcast_to", "repeat", "tile")
 
-@uses("expand", "expand_as", "broadcast_to", "repeat", "tile")
+
+@uses(*REPEATING)
 def repetition(call: FunctionCall, input: Tensor, *size: object, **_: object) -> Use | None:
     """Z = p, once for every sample; not to the shape of another parameter, to be part of that."""
     if size and isinstance(size[0], Tensor) and call.of_model(size[0]):

@@ -1,0 +1,299 @@
+"""Gathers some rows of every use that is seen: features, outputs, and in the end gradients.
+
+The gradient of a layer's output is caught by a hook on the output tensor, so that in-place
+activations, modules that are called several times and checkpointing all work:
+
+- several calls and micro-batches: every call is kept with its own gradient;
+- re-entrant checkpointing: the first pass has no gradient graph and is skipped;
+- other checkpointing: the recomputation's output never receives a gradient and is dropped;
+- gradients that are zeroed before a step is taken (a skipped AMP step): their rows go with them;
+- recurrent functions, which hide their rows: a replay tells them in the backward pass;
+- parameters that no rule accounts for: through the output of the module that holds them.
+"""
+
+import weakref
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from adiv_monitor.capture.again.leftovers import Leftovers
+from adiv_monitor.capture.again.outputs import Outputs
+from adiv_monitor.capture.again.replay import Arguments
+from adiv_monitor.capture.attention.attention_calls import AttentionCalls
+from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.late_rows import LateRows
+from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.selection import Layer
+from adiv_monitor.features.features import Features
+from adiv_monitor.features.functions.linear import affine
+from adiv_monitor.features.recurrent import Map, Returned, uses_of
+from adiv_monitor.features.recurrent_call import RecurrentCall
+from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.uses import Refused, Use, as_it_is
+from adiv_monitor.features.whole import squares
+from adiv_monitor.maths import ceiling, dots
+
+
+class Takes(Protocol):
+    """What is to be done with the uses that are seen in a forward pass."""
+
+    def use(
+        self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
+    ) -> Call | None:
+        """A use, and what the function gave; the call that it became, if it is watched.
+
+        Args:
+            use: the use.
+            output: what the function gave.
+            path: of the layer, if that is known.
+            checked: the use describes the output for sure.
+        """
+        ...
+
+    def maps(
+        self, made: RecurrentCall, outputs: tuple[Tensor, ...], rng_state: Tensor | None
+    ) -> list[Tensor]:
+        """A recurrent call; the weights that its uses account for."""
+        ...
+
+    def whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+    ) -> None:
+        """A module that ran, and is to be measured as a whole.
+
+        Args:
+            module: the module.
+            names: of the parameters that it is measured for.
+            arguments: what its forward got.
+            outputs: which tensors of its output are z.
+            tensors: those.
+        """
+        ...
+
+
+class Gathering:
+    """Chooses rows of uses, and puts hooks on their outputs. See `Takes`.
+
+    Args:
+        layers: the layers.
+        forwards: the forwards that run.
+        leftovers: how modules are measured as a whole.
+        checked: paths of the layers whose module's rule was already checked against the output.
+        attainable: gather all rows too, for the ceiling.
+        attention: is told which parameter was used last.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        forwards: Forwards,
+        leftovers: Leftovers,
+        checked: Collection[str],
+        attention: AttentionCalls | None,
+        *,
+        attainable: bool,
+    ) -> None:
+        self._layers = layers
+        self._forwards = forwards
+        self._leftovers = leftovers
+        self._checked = checked
+        self._attention = attention
+        self._attainable = attainable
+        self._hooks: list[RemovableHandle] = []  # on tensors
+        self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for late in list(self._late):
+            late.release()
+
+    def use(
+        self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
+    ) -> Call | None:
+        """Gather rows of a use, and put a hook on its output."""
+        layer = self._layers.of(use, path)
+        if layer is None or layer.path not in self._layers.rows:
+            return None
+        z = use.layout(output)
+        rows_of_layer = self._layers.rows[layer.path]
+        call = self._new_call(layer, tuple(z.shape[:-1]), output.device)
+        features = self._look(call, use, z)
+        if not checked and layer.path not in self._checked and len(call.z):
+            rows_of_layer.linear = reproduces(use, features, call.z)
+        rows_of_layer.calls.append(call)
+        if self._attention is not None:
+            self._attention.last_used = layer.pieces[0].parameter
+        arrive = self._arrival(layer.path, use.layout, call)
+        # Taken off in the end: some tensors outlive their graph, and would keep all of this.
+        self._hooks.append(output.register_hook(arrive))  # type: ignore[no-untyped-call]
+        return call
+
+    def maps(
+        self, made: RecurrentCall, outputs: tuple[Tensor, ...], rng_state: Tensor | None
+    ) -> list[Tensor]:
+        """Choose rows of the maps in a recurrent call, and put hooks on its outputs."""
+        if made.refusal is not None:
+            raise Refused(made.refusal)
+        calls: dict[str, Call] = {}
+        used: list[Tensor] = []
+        for use in uses_of(made):
+            used += [tensor for tensor in (use.weight, use.bias) if tensor is not None]
+            layer = self._layers.of(use)
+            if layer is not None and layer.path in self._layers.rows:
+                calls[use.part] = self._new_call(layer, (made.rows,), made.input.device)
+        if not calls:
+            return used
+        late = LateRows(made, Returned.of(made, outputs), rng_state, calls, self._on_replay)
+        for call in calls.values():
+            call.precision = made.precision
+            call.late = call.hook = weakref.ref(late)
+            self._layers.rows[call.layer.path].calls.append(call)
+        paths = [call.layer.path for call in calls.values()]
+        late.watch(outputs, lambda hook: partial(self._layers.guarded, lambda: paths, hook))
+        self._late.add(late)
+        return used
+
+    def whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+    ) -> None:
+        """Gather rows of a module that is measured as a whole, and hook its output."""
+        left = [module.get_parameter(name) for name in names]
+        try:
+            others, names = self._others(module, left)
+        except Refused as refusal:
+            self._leftovers.refuse(left, str(refusal))
+            return
+        layer = self._layers.of_whole(module, [module.get_parameter(name) for name in names])
+        if layer is None or layer.path not in self._layers.rows:
+            return
+        rows_of_layer = self._layers.rows[layer.path]
+        z = outputs.rows(tensors)
+        call = self._new_call(layer, tuple(z.shape[:-1]), z.device)
+        taken = call.rows.take(z)
+        try:
+            features = self._leftovers.features(
+                module, names, arguments, outputs, taken, self._forwards.forward, call.rows
+            )
+            if any(other.z.shape[1] != taken.shape[1] for other in rows_of_layer.calls):
+                raise Refused("its output has rows of another length at every call")
+        except Refused as refusal:
+            self._leftovers.refuse(left, str(refusal))
+            self._layers.forget(layer.path)
+            return
+        self._layers.replace(others, layer.path)
+        call.look(features, taken, None)
+        rows_of_layer.calls.append(call)
+        outputs.hook(tensors, self._arrival(layer.path, as_it_is, call))
+
+    def _others(
+        self, module: nn.Module, parameters: list[nn.Parameter]
+    ) -> tuple[list[Call], list[str]]:
+        """The calls that a module's reading replaces, and the names of all that it reads.
+
+        When the module runs again, a parameter moves wherever it is used there: what rules say of
+        these uses would count them twice. What else those calls use goes with them.
+
+        Raises:
+            Refused: one of these calls uses what the module does not hold.
+        """
+        inside = self._layers.calls_since(self._forwards.forward.number)
+        moving, others = set(parameters), list[Call]()
+        while found := [c for c in inside if not moving.isdisjoint(c.layer.parameters)]:
+            inside = [call for call in inside if call not in found]
+            others += found
+            moving.update(*(call.layer.parameters for call in found))
+        names = [name for name, parameter in module.named_parameters() if parameter in moving]
+        if len(names) < len(moving):
+            raise Refused(
+                "functions without a rule use it in a module that uses it together with "
+                "parameters of other modules, too: these uses can't be told apart"
+            )
+        return others, names
+
+    def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
+        return self._layers.new_call(layer, shape, device, self._forwards.forward.number)
+
+    def _look(self, call: Call, use: Use, z: Tensor) -> Features:
+        """Gather the rows of a call; their features, trained or not."""
+        layer, features = call.layer, use.features(call.rows)
+        whole = use.whole() if layer.weight is not None else None
+        if whole is not None:
+            whole = whole.restrict(weight=True, bias=layer.bias is not None)
+        call.look(_trained(layer, features), call.rows.take(z), whole)
+        if self._attainable and call.rows.total and isinstance(features, ceiling.KNOWN):
+            every = Rows(call.rows.shape, None, call.rows.device)
+            call.every_row = _trained(layer, use.features(every))
+        return features
+
+    # --- what is seen of a backward pass ---------------------------------------------------------
+
+    def _arrival(
+        self, path: str, layout: Callable[[Tensor], Tensor], call: Call
+    ) -> Callable[[Tensor], None]:
+        """The hook that takes the gradient of a call's output."""
+        hook = partial(self._on_gradient, path, layout, call)
+        arrive = partial(self._layers.guarded, lambda: [path], hook)
+        call.hook = weakref.ref(arrive)
+        return arrive
+
+    def _on_gradient(
+        self, path: str, layout: Callable[[Tensor], Tensor], call: Call, gradient: Tensor
+    ) -> None:
+        whole, gradient = gradient, layout(gradient)
+        if call.whole is not None:
+            size = squares(gradient).reshape(-1)
+        else:  # as it lies in memory, if the layout has all of it
+            has_all = gradient.data_ptr() == whole.data_ptr() and gradient.numel() == whole.numel()
+            size = dots.sample_norms(whole if has_all else gradient)
+        call.arrive(call.rows.take(gradient), size, torch.finfo(gradient.dtype).eps)
+        if call.every_row is not None:
+            call.every_gradient = Rows(call.rows.shape).take(gradient)
+        elif self._attainable and call.rows.total:
+            # A second pass through one graph: its rows are summed up already.
+            self._layers.rows[path].ceiling_is_whole = False
+
+    def _on_replay(self, call: Call, linear: Map, error: Tensor) -> None:
+        """A replay has told the rows of one of the layers in a recurrent call."""
+        path = call.layer.path
+        if path not in self._layers.rows:
+            return
+        try:
+            if not call.known:
+                self._look(call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
+            self._on_gradient(path, as_it_is, call, linear.gradient)
+        except Exception as failure:
+            self._layers.failed(path, failure)
+        call.replay_error = error
+
+
+def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:
+    """‖Θφ − z‖ / ‖z‖ on the rows: 0 up to rounding if the rule describes this layer."""
+    rest = z
+    if use.weight is not None and (part := features.by_weight(use.shaped(use.weight))) is not None:
+        rest = rest - part
+    if use.bias is not None and (part := features.by_bias(use.bias)) is not None:
+        rest = rest - part
+    error: Tensor = torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(z)
+    return error
+
+
+def _trained(layer: Layer, features: Features) -> Features:
+    return features.restrict(weight=layer.weight is not None, bias=layer.bias is not None)

@@ -1,0 +1,278 @@
+"""The layers of one step, as they are seen: what they train, their rows, and their gradients."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from adiv_layers.autocast import without_autocast
+from torch import Tensor, nn
+
+from adiv_monitor.capture.accumulation import Accumulation
+from adiv_monitor.capture.again.forward_calls import ForwardCalls
+from adiv_monitor.capture.attention.attention_calls import AttentionCalls
+from adiv_monitor.capture.hook import Hook, trains
+from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
+from adiv_monitor.capture.names import Names
+from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.weights.origin import Origin
+from adiv_monitor.capture.weights.pieces import Piece, Source, Together, overlap
+from adiv_monitor.features.features import Features
+from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.uses import Use, shape_alike
+
+
+class Layers:
+    """Finds the layer that a use belongs to, or makes it.
+
+    Args:
+        names: what layers are called.
+        origin: what tensors are made of.
+        chooser: chooses rows.
+        switched_off: paths of the layers that must not be watched.
+        fail: called with a layer's path and the exception that its hook met; from then on the layer
+            is not watched any more.
+        calls: notes the forward passes, so that they can be run again.
+        attention: gathers samples of attentions, if that is asked for.
+
+    Attributes:
+        found: by path, the layers that were seen so far.
+        rows: by path, the rows of those that are watched.
+        replacements: path of a layer → path of the one whose reading stands for it.
+    """
+
+    def __init__(
+        self,
+        names: Names,
+        origin: Origin,
+        chooser: Chooser,
+        switched_off: Iterable[str],
+        fail: Callable[[str, Exception], None],
+        calls: ForwardCalls | None = None,
+        attention: AttentionCalls | None = None,
+    ) -> None:
+        self.found: dict[str, Layer] = {}
+        self.rows: dict[str, LayerRows] = {}
+        self.replacements: dict[str, str] = {}
+        self.names = names
+        self._origin = origin
+        self._chooser = chooser
+        self._off = set(switched_off)
+        self._fail = fail
+        self._calls = calls
+        self._attention = attention
+        self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
+        self._verdict = (-1, False)
+        self._active = True  # hooks in graphs that are already built outlive their removal
+
+    def detach(self) -> None:
+        """Remove every hook; those in graphs that are already built fall silent."""
+        self._active = False
+        for accumulated in self._accumulated.values():
+            accumulated.remove()
+        self._accumulated.clear()  # they refer to this: a cycle that would hold gradients back
+
+    # --- finding ---------------------------------------------------------------------------------
+
+    def of(self, use: Use, path: str | None = None) -> Layer | None:
+        """The layer that a use belongs to; None if none of its parameters is measured.
+
+        Args:
+            use: the use.
+            path: of the layer, if that is known.
+        """
+        weight, bias = self._origin.source(use.weight), self._origin.source(use.bias)
+        lead = weight or bias
+        if lead is None:
+            return None
+        names = self.names.of(use, lead) if path is None else [path]
+        return self._find(names, use, weight, bias)
+
+    def of_whole(self, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
+        """The layer that a module as a whole is, as far as these parameters are concerned."""
+        source = Together([self._origin.pieces.of(p) for p in parameters], module)
+        use = Use("module", None, None, _no_features)
+        return self._find(self.names.of_whole(module, parameters), use, source, None)
+
+    def _find(
+        self, names: Iterable[str], use: Use, weight: Source | None, bias: Source | None
+    ) -> Layer | None:
+        """The layer of one of these names that is made alike, or a new one."""
+        path = ""
+        for path in names:
+            known = self.found.get(path)
+            if known is None:
+                return self._new(path, use, weight, bias)
+            made = known.kind, known.form, _identity(known.weight, known.bias)
+            alike = made == (use.kind, use.form, _identity(weight, bias))
+            if alike and shape_alike(known.shaped, use.shaped, use.weight):
+                return known.made_of(weight, bias)
+        raise ValueError(f"'{path}' uses other parameters at every call")
+
+    def _new(self, path: str, use: Use, weight: Source | None, bias: Source | None) -> Layer | None:
+        lead = weight or bias
+        assert lead is not None
+        parameter = lead.pieces[0].parameter
+        place, order = self.names.place(id(parameter)), self.names.order[id(parameter)]
+        layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order, use.form)
+        self.found[path] = layer
+        if path in self._off:
+            return layer
+        self.rows[path] = LayerRows(self._chooser)
+        if id(parameter) not in self._accumulated:
+            self._accumulated[id(parameter)] = Accumulation(
+                parameter,
+                partial(self._rows_of, parameter),
+                self._was_zeroed,
+                partial(self._hook, parameter),
+            )
+        return layer
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def new_call(
+        self, layer: Layer, shape: tuple[int, ...], device: torch.device, forward: int
+    ) -> Call:
+        """A further call of a layer that is watched, in which rows are chosen.
+
+        Args:
+            layer: the layer.
+            shape: of z without its channels.
+            device: of z.
+            forward: the number of the module's forward in which it is made.
+        """
+        call = Call(layer, *self.rows[layer.path].choose(shape, device))
+        call.place = None if self._calls is None else self._calls.place(layer.path)
+        call.forward = forward
+        return call
+
+    def calls_since(self, forward: int) -> list[Call]:
+        """Those made in a forward of this number, and in the later ones."""
+        return [
+            call for rows in self.rows.values() for call in rows.calls if call.forward >= forward
+        ]
+
+    def replace(self, calls: list[Call], path: str) -> None:
+        """Another layer's reading stands for these calls."""
+        for replaced in self.withdraw(calls):
+            later = {p: path for p, by in self.replacements.items() if by == replaced}
+            self.replacements |= {**later, replaced: path}
+
+    def withdraw(self, calls: list[Call]) -> list[str]:
+        """These calls are no uses after all; the paths of their layers."""
+        paths = list(dict.fromkeys(call.layer.path for call in calls))
+        for path in paths:
+            rows = self.rows.get(path)
+            if rows is not None:
+                rows.calls = [call for call in rows.calls if call not in calls]
+                if not rows.calls:
+                    self.forget(path)
+                    if self._calls is not None:
+                        self._calls.forget(path)
+        return paths
+
+    def forget(self, path: str) -> None:
+        """There is no such layer after all."""
+        del self.found[path], self.rows[path]
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def accumulation_of(self, layer: Layer) -> Accumulation:
+        """What happened to the gradient of the layer's first parameter."""
+        return self._accumulated[id(layer.parameters[0])]
+
+    def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
+        """Rows of the layers whose gradient is told by this parameter's."""
+        found = [self.rows[path] for path in self._led_by(parameter) if path in self.rows]
+        return found if self._attention is None else found + self._attention.rows_of(parameter)
+
+    def _led_by(self, parameter: nn.Parameter) -> list[str]:
+        return [p for p, layer in self.found.items() if layer.pieces[0].parameter is parameter]
+
+    def _hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Hook:
+        return Hook(partial(self.guarded, partial(self._led_by, parameter), function))
+
+    def guarded(
+        self, paths: Callable[[], list[str]], function: Callable[..., None], *args: Any
+    ) -> None:
+        """Run a hook's body for some layers, which are not watched any more if it fails.
+
+        It is given no gradient where the loss leaves this output of a function out.
+        """
+        if not self._active or args[-1] is None or not trains(args[-1]):
+            return
+        watched = [path for path in paths() if path in self.rows]
+        if not watched:
+            return
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunction(), without_autocast(args[-1]):
+                function(*args)
+        except Exception as error:
+            for path in watched:
+                self.failed(path, error)
+
+    def _was_zeroed(self, now: Tensor, left: Tensor) -> bool:
+        """Whether `.grad` was zeroed in place: at one parameter of every pass, the device tells.
+
+        At the first whose gradient was not zero anyway.
+        """
+        task = torch._C._current_graph_task_id()
+        if self._verdict[0] != task:
+            is_zero, was_zero = torch.stack([now == 0, left == 0]).tolist()
+            if was_zero:
+                return False
+            self._verdict = task, is_zero
+        return self._verdict[1]
+
+    # --- what is not watched ---------------------------------------------------------------------
+
+    @property
+    def any_off(self) -> bool:
+        """Whether there are any that are not to be watched."""
+        return bool(self._off)
+
+    def is_off(self, path: str) -> bool:
+        """Whether this layer, or parameter, is not to be watched."""
+        return path in self._off
+
+    def failed(self, path: str, error: Exception) -> None:
+        """Watching a layer met an exception: it is not watched any more."""
+        self._off.add(path)
+        self.rows.pop(path, None)
+        self._fail(path, error)
+
+    # --- what there is in the end ----------------------------------------------------------------
+
+    def in_order(self) -> list[Layer]:
+        """The layers that were seen, in the model's order."""
+        return sorted(self.found.values(), key=lambda layer: layer.place)
+
+    def have(self, parameter: Tensor) -> bool:
+        """Whether any of a parameter is part of a layer."""
+        return any(piece.parameter is parameter for x in self.found.values() for piece in x.pieces)
+
+    def shared(self, elsewhere: Callable[[int], bool]) -> set[str]:
+        """Paths of the layers whose parameters are used by others too, entry by entry.
+
+        Args:
+            elsewhere: whether the parameter of this id has a use that no layer is.
+        """
+        uses: dict[int, list[tuple[Layer, Piece]]] = defaultdict(list)
+        for layer in self.found.values():
+            for piece in layer.pieces:
+                uses[id(piece.parameter)].append((layer, piece))
+        found = set()
+        for key, users in uses.items():
+            pieces = [piece for _, piece in users]
+            if elsewhere(key) or overlap(pieces[0].parameter, pieces):
+                found |= {layer.path for layer, _ in users}
+        return found
+
+
+def _no_features(rows: Rows) -> Features:
+    raise NotImplementedError("what a module as a whole does to its rows is told by a replay")
+
+
+def _identity(weight: Source | None, bias: Source | None) -> tuple[object, ...]:
+    return weight and weight.identity, bias and bias.identity

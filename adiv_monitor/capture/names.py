@@ -1,0 +1,91 @@
+"""What layers are called in reports: as the modules that hold what they train."""
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import count, takewhile
+
+from torch import nn
+
+from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.selection import Place, Selection, inside_wrappers
+from adiv_monitor.capture.weights.pieces import Source
+from adiv_monitor.features.functions.attention import part_of
+from adiv_monitor.features.uses import Use
+
+_MOST_PARAMETERS = 4  # in the name of a layer
+
+
+class Names:
+    """Names for layers, the best one first; the next ones are for when that is taken.
+
+    Args:
+        model: the model.
+        selection: the parameters to measure.
+        forwards: the forwards that run.
+
+    Attributes:
+        order: id of a parameter → its place in the model.
+    """
+
+    def __init__(self, model: nn.Module, selection: Selection, forwards: Forwards) -> None:
+        self.order = {key: i for i, key in enumerate(selection.places)}
+        self._model_class = type(inside_wrappers(model)).__name__
+        self._selection = selection
+        self._forwards = forwards
+
+    def first(self, parameters: Collection[int]) -> Place:
+        """Where the first one in the model of these parameters is."""
+        return self.place(min(parameters, key=self.order.__getitem__))
+
+    def place(self, parameter: int) -> Place:
+        """Where a parameter is: in the module that runs, if that holds it too."""
+        places = self._selection.places[parameter]
+        running = self._forwards.innermost
+        return next((place for place in places if place.module is running), places[0])
+
+    def of(self, use: Use, lead: Source) -> Iterator[str]:
+        """What a layer may be called: as its module, as its parameter, with who uses it.
+
+        Of parameters of several modules: as the module that these are in. If that is the model
+        itself, then by their own names (`query+key`), or as the model's class if they are many.
+        """
+        pieces = sorted(lead.pieces, key=lambda piece: self.order[id(piece.parameter)])
+        places = [self.place(id(piece.parameter)) for piece in pieces]
+        homes = list(dict.fromkeys(place.home for place in places))
+        path, name = homes[0] if len(homes) == 1 else (self._common(homes), "")
+        rows = lead.pieces[0].name if len(lead.pieces) == 1 else ""
+        part = use.part or part_of(places[0].module, places[0].name)
+        full = ".".join(filter(None, (path, part or name))) + ("" if part else rows)
+        if part == "" and name in ("weight", "bias") and not rows:
+            yield path
+        yield full
+        yield from self._with_user(full, use.kind)
+
+    def of_whole(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[str]:
+        """What a module measured as a whole may be called: as it is, or as its one parameter.
+
+        The model itself is called by its class.
+        """
+        name = self._selection.modules[module] or self._model_class
+        if len(parameters) == 1:
+            place = self.place(id(parameters[0]))
+            is_whole = place.path and place.name in ("weight", "bias")
+            name = place.path if is_whole else place.full_name
+        yield from (name, f"{name}@module")
+        yield from self._with_user(name, "module")
+
+    def _common(self, homes: Sequence[tuple[str, str]]) -> str:
+        """What parameters of these modules and names are called together."""
+        steps = zip(*(path.split(".") for path, _ in homes), strict=False)
+        shared = takewhile(lambda several: len(set(several)) == 1, steps)
+        if holder := ".".join(several[0] for several in shared):
+            return holder
+        names = dict.fromkeys(
+            path if path and name in ("weight", "bias") else ".".join(filter(None, (path, name)))
+            for path, name in homes
+        )
+        return "+".join(names) if len(names) <= _MOST_PARAMETERS else self._model_class
+
+    def _with_user(self, name: str, kind: str) -> Iterator[str]:
+        user = self._selection.modules[self._forwards.innermost] or kind
+        yield f"{name}@{user}"
+        yield from (f"{name}@{user}#{i}" for i in count(2))

@@ -1,0 +1,185 @@
+"""Weights that are shown to every sample: `weight.expand(batch, -1, -1)` and the like.
+
+What becomes of one tells what it is. Where products take it and nothing else does, it is the weight
+of a linear map. Else it is data from there on, with the parameter as an offset.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from adiv_layers.autocast import without_autocast
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from adiv_monitor.capture.forwards import Forwards, Function
+from adiv_monitor.capture.gathering import Takes
+from adiv_monitor.capture.hook import trains
+from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.weights.origin import Origin
+from adiv_monitor.capture.weights.tape import tensors_in, whole_of
+from adiv_monitor.features.uses import FunctionCall, Use, name_of, uses_in
+
+
+@dataclass(eq=False)
+class Repetition:
+    """A weight that was repeated.
+
+    Attributes:
+        use: of the weight, as an offset.
+        result: the repetitions.
+        forward: the number of the forward in which they were made.
+        known: whether it was seen what becomes of them.
+        calls: of linear layers, whose weight it is so far.
+    """
+
+    use: Use
+    result: Tensor
+    forward: int
+    known: bool = False
+    calls: list[Call] = field(default_factory=list)
+
+    def once(self, tensor: Tensor) -> Tensor:
+        """The weight in place of the repetitions, or of a view of them: of size 1 where it is one.
+
+        The tensor itself where that can't be had.
+        """
+        with torch.enable_grad(), torch._C.DisableTorchFunction():
+            if tensor is self.result and tensor._base is None:
+                weight = self.use.bias if self.use.weight is None else self.use.weight
+                assert weight is not None
+                return weight[(None,) * (tensor.dim() - weight.dim())]
+            for dim, stride in enumerate(tensor.stride()):
+                if stride == 0:
+                    tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+            return tensor
+
+
+class Repetitions:
+    """Those of the forward pass that runs whose parameter is not an offset so far.
+
+    Args:
+        forwards: the forwards that run.
+        layers: the layers.
+        origin: what tensors are made of.
+        takes: gets the uses.
+        noting: what handing on uses of these tensors is done within.
+
+    Attributes:
+        shown: id → a tensor that is one, or shows one, and that.
+    """
+
+    def __init__(
+        self,
+        forwards: Forwards,
+        layers: Layers,
+        origin: Origin,
+        takes: Takes,
+        noting: Callable[[list[Tensor]], AbstractContextManager[object]],
+    ) -> None:
+        self._forwards = forwards
+        self._layers = layers
+        self._origin = origin
+        self._takes = takes
+        self._noting = noting
+        self.shown: dict[int, tuple[Tensor, Repetition]] = {}
+
+    def add(self, repetition: Repetition) -> None:
+        """A weight was repeated."""
+        self.shown[id(repetition.result)] = repetition.result, repetition
+
+    def of(self, tensor: Tensor) -> Repetition | None:
+        """What the tensor shows; None if it shows no repetition."""
+        return self.shown[id(tensor)][1] if id(tensor) in self.shown else None
+
+    def among(self, tensors: Iterable[Tensor]) -> list[Repetition]:
+        """Those that are, or are shown by, any of these."""
+        found = (self.of(tensor) for tensor in tensors)
+        return list(dict.fromkeys(repetition for repetition in found if repetition is not None))
+
+    def is_view(self, result: object, of: Repetition) -> bool:
+        """Whether a function did no more than to show it otherwise; keeps that in mind."""
+        if result is of.result:
+            return True
+        if not isinstance(result, Tensor) or whole_of(result) is not whole_of(of.result):
+            return False
+        if of.result._base is None or 0 in result.stride():
+            self.shown[id(result)] = result, of
+        else:  # one of the repetitions is the weight itself
+            of.known = True
+        return True
+
+    def went_into(
+        self,
+        repetition: Repetition,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        """A function was called with it: what is it?"""
+        if self.is_view(result, repetition):
+            return
+        if not self._is_linear(repetition, function, args, kwargs, result):
+            self.is_offset(repetition)
+
+    def _is_linear(
+        self,
+        repetition: Repetition,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> bool:
+        """Hand on the use of a repeated weight in a product; False if this is none."""
+        shown = [t for t in tensors_in(args, kwargs) if self.of(t) is repetition]
+        if len(shown) != 1 or not isinstance(result, Tensor) or not trains(result):
+            return False
+        weight = repetition.once(shown[0])
+        if not self._origin.is_trained(weight):
+            return False
+        given, named = _replaced((args, kwargs), shown[0], weight)
+        call = FunctionCall(result, self._origin.of_model, self._forwards.inside)
+        with self._noting([weight]), without_autocast(result):
+            uses = uses_in(name_of(function), call, given, named)
+            found = [use for use in uses if use.weight is weight and use.kind == "linear"]
+            if len(found) != 1 or not _fits(found[0], result):
+                return False
+            noted = self._takes.use(found[0], result)
+            repetition.calls += [] if noted is None else [noted]
+            repetition.known = True
+        return True
+
+    def is_offset(self, repetition: Repetition) -> None:
+        """It is not in products alone, and is read where it was repeated."""
+        self.shown = {k: found for k, found in self.shown.items() if found[1] is not repetition}
+        self._layers.withdraw(repetition.calls)
+        use, result = repetition.use, repetition.result
+        weight = use.bias if use.weight is None else use.weight
+        assert weight is not None
+        with self._noting([weight]), without_autocast(result):
+            self._takes.use(use, result)
+
+    def forward_ends(self, *, raised: bool) -> None:
+        """A module's forward ends: what was made in it, and that nothing took, is an offset."""
+        number = self._forwards.forward.number
+        every = dict.fromkeys(repetition for _, repetition in self.shown.values())
+        for repetition in every:
+            if repetition.forward == number and not repetition.known and not raised:
+                self.is_offset(repetition)
+        if self._forwards.is_outermost:
+            self.shown.clear()
+
+
+def _replaced(value: Any, tensor: Tensor, by: Tensor) -> Any:
+    """Arguments with one tensor in place of another."""
+    return tree_map_only(Tensor, lambda given: by if given is tensor else given, value)
+
+
+def _fits(use: Use, result: Tensor) -> bool:
+    """Whether the rows of a use have an entry for each of its weight's outputs."""
+    assert use.weight is not None
+    return use.shaped(use.weight).shape[-2] == use.layout(result).shape[-1]

@@ -1,0 +1,388 @@
+"""Watches the functions that a forward pass calls, and its modules, for uses of parameters."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from adiv_layers.autocast import without_autocast
+from torch import Tensor, nn
+
+from adiv_monitor.capture.again.forward_calls import ForwardCalls
+from adiv_monitor.capture.again.leftovers import Leftovers
+from adiv_monitor.capture.again.outputs import Outputs
+from adiv_monitor.capture.again.randomness import random_state
+from adiv_monitor.capture.attention.attention_calls import AttentionCalls
+from adiv_monitor.capture.forwards import Forward, Forwards, Function
+from adiv_monitor.capture.gathering import Takes
+from adiv_monitor.capture.hook import has_data, trains
+from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.repetitions import Repetition, Repetitions
+from adiv_monitor.capture.selection import Place, Selection
+from adiv_monitor.capture.weights.origin import Origin
+from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, tensors_in, values_in
+from adiv_monitor.features.functions.tokens import REPEATING
+from adiv_monitor.features.recurrent_call import RECURRENT, read_call
+from adiv_monitor.features.registry import use_of
+from adiv_monitor.features.uses import FunctionCall, Refused, name_of, uses_in
+
+# These overwrite what they were given, which the rows need.
+_OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
+_ATTRIBUTES = ("__get__", "__set__")
+# These are Python, and use parameters in the functions that they call.
+_OPENED = ("multi_head_attention_forward",)
+
+
+class Watching:
+    """Finds the uses of parameters in what a forward pass calls, and hands them on.
+
+    Args:
+        selection: the parameters to measure.
+        forwards: the forwards that run; they are told to ask this one.
+        layers: the layers that were found.
+        origin: what tensors are made of.
+        leftovers: is told which parameters rules account for, and which not.
+        takes: gets the uses.
+        begins: called when the first layer's forward pass with gradients begins.
+        calls: notes the forward passes, so that they can be run again.
+        attention: gathers samples of attentions, if that is asked for.
+        repeated: what runs are repetitions of forward passes.
+
+    Attributes:
+        refused: path of a module → why functions that it calls can't be measured.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        forwards: Forwards,
+        layers: Layers,
+        origin: Origin,
+        leftovers: Leftovers,
+        takes: Takes,
+        begins: Callable[[], object],
+        calls: ForwardCalls | None = None,
+        attention: AttentionCalls | None = None,
+        *,
+        repeated: bool = False,
+    ) -> None:
+        self.refused: dict[str, str] = {}
+        self._selection = selection
+        self._owners = set(selection.owners)
+        self._ruled = selection.rules.keys()
+        self._forwards = forwards
+        self._layers = layers
+        self._origin = origin
+        self._leftovers = leftovers
+        self._takes = takes
+        self._first_begins = begins
+        self._calls = calls
+        self._attention = attention
+        self._repeated = repeated
+        self._repetitions = Repetitions(forwards, layers, origin, takes, self._noting)
+        self._active = True
+
+    def detach(self) -> None:
+        """Watch no more."""
+        self._active = False
+
+    # --- modules ---------------------------------------------------------------------------------
+
+    def begins(self, forward: Forward) -> None:
+        """A module's forward begins."""
+        if self._attention is not None:
+            self._attention.begins(forward)
+        if forward.module in self._owners:
+            begins, self._first_begins = self._first_begins, lambda: None
+            begins()
+        if self._calls is not None:
+            around = self._forwards.around
+            self._calls.began(forward.module, forward.args, forward.kwargs, around)
+
+    def ends(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """A module's forward has run; `output` is None if it raised."""
+        if self._repetitions.shown:
+            self._repetitions.forward_ends(raised=output is None)
+        if output is not None:
+            if module in self._ruled:
+                self._look_at_ruled(module, args, kwargs, output)
+            elif self._leftovers.may_be_in(module):
+                self._look_at_whole(module, args, kwargs, output)
+        if self._calls is not None:
+            self._calls.ended(module, output, self._forwards.around)
+
+    def _look_at_ruled(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """A module whose class has a rule."""
+        path, rule = self._selection.modules[module], self._selection.rules[module]
+        if not trains(output):
+            return
+        try:
+            if not isinstance(output, Tensor):
+                raise TypeError(f"its forward gave a {type(output).__name__}, expected a tensor")
+            if output.requires_grad:
+                with torch.no_grad():
+                    self._takes.use(use_of(rule, module, args, kwargs), output, path, checked=False)
+        except Exception as error:
+            self._layers.failed(path, error)
+
+    def _look_at_whole(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Measure through a module's own output what no rule accounts for."""
+        path = self._selection.modules[module]
+        if self._layers.is_off(path) or not trains(output):
+            return
+        try:
+            inputs = list(tensors_in(*args, *kwargs.values()))
+            if not self._forwards.is_outermost and all(map(self._origin.of_model, inputs)):
+                return  # it makes a weight, no activations
+            outputs = Outputs(output, inputs)
+            tensors = outputs.of(output)
+            names = self._leftovers.claim(module, tensors, inputs) if tensors else []
+            if names:
+                with torch.no_grad():
+                    self._takes.whole(module, names, (args, kwargs), outputs, tensors)
+        except Exception as error:
+            self._layers.failed(path, error)
+
+    # --- functions -------------------------------------------------------------------------------
+
+    def called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a torch function, and find which parameters it uses."""
+        name = getattr(function, "__name__", "")
+        if self._active and (name.endswith("_") or "out" in kwargs):
+            buffer = self._origin.buffer(kwargs.get("out", args[0] if args else None))
+            if buffer is not None:
+                self._forwards.is_written(buffer)
+        if not self._is_looking():
+            return function(*args, **kwargs)
+        if name in _ATTRIBUTES:
+            return self._read(function, args)
+        if self._attention is not None:
+            function = self._attention.watched(function, self._forwards)
+        values = values_in(name, args, kwargs)
+        if self._repetitions.shown and self._looks_for_uses():
+            repeated = self._repetitions.among(values)
+            if repeated:
+                return self._called_with_repeated(repeated, function, name, args, kwargs, values)
+        return self._watched(function, name, args, kwargs, values)
+
+    def _is_looking(self) -> bool:
+        """Whether what is called can be part of what is measured."""
+        return (
+            self._active
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and not (self._ruled and self._forwards.innermost in self._ruled)
+        )
+
+    def _looks_for_uses(self) -> bool:
+        """Not without gradients; when run again, there runs what checkpointing recomputes."""
+        return torch.is_grad_enabled() or self._repeated
+
+    def _read(self, function: Function, args: tuple[Any, ...]) -> Any:
+        """An attribute of a tensor: `.T` and `.data` are tensors too."""
+        result = function(*args)
+        if isinstance(result, Tensor) and self._origin.of_model(args[0]):
+            self._origin.remember(result)
+        repetition = self._repetitions.of(args[0])
+        if repetition is not None:
+            self._repetitions.is_view(result, repetition)
+        return result
+
+    def _watched(
+        self,
+        function: Function,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: Iterable[Tensor],
+    ) -> Any:
+        """Call a function; `values`: the tensors that it computes with."""
+        origin = self._origin
+        trained, data = [], False
+        for tensor in values:
+            if not origin.of_model(tensor):
+                data = True
+            elif origin.is_trained(tensor):
+                trained.append(tensor)
+        if trained:
+            return self._called_with(trained, function, name, args, kwargs, data=data)
+        result = function(*args, **kwargs)
+        if not data:
+            origin.remember(result)
+        elif args and (result is args[0] or result is None):
+            origin.spend(args[0], written=True)  # it may have been of zeros so far
+        return result
+
+    def _called_with(
+        self,
+        trained: list[Tensor],
+        function: Function,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        data: bool,
+    ) -> Any:
+        """Call a function that takes what is trained; `data`: and something of the batch."""
+        gradients = self._looks_for_uses()
+        if gradients and name in _OPENED:
+            return self._forwards.opened(function, args, kwargs)
+        if gradients and function in RECURRENT:
+            return self._recurrent(function, args, kwargs, trained)
+        origin, begun = self._origin, None
+        data = data or any(map(is_retyped, trained))  # no change can be followed through that
+        if not data and has_data(trained[0]):
+            with self._noting(trained):
+                begun = origin.tape.begin(function, args, kwargs, gradients=gradients)
+        kept = args
+        if name in _OVERWRITE and not origin.of_model(args[0]):
+            kept = (args[0].detach().clone(), *args[1:])
+        result = function(*args, **kwargs)
+        made = args[0] if name == "__setitem__" else result
+        if not all(map(has_data, tensors_in(made))):
+            return result
+        used: list[Tensor] = []
+        if gradients and isinstance(made, Tensor):
+            call = FunctionCall(made, origin.of_model, self._forwards.inside)
+            used = self._uses(name_of(function), call, kept, kwargs, trained)
+        if begun is not None:
+            with self._noting(trained):
+                origin.tape.end(begun, () if used else tensors_in(result))
+        if data or used:
+            self._explain(name, trained if gradients else [], used)
+            origin.spend(made, written=bool(args) and made is args[0])
+        else:
+            origin.remember(result)
+        return result
+
+    def _uses(
+        self,
+        name: str,
+        call: FunctionCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trained: list[Tensor],
+    ) -> list[Tensor]:
+        """Hand on the uses in a call; the tensors that they account for."""
+        if self._is_off(trained):
+            return trained
+        with self._noting(trained) as used, without_autocast(call.result):
+            for use in uses_in(name, call, args, kwargs):
+                used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
+                if name in REPEATING:
+                    number = self._forwards.forward.number
+                    self._repetitions.add(Repetition(use, call.result, number))
+                else:
+                    self._takes.use(use, call.result)
+        return used
+
+    def _recurrent(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trained: list[Tensor],
+    ) -> Any:
+        """Call a recurrent function, and hand on the linear maps in it."""
+        call = rng_state = None
+        if not self._is_off(trained):
+            with self._noting(trained):
+                call = read_call(function, args, kwargs)
+                if call.draws and call.refusal is None:
+                    rng_state = random_state(call.input.device)
+        result = function(*args, **kwargs)
+        outputs = tuple(tensors_in(result))
+        if call is not None and trains(outputs[0]):
+            with self._noting(trained) as used:
+                used += self._takes.maps(call, outputs, rng_state)
+            self._explain(function.__name__, trained, used)
+        elif call is None:
+            self._explain(function.__name__, trained, trained)
+        return result
+
+    def _noting(self, trained: list[Tensor]) -> "_Noting":
+        """While uses of these are noted: collects those accounted for; if that fails, all are."""
+        return _Noting(trained, self._failed)
+
+    def _failed(self, trained: list[Tensor], error: Exception) -> None:
+        place = self._place(trained[0])
+        if isinstance(error, Refused):
+            self.refused[place.path] = str(error)
+        else:
+            self._layers.failed(place.full_name, error)
+
+    def _is_off(self, trained: list[Tensor]) -> bool:
+        if not self._layers.any_off:
+            return False
+        return self._layers.is_off(self._place(trained[0]).full_name)
+
+    def _place(self, tensor: Tensor) -> Place:
+        """Where the first of the parameters is that a tensor is made of."""
+        return self._layers.names.first(self._origin.parameters_of(tensor))
+
+    def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
+        """Keep in mind what parameters went into where no rule can follow."""
+        accounted = set(map(id, used))
+        for tensor in trained:
+            keys = self._origin.parameters_of(tensor)
+            if id(tensor) in accounted:
+                self._leftovers.account(keys)
+            else:
+                self._leftovers.leave(keys, f"torch's {name}")
+
+    def _called_with_repeated(
+        self,
+        repeated: list[Repetition],
+        function: Function,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: list[Tensor],
+    ) -> Any:
+        """Call a function that takes repetitions of a weight, which may show what they are."""
+        if is_in_place(name):
+            for repetition in repeated:
+                self._repetitions.is_offset(repetition)
+        result = self._watched(function, name, args, kwargs, values)
+        # Where no gradients are recorded, it is checkpointing that runs again.
+        if any(t.requires_grad or not torch.is_grad_enabled() for t in tensors_in(result)):
+            for repetition in repeated:
+                self._repetitions.went_into(repetition, function, args, kwargs, result)
+        return result
+
+
+class _Noting:
+    """Without gradients; an exception is told of, and goes no further."""
+
+    def __init__(
+        self, trained: list[Tensor], failed: Callable[[list[Tensor], Exception], None]
+    ) -> None:
+        self._trained = trained
+        self._failed = failed
+
+    def __enter__(self) -> list[Tensor]:
+        self._used: list[Tensor] = []
+        self._gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        return self._used
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        torch._C._set_grad_enabled(self._gradients)
+        if not isinstance(error, Exception):
+            return False
+        self._failed(self._trained, error)
+        self._used += self._trained
+        return True
+
+
+def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
+    """Whether what was used is the tensor, or a part of it."""
+    if used is None or used is tensor:
+        return used is tensor
+    return used._base is not None and used._base is (
+        tensor if tensor._base is None else tensor._base
+    )

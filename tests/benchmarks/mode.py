@@ -1,0 +1,151 @@
+"""What it costs a forward pass to be watched: hooks on modules, a mode that sees every function.
+
+Compared are the plain forward pass and one in which all uses of parameters are found, but nothing
+is gathered of them: no rows are taken, no hooks are put on tensors. Each watched pass has a watcher
+of its own, as each measured step has, which is made and removed outside of the time that is taken.
+Beside them one with hooks and a mode that do nothing: less is not to be had in this way. Processor
+time of this process, passes in turns, the median of each kind.
+
+Goal: at most 1.10 for each. Expected before it was measured: ResNet-18 1.12, MobileNetV3 1.6, GPT
+1.04, once nothing is asked twice.
+
+    python tests/benchmarks/mode.py [--models resnet18 gpt] [--passes N] [--write FILE]
+"""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from models import TASKS, Task, images, vision
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from write_up import heading, parser, table, write
+
+from adiv_monitor.capture.again.leftovers import Leftovers
+from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.layer_rows import Chooser
+from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.names import Names
+from adiv_monitor.capture.selection import select
+from adiv_monitor.capture.watching import Watching
+from adiv_monitor.capture.weights.origin import Origin
+
+SMALL = {
+    "resnet18": TASKS["resnet18"],
+    "mobilenet": Task(
+        "MobileNetV3-small, 16×3×64×64",
+        lambda: vision.mobilenet_v3_small(num_classes=10),
+        lambda: images(16, 3, 64, 64),
+    ),
+    "gpt": TASKS["gpt"],
+    "mlp": TASKS["mlp"],
+}
+
+
+class _Nobody:
+    """Takes nothing of the uses that are found."""
+
+    found = 0
+
+    def use(self, *_: Any, **__: Any) -> None:
+        self.found += 1
+
+    def maps(self, *_: Any) -> list[Tensor]:
+        return []
+
+    def whole(self, *_: Any) -> None:
+        pass
+
+
+class _Nothing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Idle:
+    """While it is open, there are as many hooks on the model, which do nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hooks = []
+        for module in model.modules():
+            before = module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+            options = {"with_kwargs": True, "always_call": True}
+            self._hooks += [before, module.register_forward_hook(lambda *_: None, **options)]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class Watched:
+    """While it is open, forward passes of the model are watched."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._takes = _Nobody()
+        selection = select(model, None, None)
+        self._forwards, origin = Forwards.of(selection), Origin(model, selection.parameters)
+        chooser = Chooser(None, np.random.default_rng(0))
+        names = Names(model, selection, self._forwards)
+        layers = Layers(names, origin, chooser, (), lambda *_: None)
+        watching = Watching(
+            *(selection, self._forwards, layers, origin, Leftovers(selection), self._takes),
+            begins=lambda: None,
+        )
+        self._forwards.watch(watching)
+
+    def close(self) -> int:
+        """How many uses were found."""
+        self._forwards.remove()
+        return self._takes.found
+
+
+def seconds(function: Callable[[], object]) -> float:
+    begun = time.process_time()
+    function()
+    return time.process_time() - begun
+
+
+def compare(task: Task, passes: int) -> tuple[list[float], int]:
+    """Seconds of a plain, an idle and a watched forward pass; the uses that were found in one."""
+    torch.manual_seed(0)
+    model, (x, _) = task.model(), task.batch()
+    times: list[tuple[float, float, float]] = []
+    uses = 0
+    for _ in range(passes + 3):
+        plain = seconds(lambda: model(x))
+        idle = Idle(model)
+        with _Nothing():
+            least = seconds(lambda: model(x))
+        idle.close()
+        watcher = Watched(model)
+        watched = seconds(lambda: model(x))
+        uses = watcher.close()
+        times.append((plain, least, watched))
+    return [median(kind) for kind in zip(*times[3:], strict=True)], uses
+
+
+def main(given: list[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--models", nargs="+", choices=SMALL)
+    made.add_argument("--passes", type=int, default=40)
+    arguments = made.parse_args(given)
+    torch.set_num_threads(arguments.threads)
+    chosen = arguments.models or (["mlp"] if arguments.quick else list(SMALL))
+    passes = 3 if arguments.quick else arguments.passes
+    lines = heading("What it costs a forward pass to be watched", __file__, arguments)
+    rows = []
+    for name in chosen:
+        (plain, idle, watched), uses = compare(SMALL[name], passes)
+        ratios = f"{idle / plain:.2f}", f"{watched / plain:.2f}"
+        extra = f"{1e6 * (watched - plain) / uses:.0f}"
+        rows.append((SMALL[name].title, f"{1e3 * plain:.1f}", *ratios, uses, extra))
+    header = ("model", "plain, ms", "idle", "watched", "uses", "µs per use")
+    lines += table(header, rows)
+    print(write(lines, arguments.write))
+
+
+if __name__ == "__main__":
+    main()

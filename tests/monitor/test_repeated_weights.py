@@ -1,0 +1,114 @@
+"""Weights that are repeated for every sample before a product are linear layers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from setups import EXACT
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.report import REALISED_MEASURES
+
+Function = Callable[[Tensor, Tensor], Tensor]
+X = torch.linspace(-3, 4, 5 * 6 * 4, dtype=torch.float64).reshape(5, 6, 4).sin()
+
+
+class Repeats(nn.Module):
+    """Some function of its weight (inputs, outputs) and a batch (samples, tokens, inputs)."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(4, 3).cos())
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.w)
+
+
+def shown(w: Tensor, x: Tensor) -> Tensor:
+    return w.expand(len(x), -1, -1)
+
+
+def stepped(function: Function, *, recomputed: bool = False, **options: object) -> StepReport:
+    """Two micro-batches and a step; the descents of what is measured add up to −⟨∂L/∂w, Δw⟩."""
+    model = Repeats(function)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, on_error="raise", realised=True, **options) as monitor:
+        for x in (X, X[:2].cos()):
+            y = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
+            y.tanh().square().sum().backward()
+        before = model.w.detach().clone()
+        optimizer.step()
+        truth = ((before - model.w.detach()) * model.w.grad).sum().item()
+    report = monitor.latest
+    assert report is not None
+    assert report.coverage == 1
+    assert not report.notes
+    assert sum(reading.descent for reading in report.layers.values()) == pytest.approx(truth)
+    return report
+
+
+PRODUCTS: dict[str, Function] = {
+    "bmm": lambda x, w: torch.bmm(x, shown(w, x)),
+    "@ from the left": lambda x, w: (w.t().unsqueeze(0).expand(len(x), -1, -1) @ x.mT).mT,
+    "einsum": lambda x, w: torch.einsum("bik,bkj->bij", x, w.expand(len(x), 4, 3)),
+    "baddbmm": lambda x, w: torch.baddbmm(torch.zeros(len(x), 6, 3).double(), x, shown(w, x)),
+    "repeat": lambda x, w: torch.bmm(x, w.repeat(len(x), 1, 1)),
+    "turned": lambda x, w: (shown(w, x).transpose(1, 2) @ x.mT).mT,
+    "turned by an attribute": lambda x, w: (shown(w, x).mT @ x.mT).mT,
+    "one after the other": lambda x, w: torch.stack(
+        [each @ shown(w, x)[i] for i, each in enumerate(x)]
+    ),
+    "of size one": lambda x, w: x @ w[None],
+    "broadcast": lambda x, w: x[:, None] @ w[None, None].expand(len(x), 1, 4, 3),
+}
+
+
+@pytest.mark.parametrize("max_rows", [None, 7], ids=["all-rows", "sampled"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_it_is_the_linear_layer_that_it_is(name: str, max_rows: int | None) -> None:
+    found = stepped(PRODUCTS[name], max_rows=max_rows).layers
+    plain = stepped(torch.matmul, max_rows=max_rows).layers
+    assert found.keys() == plain.keys() == {"w"}
+    assert (found["w"].kind, found["w"].rows_total) == ("linear", 42)
+    measures, expected = found["w"].measures(), plain["w"].measures()
+    assert measures.keys() == expected.keys()
+    errors = found["w"].standard_error
+    for measure, value in expected.items():  # sampled rows of tokens in another order are others
+        same = EXACT if max_rows is None or measure not in errors else {"rel": 2, "abs": 1}
+        assert measures[measure] == pytest.approx(value, **same), measure
+
+
+def test_two_products_are_two_calls_of_one_layer() -> None:
+    def twice(x: Tensor, w: Tensor) -> Tensor:
+        repeated = shown(w, x)
+        return torch.bmm(torch.bmm(x, repeated).sin().repeat(1, 1, 2)[..., :4], repeated)
+
+    report = stepped(twice, max_rows=None)
+    assert report.layers["w"].rows_total == 2 * 42
+
+
+def test_recomputation_under_checkpointing() -> None:
+    found = stepped(PRODUCTS["bmm"], recomputed=True, max_rows=None).layers["w"].measures()
+    assert found == pytest.approx(stepped(torch.matmul, max_rows=None).layers["w"].measures())
+
+
+OTHERS: dict[str, Function] = {
+    "only a sum": lambda x, w: x[..., :3] + shown(w, x).mean(1, keepdim=True),
+    "nobody": lambda x, w: shown(w, x),
+    "first a product": lambda x, w: torch.bmm(x, e := shown(w, x)) + e.sin().sum(1, keepdim=True),
+    "then a product": lambda x, w: (e := shown(w, x)).sin().sum(1, keepdim=True) + torch.bmm(x, e),
+    "in place": lambda x, w: torch.bmm(x, w.repeat(len(x), 1, 1).mul_(2)),
+    "of what every sample sees": lambda x, w: (x[0] @ shown(w, x)) * x.sum((1, 2), keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_else_it_is_an_offset(name: str) -> None:
+    """A row is a repetition of a row of w, once, whoever takes it."""
+    report = stepped(OTHERS[name], max_rows=None)
+    (reading,) = report.layers.values()
+    assert (reading.kind, reading.rows_total) == ("offset", 7 * 4)
+    assert set(REALISED_MEASURES) <= reading.measures().keys()
