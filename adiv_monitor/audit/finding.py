@@ -40,7 +40,11 @@ class Trial:
         loss_without: the same as the model is.
         loss_by_rate: the same with only the best of the learning rates that were tried; None where
             none was. What a rate would mend is no merit of another mend.
-        error: standard error of `loss_without - loss`, over the same steps.
+        error: standard error of `loss_without - loss`, over the same steps; NaN where one of the
+            runs stopped being finite.
+        rate: factor on the learning rate that the mend was the best with, of those it was tried
+            with; 1: as it is.
+        runs: with how many learning rates it was tried.
     """
 
     mend: str
@@ -49,6 +53,8 @@ class Trial:
     loss_without: float
     loss_by_rate: float | None
     error: float
+    rate: float = 1.0
+    runs: int = 1
 
     @property
     def gain(self) -> float:
@@ -64,6 +70,13 @@ class Trial:
             return math.isfinite(self.loss)
         return self.gain > max(2 * self.error, 0.02 * abs(self.loss_without))
 
+    @property
+    def beats_rate(self) -> bool:
+        """Whether the loss is also lower, by 2 %, than with another learning rate alone."""
+        if self.loss_by_rate is None or not math.isfinite(self.loss_by_rate):
+            return math.isfinite(self.loss)
+        return self.loss_by_rate - self.loss > 0.02 * abs(self.loss_by_rate)
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -73,17 +86,20 @@ class Advice:
         text: what to do, in plain words.
         mend: name of the mend that a short run can try (see `trials.mends`); None: none can.
         trial: what that gave; None: not tried.
+        untried: why the mend was not tried; "" if it was, or if there is none.
     """
 
     text: str
     mend: str | None = None
     trial: Trial | None = None
+    untried: str = ""
 
     def __str__(self) -> str:
         if self.trial is None:
-            return f"{self.text} (not tried)"
+            return f"{self.text} (not tried{f': {self.untried}' if self.untried else ''})"
+        rate = "" if self.trial.rate == 1 else f", learning rate × {self.trial.rate:g}"
         after = f"loss after {self.trial.steps} steps {self.trial.loss:.3g}"
-        return f"{self.text}: {after} instead of {self.trial.loss_without:.3g}"
+        return f"{self.text}{rate}: {after} instead of {self.trial.loss_without:.3g}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,7 @@ class Finding:
     def from_dict(record: Mapping[str, Any]) -> "Finding":
         """The finding that `dataclasses.asdict` made a record of."""
         advice = [
-            Advice(a["text"], a["mend"], None if a["trial"] is None else Trial(**a["trial"]))
+            Advice(**{**a, "trial": None if a["trial"] is None else Trial(**a["trial"])})
             for a in record["advice"]
         ]
         return Finding(
