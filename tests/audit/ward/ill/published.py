@@ -136,7 +136,6 @@ CASES = [
     ),
     _case(healthy.CNN_SGD, "scaled twice", scaled(1 / 255), "input-scale", source=CHECKER),
     _case(healthy.REGRESSION, "rate × 30", times(30), "rate-too-high", source=CHECKER),
-    _case(healthy.CNN_SGD, "rate × 0.0003", times(3e-4), "rate-too-low", source=CHECKER),
     _case(healthy.CNN_SGD, "L2 0.1 in the loss", penalised(0.1, 2), "decay-fights", source=CHECKER),
     _case(
         healthy.REGRESSION, "normal init", wide_normal, *SCALES, because=TOO_WIDE, source=CHECKER
@@ -203,7 +202,6 @@ CASES = [
     ),
     _case(healthy.CIRCLES, "rate × 100", times(100), "rate-too-high", source=CIRCLE),
     _case(healthy.CIRCLES, "rate × 0.01", times(0.01), "rate-too-low", source=CIRCLE),
-    _case(healthy.BLOBS, "rate × 100", times(100), "rate-too-high", source=CIRCLE),
     _case(healthy.BLOBS, "inputs × 100", scaled(100), "input-scale", source=CIRCLE),
     _case(
         healthy.CNN_ADAM,

@@ -47,11 +47,6 @@ def head_only(run: Run) -> None:
     run.held = lambda model: model.head.parameters()
 
 
-def without_head(run: Run) -> None:
-    """The head was put on after the optimizer had been made."""
-    run.held = lambda model: model.body.parameters()
-
-
 def one_missing(position: int) -> Callable[[Run], None]:
     """One part of the body was put in after the optimizer had been made."""
 
@@ -158,7 +153,6 @@ CASES = [
     _case(healthy.REGRESSION, "optimizer holds the head only", head_only, "not-held"),
     _case(healthy.CNN_ADAM, "optimizer holds the head only", head_only, "not-held"),
     _case(healthy.VIT, "optimizer holds the head only", head_only, "not-held"),
-    _case(healthy.GPT, "optimizer lacks the head", without_head, "not-held"),
     _case(healthy.MLP_SGD, "optimizer lacks the first layer", one_missing(0), "not-held"),
     _case(healthy.REGRESSION, "body frozen", frozen, "frozen"),
     _case(healthy.VIT, "body frozen", frozen, "frozen"),
