@@ -1,8 +1,6 @@
 """The audit: train a copy, say what is wrong with it, and try what would mend it."""
 
-import importlib
-import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +9,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.audit import batches as batches_
+from adiv_monitor.audit import trials
+from adiv_monitor.audit.arguments import check_arguments
+from adiv_monitor.audit.batches import called, taken
+from adiv_monitor.audit.diagnosis import diagnose
+from adiv_monitor.audit.finding import Finding
 from adiv_monitor.audit.observe import Progress, observe
+from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.setup import Loss, OptimizerFactory, Setup, seeded
+from adiv_monitor.audit.what_if import Alternative
+from adiv_monitor.audit.what_if import what_if as alternatives
 
 
 def audit(
@@ -62,30 +67,65 @@ def audit(
         TypeError, ValueError: an argument is not what is expected; the message says what is.
     """
     every_n_steps = max(1, steps // 10) if every_n_steps is None else every_n_steps
-    device = next(model.parameters()).device
-    with seeded(seed):
-        kept = batches_.taken(batches, steps, device)
-    setup = Setup(model, optimizer or adamw, loss or loss_of_output, kept, steps, clip_norm, seed)
-    record, interrupted = observe(
-        setup,
+    check_arguments(
+        *(model, loss, optimizer),
+        steps=steps,
         every_n_steps=every_n_steps,
         max_rows=max_rows,
-        realised=realised,
-        attention=attention,
-        progress=progress,
+        clip_norm=clip_norm,
+        seed=seed,
     )
-    trials = _room("trials") if try_mends and not interrupted else None
-    if trials is not None:
-        rates = trials.rate_trials(setup, record)
-        record = replace(record, rates=rates, overfit=trials.overfit(setup, record))
-    diagnosis = _room("diagnosis")
-    findings = () if diagnosis is None else diagnosis.diagnose(record)
-    if trials is not None:
-        findings = trials.tried(findings, setup, record, progress=progress)
-    whatif = _room("what_if") if what_if and not interrupted else None
-    if whatif is not None and hasattr(whatif, "what_if"):
-        return AuditReport(findings, record, whatif.what_if(setup, max_rows=max_rows))
-    return AuditReport(findings, record)
+    with seeded(seed):
+        kept = taken(batches, steps, next(model.parameters()).device)
+        setup = Setup(
+            model, optimizer or adamw, loss or loss_of_output, kept, steps, clip_norm, seed
+        )
+        record = observe(
+            setup,
+            every_n_steps=every_n_steps,
+            max_rows=max_rows,
+            realised=realised,
+            attention=attention,
+            progress=progress,
+        )
+        return _Diagnosis(setup, record, progress).report(try_mends, what_if)
+
+
+class _Diagnosis:
+    """What follows from a record; the keyboard may end it, and what is there is told."""
+
+    def __init__(self, setup: Setup, record: Record, progress: Progress | None) -> None:
+        self._setup = setup
+        self._record = record
+        self._progress = progress
+        self._findings: tuple[Finding, ...] = ()
+        self._alternatives: Mapping[str, Mapping[str, Alternative]] = {}
+
+    def report(self, try_mends: bool, what_if: bool) -> AuditReport:
+        """What was found; nothing is tried after a run that was interrupted."""
+        try:
+            if not self._record.interrupted:
+                self._run(try_mends, what_if)
+        except KeyboardInterrupt:
+            self._record = replace(self._record, interrupted=True)
+        if self._record.interrupted:
+            note = "The audit was interrupted: not all that could be tried was."
+            self._record = replace(self._record, notes=(*self._record.notes, note))
+        return AuditReport(
+            self._findings or diagnose(self._record), self._record, self._alternatives
+        )
+
+    def _run(self, try_mends: bool, what_if: bool) -> None:
+        setup, progress = self._setup, self._progress
+        if try_mends:
+            rates = trials.rate_trials(setup, self._record, progress=progress)
+            self._record = replace(self._record, rates=rates)
+            self._record = replace(self._record, overfit=trials.overfit(setup, self._record))
+        self._findings = diagnose(self._record)
+        if what_if:
+            self._alternatives = alternatives(setup)
+        if try_mends:
+            self._findings = trials.tried(self._findings, setup, self._record, progress=progress)
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -94,13 +134,18 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that the model itself gives, as models of Hugging Face do."""
-    output = batches_.called(model, batch)
-    loss: Tensor = output.loss
+    """The loss that the model itself gives, as models of Hugging Face do.
+
+    Raises:
+        TypeError: what the model gives has none.
+    """
+    output = called(model, batch)
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        got = type(output).__name__ + (" whose loss is None" if hasattr(output, "loss") else "")
+        raise TypeError(
+            f"audit(loss=None): {type(model).__name__} gave {got}, expected an object with the "
+            "loss as its `loss`: give audit a loss, (model, batch) → number, or batches that hold "
+            "what the model computes its loss from, such as labels"
+        )
     return loss
-
-
-def _room(name: str) -> Any:
-    """A part of the audit; None where it is not there yet."""
-    path = f"adiv_monitor.audit.{name}"
-    return importlib.import_module(path) if importlib.util.find_spec(path) else None

@@ -52,27 +52,31 @@ def copied(batch: Any) -> Any:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on a device."""
-    return mapped(batch, lambda x: x.to(device))
+    """The batch with its tensors, and what else has a `to(device)`, on a device."""
+    return mapped(batch, lambda x: x.to(device), lambda x: callable(getattr(x, "to", None)))
 
 
-def mapped(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+def mapped(
+    batch: Any,
+    change: Callable[[Any], Any],
+    is_leaf: Callable[[Any], bool] = torch.is_tensor,
+) -> Any:
     """The same structure with its tensors changed; what is not known stays as it is."""
-    if isinstance(batch, Tensor):
+    if is_leaf(batch):
         return change(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(x, change) for x in batch))
+        return type(batch)(*(mapped(x, change, is_leaf) for x in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(mapped(x, change) for x in batch)
+        return type(batch)(mapped(x, change, is_leaf) for x in batch)
     if isinstance(batch, Mapping):
         changed: Any = copy.copy(batch)
         for key, value in batch.items():
-            changed[key] = mapped(value, change)
+            changed[key] = mapped(value, change, is_leaf)
         return changed
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [f.name for f in dataclasses.fields(batch) if f.init]
         return dataclasses.replace(
-            batch, **{name: mapped(getattr(batch, name), change) for name in names}
+            batch, **{name: mapped(getattr(batch, name), change, is_leaf) for name in names}
         )
     return batch
 
@@ -80,7 +84,12 @@ def mapped(batch: Any, change: Callable[[Tensor], Any]) -> Any:
 def tensors(batch: Any) -> Iterator[Tensor]:
     """All tensors of a batch."""
     found: list[Tensor] = []
-    mapped(batch, found.append)
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    mapped(batch, note)
     yield from found
 
 

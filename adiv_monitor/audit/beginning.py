@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.audit.batches import copied
 from adiv_monitor.audit.record import WeightStatistics
 from adiv_monitor.audit.setup import Setup, seeded
 
@@ -55,13 +56,13 @@ def chance(setup: Setup) -> float | None:
     batches = setup.batches[:_BATCHES]
     with seeded(setup.seed), torch.no_grad():
         try:
-            fork.loss(fork.model, batches[0])
+            fork.loss(fork.model, copied(batches[0]))
             for handle in handles:
                 handle.remove()
             if not last:
                 return None
             last[0].register_forward_hook(zero)
-            losses = [float(fork.loss(fork.model, batch)) for batch in batches]
+            losses = [float(fork.loss(fork.model, copied(batch))) for batch in batches]
         except Exception:  # whatever is wrong with the loss is the training run's to say
             return None
     return fmean(losses) if all(map(math.isfinite, losses)) else None

@@ -1,22 +1,34 @@
 """One fork, trained under a monitor: all that is seen of it."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.audit.batches import size_of
+from adiv_monitor.audit import non_finite
+from adiv_monitor.audit.again import Again
+from adiv_monitor.audit.batches import copied, size_of
 from adiv_monitor.audit.beginning import chance, weights
+from adiv_monitor.audit.given import Given
+from adiv_monitor.audit.inputs import Inputs
 from adiv_monitor.audit.record import Facts, Record
-from adiv_monitor.audit.setup import Fork, Setup
-from adiv_monitor.audit.train import Course, Watch, train
-from adiv_monitor.capture.again.surroundings import Buffers, Surroundings, untouched
+from adiv_monitor.audit.setup import Fork, Setup, seeded
+from adiv_monitor.audit.train import Course, Watch, gradient_norm, train
+from adiv_monitor.audit.units import Units
+from adiv_monitor.audit.wiring import Gradients, input_matters
+from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.monitor import Monitor
 
 Progress = Callable[[str, int, int], None]
+# Batches that the trained model is looked at with: at least so many, and so many samples.
+BATCHES, SAMPLES, MOST_BATCHES = 8, 512, 32
+EXCHANGED = 2  # of these: batches whose inputs are exchanged between samples
 
 
 def observe(
@@ -27,8 +39,8 @@ def observe(
     realised: bool = False,
     attention: bool = False,
     progress: Progress | None = None,
-) -> tuple[Record, bool]:
-    """Train one fork under a monitor.
+) -> Record:
+    """Train one fork under a monitor, and look at what it has become.
 
     Args:
         setup: what is trained.
@@ -38,13 +50,13 @@ def observe(
         attention: as the monitor's.
         progress: called after each step with ("training", steps done, steps).
 
-    Returns:
-        What was seen, and whether the keyboard ended it early.
+    Raises:
+        TypeError, ValueError: what the setup holds can't be trained; the message says why.
     """
     fork = setup.fork()
-    facts = _facts(setup, fork, every_n_steps)
-    watch = _Watching(fork, every_n_steps, progress)
-    with Monitor(
+    begin = weights(fork.model)
+    mattered = input_matters(fork, _spread(setup.batches)[:EXCHANGED])
+    monitor = Monitor(
         fork.model,
         fork.optimizer,
         every_n_steps=every_n_steps,
@@ -54,78 +66,172 @@ def observe(
         realised=realised,
         keep=setup.steps,
         seed=setup.seed,
-    ) as monitor:
-        course = train(fork, watch)
-    facts = Facts(**{**vars(facts), "seconds_per_step": _plain_seconds(course, every_n_steps)})
+    )
+    watch = _Watching(setup, fork, every_n_steps, progress)
+    monitor.attach()
+    try:
+        # What overflows, the record tells; in float64 the measures' squares may, too.
+        with np.errstate(over="ignore", invalid="ignore"):
+            course = train(fork, watch)
+    finally:
+        monitor.close()
+        watch.remove()
     record = Record(
-        facts=facts,
+        facts=_facts(setup, fork, every_n_steps, course),
         losses=tuple(course.losses),
         gradient_norms=tuple(course.gradient_norms),
         reports=tuple(monitor.reports),
         realised=watch.realised,
-        chance=chance(setup),
+        inputs=watch.inputs.statistics(),
+        wiring=watch.gradients.wiring(mattered),
+        first_non_finite=watch.first_non_finite,
         parameter_norms=tuple(course.parameter_norms),
-        weights=weights(setup.model),
+        weights=begin,
+        notes=(*_notes(setup), *watch.notes()),
+        interrupted=course.interrupted,
     )
-    return record, course.interrupted
+    return record if course.interrupted else _looked_at(record, setup, fork)
+
+
+def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
+    """With what forward passes of the trained fork say, and one that knows nothing."""
+    try:
+        record = replace(record, chance=chance(setup))
+        if not all(bool(p.isfinite().all()) for p in fork.model.parameters()):
+            note = "Activation functions were not looked at: the weights are not finite at the end."
+            return replace(record, notes=(*record.notes, note))
+        batches = _spread(setup.batches)
+        units = _units(fork, batches)
+        matters = [record.wiring.input_matters, input_matters(fork, batches[:EXCHANGED])]
+    except KeyboardInterrupt:
+        return replace(record, interrupted=True)
+    # A model that died in training looked at its inputs once: that is another illness.
+    most = max((x for x in matters if not math.isnan(x)), default=math.nan)
+    return replace(record, units=units, wiring=replace(record.wiring, input_matters=most))
+
+
+def _units(fork: Fork, batches: Sequence[Any]) -> Any:
+    units = Units(fork.model)
+    with seeded(fork.seed), forced_eager(), torch.no_grad():
+        for batch in batches:
+            with units.watching():
+                fork.loss(fork.model, copied(batch))
+    return units.statistics()
+
+
+def _spread(batches: Sequence[Any]) -> list[Any]:
+    """Some batches, evenly over all that there are."""
+    wanted = math.ceil(SAMPLES / max(size_of(batches[0]), 1))
+    count = min(max(BATCHES, wanted), MOST_BATCHES, len(batches))
+    return [batches[i * len(batches) // count] for i in range(count)]
 
 
 class _Watching(Watch):
-    """Reads, after each measured step, the loss of its batch again."""
+    """Looks at inputs, gradients, and, after each measured step, the loss of its batch again."""
 
-    def __init__(self, fork: Fork, every_n_steps: int, progress: Progress | None) -> None:
+    def __init__(
+        self, setup: Setup, fork: Fork, every_n_steps: int, progress: Progress | None
+    ) -> None:
         self._fork = fork
         self._every = every_n_steps
         self._progress = progress
-        self._modules = list(fork.model.modules())
-        held = {x.device for x in (*fork.model.parameters(), *fork.model.buffers())}
-        self._devices = [device for device in held if device.type not in ("cpu", "meta")]
-        self._before: Surroundings | None = None
-        self._loss: float | None = None
+        self._again: Again | None = None
+        self._loss = math.nan
+        self._failed: list[str] = []
+        self._given = Given(setup.model)
+        self.inputs = Inputs(fork.model)
+        self.gradients = Gradients(fork)
         self.realised: dict[int, float] = {}
+        self.first_non_finite: str | None = None
 
     def begins(self, step: int, batch: Any) -> None:
-        self._before, self._loss = None, None
-        if step % self._every == 0:
-            self._before = Surroundings(self._modules, self._devices, Buffers())
+        self._again = Again(self._fork)
+        self.inputs.watching = True
+
+    def has_loss(self, step: int, batch: Any, loss: float) -> None:
+        self.inputs.watching = False
+        self._loss = loss
+        if not math.isfinite(loss) and self.first_non_finite is None and self._again is not None:
+            self.first_non_finite = non_finite.in_forward(self._fork, self._again, step, batch)
 
     def has_gradients(self, step: int, loss: Tensor) -> None:
-        if self._loss is None:
-            self._loss = float(loss.detach())
+        if step == 0:
+            self._given.check()
+        self.gradients.look()
+        if self.first_non_finite is None and not math.isfinite(gradient_norm(self._fork.optimizer)):
+            self.first_non_finite = non_finite.in_backward(self._fork.model)
 
     def has_stepped(self, step: int, batch: Any) -> None:
-        if self._before is not None and self._loss is not None:
-            with untouched(self._modules, self._devices), self._before.again(), torch.no_grad():
-                self.realised[step] = float(self._fork.loss(self._fork.model, batch)) - self._loss
+        if step % self._every == 0 and self._again is not None:
+            try:
+                self.realised[step] = self._again.loss(batch) - self._loss
+            except Exception as error:
+                self._failed.append(f"{type(error).__name__}: {error}")
         if self._progress is not None:
             self._progress("training", step + 1, len(self._fork.batches))
 
+    def remove(self) -> None:
+        """Take all hooks off the model."""
+        self.inputs.remove()
+        self.gradients.remove()
 
-def _facts(setup: Setup, fork: Fork, every_n_steps: int) -> Facts:
+    def notes(self) -> list[str]:
+        """What could not be seen."""
+        found = []
+        if self._failed:
+            found.append(
+                "How the loss really changed is not known: when a batch was given to the model "
+                f"again, it failed: {self._failed[0]}"
+            )
+        if not self.inputs.ran:
+            found.append(
+                "Nothing is known of the model's inputs: the loss did not call the model itself."
+            )
+        return found
+
+
+def _notes(setup: Setup) -> list[str]:
+    found = []
+    if not setup.model.training:
+        found.append("The model was given in evaluation mode; it is trained in training mode.")
+    optimizer = setup.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            found.append("The optimizer's step hooks do not run: copies of it have none.")
+        if optimizer.state:
+            found.append("The optimizer has taken steps before; the run goes on from its state.")
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            found.append("No scheduler runs: learning rates stay as they stood.")
+    return found
+
+
+def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Facts:
     parameters = list(fork.model.parameters())
-    groups = fork.optimizer.param_groups
+    kind = type(setup.model)
+    plain = [s for step, s in enumerate(course.seconds) if step % every_n_steps]
+    group = fork.optimizer.param_groups[0]
     return Facts(
-        model=_qualified(setup.model),
+        model=f"{kind.__module__}.{kind.__qualname__}",
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         optimizer=type(fork.optimizer).__name__,
-        settings={name: value for name, value in groups[0].items() if name != "params"},
+        settings={name: _plain(value) for name, value in group.items() if name != "params"},
         batch_size=size_of(setup.batches[0]),
         batches=len(setup.batches),
         steps=setup.steps,
         every_n_steps=every_n_steps,
         seed=setup.seed,
         device=str(parameters[0].device),
-        torch=torch.__version__,
-        seconds_per_step=float("nan"),
+        torch=str(torch.__version__),
+        seconds_per_step=median(plain) if plain else math.nan,
         clip_norm=setup.clip_norm,
     )
 
 
-def _qualified(model: nn.Module) -> str:
-    return f"{type(model).__module__}.{type(model).__qualname__}"
-
-
-def _plain_seconds(course: Course, every_n_steps: int) -> float:
-    plain = [s for step, s in enumerate(course.seconds) if step % every_n_steps]
-    return median(plain) if plain else float("nan")
+def _plain(value: object) -> Any:
+    """A setting as plain data."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)

@@ -29,10 +29,11 @@ def to_plain(value: Any) -> Any:
 def from_plain(kind: type[T], value: Any) -> T:
     """What `to_plain` made plain.
 
-    Fields that are missing take their defaults: what an earlier version wrote can be read.
+    Fields that are missing take their defaults, and those that the class does not have are passed
+    over: what an earlier or later version wrote can be read.
 
     Raises:
-        ValueError: there is a field that the class does not have, or one is missing.
+        ValueError: a field is missing that has no default.
     """
     return cast(T, _read(kind, value))
 
@@ -67,7 +68,7 @@ def _read(kind: Any, value: Any) -> Any:
         return None if value is None else _read(arguments[0], value)
     if origin is tuple:
         return tuple(_read(arguments[0], item) for item in value)
-    if origin is not None and issubclass(origin, Mapping):
+    if isinstance(origin, type) and issubclass(origin, Mapping):
         key_kind, item_kind = arguments
         return {key_kind(key): _read(item_kind, item) for key, item in value.items()}
     return value
@@ -75,13 +76,9 @@ def _read(kind: Any, value: Any) -> Any:
 
 def _read_fields(kind: type[Any], value: Mapping[str, Any]) -> Any:
     hints = get_type_hints(kind)
-    names = {f.name for f in fields(kind)}
-    if unknown := value.keys() - names:
-        raise ValueError(
-            f"{kind.__name__}: got the fields {sorted(unknown)}, expected some of {sorted(names)}"
-        )
+    read = {f.name: _read(hints[f.name], value[f.name]) for f in fields(kind) if f.name in value}
     try:
-        return kind(**{name: _read(hints[name], item) for name, item in value.items()})
+        return kind(**read)
     except TypeError as error:
         raise ValueError(
             f"{kind.__name__}: got a record that is not complete ({error}), expected one that an "

@@ -56,7 +56,8 @@ class InputStatistics:
         minimum: smallest entry.
         maximum: largest entry.
         feature_mean_spread: standard deviation, over features, of the features' means.
-        feature_std_ratio: largest standard deviation of a feature over the median one.
+        feature_std_ratio: largest standard deviation of a feature over the median one of those
+            that are not constant; NaN where all are.
         length_cv: std / mean over samples of ‖x‖²: how different in length samples are.
         features: entries of one sample (of one pixel: channels, where it has places).
     """
@@ -78,7 +79,8 @@ class UnitStatistics:
     Attributes:
         function: its name, e.g. "relu".
         units: how many there are.
-        dead: units that were at their flat end for every row of every batch that was seen.
+        dead: units that were at their flat end for every row of every batch that was seen, with the
+            weights that the run ended with.
         saturated: share of entries that lie where the function is flat (its slope is below 2 % of
             the largest).
         batches: batches that were seen.
@@ -116,9 +118,9 @@ class Wiring:
         unreached: trainable parameters that the loss never sent a gradient to.
         zero_gradient: parameters whose gradient was zero in every step.
         frozen: parameters with requires_grad=False.
-        input_matters: ‖outputs − outputs of the other samples' inputs‖ / ‖outputs − their mean‖…:
-            the relative change of the loss per sample when inputs are exchanged between samples;
-            0: the model ignores its inputs. NaN where it can't be told.
+        input_matters: ‖outputs − outputs where inputs are exchanged between samples‖ / ‖outputs‖,
+            before training or with the weights that it ended with, whichever is more; 0: the model
+            ignores its inputs. NaN where it can't be told.
         unused: those of `unreached` whose module never ran.
     """
 
@@ -153,6 +155,7 @@ class Record:
         parameter_norms: ‖all parameters that the optimizer holds‖ before each step; empty: not
             looked at.
         weights: by path of the module, as they were before training.
+        interrupted: whether the keyboard ended the run early.
     """
 
     facts: Facts
@@ -170,3 +173,4 @@ class Record:
     chance: float | None = None
     parameter_norms: tuple[float, ...] = ()
     weights: Mapping[str, WeightStatistics] = field(default_factory=dict)
+    interrupted: bool = False

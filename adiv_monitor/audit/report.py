@@ -44,7 +44,7 @@ class AuditReport:
             return f"Nothing was found that costs this run its training.{rest}"
         first = act[0]
         said = first.summary or f"{first.name}: {', '.join(first.layers) or 'the whole model'}."
-        advice = f" {first.advice[0]}." if first.advice else ""
+        advice = f" To mend it: {first.advice[0]}." if first.advice else ""
         others = f" And {_count(len(act) - 1, 'more finding')} to act on." * (len(act) > 1)
         return said + advice + others
 

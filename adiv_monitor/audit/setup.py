@@ -67,9 +67,9 @@ class Setup:
             TypeError: the model can't be copied, or the factory gave no optimizer.
             ValueError: the optimizer holds none of the model's parameters.
         """
-        given = self.optimizer if isinstance(self.optimizer, Optimizer) else None
+        memo: dict[int, Any] = {}
         try:
-            model, copied, loss = copy.deepcopy((self.model, given, _own_modules(self.loss)))
+            model, loss = copy.deepcopy((self.model, _own_modules(self.loss)), memo)
         except Exception as error:
             raise TypeError(
                 f"audit(model=…): got a {type(self.model).__name__} that copy.deepcopy can't copy "
@@ -77,23 +77,40 @@ class Setup:
                 "are trained: give it before its first forward pass, without hooks that hold "
                 "tensors, or teach its class __deepcopy__"
             ) from error
+        if not all(parameter.is_leaf for parameter in model.parameters()):
+            raise TypeError(
+                f"audit(model=…): got a {type(self.model).__name__} whose copies can't be trained "
+                "(scripted?), expected a plain torch.nn.Module: give it as it is before "
+                "torch.jit.script"
+            )
         if not model.training:
             model.train()
-        optimizer = self._made(model) if copied is None else copied
+        if isinstance(self.optimizer, Optimizer):
+            optimizer = _copy(self.optimizer, memo)
+        else:
+            with seeded(self.seed):
+                optimizer = self.optimizer(model)
         _check_optimizer(model, optimizer)
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
         return Fork(model, optimizer, loss or self.loss, batches, self.clip_norm, self.seed)
-
-    def _made(self, model: nn.Module) -> Optimizer:
-        assert not isinstance(self.optimizer, Optimizer)
-        with seeded(self.seed):
-            return self.optimizer(model)
 
 
 def _own_modules(loss: Loss) -> Loss | None:
     """The loss, where it is a module, which may have parameters and buffers of its own."""
     is_module = isinstance(getattr(loss, "__self__", loss), nn.Module)
     return loss if is_module else None
+
+
+def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy over the parameters that `memo` has copies of, with the same state and no hooks.
+
+    Torch copies state and groups alone; attributes of optimizers' own, LBFGS's say, come here.
+    """
+    copied = copy.deepcopy(optimizer, memo)
+    own = {name: value for name, value in vars(optimizer).items() if not callable(value)}
+    for name in own.keys() - vars(copied).keys():
+        setattr(copied, name, copy.deepcopy(own[name], memo))
+    return copied
 
 
 def _check_optimizer(model: nn.Module, optimizer: object) -> None:

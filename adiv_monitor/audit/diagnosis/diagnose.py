@@ -18,11 +18,11 @@ from adiv_monitor.audit.record import Record
 
 Rule = Callable[[Record], Iterable[Finding]]
 
-# A rate that is too low comes late: whatever hinders training makes a higher one look better.
+# Inputs come to be ignored by what stands in front of that rule. A rate that is too low comes late:
+# whatever hinders training makes a higher one look better.
 RULES: tuple[Rule, ...] = (
     wiring.not_held,
     wiring.unreached,
-    wiring.input_ignored,
     wiring.frozen,
     numbers.non_finite_from_the_start,
     inputs.input_scale,
@@ -34,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     initialisation.bad_initialisation,
     initialisation.vanishing,
     initialisation.exploding,
+    wiring.input_ignored,
     units.dead_units,
     units.saturated_units,
     optimizer.optimizer_turns,

@@ -1,19 +1,21 @@
 """Rules about the model's inputs: their common scale, their mean, and samples' lengths."""
 
+import math
 from collections.abc import Iterator
 
-from adiv_monitor.audit.diagnosis.course import fell, start
-from adiv_monitor.audit.diagnosis.rates import lower_rate_pays
+from adiv_monitor.audit.diagnosis.course import start
+from adiv_monitor.audit.diagnosis.rates import suffers
 from adiv_monitor.audit.diagnosis.seen import Typical, maps, readings, scale_free, typical
+from adiv_monitor.audit.diagnosis.units import DEAD_ACT, dead_share
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import InputStatistics, Record
 
 # Standard deviation of the inputs. Initialisations assume 1; pixels in [0, 1] have about 0.3.
-LARGE_STD, SMALL_STD = 5.0, 0.1
+LARGE_STD, SMALL_STD = 5.0, 0.2
 # Largest standard deviation of a feature over the median one.
 UNEVEN_FEATURES = 30.0
 # Share of the inputs' mean square that is their features' means.
-COMMON_SHARE_WATCH, COMMON_SHARE_ACT = 0.5, 0.9
+COMMON_SHARE_WATCH, COMMON_SHARE_ACT = 0.5, 0.75
 # std / mean over samples of ‖x‖².
 LENGTH_CV_WATCH, LENGTH_CV_ACT = 1.0, 2.0
 # An audited run whose first loss is this many times that of knowing nothing begins worse than a
@@ -24,19 +26,30 @@ FAR_ABOVE_CHANCE = 2.0
 def input_scale(record: Record) -> Iterator[Finding]:
     """Inputs, or some of their features, far larger or smaller than initialisations assume."""
     for name, seen in record.inputs.items():
-        evidence = tuple(_scale_evidence(name, seen))
+        evidence = tuple(_scale_evidence(name, seen, _long_rows(record)))
         if evidence:
             yield _input_scale(record, name, seen, evidence)
 
 
-def _scale_evidence(name: str, seen: InputStatistics) -> Iterator[Evidence]:
-    if seen.std > LARGE_STD:
+def _scale_evidence(name: str, seen: InputStatistics, long_rows: float) -> Iterator[Evidence]:
+    if seen.std / long_rows > LARGE_STD:
         yield Evidence("input std", seen.std, LARGE_STD, name)
     elif 0 < seen.std < SMALL_STD and seen.std**2 * seen.features < 0.5:
         # Sparse rows, one-hot ones say, have small entries but a length of about 1.
         yield Evidence("input std", seen.std, SMALL_STD, name)
     if seen.feature_std_ratio > UNEVEN_FEATURES:
         yield Evidence("feature std ratio", seen.feature_std_ratio, UNEVEN_FEATURES, name)
+
+
+def _long_rows(record: Record) -> float:
+    """How many times a few long rows lengthen all of them: √(mean / median) of the rows' scale."""
+    first = _first(record)
+    mean, middle = (
+        typical(record, first, m) if first else None for m in ("scale_mean", "scale_p50")
+    )
+    if mean is None or middle is None or not middle.value > 0:
+        return 1.0
+    return max(1.0, math.sqrt(mean.value / middle.value))
 
 
 def _input_scale(
@@ -157,7 +170,7 @@ def _costs(record: Record, first: str | None) -> bool:
     bad_start = record.chance is not None and (
         record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
     )
-    if bad_start or not fell(record) or lower_rate_pays(record):
+    if bad_start or suffers(record) or dead_share(record) > DEAD_ACT:
         return True
     return not scale_free(record.facts)
 

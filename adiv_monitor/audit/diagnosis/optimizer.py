@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from statistics import fmean, median
 
-from adiv_monitor.audit.diagnosis.course import fell, rose
+from adiv_monitor.audit.diagnosis.rates import suffers
 from adiv_monitor.audit.diagnosis.seen import by_layer, scale_free, worst_first
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
@@ -35,7 +35,7 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
     yield Finding(
         "optimizer-turns",
         layers,
-        "watch" if fell(record) else "act",
+        "act" if suffers(record) else "watch",
         (
             Evidence("share of steps uphill", uphill, 0.5),
             *(Evidence("parameter_cosine", cosines[p].value, 0, p) for p in layers[:3]),
@@ -55,28 +55,28 @@ def decay_fights(record: Record) -> Iterator[Finding]:
     decay = record.facts.settings.get("weight_decay")
     if not isinstance(decay, int | float) or not decay > 0 or not record.parameter_norms:
         return
-    pull = _pull(record, decay)
+    ratio = pull(record, decay)
     shrunk = record.parameter_norms[-1] / record.parameter_norms[0]
-    if not pull > DECAY_WATCH:
+    if not ratio > DECAY_WATCH:
         return
     yield Finding(
         "decay-fights",
         (),
-        "act" if (pull > DECAY_ACT and not fell(record)) or shrunk < SHRUNK else "watch",
+        "act" if (ratio > DECAY_ACT and suffers(record)) or shrunk < SHRUNK else "watch",
         (
-            Evidence("pull of the decay over the gradient's", pull, DECAY_WATCH),
+            Evidence("pull of the decay over the gradient's", ratio, DECAY_WATCH),
             Evidence("parameters' norm, last over first", shrunk, SHRUNK),
         ),
         (
             Advice("no weight decay", "no-decay"),
             Advice("a tenth of the weight decay", "less-decay"),
         ),
-        f"Weight decay ({decay:g}) pulls {pull:.2g} times as hard as the gradient.",
+        f"Weight decay ({decay:g}) pulls {ratio:.2g} times as hard as the gradient.",
         "A lower learning rate lowers both and leaves their ratio.",
     )
 
 
-def _pull(record: Record, decay: float) -> float:
+def pull(record: Record, decay: float) -> float:
     """Median over steps of ‖decay · θ‖ over what it is added to: gradient, or Adam's unit steps."""
     if _decoupled(record):
         size = math.sqrt(record.facts.trainable)
@@ -103,7 +103,7 @@ def projection_fights(record: Record) -> Iterator[Finding]:
     yield Finding(
         "projection-fights",
         layers,
-        "act" if uphill or not fell(record) else "watch",
+        "act" if uphill or suffers(record) else "watch",
         (
             *(Evidence("projection_cosine", kept[p].value, PROJECTED_WATCH, p) for p in layers[:3]),
             *(
@@ -135,7 +135,7 @@ def clipping_always(record: Record) -> Iterator[Finding]:
     yield Finding(
         "clipping-always",
         (),
-        "act" if costs and (rose(record) or not fell(record)) else "watch",
+        "act" if costs and suffers(record) else "watch",
         (
             Evidence("share of steps clipped", share, CLIPPED),
             Evidence("gradient norm over its limit", far, CLIPPED_FAR),

@@ -10,8 +10,8 @@ from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength, Tria
 from adiv_monitor.audit.record import Record
 
 # How far the loss falls at the rate as it is, over how far it falls at a better one.
-SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.5, 0.8
-SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH = 0.1, 0.25
+SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
+SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH = 0.5, 0.8
 # ‖Δz‖ / ‖z‖ of one step: activations that move by as much as they are long are not the ones that
 # the gradient was taken at.
 MOVES_TOO_FAR = 1.0
@@ -37,9 +37,13 @@ def rate_too_low(record: Record) -> Iterator[Finding]:
         yield from _too_low_by_measures(record)
 
 
-def lower_rate_pays(record: Record) -> bool:
-    """Whether a short run at a lower learning rate went far better."""
-    return any(finding.strength == "act" for finding in _too_high_by_trial(record))
+def suffers(record: Record) -> bool:
+    """Whether the loss goes badly: it does not fall, or falls far further at another rate.
+
+    What other rules want to see before they say "act".
+    """
+    by_rates = (*_too_high_by_trial(record), *_too_low_by_trial(record))
+    return not fell(record) or any(finding.strength == "act" for finding in by_rates)
 
 
 def share_of_fall(record: Record, trial: Trial) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from adiv_monitor.audit.diagnosis.rates import suffers
 from adiv_monitor.audit.diagnosis.seen import worst_first
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
@@ -9,6 +10,7 @@ from adiv_monitor.audit.record import Record
 # Share of a layer's units that no row of any batch ever woke: half the layer is also where
 # SageMaker Debugger's rule fires.
 DEAD_WATCH, DEAD_ACT = 0.25, 0.5
+ALL_DEAD = 0.9  # next to nothing comes through, whatever the loss does yet
 # Fewer batches say little: of one batch, zeros are no illness (DeepDiagnosis took 36 % of healthy
 # runs for ill, nearly all by this).
 LEAST_BATCHES = 4
@@ -20,24 +22,38 @@ FLAT_AT_BOTH_ENDS = frozenset(
 )
 
 
+def dead_share(record: Record) -> float:
+    """Of the layer with most of them; 0 where too few batches were seen."""
+    return max(_dead_shares(record).values(), default=0.0)
+
+
+def _dead_shares(record: Record) -> dict[str, float]:
+    return {
+        path: units.dead / units.units
+        for path, units in record.units.items()
+        if units.batches >= LEAST_BATCHES and units.units
+    }
+
+
 def dead_units(record: Record) -> Iterator[Finding]:
     """Units that give the same for every row, and so never learn."""
-    seen = {path: u for path, u in record.units.items() if u.batches >= LEAST_BATCHES and u.units}
-    dead = {p: u.dead / u.units for p, u in seen.items() if u.dead / u.units > DEAD_WATCH}
+    dead = {path: share for path, share in _dead_shares(record).items() if share > DEAD_WATCH}
     if dead:
         layers = worst_first(dead)
+        share = dead[layers[0]]
+        act = share > ALL_DEAD or (share > DEAD_ACT and suffers(record))
         yield Finding(
             "dead-units",
             layers,
-            "act" if dead[layers[0]] > DEAD_ACT else "watch",
+            "act" if act else "watch",
             tuple(Evidence("dead share of units", dead[p], DEAD_WATCH, p) for p in layers[:5]),
             (
                 Advice("initialise the weights before them anew, biases at zero", "reinitialise"),
                 Advice("leaky ReLU in their place", "leaky-relu"),
                 Advice("batch normalisation in front of them", "batch-norm"),
             ),
-            f"{dead[layers[0]]:.0%} of the units of {layers[0]} are dead: flat for every row of "
-            f"{seen[layers[0]].batches} batches.",
+            f"{share:.0%} of the units of {layers[0]} are dead: flat for every row of "
+            f"{record.units[layers[0]].batches} batches.",
             "A higher learning rate: no gradient comes through a dead unit.",
         )
 
@@ -55,7 +71,7 @@ def saturated_units(record: Record) -> Iterator[Finding]:
         yield Finding(
             "saturated-units",
             layers,
-            "act" if saturated[layers[0]] > SATURATED_ACT else "watch",
+            "act" if saturated[layers[0]] > SATURATED_ACT and suffers(record) else "watch",
             tuple(
                 Evidence("saturated share", saturated[p], SATURATED_WATCH, p) for p in layers[:5]
             ),

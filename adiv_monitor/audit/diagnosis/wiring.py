@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from adiv_monitor.audit.diagnosis.units import ALL_DEAD, dead_share
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 
@@ -80,9 +81,9 @@ def frozen(record: Record) -> Iterator[Finding]:
 
 
 def input_ignored(record: Record) -> Iterator[Finding]:
-    """A model that gives the same, whatever its inputs are."""
+    """A model that gives the same, whatever its inputs are; unless it is because units are dead."""
     matters = record.wiring.input_matters
-    if matters < INPUT_MATTERS:
+    if matters < INPUT_MATTERS and not dead_share(record) > ALL_DEAD:
         yield Finding(
             "input-ignored",
             (),
