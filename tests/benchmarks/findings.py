@@ -148,8 +148,7 @@ def uphill(record: Record) -> float:
 
 
 def gradient_ratio(record: Record) -> float:
-    ratio = initialisation.first_over_last(seen.gradients(record))
-    return math.nan if ratio is None else ratio
+    return next(iter(initialisation.gradient_ratios(record)), math.nan)
 
 
 @dataclass(frozen=True)
@@ -263,7 +262,7 @@ PICTURES: dict[str, Picture] = {
         sick(second_layer=0.001),
         {"smallest update_ratio": extreme("update_ratio", min),
          "largest update_ratio": extreme("update_ratio")},
-        (rates, ("UNEVEN_WATCH", "UNEVEN_ACT")),
+        (rates, ("OVERDRIVEN", "STARVED", "UNEVEN_ACT")),
     ),
     "bad-initialisation": Picture(
         "all weights 10 times as large",

@@ -165,17 +165,13 @@ def healthy(seeds: int) -> list[Case]:
     return [replace(case, seed=seed) for case in tuned for seed in range(seeds)]
 
 
-def spread(values: dict[str, seen.Typical]) -> float:
-    """Largest over smallest, each against the median."""
-    found = [t.value for t in values.values() if t.value > 0]
-    middle = median(found)
-    return max(max(v / middle, middle / v) for v in found)
-
-
 def readings(record: Record) -> Iterator[tuple[str, float]]:
     """What rules look at."""
+    at_first = {p: t.value for p, t in seen.at_first(record, "update_ratio")[0].items()}
+    middle = median(at_first.values())
+    yield "uneven-rates: largest update_ratio over the median's", max(at_first.values()) / middle
+    yield "uneven-rates: smallest update_ratio over the median's", min(at_first.values()) / middle
     moves = seen.by_layer(record, "update_ratio")
-    yield "uneven-rates: update_ratio off the median layer's, times", spread(moves)
     yield "rate-too-high: largest update_ratio", max(t.value for t in moves.values())
     yield "rate-too-low: largest update_ratio", max(t.value for t in moves.values())
     predicted = {r.step: r.descent for r in record.reports}
@@ -186,8 +182,7 @@ def readings(record: Record) -> Iterator[tuple[str, float]]:
     yield "optimizer-turns: steps uphill, share", fmean(uphill)
     cosines = seen.by_layer(record, "parameter_cosine")
     yield "optimizer-turns: smallest parameter_cosine", min(t.value for t in cosines.values())
-    ratio = initialisation.first_over_last(seen.gradients(record))
-    if ratio is not None:
+    for ratio in initialisation.gradient_ratios(record):
         yield "vanishing, exploding: gradient, first layer over last", ratio
     assert record.chance is not None
     yield "bad-initialisation: first loss over chance", record.losses[0] / record.chance

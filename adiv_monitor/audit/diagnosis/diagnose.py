@@ -18,8 +18,9 @@ from adiv_monitor.audit.record import Record
 
 Rule = Callable[[Record], Iterable[Finding]]
 
-# Inputs come to be ignored by what stands in front of that rule. A rate that is too low comes late:
-# whatever hinders training makes a higher one look better.
+# What is so before training, or at its first step, no rate can have done. Inputs come to be ignored
+# by what stands in front of that rule. A rate that is too low comes late: whatever hinders training
+# makes a higher one look better.
 RULES: tuple[Rule, ...] = (
     wiring.not_held,
     wiring.unreached,
@@ -28,18 +29,18 @@ RULES: tuple[Rule, ...] = (
     inputs.input_scale,
     inputs.input_mean,
     inputs.row_spread,
-    optimizer.projection_fights,
-    optimizer.decay_fights,
-    rates.rate_too_high,
     initialisation.bad_initialisation,
     initialisation.vanishing,
     initialisation.exploding,
+    rates.uneven_rates,
+    optimizer.projection_fights,
+    optimizer.decay_fights,
+    rates.rate_too_high,
     wiring.input_ignored,
     units.dead_units,
     units.saturated_units,
     optimizer.optimizer_turns,
     optimizer.clipping_always,
-    rates.uneven_rates,
     rates.rate_too_low,
     numbers.became_non_finite,
     loss.cannot_overfit,

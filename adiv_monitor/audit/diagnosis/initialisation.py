@@ -14,9 +14,9 @@ FAR = 3.0  # beyond that limit again
 # initialises, 1.4 by He.
 SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
 ALIKE = 0.5  # share of units that equal another
-# ‖gradient‖ of the first layers over that of the last ones: AUTOTRAINER's limits (X. Zhang et al.,
-# ICSE 2021) are 1e-3 and 70.
-VANISHED, EXPLODED = 1e-3, 1e3
+# ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
+# 2021), there of weights' gradients. Healthy nets read 0.03 to 3.
+VANISHED, EXPLODED = 1e-3, 70.0
 
 
 def bad_initialisation(record: Record) -> Iterator[Finding]:
@@ -77,53 +77,62 @@ def _said(record: Record, evidence: tuple[Evidence, ...]) -> Iterator[str]:
 
 
 def vanishing(record: Record) -> Iterator[Finding]:
-    """Gradients that hardly reach the first layers."""
-    norms = gradients(record)
-    ratio = first_over_last(norms)
-    if ratio is not None and ratio < VANISHED:
-        least = min(norms, key=lambda path: norms[path])
+    """Gradients that hardly reach the first layers, from the start."""
+    ratios = gradient_ratios(record)
+    if ratios and max(ratios) < VANISHED:
+        norms = gradients(record, record.reports[0])
+        first, *_, last = norms
         yield Finding(
             "vanishing",
-            tuple(p for p in norms if norms[p] < VANISHED * max(norms.values())),
+            tuple(p for p in norms if norms[p] < VANISHED * norms[last]),
             "act" if suffers(record) else "watch",
-            _evidence(norms, ratio, VANISHED),
+            _evidence(norms, max(ratios), VANISHED),
             (
                 Advice("layer normalisation in front of the layers", "layer-norm"),
                 Advice("initialise the weights anew, by their fan-in", "reinitialise"),
                 Advice("ReLU-like activation functions in place of sigmoids, or residual paths"),
             ),
-            f"The gradient that reaches {least} is {ratio:.1g} of the last layer's: the first "
+            f"The gradient that reaches {first} is {max(ratios):.1g} of that of {last}: the first "
             "layers hardly hear of the loss.",
             "A higher learning rate for all moves the last layers too far before the first move.",
+            record.reports[0].step,
         )
 
 
 def exploding(record: Record) -> Iterator[Finding]:
-    """Gradients that grow on their way to the first layers."""
-    norms = gradients(record)
-    ratio = first_over_last(norms)
-    if ratio is not None and ratio > EXPLODED:
+    """Gradients that grow on their way to the first layers, from the start."""
+    ratios = gradient_ratios(record)
+    if ratios and min(ratios) > EXPLODED:
+        norms = gradients(record, record.reports[0])
+        first, *_, last = norms
         yield Finding(
             "exploding",
-            tuple(p for p in norms if norms[p] > EXPLODED * min(norms.values())),
+            tuple(p for p in norms if norms[p] > EXPLODED * norms[last]),
             "act" if suffers(record) else "watch",
-            _evidence(norms, ratio, EXPLODED),
+            _evidence(norms, min(ratios), EXPLODED),
             (
                 Advice("initialise the weights anew, by their fan-in", "reinitialise"),
                 Advice("layer normalisation in front of the layers", "layer-norm"),
                 Advice("clip the gradient's norm", "clip"),
             ),
-            f"The first layer's gradient is {ratio:.0f} times that of the last.",
-            "",
+            f"The gradient that reaches {first} is {min(ratios):.0f} times that of {last}.",
+            "Clipping alone keeps the layers as unlike as they are.",
+            record.reports[0].step,
         )
 
 
-def first_over_last(norms: dict[str, float]) -> float | None:
-    """‖gradient‖ of the first layer over that of the last; None where there are not three."""
-    values = list(norms.values())
-    if len(values) < 3 or values[-1] <= 0:
-        return None
-    return values[0] / values[-1]
+def gradient_ratios(record: Record) -> list[float]:
+    """‖gradient‖ of the first layer over that of the last, at the first measured steps.
+
+    Two steps, since a last layer that begins at zero lets no gradient through at first; later ones
+    say what training did.
+    """
+    found = []
+    for report in record.reports[:2]:
+        norms = list(gradients(record, report).values())
+        if len(norms) >= 3 and norms[-1] > 0:
+            found.append(norms[0] / norms[-1])
+    return found
 
 
 def _evidence(norms: dict[str, float], ratio: float, limit: float) -> tuple[Evidence, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from adiv_monitor.audit.diagnosis.course import fell, rose, start
-from adiv_monitor.audit.diagnosis.seen import Typical, by_layer, worst_first
+from adiv_monitor.audit.diagnosis.seen import Typical, at_first, by_layer, worst_first
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength, Trial
 from adiv_monitor.audit.record import Record
 
@@ -17,8 +17,9 @@ SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH = 0.5, 0.8
 MOVES_TOO_FAR = 1.0
 # Activations that keep this still over a whole audit do not learn.
 HARDLY_MOVES = 1e-5
-# update_ratio of a layer over the median layer's, either way.
-UNEVEN_WATCH, UNEVEN_ACT = 100.0, 1000.0
+# update_ratio of a layer over the median layer's, at the first step. Healthy nets read 1/25 to 8.
+OVERDRIVEN, STARVED = 20.0, 50.0
+UNEVEN_ACT = 100.0  # either way, and lasting
 
 
 def rate_too_high(record: Record) -> Iterator[Finding]:
@@ -178,23 +179,29 @@ def _too_low(
 
 
 def uneven_rates(record: Record) -> Iterator[Finding]:
-    """Layers whose activations move far less, or far more, than those of the others."""
-    ratios = {p: t for p, t in by_layer(record, "update_ratio").items() if t.value > 0}
-    if len(ratios) < 3:
-        return
-    middle = median(t.value for t in ratios.values())
-    off = {p: max(t.value / middle, middle / t.value) for p, t in ratios.items()
-           if t.below(middle / UNEVEN_WATCH) or t.above(middle * UNEVEN_WATCH)}  # fmt: skip
+    """Layers whose activations move far less, or far more, than those of the others.
+
+    Judged at the first measured step, where training has broken nothing yet. A layer whose output
+    begins near zero moves far there and is well: it must still do so at the next, or the loss go
+    badly, to be more than a note.
+    """
+    steps = [_off_the_middle(ratios) for ratios in at_first(record, "update_ratio")]
+    off = steps[0] if steps else {}
+    lasting = {path: by for path, by in off.items() if all(path in later for later in steps)}
     if not off:
         return
+    strength: Strength = "watch" if lasting else "note"
+    if suffers(record) or max(lasting.values(), default=0.0) > UNEVEN_ACT:
+        strength = "act"
     layers = worst_first(off)
-    rates = by_layer(record, "effective_lr")
-    starved = [p for p in layers if ratios[p].value < middle]
-    kind = "hardly move" if len(starved) == len(layers) else "move far more than the others"
+    ratios = at_first(record, "update_ratio")[0]
+    middle = median(t.value for t in ratios.values())
+    rates = at_first(record, "effective_lr")[0]
+    starved = all(ratios[p].value < middle for p in layers)
     yield Finding(
         "uneven-rates",
         layers,
-        "act" if off[layers[0]] > UNEVEN_ACT else "watch",
+        strength,
         (
             *(Evidence("update_ratio", ratios[p].value, _limit(ratios[p], middle), p)
               for p in layers[:3]),
@@ -204,11 +211,26 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
             Advice("give these layers learning rates of their own", "rate-per-layer"),
             Advice("an optimizer that scales each parameter's step", "adamw"),
         ),
-        f"In one step the activations of {', '.join(layers[:3])} {kind}: by {off[layers[0]]:.0f} "
-        "times less or more than the median layer's.",
-        "One learning rate for all cannot be right for both kinds.",
+        f"In one step the activations of {', '.join(layers[:3])} "
+        f"{'hardly move' if starved else 'move unlike the others'}: by a factor of "
+        f"{off[layers[0]]:.0f} off the median layer's.",
+        "One other learning rate for all cannot be right for both kinds.",
+        record.reports[0].step,
     )  # fmt: skip
 
 
+def _off_the_middle(ratios: dict[str, Typical]) -> dict[str, float]:
+    """Layers whose activations move unlike the median layer's: the factor, either way."""
+    ratios = {path: ratio for path, ratio in ratios.items() if ratio.value > 0}
+    if len(ratios) < 3:
+        return {}
+    middle = median(ratio.value for ratio in ratios.values())
+    return {
+        path: max(ratio.value / middle, middle / ratio.value)
+        for path, ratio in ratios.items()
+        if ratio.above(middle * OVERDRIVEN) or ratio.below(middle / STARVED)
+    }
+
+
 def _limit(ratio: Typical, middle: float) -> float:
-    return middle / UNEVEN_WATCH if ratio.value < middle else middle * UNEVEN_WATCH
+    return middle / STARVED if ratio.value < middle else middle * OVERDRIVEN

@@ -6,7 +6,7 @@ from statistics import median
 from typing import NamedTuple
 
 from adiv_monitor.audit.record import Facts, Record
-from adiv_monitor.report import LayerReading
+from adiv_monitor.report import LayerReading, StepReport
 
 # Kinds of layers that hold no map from features to features: gains and offsets of normalisations,
 # and look-up tables. Their scales and steps are not comparable with those of the maps.
@@ -67,24 +67,33 @@ def typical(record: Record, layer: str, measure: str) -> Typical | None:
     return Typical(median(values), median(errors), min(found))
 
 
+def at_first(record: Record, measure: str) -> list[dict[str, Typical]]:
+    """A measure of all maps at the first measured steps, two at most: hardly trained yet."""
+    found = []
+    for report in record.reports[:2]:
+        values = {}
+        for path in (p for p in maps(record) if p in report.layers):
+            value = getattr(report.layers[path], measure)
+            if value is not None and math.isfinite(value):
+                error = report.layers[path].standard_error.get(measure, 0.0)
+                values[path] = Typical(value, error, report.step)
+        found.append(values)
+    return found
+
+
 def by_layer(record: Record, measure: str) -> dict[str, Typical]:
     """A measure of all maps, as it typically was, in the order of the model."""
     found = {path: typical(record, path, measure) for path in maps(record)}
     return {path: value for path, value in found.items() if value is not None}
 
 
-def gradients(record: Record) -> dict[str, float]:
-    """‖∂L/∂z‖ over all rows of each map, in the order of the model: the median over steps.
+def gradients(record: Record, report: StepReport) -> dict[str, float]:
+    """‖∂L/∂z‖ over all rows of each map at one step, in the order of the model.
 
     From ⟨d, G⟩ = `descent` and ⟨d, G⟩ / ‖G‖² = `effective_lr`; a layer without active rows has 0.
     """
-    found: dict[str, float] = {}
-    for path in maps(record):
-        norms = [_gradient(reading) for reading in readings(record, path).values()]
-        known = [norm for norm in norms if norm is not None]
-        if known:
-            found[path] = median(known)
-    return found
+    norms = {p: _gradient(report.layers[p]) for p in maps(record) if p in report.layers}
+    return {path: norm for path, norm in norms.items() if norm is not None}
 
 
 def _gradient(reading: LayerReading) -> float | None:
