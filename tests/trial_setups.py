@@ -76,4 +76,4 @@ def setup(**changes: Any) -> Setup:
 
 def record(of: Setup) -> Record:
     """What is seen of it."""
-    return observe(of, every_n_steps=6, max_rows=None)[0]
+    return observe(of, every_n_steps=6, max_rows=None)

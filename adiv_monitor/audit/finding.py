@@ -36,12 +36,12 @@ class Trial:
         mend: the mend's name.
         steps: steps of each run.
         loss: the mean loss of the last quarter of the steps, with the mend; infinite where it
-            stopped being finite.
+            diverged: it stopped being finite, or ended a thousand times above where it began.
         loss_without: the same as the model is.
         loss_by_rate: the same with only the best of the learning rates that were tried; None where
             none was. What a rate would mend is no merit of another mend.
         error: standard error of `loss_without - loss`, over the same steps; NaN where one of the
-            runs stopped being finite.
+            runs diverged.
         rate: factor on the learning rate that the mend was the best with, of those it was tried
             with; 1: as it is.
         runs: with how many learning rates it was tried.

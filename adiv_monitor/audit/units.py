@@ -65,7 +65,7 @@ class Units:
                     (module.register_forward_pre_hook, partial(self._enter, path)),
                     (partial(module.register_forward_hook, always_call=True), self._leave),
                 ):
-                    hooks.callback(register(hook).remove)  # type: ignore[operator]
+                    hooks.callback(register(hook).remove)
             self._begin()
             with _Mode(self._call):
                 yield

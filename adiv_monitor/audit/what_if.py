@@ -13,6 +13,7 @@ from adiv_layers import convert
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from adiv_monitor.audit.batches import copied
 from adiv_monitor.audit.layer_step import Calls, Centred, Step, mean_feature, step_of
 from adiv_monitor.audit.normalisers import NORMALISERS
 from adiv_monitor.audit.setup import Fork, Setup, seeded
@@ -154,7 +155,7 @@ def _calls(fork: Fork) -> dict[str, tuple[nn.Module, Calls]]:
     ]
     try:
         with seeded(fork.seed), torch.enable_grad():
-            loss = fork.loss(fork.model, fork.batches[0])
+            loss = fork.loss(fork.model, copied(fork.batches[0]))
             loss.backward()  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
@@ -167,7 +168,7 @@ def _calls(fork: Fork) -> dict[str, tuple[nn.Module, Calls]]:
 
 
 def _exact_copy(module: nn.Module) -> nn.Module:
-    copied = copy.deepcopy(module)
-    for parameter in copied.parameters():
+    twin = copy.deepcopy(module)
+    for parameter in twin.parameters():
         parameter.data = exact(parameter.data)
-    return copied
+    return twin

@@ -5,17 +5,40 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from trial_setups import batches, cnn, images, loss, mlp, record, setup, sgd
 
 from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
 from adiv_monitor.audit.trials.mends.inputs import feature_axis
-from trial_setups import batches, cnn, images, loss, mlp, record, setup, sgd
 
-NAMES = (
-    "rate*0.1 rate*0.3 rate*3 rate*10 standardise-inputs centre-inputs scale-inputs affine-like "
-    "norm-like layer-norm batch-norm rms-norm rate-per-layer hold-parameters unfreeze no-decay "
-    "less-decay less-momentum no-clip clip leaky-relu reinitialise warm-up larger-batch plain-sgd "
-    "adamw no-projection"
-).split()
+NAMES = [
+    "rate*0.1",
+    "rate*0.3",
+    "rate*3",
+    "rate*10",
+    "standardise-inputs",
+    "centre-inputs",
+    "scale-inputs",
+    "affine-like",
+    "norm-like",
+    "layer-norm",
+    "batch-norm",
+    "rms-norm",
+    "rate-per-layer",
+    "hold-parameters",
+    "unfreeze",
+    "no-decay",
+    "less-decay",
+    "less-momentum",
+    "no-clip",
+    "clip",
+    "leaky-relu",
+    "reinitialise",
+    "warm-up",
+    "larger-batch",
+    "plain-sgd",
+    "adamw",
+    "no-projection",
+]
 
 
 def test_every_mend_that_rules_may_name_is_there() -> None:

@@ -12,6 +12,8 @@ from adiv_monitor.audit.train import train
 
 Losses = tuple[float, ...]
 
+_DIVERGED = 1e3
+
 
 def losses_of(fork: Fork) -> Losses:
     """Train a fork: the loss of each step's batch before the step.
@@ -38,17 +40,22 @@ def plain_losses(setup: Setup, record: Record) -> Losses:
 
 
 def at_the_end(losses: Sequence[float], steps: int) -> float:
-    """Mean loss of the last quarter of the steps; infinite where the run did not get there."""
+    """Mean loss of the last quarter of the steps; infinite where the run diverged.
+
+    It did where it did not get there, and where it ends a thousand times above where it began: the
+    differences of losses that grow without bound tell nothing of their own error.
+    """
     if len(losses) < steps or not np.isfinite(losses).all():
         return math.inf
-    return float(np.mean(losses[-_quarter(steps) :]))
+    mean = float(np.mean(losses[-_quarter(steps) :]))
+    return mean if mean <= _DIVERGED * max(abs(losses[0]), 1.0) else math.inf
 
 
 def error_of_difference(without: Sequence[float], losses: Sequence[float], steps: int) -> float:
     """Standard error of the mean of `without − losses` over the last quarter of the steps.
 
-    std(d)/√n of the n paired differences d; NaN where one of the runs did not get there, or where
-    there is one step only.
+    std(d)/√n of the n paired differences d; NaN where one of the runs diverged, or there is
+    one step only.
     """
     ended = [math.isfinite(at_the_end(run, steps)) for run in (without, losses)]
     n = _quarter(steps)

@@ -19,6 +19,8 @@ FIRST = 3  # mends of a finding that are tried
 WIRING = frozenset({"not-held", "unreached", "frozen", "input-ignored"})
 PLAIN = WIRING | {"non-finite", "cannot-overfit"}
 
+_AS_GOOD = 0.1  # losses that differ by less than this share of them
+
 Outcome = Trial | str  # or why there is none
 Place = tuple[int, int]  # finding, advice
 
@@ -161,11 +163,27 @@ def _is_no_better(advice: Advice) -> bool:
 def _in_order(advice: list[Advice]) -> list[Advice]:
     """What pays more than a rate, the rates that pay, what pays else; not tried; what does not."""
 
-    def place(each: Advice) -> tuple[int, float]:
+    def kind(each: Advice) -> int:
         if each.trial is None:
-            return 2, 0.0
+            return 2
         if not each.trial.pays:
-            return 3, 0.0
-        return (1, each.trial.loss) if _is_no_better(each) else (0, each.trial.loss)
+            return 3
+        return 1 if _is_no_better(each) else 0
 
-    return sorted(advice, key=place)
+    kinds = [[each for each in advice if kind(each) == number] for number in range(4)]
+    return [*_best_first(kinds[0]), *_best_first(kinds[1]), *kinds[2], *kinds[3]]
+
+
+def _best_first(advice: list[Advice]) -> list[Advice]:
+    """By loss; of those that are as good as the best of the rest, as the rules had them."""
+    ordered, rest = [], list(advice)
+    while rest:
+        least = min(_loss(each) for each in rest)
+        ordered.append(next(x for x in rest if _loss(x) <= least + _AS_GOOD * abs(least)))
+        rest.remove(ordered[-1])
+    return ordered
+
+
+def _loss(advice: Advice) -> float:
+    assert advice.trial is not None
+    return advice.trial.loss

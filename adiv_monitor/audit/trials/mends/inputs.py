@@ -1,6 +1,5 @@
 """Other inputs: standardised, centred or scaled on their way into the model; larger batches."""
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.audit.batches import copied
+from adiv_monitor.audit.inputs import is_input, names_by_place
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
 from adiv_monitor.audit.trials.samples import joined
 
-_NO_INPUTS = ("label", "target", "mask", "weight")  # in names of arguments
 _CONSTANT = 1e-6  # a standard deviation this far below the largest is rounding
 
 
@@ -65,20 +65,13 @@ def _transformed(transform: Transform) -> Callable[[Fork, Sequence[str], Record 
 def _inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[int | str, Tensor]]:
-    """The arguments that are real numbers and no labels, masks or weights, by place or name."""
-    names = list(inspect.signature(model.forward).parameters)
-    for i, value in enumerate(args):
-        if _is_input(names[i] if i < len(names) else "", value):
-            yield i, value
-    for name, value in kwargs.items():
-        if _is_input(name, value):
-            yield name, value
-
-
-def _is_input(name: str, value: object) -> bool:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() == 0:
-        return False
-    return not any(word in name for word in _NO_INPUTS)
+    """The arguments that are real numbers and no labels or masks, by place or name."""
+    names = names_by_place(model, len(args))
+    given: list[tuple[int | str, str, Any]] = [(i, names[i], x) for i, x in enumerate(args)]
+    given += [(name, name, x) for name, x in kwargs.items()]
+    for key, name, x in given:
+        if is_input(name) and isinstance(x, Tensor) and x.is_floating_point() and x.dim():
+            yield key, x
 
 
 def _replaced(
@@ -110,7 +103,7 @@ def _moments(fork: Fork) -> dict[int | str, _Moments]:
     try:
         for batch in different(fork.batches):
             try:
-                fork.loss(fork.model, batch)
+                fork.loss(fork.model, copied(batch))
             except _Seen:
                 continue
     finally:

@@ -5,11 +5,12 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch import nn
+from torch.optim import SGD, AdamW
 
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.setup import Fork
+from adiv_monitor.audit.train import held
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
 
 
@@ -62,7 +63,7 @@ def _plain_sgd(fork: Fork, layers: Sequence[str], record: Record | None) -> None
     """Of SGD with momentum, at the same rate in the long run; of others at 0.1."""
     before = fork.optimizer
     if not isinstance(before, SGD):
-        fork.optimizer = SGD(_held(before), lr=0.1)
+        fork.optimizer = SGD(held(before), lr=0.1)
         return
     if not any(g["momentum"] or g["weight_decay"] for g in before.param_groups):
         raise DoesNotApply("it is plain SGD already")
@@ -76,11 +77,7 @@ def _plain_sgd(fork: Fork, layers: Sequence[str], record: Record | None) -> None
 def _adamw(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     if isinstance(fork.optimizer, AdamW):
         raise DoesNotApply("it is AdamW already")
-    fork.optimizer = AdamW(_held(fork.optimizer), lr=1e-3)
-
-
-def _held(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    fork.optimizer = AdamW(held(fork.optimizer), lr=1e-3)
 
 
 def _no_projection(fork: Fork, layers: Sequence[str], record: Record | None) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from adiv_monitor.audit.batches import copied
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
@@ -103,7 +104,7 @@ def _leaky(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     was_training = [module for module in fork.model.modules() if module.training]
     fork.model.eval()  # so that nothing is counted: buffers stay
     with torch.no_grad():
-        fork.loss(fork.model, fork.batches[0])
+        fork.loss(fork.model, copied(fork.batches[0]))
     for module in was_training:
         module.training = True
     if not relus.met:
