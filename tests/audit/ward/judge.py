@@ -32,6 +32,7 @@ from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.setup import Setup
 
 ANOTHER = 1000  # added to a seed: other weights, other data
+SEARCHED = 5  # random search is as dear as an audit: it is done for every fifth seed
 
 
 @dataclass(frozen=True)
@@ -46,28 +47,39 @@ class Change:
         return self.mend if self.rate == 1 else f"{self.mend}, rate × {self.rate:g}"
 
 
+def diagnosed(bed: Case | Healthy, seed: int) -> dict[str, Any]:
+    """What the audit found."""
+    return _found(audited(bed.build(seed), seed))
+
+
 def judge(bed: Case | Healthy, seed: int) -> dict[str, Any]:
     """What the audit found, and what its advice is worth."""
     run = bed.build(seed)
     report = audited(run, seed)
-    row: dict[str, Any] = {
-        "findings": [[finding.name, finding.strength] for finding in report.findings],
-        "words": bool(report.findings) and advised(report.findings[0]) is None,
-    }
     if isinstance(bed, Healthy):
-        return row
-    record = report.record
-    bench = Bench(run.setup(STEPS, seed), record, plain_losses(run.setup(STEPS, seed), record), _go)
+        return _found(report)
+    setup, record = run.setup(STEPS, seed), report.record
+    bench = Bench(setup, record, plain_losses(setup, record), lambda: True)
     chance = random.Random(f"{bed.name} {seed}")
     one = next(changes(bench, chance), None)
     changed = {
         "advice": advised(report.findings[0]) if report.findings else None,
         "rate": _best_rate(record),
         "random": None if one is None else one[0],
-        "search": searched(bench, chance, runs_of(report)),
     }
+    if seed % SEARCHED == 0:
+        changed["search"] = searched(bench, chance, runs_of(report))
     another = bed.build(seed + ANOTHER).setup(LONGER, seed)
-    return row | {"runs": runs_of(report)} | outcomes(another, record, changed)
+    return _found(report) | outcomes(another, record, changed)
+
+
+def _found(report: AuditReport) -> dict[str, Any]:
+    first = report.findings[0] if report.findings else None
+    return {
+        "findings": [[finding.name, finding.strength] for finding in report.findings],
+        "words": first is not None and advised(first) is None,
+        "runs": runs_of(report),
+    }
 
 
 def audited(run: Run, seed: int) -> AuditReport:
@@ -155,7 +167,3 @@ def _with(change: Change, setup: Setup, record: Record) -> Sequence[float]:
     if change.rate != 1:
         scale_rate(fork.optimizer, change.rate)
     return losses_of(fork)
-
-
-def _go() -> bool:
-    return True

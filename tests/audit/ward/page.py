@@ -96,7 +96,7 @@ def alarmed(row: Row) -> bool:
 
 
 def _pays(change: str) -> Callable[[Row], bool]:
-    return lambda row: row[change]["pays"]
+    return lambda row: change in row and row[change]["pays"]
 
 
 def _more(row: Row, change: str, other: str) -> bool:
@@ -153,7 +153,7 @@ def _cases(ill: dict[str, list[Row]]) -> list[str]:
     for name, rows in ill.items():
         case, n = CASES[name], len(rows)
         first = Counter(row["findings"][0][0] if row["findings"] else "nothing" for row in rows)
-        advice = Counter(row["advice"]["change"] or "in words" for row in rows).most_common(1)[0][0]
+        advice = Counter(map(_advice, rows)).most_common(1)[0][0]
         losses = [_median(row["without"] for row in rows)]
         losses += [_median(row[change]["loss"] for row in rows) for change in CHANGES]
         lines.append(
@@ -162,7 +162,7 @@ def _cases(ill: dict[str, list[Row]]) -> list[str]:
                 ", ".join(f"`{each}`" for each in case.expected),
                 f"{sum(map(named_first, rows))} of {n}",
                 ", ".join(f"`{found}` {times}" for found, times in first.most_common()),
-                f"`{advice}`",
+                advice,
                 f"{sum(map(_pays('advice'), rows))} of {n}",
                 *losses,
             )
@@ -182,6 +182,12 @@ def _cases(ill: dict[str, list[Row]]) -> list[str]:
     ]
 
 
+def _advice(row: Row) -> str:
+    if row["words"]:
+        return "in words"
+    return f"`{row['advice']['change']}`" if row["findings"] else "none"
+
+
 def _misses(ill: dict[str, list[Row]]) -> list[str]:
     unnamed, unpaid = [], []
     for name, rows in ill.items():
@@ -192,7 +198,7 @@ def _misses(ill: dict[str, list[Row]]) -> list[str]:
             unnamed.append((name, f"{len(wrong)} of {len(rows)}", said))
         bad = [row for row in rows if not row["words"] and not row["advice"]["pays"]]
         if bad:
-            advice = ", ".join(sorted({f"`{row['advice']['change']}`" for row in bad}))
+            advice = ", ".join(sorted(set(map(_advice, bad))))
             unpaid.append((name, f"{len(bad)} of {len(rows)}", advice))
     return [
         "## Misses",

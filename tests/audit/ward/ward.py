@@ -6,7 +6,8 @@
 Each row of the results is added to a file when it is there, and what the file holds is not done
 again: a run that was cut goes on where it was. Three parts: `sweep` trains healthy runs at other
 learning rates; `course` trains ill and healthy runs without the audit, to see that the ill ones are
-ill; `audit` lets the audit look, and tries its advice (`judge.py`).
+ill; `audit` lets the audit look, and tries its advice (`judge.py`). A fourth, `names`, only lets
+the audit look: what it names, in a third of the time.
 """
 
 import argparse
@@ -26,11 +27,11 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # and what write
 
 from audit.ward.cases import CASES, HEALTHY
 from audit.ward.course import course, sweep
-from audit.ward.judge import judge
+from audit.ward.judge import diagnosed, judge
 from audit.ward.page import page
 
 Task = tuple[str, str, int]  # part, name, seed
-PARTS = {"sweep": sweep, "course": course, "audit": judge}
+PARTS = {"sweep": sweep, "course": course, "audit": judge, "names": diagnosed}
 
 
 def tasks(parts: list[str], only: list[str], seeds: range) -> Iterator[Task]:
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", default=[], help="names that hold one of these")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:3])
     parser.add_argument("--rows", type=Path, default=Path("runs/ward.jsonl"))
     parser.add_argument("--write", type=Path, help="write the table to this file as well")
     given = parser.parse_args()

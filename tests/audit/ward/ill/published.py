@@ -39,7 +39,7 @@ def _ones_and_zeros() -> Run:
     labels = torch.randint(2, (1024,)).float()
     rows = (labels[:, None] * torch.ones(20) - 0.5) + 0.3 * torch.randn(1024, 20)
     model = mlp([20, 32, 32, 1], nn.Tanh)
-    return Run(model, minibatches(2 * rows, labels, 32), binary, SGD, {"lr": 0.1})
+    return Run(model, minibatches(2 * rows, labels, 32), binary, SGD, {"lr": 0.3})
 
 
 ONES_AND_ZEROS = Healthy("ones-and-zeros-sgd", "MLP", _ones_and_zeros)
