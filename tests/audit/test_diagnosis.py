@@ -159,7 +159,7 @@ NEAR_MISSES = {
     "input-scale": record(inputs={"0": SMALL}),
     "input-mean": record(inputs={"0": replace(INPUTS, mean=0.5)}),
     "row-spread": record({"a": reading(scale_cv=0.9)}),
-    "projection-fights": record({"b": reading(projection_cosine=0.9)}),
+    "projection-fights": record({"b": reading(projection_cosine=0.99)}),
     "decay-fights": record(facts=decayed(0.01), losses=STILL),
     "rate-too-high": record(rates=trials(own=0.6, x01=1.0, x03=0.5, x3=9.0, x10=math.inf)),
     "rate-too-low": record(rates=trials(own=0.6, x01=1.5, x03=1.0, x3=0.5, x10=0.4)),
@@ -184,7 +184,7 @@ def test_what_is_near_is_no_hit(name: str) -> None:
 WITHIN_ERRORS = {
     "row-spread": record({"a": reading(scale_cv=1.5, standard_error={"scale_cv": 0.3})}),
     "projection-fights": record(
-        {"b": reading(projection_cosine=0.6, standard_error={"projection_cosine": 0.1})}
+        {"b": reading(projection_cosine=0.9, standard_error={"projection_cosine": 0.1})}
     ),
     "uneven-rates": record(
         {"a": reading(update_ratio=1e-4, standard_error={"update_ratio": 2e-4})}

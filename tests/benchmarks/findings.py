@@ -232,13 +232,13 @@ PICTURES: dict[str, Picture] = {
         with_model(Clipped),
         {"smallest projection_cosine": extreme("projection_cosine", min),
          "smallest applied_cosine": extreme("applied_cosine", min)},
-        (optimizer, ("PROJECTED_WATCH",)),
+        (optimizer, ("PROJECTED",)),
     ),
     "decay-fights": Picture(
         "weight decay 0.5",
         sick(settings=(("weight_decay", 0.5),)),
         {"‖parameters‖, last over first": lambda r: r.parameter_norms[-1] / r.parameter_norms[0],
-         "decay's pull over the gradient's": lambda r: optimizer.pull(
+         "decay's pull over the gradient's": lambda r: optimizer.first_pull(
              r, r.facts.settings["weight_decay"])},
         (optimizer, ("DECAY_WATCH", "DECAY_ACT", "SHRUNK")),
     ),
@@ -269,7 +269,7 @@ PICTURES: dict[str, Picture] = {
         sick(model=partial(gained, by=10.0)),
         {"loss of knowing nothing": lambda r: math.nan if r.chance is None else r.chance,
          "largest gain": lambda r: max(w.gain for w in r.weights.values())},
-        (initialisation, ("FIRST_LOSS", "FAR", "SMALL_GAIN", "LARGE_GAIN", "ALIKE")),
+        (initialisation, ("FIRST_LOSS", "FAR", "SMALL_GAIN", "LARGE_GAIN", "LARGE_BIAS", "ALIKE")),
     ),
     "vanishing": Picture(
         "ten sigmoid layers; the healthy net has two ReLU layers",
@@ -301,7 +301,7 @@ PICTURES: dict[str, Picture] = {
         with_setup(optimizer=lambda m: SGD(m.parameters(), lr=0.01, maximize=True)),
         {"share of steps uphill": uphill,
          "smallest parameter_cosine": extreme("parameter_cosine", min)},
-        (optimizer, ()),
+        (optimizer, ("LONG_MOMENTUM", "STALE")),
     ),
     "clipping-always": Picture(
         "gradients clipped to a norm of 0.01",

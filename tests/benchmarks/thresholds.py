@@ -189,7 +189,7 @@ def readings(record: Record) -> Iterator[tuple[str, float]]:
     gains = [w.gain for w in record.weights.values()]
     yield "bad-initialisation: smallest gain", min(gains)
     yield "bad-initialisation: largest gain", max(gains)
-    yield "decay-fights: decay's pull (decay 0.01)", optimizer.pull(record, 0.01)
+    yield "decay-fights: decay's pull (decay 0.01)", optimizer.first_pull(record, 0.01)
     yield (
         "parameters' norm, last over first",
         record.parameter_norms[-1] / record.parameter_norms[0],

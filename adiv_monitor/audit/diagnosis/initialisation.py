@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.audit.diagnosis.rates import suffers
 from adiv_monitor.audit.diagnosis.seen import gradients
+from adiv_monitor.audit.diagnosis.units import DEAD_ACT, dead_share
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 
@@ -13,6 +14,7 @@ FAR = 3.0  # beyond that limit again
 # rms of a weight's entries · √fan-in, how many times longer it makes signals: 0.58 as torch
 # initialises, 1.4 by He.
 SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
+LARGE_BIAS = 1.0  # rms; standardised inputs give outputs of about 0.6
 ALIKE = 0.5  # share of units that equal another
 # ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
 # 2021), there of weights' gradients. Healthy nets read 0.03 to 3.
@@ -29,7 +31,7 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
     yield Finding(
         "bad-initialisation",
         layers,
-        "act" if far or suffers(record) else "watch",
+        "act" if far or suffers(record) or dead_share(record) > DEAD_ACT else "watch",
         evidence,
         (
             Advice("initialise the weights anew, by their fan-in (He for ReLU, Xavier for tanh)",
@@ -50,12 +52,14 @@ def _first_loss(record: Record) -> Iterator[Evidence]:
 
 
 def _gains(record: Record) -> Iterator[Evidence]:
-    """The last layer may begin at zero, or small; so may the ends of residual branches."""
+    """Of all layers but the last, which may begin small; at zero may begin ends of branches."""
     for path, weight in list(record.weights.items())[:-1]:
         if weight.gain > LARGE_GAIN:
             yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)
         elif 0 < weight.gain < SMALL_GAIN:
             yield Evidence("gain", weight.gain, SMALL_GAIN, path, 0)
+        if weight.bias > LARGE_BIAS:
+            yield Evidence("bias", weight.bias, LARGE_BIAS, path, 0)
 
 
 def _alike(record: Record) -> Iterator[Evidence]:
@@ -72,6 +76,8 @@ def _said(record: Record, evidence: tuple[Evidence, ...]) -> Iterator[str]:
     if "gain" in measures:
         found = measures["gain"]
         yield f"{found.layer} makes signals {found.value:.2g} times as long"
+    if "bias" in measures:
+        yield f"the biases of {measures['bias'].layer} have an rms of {measures['bias'].value:.2g}"
     if "alike" in measures:
         yield f"the units of {measures['alike'].layer} are all the same"
 
