@@ -1,15 +1,16 @@
 """All planted illnesses, and all runs without one."""
 
 from audit.ward.healthy import HEALTHY
-from audit.ward.ill import initial, inputs, optimizers, published, rates, wiring
+from audit.ward.ill import initial, inputs, optimizers, published, rates, unseen, wiring
 from audit.ward.run import Case
 
 _ALL = [
     *(inputs.CASES, rates.CASES, initial.CASES),
-    *(optimizers.CASES, wiring.CASES, published.CASES),
+    *(optimizers.CASES, wiring.CASES, published.CASES, unseen.CASES),
 ]
 CASES: dict[str, Case] = {case.name: case for cases in _ALL for case in cases}
-HEALTHY = {**HEALTHY, published.ONES_AND_ZEROS.name: published.ONES_AND_ZEROS}
+HEALTHY |= {each.name: each for each in (published.ONES_AND_ZEROS, *unseen.HEALTHY)}
+UNSEEN = frozenset(each.name for each in (*unseen.CASES, *unseen.HEALTHY))
 # What was tried as an illness and left out, and why.
 DROPPED = {
     "mlp-sgd: inputs × 8": "it trains faster",

@@ -17,11 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adiv_monitor.audit.trials.mended import Bench
-from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
-from adiv_monitor.audit.trials.mends.rates import rate_name, scale_rate
-from adiv_monitor.audit.trials.rates import best_rate
-from adiv_monitor.audit.trials.trial import compared, plain_losses
 from audit.ward.course import at_the_end, losses_of
 from audit.ward.run import LONGER, STEPS, Case, Healthy, Run
 
@@ -30,6 +25,11 @@ from adiv_monitor.audit.finding import Finding, Trial
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.trials.mended import Bench
+from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
+from adiv_monitor.audit.trials.mends.rates import rate_name, scale_rate
+from adiv_monitor.audit.trials.rates import best_rate
+from adiv_monitor.audit.trials.trial import compared, plain_losses
 
 ANOTHER = 1000  # added to a seed: other weights, other data
 SEARCHED = 5  # random search is as dear as an audit: it is done for every fifth seed

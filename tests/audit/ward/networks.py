@@ -148,9 +148,9 @@ def bag(width: int = 16) -> Net:
     return Net(body, nn.Linear(32, 6))
 
 
-def layers(model: nn.Module) -> list[nn.Linear | nn.Conv2d]:
+def layers(model: nn.Module) -> list[nn.Linear | nn.Conv1d | nn.Conv2d]:
     """Its linear layers and convolutions, in order of definition."""
-    return [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    return [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
 
 
 def initialise(model: nn.Module, gain: float) -> None:

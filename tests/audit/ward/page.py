@@ -30,7 +30,7 @@ two standard errors and by 2 % of itself.
 - **random change**: a mend drawn from all that apply, to all layers, at the learning rate that a
   trial of the same length found best.
 - **random search**: random changes, tried until as many short runs are spent as the audit spent on
-  its trials; the best is kept if it paid.
+  its trials; the best is kept if it paid. For every fifth seed.
 - **rate**: the best of the learning rates that the audit tried, and nothing else.
 
 ± is the standard error of a binomial share; runs of one case are alike, so the true one is larger.
@@ -83,6 +83,10 @@ def _count(rows: Iterable[Row], holds: Callable[[Row], bool]) -> str:
     return share(sum(found), len(found))
 
 
+def _paid(rows: Iterable[Row], change: str) -> str:
+    return _count((row for row in rows if change in row), lambda row: row[change]["pays"])
+
+
 def named_first(row: Row) -> bool:
     return bool(row["findings"]) and row["findings"][0][0] in CASES[row["name"]].expected
 
@@ -95,8 +99,9 @@ def alarmed(row: Row) -> bool:
     return any(strength == "act" for _, strength in row["findings"])
 
 
-def _pays(change: str) -> Callable[[Row], bool]:
-    return lambda row: change in row and row[change]["pays"]
+def _of(rows: Iterable[Row], change: str) -> str:
+    paid = [row[change]["pays"] for row in rows if change in row]
+    return f"{sum(paid)} of {len(paid)}"
 
 
 def _more(row: Row, change: str, other: str) -> bool:
@@ -113,18 +118,19 @@ def _totals(ill: dict[str, list[Row]], healthy: dict[str, list[Row]]) -> list[st
         ("planted illness named at all", _count(sick, named)),
         ("healthy runs with an alarm (a finding to act on)", _count(well, alarmed)),
         ("first advice is in words only", _count(sick, lambda row: row["words"])),
-        ("first advice pays, where it can be tried", _count(tried, _pays("advice"))),
-        ("… one random change pays there", _count(tried, _pays("random"))),
-        ("… random search pays there", _count(tried, _pays("search"))),
-        ("… the best rate alone pays there", _count(tried, _pays("rate"))),
-        ("first advice pays, of all sick runs", _count(sick, _pays("advice"))),
-        ("… one random change", _count(sick, _pays("random"))),
-        ("… random search", _count(sick, _pays("search"))),
-        ("… the best rate alone", _count(sick, _pays("rate"))),
+        ("first advice pays, where it can be tried", _paid(tried, "advice")),
+        ("… one random change pays there", _paid(tried, "random")),
+        ("… random search pays there", _paid(tried, "search")),
+        ("… the best rate alone pays there", _paid(tried, "rate")),
+        ("first advice pays, of all sick runs", _paid(sick, "advice")),
+        ("… one random change", _paid(sick, "random")),
+        ("… random search", _paid(sick, "search")),
+        ("… the best rate alone", _paid(sick, "rate")),
     ]
     for other in CHANGES[1:]:
-        better = share(sum(_more(row, "advice", other) for row in tried), len(tried))
-        worse = share(sum(_more(row, other, "advice") for row in tried), len(tried))
+        both = [row for row in tried if other in row]
+        better = share(sum(_more(row, "advice", other) for row in both), len(both))
+        worse = share(sum(_more(row, other, "advice") for row in both), len(both))
         title = {"random": "random change", "search": "random search", "rate": "best rate"}[other]
         lines.append((f"advice's loss is lower than of {title} (by 2 %), where tried", better))
         lines.append(("… higher", worse))
@@ -140,7 +146,7 @@ def _kinds(ill: dict[str, list[Row]]) -> list[str]:
         (
             f"`{kind}`",
             *(f"{sum(map(hit, rows))} of {len(rows)}" for hit in (named_first, named)),
-            *(f"{sum(map(_pays(change), rows))} of {len(rows)}" for change in CHANGES),
+            *(_of(rows, change) for change in CHANGES),
         )
         for kind, rows in by_kind.items()
     ]
@@ -155,7 +161,9 @@ def _cases(ill: dict[str, list[Row]]) -> list[str]:
         first = Counter(row["findings"][0][0] if row["findings"] else "nothing" for row in rows)
         advice = Counter(map(_advice, rows)).most_common(1)[0][0]
         losses = [_median(row["without"] for row in rows)]
-        losses += [_median(row[change]["loss"] for row in rows) for change in CHANGES]
+        losses += [
+            _median(row[change]["loss"] for row in rows if change in row) for change in CHANGES
+        ]
         lines.append(
             (
                 name + (f" ({case.source})" if case.source else ""),
@@ -163,7 +171,7 @@ def _cases(ill: dict[str, list[Row]]) -> list[str]:
                 f"{sum(map(named_first, rows))} of {n}",
                 ", ".join(f"`{found}` {times}" for found, times in first.most_common()),
                 advice,
-                f"{sum(map(_pays('advice'), rows))} of {n}",
+                _of(rows, "advice"),
                 *losses,
             )
         )
@@ -279,4 +287,4 @@ def _validity(courses: dict[str, list[Row]]) -> list[str]:
 
 def _median(values: Iterable[float]) -> str:
     found = sorted(values)
-    return f"{found[len(found) // 2]:.3g}"
+    return f"{found[len(found) // 2]:.3g}" if found else "–"

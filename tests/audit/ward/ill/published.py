@@ -35,9 +35,10 @@ def of_probabilities(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _ones_and_zeros() -> Run:
-    """Rows of ones and of zeros, with noise; one output says which."""
+    """Rows of ones and of zeros, with noise; one output says which; one label in ten is wrong."""
     labels = torch.randint(2, (1024,)).float()
     rows = (labels[:, None] * torch.ones(20) - 0.5) + 0.3 * torch.randn(1024, 20)
+    labels = (labels - (torch.rand(1024) < 0.1).float()).abs()
     model = mlp([20, 32, 32, 1], nn.Tanh)
     return Run(model, minibatches(2 * rows, labels, 32), binary, SGD, {"lr": 0.3})
 

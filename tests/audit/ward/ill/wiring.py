@@ -91,10 +91,10 @@ def ending(module: Callable[[], nn.Module]) -> Callable[[Run], None]:
 def logarithm_of_zero(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Cross-entropy of shares that may be zero."""
     inputs, targets = batch
-    shares = functional.relu(model(inputs)) + 1e-9
-    shares = shares / shares.sum(-1, keepdim=True)
+    shares = functional.relu(model(inputs))
+    shares = shares / (shares.sum(-1, keepdim=True) + 1e-9)
     sought = functional.one_hot(targets, shares.shape[-1])
-    return -(sought * shares.log() + (1 - sought) * (1 - shares).log()).mean()
+    return -(sought * shares.log()).sum(-1).mean()
 
 
 def root_of_zero(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
