@@ -27,6 +27,10 @@ def test_the_wheel_installs_two_packages_and_nothing_else(tmp_path: Path) -> Non
         f"adiv_monitor-{adiv_monitor.__version__}.dist-info",
     }
     assert {"adiv_monitor/py.typed", "adiv_layers/py.typed"} <= set(names)
+    page = Path("adiv_monitor/audit/page")
+    parts = [*ROOT.glob(f"{page}/templates/*"), *ROOT.glob(f"{page}/assets/*")]
+    assert len(parts) > 3
+    assert {str(part.relative_to(ROOT)) for part in parts} <= set(names)
 
 
 def test_examples_in_docstrings() -> None:

@@ -126,6 +126,9 @@ class _Diagnosis:
             self._alternatives = alternatives(setup)
         if try_mends:
             self._findings = trials.tried(self._findings, setup, self._record, progress=progress)
+            untried = {a.untried for finding in self._findings for a in finding.advice}
+            if "interrupted" in untried:
+                raise KeyboardInterrupt
 
 
 def adamw(model: nn.Module) -> Optimizer:

@@ -66,3 +66,38 @@ def chance(setup: Setup) -> float | None:
         except Exception:  # whatever is wrong with the loss is the training run's to say
             return None
     return fmean(losses) if all(map(math.isfinite, losses)) else None
+
+
+def double_softmax(setup: Setup) -> bool | None:
+    """Whether the outputs are probabilities whose softmax the loss takes once more.
+
+    They are if no entry is negative and they sum to 1 over the last dimension, or the second; the
+    loss takes a softmax if it is the same when 1 is added to all outputs. None: the model's output
+    is no tensor of several classes, or can't be changed.
+    """
+    fork = setup.fork()
+    seen: list[bool] = []
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.ndim >= 2 and output.shape[1] > 1:
+            sums = (output.sum(1), output.sum(-1))
+            ones = any(bool((total - 1).abs().max() < 1e-3) for total in sums)
+            seen.append(ones and bool(output.min() >= 0))
+
+    def shift(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output + 1
+
+    fork.model.register_forward_hook(look)
+    with torch.no_grad():
+        try:
+            with seeded(setup.seed):
+                loss = float(fork.loss(fork.model, setup.batches[0]))
+            if not seen:
+                return None
+            fork = setup.fork()
+            fork.model.register_forward_hook(shift)
+            with seeded(setup.seed):
+                shifted = float(fork.loss(fork.model, setup.batches[0]))
+        except Exception:  # whatever is wrong with the loss is the training run's to say
+            return None
+    return all(seen) and math.isclose(loss, shifted, rel_tol=1e-5)

@@ -14,7 +14,7 @@ from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit import non_finite
 from adiv_monitor.audit.again import Again
 from adiv_monitor.audit.batches import copied, size_of
-from adiv_monitor.audit.beginning import chance, weights
+from adiv_monitor.audit.beginning import chance, double_softmax, weights
 from adiv_monitor.audit.given import Given
 from adiv_monitor.audit.inputs import Inputs
 from adiv_monitor.audit.record import Facts, Record
@@ -96,7 +96,7 @@ def observe(
 def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
     """With what forward passes of the trained fork say, and one that knows nothing."""
     try:
-        record = replace(record, chance=chance(setup))
+        record = replace(record, chance=chance(setup), double_softmax=double_softmax(setup))
         if not all(bool(p.isfinite().all()) for p in fork.model.parameters()):
             note = "Activation functions were not looked at: the weights are not finite at the end."
             return replace(record, notes=(*record.notes, note))

@@ -155,6 +155,8 @@ class Record:
         parameter_norms: ‖all parameters that the optimizer holds‖ before each step; empty: not
             looked at.
         weights: by path of the module, as they were before training.
+        double_softmax: the model's outputs are probabilities, and the loss takes their softmax once
+            more; None: can't be told.
         interrupted: whether the keyboard ended the run early.
     """
 
@@ -174,3 +176,4 @@ class Record:
     parameter_norms: tuple[float, ...] = ()
     weights: Mapping[str, WeightStatistics] = field(default_factory=dict)
     interrupted: bool = False
+    double_softmax: bool | None = None

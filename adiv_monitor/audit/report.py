@@ -1,6 +1,5 @@
 """The audit's report: plain data, as JSON and back."""
 
-import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -87,7 +86,7 @@ class AuditReport:
         Raises:
             OSError: the folder can't be made, or not be written to.
         """
-        page = importlib.import_module("adiv_monitor.audit.page").page  # it draws
+        from adiv_monitor.audit.page import page  # needs matplotlib and jinja2
 
         files = {"report.html": page(self), "report.json": self.to_json()}
         folder = Path(folder)

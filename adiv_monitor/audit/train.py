@@ -118,7 +118,6 @@ class _Step:
     def _closure(self) -> Tensor:
         fork = self._fork
         fork.optimizer.zero_grad()
-        fork.model.zero_grad()  # of what the optimizer does not hold, too
         loss = fork.loss(fork.model, copied(self._batch))
         value = _number(loss)
         if self._loss is None:

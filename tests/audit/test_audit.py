@@ -117,15 +117,34 @@ def test_what_was_given_is_untouched() -> None:
     assert any("has taken steps" in note for note in report.record.notes)
 
 
+def test_every_step_gets_its_batch_as_it_was() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.mul_(2))
+
+    model = InPlace()
+    doubled = [(2 * x, y) for x, y in batches(1)]
+    expected = seen(model.inner, doubled, steps=4, every_n_steps=1)
+    found = seen(model, batches(1), steps=4, every_n_steps=1)
+    assert (found.losses, found.realised) == (expected.losses, expected.realised)
+
+
 def test_the_same_audit_twice_says_the_same() -> None:
     loader = torch.utils.data.DataLoader(batches(1, 40)[0][0], 8, shuffle=True)
-    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
-    one, two = (
-        audit(mlp(nn.Dropout()), loader, **{**QUICK, "loss": loss}).record.losses
-        for _ in range(2)
-        if torch.manual_seed(1)
-    )
-    assert one == two
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch).square().mean() * (1 + random.random() + np.random.random())
+
+    model = mlp(nn.Dropout())
+    found = []
+    for _ in range(2):
+        found.append(audit(model, loader, **{**QUICK, "loss": loss}).record.losses)
+        torch.rand(1), random.random(), np.random.random()  # the program goes on
+    assert found[0] == found[1]
 
 
 def test_a_loss_that_stops_being_finite_ends_the_run() -> None:
@@ -189,6 +208,18 @@ def test_a_compiled_model() -> None:
 def test_a_scripted_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"RecursiveScriptModule.*scripted.*before"):
         seen(torch.jit.script(mlp()))
+
+
+def test_ctrl_c_while_mends_are_tried_keeps_what_was_found() -> None:
+    def progress(what: str, done: int, of: int) -> None:
+        if what == "mends":
+            raise KeyboardInterrupt
+
+    data = [(1000 * x, y) for x, y in batches(20, 32)]
+    report = audit(mlp(), data, loss=cross_entropy, optimizer=sgd(0.1), steps=20, progress=progress)
+    assert report.record.interrupted
+    assert report.record.rates and report.what_if
+    assert report.findings[0].strength == "act"
 
 
 def test_lbfgs() -> None:

@@ -142,7 +142,11 @@ HITS = {
         {name: reading(parameter_cosine=-0.3, descent=-0.01) for name in "abc"}, losses=RISING
     ),
     "cannot-overfit": record(overfit=Trial("overfit", 100, 2.2, 2.3, None, 0.01)),
-}
+    "double-softmax": record(double_softmax=True),
+    "target-scale": record(chance=1e6, losses=(1e6, math.inf)),
+    "frozen": record(wiring=Wiring(frozen=("a.weight",)), losses=STILL,
+                     weights={"a": WeightStatistics(0.58, 0.05, 0.0)}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HITS)
@@ -173,6 +177,8 @@ NEAR_MISSES = {
     "optimizer-turns": record({"a": reading(parameter_cosine=-0.1)}),
     "cannot-overfit": record(overfit=Trial("overfit", 100, 0.1, 2.3, None, 0.01)),
     "input-ignored": record(wiring=Wiring(input_matters=0.01)),
+    "double-softmax": record(double_softmax=False),
+    "target-scale": record(chance=11.0),
 }
 
 
@@ -236,6 +242,67 @@ def test_without_trials_of_rates_the_loss_that_steps_leave_behind_decides() -> N
     worse = dict.fromkeys(range(0, STEPS, 10), 0.5)
     assert found(record(realised=worse, losses=RISING))["rate-too-high"].strength == "act"
     assert found(record(realised=worse))["rate-too-high"].strength == "watch"
+
+
+def test_a_first_step_that_does_not_follow_its_gradient_was_turned_by_other_code() -> None:
+    turned = {name: reading(parameter_cosine=0.05) for name in "abc"}
+    assert diagnose(record(turned, losses=STILL))[0].name == "projection-fights"
+
+
+def test_long_momentum_is_named_where_it_goes_on_regardless() -> None:
+    long = replace(FACTS, settings={**FACTS.settings, "momentum": 0.99})
+    assert diagnose(record(facts=long)) == ()
+    late = {name: reading(parameter_cosine=0.05) for name in "abc"}
+    well = record(facts=long)
+    reports = (*well.reports[:2], *record(late).reports[2:])
+    assert found(record(facts=long, reports=reports))["optimizer-turns"].strength == "watch"
+    assert found(record(facts=long, losses=RISING))["optimizer-turns"].strength == "act"
+
+
+def test_weights_that_begin_badly() -> None:
+    def first_layer(**values: float) -> Record:
+        weights = record().weights
+        odd = replace(weights["a"], **values)
+        return record(weights={**weights, "a": odd}, losses=STILL)
+
+    assert diagnose(first_layer(gain=30.0))[0].name == "bad-initialisation"
+    assert diagnose(first_layer(gain=0.01))[0].name == "bad-initialisation"
+    assert diagnose(first_layer(bias=5.0))[0].name == "bad-initialisation"
+    assert "bad-initialisation" not in found(first_layer(gain=1.5, bias=0.3))
+    alike = {name: WeightStatistics(0.6, 0.0, 1.0) for name in "abc"}
+    assert diagnose(record(weights=alike, losses=STILL))[0].name == "bad-initialisation"
+
+
+def test_a_few_long_rows_are_no_common_scale() -> None:
+    inputs = {"0": replace(INPUTS, std=6.0)}
+    long_rows = {"a": reading(scale_mean=65.0, scale_p50=2.0, scale_cv=5.0)}
+    assert list(found(record(long_rows, inputs=inputs))) == ["row-spread"]
+    assert "input-scale" in found(record({"a": reading(scale_p50=60.0)}, inputs=inputs))
+
+
+def test_a_last_layer_that_begins_at_zero_is_well() -> None:
+    first = {"a": reading(descent=0.0), "b": reading(descent=0.0), "c": reading(update_ratio=9.0)}
+    reports = list(record().reports)
+    reports[0] = StepReport(0, first, {}, 1.0)
+    strengths = [f.strength for f in diagnose(record(reports=tuple(reports)))]
+    assert strengths == ["note"]
+
+
+def test_frozen_parameters_are_for_you_to_judge() -> None:
+    frozen = found(record(wiring=Wiring(frozen=("a.weight",), input_matters=0.5)))
+    assert frozen["frozen"].strength == "watch"
+
+
+def test_a_loss_that_stands_still_is_a_symptom() -> None:
+    assert [(f.name, f.strength) for f in diagnose(record(losses=STILL))] == [
+        ("loss-stuck", "watch")
+    ]
+
+
+def test_interference_under_a_high_ceiling_is_noted() -> None:
+    assert found(record({"a": reading(gradient_cosine=0.05)}))["interference"].strength == "note"
+    low = {"a": reading(gradient_cosine=0.05, attainable_cosine=0.1)}
+    assert diagnose(record(low)) == ()
 
 
 def test_modules_that_never_ran_are_worth_watching() -> None:

@@ -97,6 +97,16 @@ def momentum(model: nn.Module, rate: float = 0.1) -> SGD:
     return SGD([p for p in model.parameters() if p.requires_grad], lr=rate, momentum=0.9)
 
 
+def regression(by: float) -> Setup:
+    """The digit, less its mean and over its standard deviation, times a factor."""
+
+    def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return (model(x)[:, 0] - by * (y - 4.5) / 2.9).square().mean()
+
+    return replace(HEALTHY.setup(), loss=squared, optimizer=partial(momentum, rate=0.03))
+
+
 def with_setup(**changes: Any) -> Callable[[], Setup]:
     return lambda: replace(HEALTHY.setup(), **changes)
 
@@ -192,13 +202,15 @@ PICTURES: dict[str, Picture] = {
     "frozen": Picture(
         "the first layer has requires_grad=False",
         with_model(without_first),
-        {"frozen parameters": lambda r: len(r.wiring.frozen)},
+        {"frozen parameters": lambda r: len(r.wiring.frozen),
+         "gain of the first layer": lambda r: next(iter(r.weights.values())).gain},
+        (wiring, ("UNTRAINED", "ABOUT")),
     ),
     "input-ignored": Picture(
         "inputs are multiplied by zero in the model",
         with_model(lambda model: nn.Sequential(nn.Hardtanh(0.0, 1e-30), *model)),
         {"input_matters": lambda r: r.wiring.input_matters},
-        (wiring, ("INPUT_MATTERS",)),
+        (wiring, ("INPUT_MATTERS", "ALIKE")),
     ),
     "non-finite": Picture(
         "one sample of the data set is NaN",
@@ -220,6 +232,18 @@ PICTURES: dict[str, Picture] = {
          "attainable_cosine of the first layer": first("attainable_cosine")},
         (inputs, ("COMMON_SHARE_WATCH", "COMMON_SHARE_ACT")),
     ),
+    "target-scale": Picture(
+        "a regression whose targets are multiplied by 100; the healthy one learns the digit itself",
+        lambda: regression(100.0),
+        {"loss of knowing nothing": lambda r: math.nan if r.chance is None else r.chance},
+        (inputs, ("LARGE_TARGETS",)),
+        lambda: regression(1.0),
+    ),
+    "double-softmax": Picture(
+        "a softmax behind the last layer",
+        with_model(lambda model: nn.Sequential(*model, nn.Softmax(1))),
+        {},
+    ),
     "row-spread": Picture(
         "samples' lengths log-normally spread, σ = 1",
         sick(inputs=partial(unequal, sigma=1.0)),
@@ -232,7 +256,7 @@ PICTURES: dict[str, Picture] = {
         with_model(Clipped),
         {"smallest projection_cosine": extreme("projection_cosine", min),
          "smallest applied_cosine": extreme("applied_cosine", min)},
-        (optimizer, ("PROJECTED",)),
+        (optimizer, ("PROJECTED", "FIRST_STEP")),
     ),
     "decay-fights": Picture(
         "weight decay 0.5",
@@ -287,7 +311,7 @@ PICTURES: dict[str, Picture] = {
         "the biases of 90 % of the first layer's units are −100",
         sick(model=partial(killed, share=0.9)),
         {"largest dead share": of_units(lambda u: u.dead / u.units)},
-        (units, ("DEAD_WATCH", "DEAD_ACT", "LEAST_BATCHES")),
+        (units, ("DEAD_WATCH", "DEAD_ACT", "ALL_DEAD", "LEAST_BATCHES")),
     ),
     "saturated-units": Picture(
         "a tanh net, all weights 10 times as large",

@@ -13,9 +13,12 @@ from adiv_monitor.audit.record import InputStatistics, Record
 # Standard deviation of the inputs. Initialisations assume 1; pixels in [0, 1] have about 0.3.
 LARGE_STD, SMALL_STD = 5.0, 0.2
 # Largest standard deviation of a feature over the median one.
-UNEVEN_FEATURES = 30.0
+UNEVEN_FEATURES = 10.0
 # Share of the inputs' mean square that is their features' means.
 COMMON_SHARE_WATCH, COMMON_SHARE_ACT = 0.5, 0.75
+# Loss of knowing nothing: the mean square of the targets, where the loss is one of squares; log of
+# the classes for cross-entropy, which is 11 for 50,000.
+LARGE_TARGETS = 30.0
 # std / mean over samples of ‖x‖².
 LENGTH_CV_WATCH, LENGTH_CV_ACT = 1.0, 2.0
 # An audited run whose first loss is this many times that of knowing nothing begins worse than a
@@ -143,6 +146,27 @@ def row_spread(record: Record) -> Iterator[Finding]:
         "One constant scale or another learning rate keeps the rows as unlike as they are.",
         spread.since,
     )  # fmt: skip
+
+
+def target_scale(record: Record) -> Iterator[Finding]:
+    """A loss that is large by nature, of targets in large units, or a sum over the batch."""
+    if record.chance is not None and record.chance > LARGE_TARGETS:
+        ill = suffers(record) or not all(map(math.isfinite, record.losses))
+        yield Finding(
+            "target-scale",
+            (),
+            "act" if ill else "watch",
+            (Evidence("loss of knowing nothing", record.chance, LARGE_TARGETS, step=0),),
+            (
+                Advice("standardise the targets, or take the loss's mean instead of its sum"),
+                Advice("learning rate × 0.1", "rate*0.1"),
+                Advice("an optimizer that does not depend on the gradient's length", "adamw"),
+            ),
+            f"A model that gives zeros has a loss of {record.chance:.3g}: targets in large units, "
+            "or a loss that is a sum; gradients are as much too long.",
+            "Clipping the gradient's norm makes all steps equally long.",
+            0,
+        )
 
 
 def _first(record: Record) -> str | None:

@@ -11,6 +11,22 @@ from adiv_monitor.audit.record import Record
 NOT_BY_HEART = 0.5
 
 
+def double_softmax(record: Record) -> Iterator[Finding]:
+    """Probabilities whose softmax the loss takes again: it can't come near zero."""
+    if record.double_softmax:
+        yield Finding(
+            "double-softmax",
+            (),
+            "act",
+            (Evidence("outputs are probabilities, and the loss takes their softmax", 1.0),),
+            (Advice("give the loss what goes into the softmax, not what comes out"),),
+            "The model's outputs are probabilities already, and the loss takes their softmax once "
+            "more: differences between classes are at most 1, so it can't come near zero.",
+            "A higher learning rate only saturates the first softmax.",
+            0,
+        )
+
+
 def cannot_overfit(record: Record) -> Iterator[Finding]:
     """The model can't even learn one small batch by heart."""
     trial = record.overfit

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.seen import by_layer, scale_free, worst_first
+from adiv_monitor.audit.diagnosis.seen import Typical, at_first, by_layer, scale_free, worst_first
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 
@@ -19,6 +19,8 @@ DECAY_WATCH, DECAY_ACT = 0.3, 1.0
 SHRUNK = 0.5  # healthy ones grow: 1.1 to 2.9
 # cos(step as applied, optimizer's step). Where nothing changes weights after the step it is 1.
 PROJECTED = 0.98
+# cos(first step, −gradient): with nothing to remember, healthy runs read 0.47 and above.
+FIRST_STEP = 0.2
 # Share of steps that are clipped; above half of them a lower rate is the better remedy (Google's
 # deep learning tuning playbook).
 CLIPPED = 0.5
@@ -77,12 +79,17 @@ def _late_cosine(record: Record) -> float:
 
 
 def decay_fights(record: Record) -> Iterator[Finding]:
-    """Weight decay that pulls harder than the gradient."""
-    decay = record.facts.settings.get("weight_decay")
-    if not isinstance(decay, int | float) or not decay > 0 or not record.parameter_norms:
+    """Weight decay, the optimizer's or in the loss, that pulls harder than the gradient."""
+    if not record.parameter_norms or record.parameter_norms[0] == 0:
         return
+    setting = record.facts.settings.get("weight_decay")
+    decay = float(setting) if isinstance(setting, int | float) else 0.0
     pull = first_pull(record, decay)
     shrunk = record.parameter_norms[-1] / record.parameter_norms[0]
+    if decay == 0 and any(
+        t.below(PROJECTED) for t in by_layer(record, "projection_cosine").values()
+    ):
+        return  # other code makes the weights smaller
     if not (pull > DECAY_WATCH or shrunk < SHRUNK):
         return
     yield Finding(
@@ -90,17 +97,21 @@ def decay_fights(record: Record) -> Iterator[Finding]:
         (),
         "act" if shrunk < SHRUNK or (pull > DECAY_ACT and suffers(record)) else "watch",
         (
-            Evidence("pull of the decay over the gradient's", pull, DECAY_WATCH, step=0),
+            *((Evidence("pull of the decay over the gradient's", pull, DECAY_WATCH, step=0),)
+              if decay else ()),
             Evidence("parameters' norm, last over first", shrunk, SHRUNK),
         ),
         (
             Advice("no weight decay", "no-decay"),
             Advice("a tenth of the weight decay", "less-decay"),
-        ),
-        f"Weight decay ({decay:g}) pulls {pull:.2g} times as hard as the gradient at first; the "
-        f"parameters' norm ends at {shrunk:.2g} times what it was.",
+        )
+        if decay
+        else (Advice("a tenth of the penalty on the weights, or none"),),
+        (f"Weight decay ({decay:g}) pulls {pull:.2g} times as hard as the gradient at first; the "
+         if decay else "Something in the loss pulls all weights towards zero: the ")
+        + f"parameters' norm ends at {shrunk:.2g} times what it was.",
         "A lower learning rate lowers both and leaves their ratio.",
-    )
+    )  # fmt: skip
 
 
 def first_pull(record: Record, decay: float) -> float:
@@ -120,34 +131,47 @@ def _decoupled(record: Record) -> bool:
 
 
 def projection_fights(record: Record) -> Iterator[Finding]:
-    """Code behind the optimizer that undoes part of its step."""
+    """Code that changes the weights behind the optimizer's back, after its step or within."""
     kept = by_layer(record, "projection_cosine")
     undone = {p: -t.value for p, t in kept.items() if t.below(PROJECTED)}
-    if not undone:
+    first = _first_cosines(record)
+    within = {p: -t.value for p, t in first.items() if t.below(FIRST_STEP) and t.above(-FIRST_STEP)}
+    hidden = len(within) > len(kept) / 2
+    if not undone and not hidden:
         return
     applied = by_layer(record, "applied_cosine")
-    layers = worst_first(undone)
+    layers = worst_first(undone or within)
     uphill = any(p in applied and applied[p].below(0) for p in layers)
+    said = f"after the step turns it: cosine {kept[layers[0]].value:.2f} with the optimizer's"
+    if not undone:
+        said = (
+            "within the step turns it: the first one, which has no past to go by, has a cosine of "
+            f"{-within[layers[0]]:.2f} with its gradient"
+        )
+    worst = layers[:3]
     yield Finding(
         "projection-fights",
         layers,
         "act" if uphill or suffers(record) else "watch",
         (
-            *(Evidence("projection_cosine", kept[p].value, PROJECTED, p) for p in layers[:3]),
-            *(
-                Evidence("applied_cosine", applied[p].value, 0, p)
-                for p in layers[:3]
-                if p in applied
-            ),
+            *(Evidence("projection_cosine", kept[p].value, PROJECTED, p) for p in worst if undone),
+            *(Evidence("parameter_cosine", -within[p], FIRST_STEP, p, 0)
+              for p in worst if p in within),
+            *(Evidence("applied_cosine", applied[p].value, 0, p) for p in worst if p in applied),
         ),
         (
             Advice("train without what changes the weights after the step", "no-projection"),
             Advice("project the gradient onto the constraint before the step"),
         ),
-        f"What changes the weights of {layers[0]} after the step turns it: cosine "
-        f"{kept[layers[0]].value:.2f} with the optimizer's.",
+        f"What changes the weights of {layers[0]} {said}.",
         "A higher learning rate: the projection grows with the step.",
-    )
+    )  # fmt: skip
+
+
+def _first_cosines(record: Record) -> dict[str, Typical]:
+    """`parameter_cosine` of the first step: 1 for gradient descent, Adam's is ‖g‖₁/(√n·‖g‖₂)."""
+    first = at_first(record, "parameter_cosine")
+    return first[0] if first and record.reports[0].step == 0 else {}
 
 
 def clipping_always(record: Record) -> Iterator[Finding]:
