@@ -269,7 +269,8 @@ def test_rates_per_layer_need_a_record() -> None:
 
 
 def test_held_parameters() -> None:
-    fork = setup(optimizer=lambda m: torch.optim.SGD(m[2].parameters(), lr=0.3)).fork()
+    fork = setup(optimizer=lambda m: torch.optim.SGD(m[2].parameters(), lr=0.1)).fork()
+    fork.optimizer.param_groups[0]["lr"] = 0.3
     MENDS["hold-parameters"].apply(fork)
     held = {id(p) for g in fork.optimizer.param_groups for p in g["params"]}
     assert held == {id(p) for p in fork.model.parameters()}
@@ -404,8 +405,33 @@ def test_only_the_named_relus_leak() -> None:
     x = torch.randn(5, 12)
     hidden = nn.functional.leaky_relu(fork.model[1](x.relu()), 0.1)
     torch.testing.assert_close(fork.model(x), fork.model[3](hidden))
-    with pytest.raises(DoesNotApply, match="no ReLU"):
+    with pytest.raises(DoesNotApply, match="no such activation"):
         MENDS["leaky-relu"].apply(setup(model=nn.Sequential(nn.Linear(12, 3))).fork())
+
+
+class Saturating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.squash = nn.Linear(12, 3), nn.Hardtanh(-2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        return self.squash(z) + z.sigmoid() + nn.functional.softsign(z) + z.clone().tanh_()
+
+
+def test_saturating_functions_become_relus() -> None:
+    fork = setup(model=Saturating()).fork()
+    MENDS["relu"].apply(fork)
+    x = torch.randn(5, 12)
+    torch.testing.assert_close(fork.model(x), 4 * fork.model.layer(x).relu())
+
+
+def test_where_the_named_layers_run_no_activation_all_are_replaced() -> None:
+    model = nn.Sequential(nn.Linear(12, 12), nn.Sigmoid(), nn.Linear(12, 3))
+    fork = setup(model=model).fork()
+    MENDS["relu"].apply(fork, ["0"])
+    x = torch.randn(5, 12)
+    torch.testing.assert_close(fork.model(x), fork.model[2](fork.model[0](x).relu()))
 
 
 def test_weights_are_drawn_anew_by_their_fan_in() -> None:

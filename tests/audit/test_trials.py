@@ -16,6 +16,7 @@ from adiv_monitor.audit.finding import Advice, Finding, Trial
 from adiv_monitor.audit.setup import Setup
 from adiv_monitor.audit.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried
+from adiv_monitor.audit.trials.mends import MENDS
 from adiv_monitor.audit.trials.samples import first, joined
 from adiv_monitor.audit.trials.trial import compared, plain_losses
 
@@ -129,7 +130,20 @@ def test_inputs_160_times_too_large_are_mended_by_standardising_them(far_inputs:
     assert trial.pays and trial.beats_rate
     assert trial.loss_by_rate == min(t.loss for t in seen.rates.values())
     assert trial.loss_without == math.inf and trial.loss < 0.6
-    assert 3 <= trial.runs <= 5
+
+
+def test_a_mend_that_rescales_is_tried_at_better_and_better_rates(far_inputs: Setup) -> None:
+    ends = {}
+    for factor in (0.3, 1, 3, 10, 100):
+        fork = replace(far_inputs, optimizer=sgd(lr=0.1 * factor)).fork()
+        MENDS["standardise-inputs"].apply(fork)
+        ends[factor] = np.mean(train(fork).losses[-6:])
+    assert min(ends, key=ends.__getitem__) == 10  # so that 100 is tried, too
+    advised = [finding("standardise-inputs", "batch-norm")]
+    (found,) = tried(advised, far_inputs, record(far_inputs), seconds=math.inf)
+    trial = next(a.trial for a in found.advice if a.mend == "standardise-inputs")
+    assert (trial.rate, trial.runs) == (10, 5)
+    assert trial.loss == pytest.approx(ends[10], rel=1e-6)
 
 
 def test_a_mend_that_is_no_better_than_a_rate_stands_behind_it() -> None:
@@ -211,6 +225,8 @@ def test_only_the_first_mends_are_tried_the_first_ones_first() -> None:
     )
     done = [a.mend for f in found for a in f.advice if a.trial is not None]
     assert sorted(done) == ["clip", "larger-batch", "reinitialise", "warm-up"]
+    (fourth,) = (a for f in found for a in f.advice if a.mend == "batch-norm")
+    assert fourth.untried == "of each finding only 3 mends are"
     assert told == [("mends", i, 5) for i in range(1, 6)]
 
 

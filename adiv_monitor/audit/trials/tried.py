@@ -1,6 +1,6 @@
 """Before it is advised, it is tried: findings with what their mends gave in short runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from adiv_monitor.audit.finding import STRENGTHS, Advice, Finding, Trial
@@ -20,6 +20,8 @@ WIRING = frozenset({"not-held", "unreached", "frozen", "input-ignored"})
 PLAIN = WIRING | {"non-finite", "cannot-overfit"}
 
 _AS_GOOD = 0.1  # losses that differ by less than this share of them
+
+_NO_TIME = "no time was left"
 
 Outcome = Trial | str  # or why there is none
 Place = tuple[int, int]  # finding, advice
@@ -54,28 +56,37 @@ def tried(
     shorter = (
         within(setup, record, FIRST, seconds) if steps is None else replace(setup, steps=steps)
     )
-    places = list(_places(findings))
-    outcomes: dict[Place, Outcome] = dict.fromkeys(places, "no time was left")
+    outcomes = _known(findings, record)
+    places = list(_places(findings, outcomes))
+    outcomes |= dict.fromkeys(places, _NO_TIME)
     if shorter is not None and places:
         try:
             _try(findings, places, outcomes, _bench(shorter, record, seconds), progress)
         except KeyboardInterrupt:
-            left = {place for place in places if outcomes[place] == "no time was left"}
+            left = {place for place in places if outcomes[place] == _NO_TIME}
             outcomes |= dict.fromkeys(left, "interrupted")
     judged = [_judged(finding, i, outcomes, record) for i, finding in enumerate(findings)]
     return tuple(sorted(judged, key=lambda finding: STRENGTHS.index(finding.strength)))
 
 
-def _places(findings: Sequence[Finding]) -> Iterator[Place]:
-    """Which advice is tried, in what order."""
+def _known(findings: Sequence[Finding], record: Record) -> dict[Place, Outcome]:
+    """What is known before any mend is tried: the trials of learning rates."""
+    rates = {trial.mend: trial for trial in record.rates.values()}
+    return {
+        (i, j): rates.get(advice.mend, f"of each finding only {FIRST} mends are")
+        for i, finding in enumerate(findings)
+        for j, advice in enumerate(finding.advice)
+        if advice.mend is not None and finding.strength != "note"
+    }
+
+
+def _places(findings: Sequence[Finding], known: Mapping[Place, Outcome]) -> Iterator[Place]:
+    """Which mends are tried, in what order."""
     for strength in ("act", "watch"):
         several = [i for i, finding in enumerate(findings) if finding.strength == strength]
-        mends = {
-            i: [j for j, advice in enumerate(findings[i].advice) if advice.mend is not None][:FIRST]
-            for i in several
-        }
+        open_ = {i: [p for p in known if p[0] == i and isinstance(known[p], str)] for i in several}
         for number in range(FIRST):
-            yield from ((i, mends[i][number]) for i in several if number < len(mends[i]))
+            yield from (open_[i][number] for i in several if number < len(open_[i]))
 
 
 def _bench(setup: Setup, record: Record, seconds: float) -> Bench:
@@ -90,9 +101,7 @@ def _try(
     bench: Bench,
     progress: Progress | None,
 ) -> None:
-    known: dict[object, Outcome] = {
-        (rate_name(factor), ()): trial for factor, trial in bench.record.rates.items()
-    }
+    known: dict[object, Outcome] = {}
     for done, (i, j) in enumerate(places):
         mend = findings[i].advice[j].mend
         assert mend is not None
@@ -112,7 +121,7 @@ def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Outcome:
     except DoesNotApply as error:
         return str(error)
     except Exception as error:  # the model can't be run so
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _judged(

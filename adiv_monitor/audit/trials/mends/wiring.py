@@ -1,14 +1,9 @@
-"""Parameters that the optimizer does not hold or that are frozen; weights drawn anew; ReLUs."""
+"""Parameters that the optimizer does not hold, or that are frozen; weights drawn anew."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.audit.batches import copied
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
@@ -68,60 +63,8 @@ def _reinitialise(fork: Fork, layers: Sequence[str], record: Record | None) -> N
             nn.init.zeros_(module.bias)
 
 
-_SLOPE = 0.1
-_IN_PLACE: frozenset[Callable[..., Any]] = frozenset({functional.relu_, torch.relu_, Tensor.relu_})
-_RELUS = _IN_PLACE | {functional.relu, torch.relu, Tensor.relu}
-
-
-class _Leaky(TorchFunctionMode):
-    """Within it, every ReLU leaks: its slope below 0 is a tenth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.met = 0
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func not in _RELUS:
-            return func(*args, **(kwargs or {}))
-        self.met += 1
-        kwargs = kwargs or {}
-        in_place = func in _IN_PLACE or kwargs.get("inplace", False) or any(args[1:])
-        return functional.leaky_relu(args[0] if args else kwargs["input"], _SLOPE, in_place)
-
-
-def _leaky(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Wherever these modules call a ReLU, be it a module inside of them or a function."""
-    modules = list(modules_at(fork.model, layers).values()) if layers else [fork.model]
-    relus = _Leaky()
-    for module in modules:
-        module.forward = _within(relus, module.forward)
-    was_training = [module for module in fork.model.modules() if module.training]
-    fork.model.eval()  # so that nothing is counted: buffers stay
-    with torch.no_grad():
-        fork.loss(fork.model, copied(fork.batches[0]))
-    for module in was_training:
-        module.training = True
-    if not relus.met:
-        raise DoesNotApply("no ReLU runs here")
-
-
-def _within(relus: _Leaky, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def leaking(*args: Any, **kwargs: Any) -> Any:
-        with relus:
-            return forward(*args, **kwargs)
-
-    return leaking
-
-
 MENDS = [
     Mend("hold-parameters", "give the optimizer all trainable parameters", _hold),
     Mend("unfreeze", "train what is frozen", _unfreeze),
     Mend("reinitialise", "draw the weights anew, by their fan-in", _reinitialise),
-    Mend("leaky-relu", "leaky ReLU in place of ReLU", _leaky),
 ]
