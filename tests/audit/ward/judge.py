@@ -12,6 +12,7 @@ All that is decided on the audit's own seed; what is reported are runs of anothe
 times as many steps.
 """
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,14 +49,20 @@ class Change:
 
 
 def diagnosed(bed: Case | Healthy, seed: int) -> dict[str, Any]:
-    """What the audit found."""
-    return _found(audited(bed.build(seed), seed))
+    """What the audit found, or what it raised in place of an answer."""
+    try:
+        return _found(audited(bed.build(seed), seed))
+    except Exception as error:
+        return _raised(error)
 
 
 def judge(bed: Case | Healthy, seed: int) -> dict[str, Any]:
     """What the audit found, and what its advice is worth."""
     run = bed.build(seed)
-    report = audited(run, seed)
+    try:
+        report = audited(run, seed)
+    except Exception as error:
+        return _raised(error) | {"advice": {"change": None, "loss": math.inf, "pays": False}}
     if isinstance(bed, Healthy):
         return _found(report)
     setup, record = run.setup(STEPS, seed), report.record
@@ -80,6 +87,10 @@ def _found(report: AuditReport) -> dict[str, Any]:
         "words": first is not None and advised(first) is None,
         "runs": runs_of(report),
     }
+
+
+def _raised(error: Exception) -> dict[str, Any]:
+    return {"findings": [], "words": False, "raised": f"{type(error).__name__}: {error}"}
 
 
 def audited(run: Run, seed: int) -> AuditReport:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from audit.ward.cases import CASES, DROPPED, HEALTHY
+from audit.ward.cases import CASES, DROPPED, HEALTHY, UNSEEN
 from audit.ward.course import FACTORS
 from audit.ward.run import LONGER, STEPS
 from write_up import hardware, table
@@ -34,6 +34,9 @@ two standard errors and by 2 % of itself.
 - **rate**: the best of the learning rates that the audit tried, and nothing else.
 
 ± is the standard error of a binomial share; runs of one case are alike, so the true one is larger.
+
+Most cases were there while rules and thresholds were made, with other seeds. Some networks, data
+and strengths were not: their totals stand by themselves below.
 """
 
 OTHERS = """
@@ -60,7 +63,12 @@ def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
         f"adiv-monitor {adiv_monitor.__version__}, torch {torch.__version__}, Python "
         f"{platform.python_version()}; {hardware()}.",
         INTRODUCTION,
-        *_totals(ill, healthy),
+        *_totals("Totals", ill, healthy),
+        *_totals(
+            "Of these, what no rule was set by",
+            {name: found for name, found in ill.items() if name in UNSEEN},
+            {name: found for name, found in healthy.items() if name in UNSEEN},
+        ),
         OTHERS,
         *_kinds(ill),
         *_cases(ill),
@@ -108,13 +116,16 @@ def _more(row: Row, change: str, other: str) -> bool:
     return row[change]["loss"] < 0.98 * row[other]["loss"]
 
 
-def _totals(ill: dict[str, list[Row]], healthy: dict[str, list[Row]]) -> list[str]:
+def _totals(title: str, ill: dict[str, list[Row]], healthy: dict[str, list[Row]]) -> list[str]:
     sick = [row for rows in ill.values() for row in rows]
     well = [row for rows in healthy.values() for row in rows]
     tried = [row for row in sick if not row["words"]]
     lines = [
         ("planted illness named first", _count(sick, named_first)),
-        ("… and with strength act", _count(sick, lambda r: named_first(r) and alarmed(r))),
+        (
+            "… and with strength act",
+            _count(sick, lambda row: named_first(row) and row["findings"][0][1] == "act"),
+        ),
         ("planted illness named at all", _count(sick, named)),
         ("healthy runs with an alarm (a finding to act on)", _count(well, alarmed)),
         ("first advice is in words only", _count(sick, lambda row: row["words"])),
@@ -131,11 +142,11 @@ def _totals(ill: dict[str, list[Row]], healthy: dict[str, list[Row]]) -> list[st
         both = [row for row in tried if other in row]
         better = share(sum(_more(row, "advice", other) for row in both), len(both))
         worse = share(sum(_more(row, other, "advice") for row in both), len(both))
-        title = {"random": "random change", "search": "random search", "rate": "best rate"}[other]
-        lines.append((f"advice's loss is lower than of {title} (by 2 %), where tried", better))
+        what = {"random": "random change", "search": "random search", "rate": "best rate"}[other]
+        lines.append((f"advice's loss is lower than of {what} (by 2 %), where tried", better))
         lines.append(("… higher", worse))
     head = f"{len(ill)} cases, {len(sick)} runs; {len(healthy)} healthy, {len(well)} runs"
-    return ["## Totals", "", *table((head, "share"), lines)]
+    return [f"## {title}", "", *table((head, "share"), lines)]
 
 
 def _kinds(ill: dict[str, list[Row]]) -> list[str]:
@@ -160,7 +171,7 @@ def _cases(ill: dict[str, list[Row]]) -> list[str]:
         case, n = CASES[name], len(rows)
         first = Counter(row["findings"][0][0] if row["findings"] else "nothing" for row in rows)
         advice = Counter(map(_advice, rows)).most_common(1)[0][0]
-        losses = [_median(row["without"] for row in rows)]
+        losses = [_median(row["without"] for row in rows if "without" in row)]
         losses += [
             _median(row[change]["loss"] for row in rows if change in row) for change in CHANGES
         ]
@@ -191,6 +202,8 @@ def _cases(ill: dict[str, list[Row]]) -> list[str]:
 
 
 def _advice(row: Row) -> str:
+    if "raised" in row:
+        return f"an error: {row['raised']}"
     if row["words"]:
         return "in words"
     return f"`{row['advice']['change']}`" if row["findings"] else "none"
