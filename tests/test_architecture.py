@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "__main__": {"audit"},
 }
 # What the audit needs only for what it is asked to do, so not when the package is imported.
-LATE = {"jinja2", "jsonargparse", "matplotlib", "rich", "safetensors", "timm", "torchvision"}
+LATE = {"jinja2", "matplotlib", "rich", "safetensors", "timm", "torchvision"}
 LATE |= {"transformers", "yaml", "sklearn", "tensorboard"}
 # Pure maths on the host: no tensors, no torch.
 PURE = ("maths/attention.py", "maths/estimates.py", "maths/measures.py", "maths/readings.py")

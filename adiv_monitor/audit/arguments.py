@@ -17,6 +17,7 @@ def check_arguments(
     max_rows: object,
     clip_norm: object,
     seed: object,
+    try_seconds: object,
 ) -> None:
     """Raise TypeError or ValueError for what can't be worked with."""
     _check_model(model)
@@ -40,6 +41,11 @@ def check_arguments(
     if clip_norm is not None and not _is_positive(clip_norm):
         raise ValueError(
             f"audit(clip_norm=…): got {clip_norm!r}, expected a number above 0, or None not to clip"
+        )
+    if not (_is_positive(try_seconds) or try_seconds == math.inf):
+        raise ValueError(
+            f"audit(try_seconds=…): got {try_seconds!r}, expected a number above 0; "
+            "try_mends=False tries nothing"
         )
 
 

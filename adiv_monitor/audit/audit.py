@@ -35,6 +35,7 @@ def audit(
     realised: bool = False,
     attention: bool = False,
     try_mends: bool = True,
+    try_seconds: float = 40.0,
     what_if: bool = True,
     seed: int = 0,
     progress: Progress | None = None,
@@ -59,6 +60,8 @@ def audit(
         realised: measure what each step really did to the activations, too.
         attention: measure what each step did to attention scores, too.
         try_mends: try what would mend the run, and other learning rates, in short runs.
+        try_seconds: roughly how long that may take: where steps are slow, runs are shorter and
+            fewer, so that what is tried depends on the clock; `math.inf`: it does not.
         what_if: say how the steps of layers would be with other maps or inputs.
         seed: of the run's random numbers.
         progress: called with (what is done, how far, of how much).
@@ -74,6 +77,7 @@ def audit(
         max_rows=max_rows,
         clip_norm=clip_norm,
         seed=seed,
+        try_seconds=try_seconds,
     )
     with seeded(seed):
         kept = taken(batches, steps, next(model.parameters()).device)
@@ -88,7 +92,8 @@ def audit(
             attention=attention,
             progress=progress,
         )
-        return _Diagnosis(setup, record, progress).report(try_mends, what_if)
+        seconds = try_seconds if try_mends else 0.0
+        return _Diagnosis(setup, record, progress).report(seconds, what_if)
 
 
 class _Diagnosis:
@@ -101,11 +106,11 @@ class _Diagnosis:
         self._findings: tuple[Finding, ...] = ()
         self._alternatives: Mapping[str, Mapping[str, Alternative]] = {}
 
-    def report(self, try_mends: bool, what_if: bool) -> AuditReport:
+    def report(self, seconds: float, what_if: bool) -> AuditReport:
         """What was found; nothing is tried after a run that was interrupted."""
         try:
             if not self._record.interrupted:
-                self._run(try_mends, what_if)
+                self._run(seconds, what_if)
         except KeyboardInterrupt:
             self._record = replace(self._record, interrupted=True)
         if self._record.interrupted:
@@ -115,17 +120,21 @@ class _Diagnosis:
             self._findings or diagnose(self._record), self._record, self._alternatives
         )
 
-    def _run(self, try_mends: bool, what_if: bool) -> None:
-        setup, progress = self._setup, self._progress
-        if try_mends:
-            rates = trials.rate_trials(setup, self._record, progress=progress)
+    def _run(self, seconds: float, what_if: bool) -> None:
+        """Of the time for trials, learning rates and mends get two parts each, learning one."""
+        setup, progress, part = self._setup, self._progress, seconds / 5
+        if seconds:
+            rates = trials.rate_trials(setup, self._record, seconds=2 * part, progress=progress)
             self._record = replace(self._record, rates=rates)
-            self._record = replace(self._record, overfit=trials.overfit(setup, self._record))
+            overfit = trials.overfit(setup, self._record, seconds=part)
+            self._record = replace(self._record, overfit=overfit)
         self._findings = diagnose(self._record)
         if what_if:
             self._alternatives = alternatives(setup)
-        if try_mends:
-            self._findings = trials.tried(self._findings, setup, self._record, progress=progress)
+        if seconds:
+            self._findings = trials.tried(
+                self._findings, setup, self._record, seconds=2 * part, progress=progress
+            )
             untried = {a.untried for finding in self._findings for a in finding.advice}
             if "interrupted" in untried:
                 raise KeyboardInterrupt

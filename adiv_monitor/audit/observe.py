@@ -19,7 +19,7 @@ from adiv_monitor.audit.given import Given
 from adiv_monitor.audit.inputs import Inputs
 from adiv_monitor.audit.record import Facts, Record
 from adiv_monitor.audit.setup import Fork, Setup, seeded
-from adiv_monitor.audit.train import Course, Watch, gradient_norm, train
+from adiv_monitor.audit.train import Course, Watch, gradient_norm, held, train
 from adiv_monitor.audit.units import Units
 from adiv_monitor.audit.wiring import Gradients, input_matters
 from adiv_monitor.capture.eager import forced_eager
@@ -56,9 +56,10 @@ def observe(
     fork = setup.fork()
     begin = weights(fork.model)
     mattered = input_matters(fork, _spread(setup.batches)[:EXCHANGED])
+    trains = _trains_any(fork)
     monitor = Monitor(
         fork.model,
-        fork.optimizer,
+        fork.optimizer if trains else None,
         every_n_steps=every_n_steps,
         max_rows=max_rows,
         attainable=True,
@@ -67,7 +68,9 @@ def observe(
         keep=setup.steps,
         seed=setup.seed,
     )
-    watch = _Watching(setup, fork, every_n_steps, progress)
+    watch = _Watching(
+        setup, fork, every_n_steps, progress, (lambda: None) if trains else monitor.end_step
+    )
     monitor.attach()
     try:
         # What overflows, the record tells; in float64 the measures' squares may, too.
@@ -130,10 +133,17 @@ class _Watching(Watch):
     """Looks at inputs, gradients, and, after each measured step, the loss of its batch again."""
 
     def __init__(
-        self, setup: Setup, fork: Fork, every_n_steps: int, progress: Progress | None
+        self,
+        setup: Setup,
+        fork: Fork,
+        every_n_steps: int,
+        progress: Progress | None,
+        end_step: Callable[[], None],
     ) -> None:
+        """`end_step` is called after each step."""
         self._fork = fork
         self._every = every_n_steps
+        self._end_step = end_step
         self._progress = progress
         self._again: Again | None = None
         self._loss = math.nan
@@ -162,6 +172,7 @@ class _Watching(Watch):
             self.first_non_finite = non_finite.in_backward(self._fork.model)
 
     def has_stepped(self, step: int, batch: Any) -> None:
+        self._end_step()
         if step % self._every == 0 and self._again is not None:
             try:
                 self.realised[step] = self._again.loss(batch) - self._loss
@@ -188,6 +199,12 @@ class _Watching(Watch):
                 "Nothing is known of the model's inputs: the loss did not call the model itself."
             )
         return found
+
+
+def _trains_any(fork: Fork) -> bool:
+    """Whether the optimizer holds anything that is trained; if not, that will be found."""
+    own = {id(p) for p in fork.model.parameters() if p.requires_grad}
+    return any(id(p) in own for p in held(fork.optimizer))
 
 
 def _notes(setup: Setup) -> list[str]:

@@ -335,3 +335,25 @@ def test_bad_input_is_told_clearly(name: str) -> None:
     with pytest.raises(kind, match=re.compile(message, re.DOTALL)):
         audit(**call)
     assert all(p.grad is None for p in GIVEN.parameters())
+
+
+def test_an_optimizer_of_frozen_parameters_alone_is_found() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+
+    def frozen_alone(copied: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in copied.parameters() if not p.requires_grad], lr=0.1)
+
+    given: dict[str, Any] = {"loss": cross_entropy, "optimizer": frozen_alone, "steps": 12}
+    report = audit(model, batches(), what_if=False, try_seconds=math.inf, **given)
+    first = report.findings[0]
+    assert (first.name, first.strength) == ("not-held", "act")
+    assert first.layers == report.record.wiring.not_held
+    assert len(report.record.reports) == 12
+    held = next(advice for advice in first.advice if advice.mend == "hold-parameters")
+    assert held.trial is not None and held.trial.pays
+
+
+def test_time_for_trials_is_checked() -> None:
+    with pytest.raises(ValueError, match="try_seconds"):
+        audit(mlp(), batches(), loss=cross_entropy, steps=2, try_seconds=0)

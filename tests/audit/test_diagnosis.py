@@ -1,7 +1,9 @@
 """Each rule: a run that it is about, one that just is not, and one within the readings' errors."""
 
+import ast
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ from adiv_monitor.audit.record import (
 )
 from adiv_monitor.report import LayerReading, StepReport
 
+ROOT = Path(__file__).parents[2]
 STEPS = 40
 FACTS = Facts(
     model="Net",
@@ -235,6 +238,7 @@ def test_values_that_stop_being_finite_are_a_cause_only_from_the_start() -> None
     later = record(losses=(2.3, 9.0, math.nan), first_non_finite="loss", rates=rates)
     at_once = record(losses=(math.nan,), first_non_finite="loss")
     assert diagnose(later)[0].name == "rate-too-high"
+    assert diagnose(replace(later, first_non_finite="data"))[0].name == "non-finite"
     assert diagnose(at_once)[0].name == "non-finite"
 
 
@@ -305,7 +309,32 @@ def test_interference_under_a_high_ceiling_is_noted() -> None:
     assert diagnose(record(low)) == ()
 
 
+def test_without_trials_of_rates_activations_that_move_too_far_or_hardly_tell() -> None:
+    far = {name: reading(update_ratio=3.0) for name in "abc"}
+    assert found(record(far, losses=STILL))["rate-too-high"].strength == "act"
+    assert "rate-too-high" not in found(record(far))  # RMSprop's first step is long, and well
+    still = {name: reading(update_ratio=1e-3) for name in "abc"}
+    assert found(record(still, losses=STILL))["rate-too-low"].strength == "act"
+    assert found(record(still))["rate-too-low"].strength == "watch"
+    near = {name: reading(update_ratio=3.2e-3) for name in "abc"}
+    assert "rate-too-low" not in found(record(near, losses=STILL))
+
+
 def test_modules_that_never_ran_are_worth_watching() -> None:
     unused = Wiring(unreached=("a.weight", "b.weight"), unused=("a.weight",), input_matters=0.5)
     strengths = [(f.layers, f.strength) for f in diagnose(record(wiring=unused))]
     assert strengths == [(("b.weight",), "act"), (("a.weight",), "watch")]
+
+
+def test_every_finding_has_its_page() -> None:
+    names = set()
+    for path in (ROOT / "adiv_monitor" / "audit" / "diagnosis").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
+                assert isinstance(node.args[0], ast.Constant)
+                names.add(node.args[0].value)
+    pages = {path.stem for path in (ROOT / "docs" / "findings").glob("*.md")} - {"README"}
+    assert names == pages
+    assert names >= set(HITS)
+    index = (ROOT / "docs" / "findings" / "README.md").read_text()
+    assert all(f"[{name}]({name}.md)" in index for name in names)

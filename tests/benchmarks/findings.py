@@ -302,8 +302,8 @@ PICTURES: dict[str, Picture] = {
         (initialisation, ("VANISHED",)),
     ),
     "exploding": Picture(
-        "ten tanh layers with weights 10 times as large; the healthy net has two ReLU layers",
-        with_model(lambda _: changed(partial(gained, by=10.0))(deep(nn.Tanh, 10))),
+        "ten ReLU layers with weights 5 times as large; the healthy net has two ReLU layers",
+        with_model(lambda _: changed(partial(gained, by=5.0))(deep(nn.ReLU, 10))),
         {"gradient of the first over the last layer": gradient_ratio},
         (initialisation, ("EXPLODED",)),
     ),

@@ -298,7 +298,7 @@ ILLNESSES: dict[str, list[Dose]] = {
 def healthy_table(cases: list[Case]) -> list[tuple[str, ...]]:
     found = defaultdict(list)
     for case in cases:
-        record, _ = observe(case.setup(), every_n_steps=STEPS // 10)
+        record = observe(case.setup(), every_n_steps=STEPS // 10)
         for name, value in readings(record):
             found[name].append(value)
     rows = []

@@ -6,21 +6,27 @@ from collections.abc import Iterator
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 
+DATA = "data"  # where `Record.first_non_finite` puts what came with a batch
+
 
 def non_finite_from_the_start(record: Record) -> Iterator[Finding]:
-    """Before the first step has changed anything: the data, the weights or the loss itself."""
-    if _seen(record) and len(record.losses) <= 1:
+    """In the data, or before the first step has changed anything: weights, or the loss itself."""
+    if _seen(record) and _not_by_training(record):
         yield _finding(record)
 
 
 def became_non_finite(record: Record) -> Iterator[Finding]:
     """After training for a while: what else was found is likely the cause."""
-    if _seen(record) and len(record.losses) > 1:
+    if _seen(record) and not _not_by_training(record):
         yield _finding(record)
 
 
 def _seen(record: Record) -> bool:
     return record.first_non_finite is not None or not all(map(math.isfinite, record.losses))
+
+
+def _not_by_training(record: Record) -> bool:
+    return len(record.losses) <= 1 or record.first_non_finite == DATA
 
 
 def _finding(record: Record) -> Finding:
@@ -29,7 +35,7 @@ def _finding(record: Record) -> Finding:
     step = bad[0] if bad else None
     from_the_start = len(record.losses) <= 1
     advice: tuple[Advice, ...]
-    if from_the_start:
+    if _not_by_training(record):
         advice = (
             Advice("look at the data for NaN and infinite entries, and in the first place named "
                    "for log(0), x/0, sqrt(0)"),

@@ -27,6 +27,9 @@ CLIPPED = 0.5
 CLIPPED_FAR = 10.0
 
 
+_WRONG_SIGN = Advice("look for maximize=True, or a loss with the wrong sign")
+
+
 def optimizer_turns(record: Record) -> Iterator[Finding]:
     """Steps that go uphill, or keep to where the gradient pointed many steps ago."""
     cosines = by_layer(record, "parameter_cosine")
@@ -50,6 +53,11 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
             *(Evidence("parameter_cosine", cosines[p].value, 0, p) for p in layers[:3]),
         ),
         (
+            *(
+                (Advice("look for maximize=True, or a loss with the wrong sign"),)
+                if against
+                else ()
+            ),
             Advice("less momentum (smaller β₁)", "less-momentum"),
             Advice("plain gradient descent", "plain-sgd"),
         ),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from adiv_monitor.audit.diagnosis.initialisation import vanishing
 from adiv_monitor.audit.diagnosis.rates import suffers
 from adiv_monitor.audit.diagnosis.seen import maps, typical
 from adiv_monitor.audit.diagnosis.units import ALL_DEAD, dead_share
@@ -104,8 +105,9 @@ def input_lost(record: Record) -> Iterator[Finding]:
 
 
 def input_ignored(record: Record) -> Iterator[Finding]:
-    """Inputs that make no difference; where units are dead, that is why."""
-    if not any(input_lost(record)) and not dead_share(record) > ALL_DEAD:
+    """Inputs that make no difference; where units are dead or gradients vanish, that is why."""
+    explained = dead_share(record) > ALL_DEAD or any(vanishing(record))
+    if not explained and not any(input_lost(record)):
         yield from _ignored(record)
 
 
