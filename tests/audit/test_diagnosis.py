@@ -175,7 +175,7 @@ NEAR_MISSES = {
     "dead-units": record(units={"relu": UnitStatistics("relu", 64, 10, 0.9, 20)}),
     "saturated-units": record(units={"relu": UnitStatistics("relu", 64, 0, 0.8, 20)}),
     "clipping-always": record(facts=replace(FACTS, clip_norm=2.0)),
-    "uneven-rates": record({"a": reading(update_ratio=1e-3), "b": reading(update_ratio=0.2)}),
+    "uneven-rates": record({"a": reading(update_ratio=1e-3), "b": reading(update_ratio=0.3)}),
     "bad-initialisation": record(losses=tuple(4 * 0.9**s for s in range(STEPS))),
     "optimizer-turns": record({"a": reading(parameter_cosine=-0.1)}),
     "cannot-overfit": record(overfit=Trial("overfit", 100, 0.1, 2.3, None, 0.01)),

@@ -13,12 +13,12 @@ from adiv_monitor.audit.record import Record
 SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
 SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH = 0.5, 0.8
 # ‖Δz‖ / ‖z‖ of the first step, in the median layer: activations that move by as much as they are
-# long are not those that the gradient was taken at. Healthy runs read 0.02 to 0.7.
+# long are not those that the gradient was taken at. Healthy runs read 0.02 to 0.7 (RMSprop 4).
 MOVES_TOO_FAR = 1.0
 # ‖Δz‖ / ‖z‖ of a step, typically, of the layer that moves most. Healthy runs read 0.01 to 0.5.
 HARDLY_MOVES = 3e-3
-# update_ratio of a layer over the median layer's, at the first step. Healthy nets read 1/25 to 8.
-OVERDRIVEN, STARVED = 20.0, 50.0
+# update_ratio of a layer over the median layer's, at the first step. Healthy nets read 1/25 to 24.
+OVERDRIVEN, STARVED = 30.0, 50.0
 UNEVEN_ACT = 100.0  # either way, and lasting
 
 

@@ -14,8 +14,9 @@ ALL_DEAD = 0.9  # next to nothing comes through, whatever the loss does yet
 # Fewer batches say little: of one batch, zeros are no illness (DeepDiagnosis took 36 % of healthy
 # runs for ill, nearly all by this).
 LEAST_BATCHES = 4
-# Share of entries in the flat parts: SageMaker Debugger's rule fires at half the layer.
-SATURATED_WATCH, SATURATED_ACT = 0.3, 0.5
+# Share of entries in the flat parts: SageMaker Debugger's rule fires at half the layer; healthy
+# tanh nets read up to 0.35.
+SATURATED_WATCH, SATURATED_ACT = 0.4, 0.5
 # Functions with two flat ends; a ReLU's zeros are no saturation.
 FLAT_AT_BOTH_ENDS = frozenset(
     ("tanh", "sigmoid", "hardtanh", "hardsigmoid", "softsign", "relu6", "erf")
