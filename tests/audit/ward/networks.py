@@ -115,9 +115,9 @@ class Pool(nn.Module):
 
 
 def vit(width: int = 32) -> Net:
-    blocks = [Block(width, 4, causal=False) for _ in range(2)]
     embed = (Patches(), nn.Linear(16, width), Positions(4, width))
-    return Net(nn.Sequential(*embed, *blocks, nn.LayerNorm(width), Pool()), nn.Linear(width, 10))
+    body = nn.Sequential(*embed, Block(width, 4, causal=False), nn.LayerNorm(width), Pool())
+    return Net(body, nn.Linear(width, 10))
 
 
 def gpt(width: int = 32, length: int = 16) -> Net:
@@ -148,9 +148,9 @@ def bag(width: int = 16) -> Net:
     return Net(body, nn.Linear(32, 6))
 
 
-def layers(model: nn.Module) -> list[nn.Linear | nn.Conv2d]:
+def layers(model: nn.Module) -> list[nn.Linear | nn.Conv1d | nn.Conv2d]:
     """Its linear layers and convolutions, in order of definition."""
-    return [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    return [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
 
 
 def initialise(model: nn.Module, gain: float) -> None:

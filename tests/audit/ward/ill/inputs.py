@@ -67,7 +67,6 @@ def _uncentred() -> Iterator[Case]:
         (healthy.MLP_ADAM, 10),
         (healthy.CNN_SGD, 3),
         (healthy.REGRESSION, 3),
-        (healthy.DEEP_TANH, 3),
         (healthy.VIT_SGD, 30),
     )
     for twin, by in strengths:
@@ -78,14 +77,14 @@ def _uncentred() -> Iterator[Case]:
 
 CASES: list[Case] = []
 _on(
-    (healthy.MLP_SGD, healthy.CNN_SGD, healthy.CNN_ADAM, healthy.VIT, healthy.AUTOENCODER),
+    (healthy.MLP_SGD, healthy.CNN_SGD, healthy.CNN_ADAM, healthy.VIT),
     "inputs × 160",
     "input-scale",
     scaled(160),
 )
-_on((healthy.REGRESSION, healthy.CNN_SGD), "inputs × 8", "input-scale", scaled(8))
+_on((healthy.REGRESSION,), "inputs × 8", "input-scale", scaled(8))
 _on(
-    (healthy.MLP_SGD, healthy.MLP_ADAM, healthy.CNN_SGD, healthy.VIT_SGD),
+    (healthy.MLP_SGD, healthy.CNN_SGD, healthy.VIT_SGD),
     "inputs × 0.01",
     "input-scale",
     scaled(0.01),
@@ -94,13 +93,13 @@ CASES += _uncentred()
 _on((healthy.BLOBS, healthy.REGRESSION), "one feature × 100", "input-scale", one_feature(100))
 _on((healthy.MLP_SGD, healthy.CNN_SGD), "exposure ×/÷ e^1.5", "row-spread", unequal(1.5))
 _on(
-    (healthy.MLP_SGD, healthy.CNN_SGD, healthy.VIT_SGD),
+    (healthy.MLP_SGD, healthy.VIT_SGD),
     "exposure ×/÷ e^1",
     "row-spread",
     unequal(1),
 )
 _on(
-    (healthy.REGRESSION, healthy.MLP_SGD, healthy.CNN_SGD),
+    (healthy.REGRESSION, healthy.MLP_SGD),
     "one row of 32 × 30",
     "row-spread",
     rare_long(30),

@@ -35,11 +35,12 @@ def of_probabilities(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _ones_and_zeros() -> Run:
-    """Rows of ones and of zeros, with noise; one output says which."""
+    """Rows of ones and of zeros, with noise; one output says which; one label in ten is wrong."""
     labels = torch.randint(2, (1024,)).float()
     rows = (labels[:, None] * torch.ones(20) - 0.5) + 0.3 * torch.randn(1024, 20)
+    labels = (labels - (torch.rand(1024) < 0.1).float()).abs()
     model = mlp([20, 32, 32, 1], nn.Tanh)
-    return Run(model, minibatches(2 * rows, labels, 32), binary, SGD, {"lr": 0.1})
+    return Run(model, minibatches(2 * rows, labels, 32), binary, SGD, {"lr": 0.3})
 
 
 ONES_AND_ZEROS = Healthy("ones-and-zeros-sgd", "MLP", _ones_and_zeros)
@@ -136,7 +137,6 @@ CASES = [
     ),
     _case(healthy.CNN_SGD, "scaled twice", scaled(1 / 255), "input-scale", source=CHECKER),
     _case(healthy.REGRESSION, "rate × 30", times(30), "rate-too-high", source=CHECKER),
-    _case(healthy.CNN_SGD, "rate × 0.0003", times(3e-4), "rate-too-low", source=CHECKER),
     _case(healthy.CNN_SGD, "L2 0.1 in the loss", penalised(0.1, 2), "decay-fights", source=CHECKER),
     _case(
         healthy.REGRESSION, "normal init", wide_normal, *SCALES, because=TOO_WIDE, source=CHECKER
@@ -203,7 +203,6 @@ CASES = [
     ),
     _case(healthy.CIRCLES, "rate × 100", times(100), "rate-too-high", source=CIRCLE),
     _case(healthy.CIRCLES, "rate × 0.01", times(0.01), "rate-too-low", source=CIRCLE),
-    _case(healthy.BLOBS, "rate × 100", times(100), "rate-too-high", source=CIRCLE),
     _case(healthy.BLOBS, "inputs × 100", scaled(100), "input-scale", source=CIRCLE),
     _case(
         healthy.CNN_ADAM,

@@ -11,21 +11,16 @@ from torch import nn
 
 HIGH = (
     (healthy.MLP_SGD, 100),
-    (healthy.MLP_ADAM, 100),
     (healthy.DEEP_TANH, 30),
-    (healthy.CNN_ADAM, 30),
     (healthy.CNN_SGD, 10),
     (healthy.RESNET, 100),
     (healthy.VIT, 30),
-    (healthy.GPT, 100),
     (healthy.LSTM, 100),
     (healthy.AUTOENCODER, 30),
 )
 LOW = (
     (healthy.MLP_SGD, 0.001),
-    (healthy.MLP_ADAM, 0.01),
     (healthy.CNN_ADAM, 0.001),
-    (healthy.RESNET, 0.001),
     (healthy.VIT, 0.01),
     (healthy.GPT, 0.001),
     (healthy.LSTM, 0.01),
@@ -88,14 +83,10 @@ CASES = [
     *(Case(f"{t.name}: rate × {f:g}", t, ("rate-too-high",), times(f)) for t, f in HIGH),
     *(Case(f"{t.name}: rate × {f:g}", t, ("rate-too-low",), times(f)) for t, f in LOW),
     _scales(healthy.MLP_SGD, 0, 30),
-    _scales(healthy.MLP_SGD, 1, 30),
     _scales(healthy.DEEP_RELU, 3, 10),
     _scales(healthy.CNN_SGD, 0, 30),
     _uneven(healthy.REGRESSION, "rate of layer 1 × 0.001", own_rate(0, 0.001)),
     _uneven(healthy.CNN_SGD, "rate of the head × 30", own_rate(-1, 30)),
     _uneven(healthy.MLP_ADAM, "rate of layer 1 × 0.001", own_rate(0, 0.001)),
-    _uneven(healthy.VIT, "rate of the head × 0.001", own_rate(-1, 0.001)),
     _uneven(healthy.VIT, "rate of layer 2 × 100", own_rate(1, 100)),
-    _uneven(healthy.GPT, "rate of layer 1 × 300", own_rate(0, 300)),
-    _uneven(healthy.GPT, "rate of the head × 300", own_rate(-1, 300)),
 ]
