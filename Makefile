@@ -5,7 +5,7 @@ TORCH_INDEX ?=# e.g. https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint bench models gpu mutants clean
+.PHONY: demo test lint bench models schema gpu mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,10 @@ bench: $(VENV)/.dev
 models: $(VENV)/.dev
 	mkdir -p docs
 	$(BIN)/python tests/benchmarks/covered.py --write docs/models.md
+
+# docs/report-schema.md, from the data classes of a report.
+schema: $(VENV)/.dev
+	$(BIN)/python tests/report_schema.py
 
 # Which changes of the core does no test notice? FILE: one file only. Takes hours for all of them.
 mutants: $(VENV)/.mutants

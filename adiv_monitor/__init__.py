@@ -1,5 +1,6 @@
 """How far is the activation update that training really makes from the ideal one?"""
 
+from adiv_monitor.audit import audit
 from adiv_monitor.errors import AdivError
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import AlignmentReading, AttentionReading, LayerReading, StepReport
@@ -13,4 +14,5 @@ __all__ = [
     "LayerReading",
     "Monitor",
     "StepReport",
+    "audit",
 ]

@@ -78,14 +78,26 @@ class LayerReading:
         taken = ((name, getattr(self, name)) for name in MEASURES)
         return {name: value for name, value in taken if value is not None}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the quantiles, without the measures that were not taken."""
+    def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
+        """Everything, without the measures that were not taken; the quantiles only if asked."""
         record = {name: getattr(self, name) for name in _RECORD}
-        return {**record, **self.measures(), "standard_error": dict(self.standard_error)}
+        record |= {**self.measures(), "standard_error": dict(self.standard_error)}
+        return record | {n: list(getattr(self, n)) for n in _QUANTILES} if quantiles else record
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> "LayerReading":
+        """The reading that `to_dict` made a record of; see `StepReport.from_dict`."""
+        read: dict[str, Any] = {name: record[name] for name in _RECORD}
+        read["gradient_factor"] = number(record["gradient_factor"])
+        read["standard_error"] = {m: number(e) for m, e in record["standard_error"].items()}
+        read |= {m: number(record[m]) for m in MEASURES if m in record}
+        read |= {name: tuple(map(number, record[name])) for name in _QUANTILES if name in record}
+        return LayerReading(**read)
 
 
 _RECORD = ("kind", "rows_seen", "rows_total", "rows_without_gradient", "gradient_factor")
-_ABOUT_MEASURES = ("standard_error", "scale_quantiles", "row_cosine_quantiles")
+_QUANTILES = ("scale_quantiles", "row_cosine_quantiles")
+_ABOUT_MEASURES = ("standard_error", *_QUANTILES)
 # Every measure, in the order of tables and dashboards.
 MEASURES: tuple[str, ...] = tuple(
     f.name for f in fields(LayerReading) if f.name not in _RECORD + _ABOUT_MEASURES
@@ -164,6 +176,16 @@ class AttentionReading:
             },
         }
 
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> "AttentionReading":
+        """The reading that `to_dict` made a record of; see `StepReport.from_dict`."""
+        read: dict[str, Any] = {n: record[n] for n in ("samples_seen", "samples_total")}
+        read["standard_error"] = {m: number(e) for m, e in record["standard_error"].items()}
+        read |= {m: number(record[m]) for m in ATTENTION_MEASURES if m in record}
+        for name in ("heads", "heads_standard_error"):
+            read[name] = {m: tuple(map(number, values)) for m, values in record[name].items()}
+        return AttentionReading(**read)
+
     def to_rows(self) -> list[dict[str, Any]]:
         """One flat record per head, with `<measure>_standard_error` for what is not exact."""
         columns = dict(self.heads)
@@ -240,11 +262,24 @@ class AlignmentReading:
         record |= {"predecessors": list(self.predecessors), "rows": self.rows}
         return {**record, **self.measures()}
 
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> "AlignmentReading":
+        """The reading that `to_dict` made a record of; see `StepReport.from_dict`."""
+        read = {name: record[name] for name in ("role", "kind", "fan_in", "fan_out", "rows")}
+        read["predecessors"] = tuple(record["predecessors"])
+        read |= {m: number(record[m]) for m in ALIGNMENT_MEASURES if m in record}
+        return AlignmentReading(**read)
+
 
 # Every measure of alignment, in the order of tables and dashboards.
 ALIGNMENT_MEASURES: tuple[str, ...] = tuple(
     f.name for f in fields(AlignmentReading) if f.default is None
 )
+
+
+def number(written: float | str | None) -> float:
+    """A number as JSON may have it: "Infinity", "-Infinity", "NaN" or null (NaN) if not finite."""
+    return math.nan if written is None else float(written)
 
 
 class Extreme(NamedTuple):
@@ -375,8 +410,8 @@ class StepReport:
         descents = [r.descent for r in self.layers.values() if r.descent is not None]
         return math.fsum(descents) if descents else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as nested plain data."""
+    def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
+        """The report as nested plain data; with the layers' quantiles if asked."""
         return {
             "step": self.step,
             "interval": self.interval,
@@ -384,13 +419,40 @@ class StepReport:
             "notes": list(self.notes),
             "unsupported": dict(self.unsupported),
             "unmeasured": dict(self.unmeasured),
-            "layers": {path: reading.to_dict() for path, reading in self.layers.items()},
+            "layers": {
+                path: reading.to_dict(quantiles=quantiles) for path, reading in self.layers.items()
+            },
             "attention": {path: reading.to_dict() for path, reading in self.attention.items()},
             "descent": self.descent,
             "realised_loss_change": self.realised_loss_change,
             "realised_loss_changes": list(self.realised_loss_changes),
             "alignment": {path: reading.to_dict() for path, reading in self.alignment.items()},
         }
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> "StepReport":
+        """The report that `to_dict` made a record of, exactly.
+
+        A line that the JSON-lines sink wrote is read, too: numbers may be "Infinity", "-Infinity"
+        or "NaN", and a null where there must be a number is NaN.
+        """
+        change = record["realised_loss_change"]
+        return StepReport(
+            step=record["step"],
+            layers={path: LayerReading.from_dict(r) for path, r in record["layers"].items()},
+            unsupported=dict(record["unsupported"]),
+            coverage=number(record["coverage"]),
+            notes=tuple(record["notes"]),
+            unmeasured=dict(record["unmeasured"]),
+            interval=record["interval"],
+            attention={p: AttentionReading.from_dict(r) for p, r in record["attention"].items()},
+            realised_loss_change=None if change is None else number(change),
+            realised_loss_changes=tuple(map(number, record["realised_loss_changes"])),
+            # Reports of before there were any have no such entry.
+            alignment={
+                p: AlignmentReading.from_dict(r) for p, r in record.get("alignment", {}).items()
+            },
+        )
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One flat record per layer, ready for a data frame.

@@ -19,7 +19,8 @@ def test_the_wheel_installs_two_packages_and_nothing_else(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path]
     subprocess.run([*command, ROOT], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
     top = {name.split("/")[0] for name in names}
     assert top == {
         "adiv_monitor",
@@ -27,6 +28,12 @@ def test_the_wheel_installs_two_packages_and_nothing_else(tmp_path: Path) -> Non
         f"adiv_monitor-{adiv_monitor.__version__}.dist-info",
     }
     assert {"adiv_monitor/py.typed", "adiv_layers/py.typed"} <= set(names)
+    scripts = archive.read(f"adiv_monitor-{adiv_monitor.__version__}.dist-info/entry_points.txt")
+    assert b"adiv-audit = adiv_monitor.audit.cli:main" in scripts
+    page = Path("adiv_monitor/audit/page")
+    parts = [*ROOT.glob(f"{page}/templates/*"), *ROOT.glob(f"{page}/assets/*")]
+    assert len(parts) > 3
+    assert {str(part.relative_to(ROOT)) for part in parts} <= set(names)
 
 
 def test_examples_in_docstrings() -> None:

@@ -1,6 +1,7 @@
 """The README's code blocks run as they stand, one after the other."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,27 @@ def test_every_block_runs(
     assert "encoder.0" in printed
     assert "cosine" in printed
     assert namespace["report"].layers["encoder.0"].update_cosine is not None
+
+
+COMMANDS = re.findall(r"^adiv-audit (.*)$", README, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_one(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its options are understood; what it names is the reader's, and not there."""
+    pytest.importorskip("yaml")
+    from adiv_monitor.audit import cli
+
+    assert len(COMMANDS) >= 7
+    monkeypatch.chdir(tmp_path)
+    Path("adiv-audit").mkdir()
+    Path("adiv-audit/config.yaml").write_text("model: a.b:c\n")
+    monkeypatch.setattr(cli, "_audit", lambda config: 0)
+    code = cli.main(shlex.split(command))
+    error = capsys.readouterr().err
+    assert code == 0 or (command.startswith("compare") and "report.json" in error)

@@ -11,7 +11,7 @@ from torch import nn
 
 from adiv_monitor import AlignmentReading, Monitor
 from adiv_monitor.alignment import Alignment, Probe
-from adiv_monitor.report import ALIGNMENT_MEASURES
+from adiv_monitor.report import ALIGNMENT_MEASURES, StepReport
 from adiv_monitor.sinks import JsonlSink, TableSink
 
 
@@ -73,6 +73,8 @@ def test_records_tables_and_charts(tmp_path: Path, capsys: pytest.CaptureFixture
     assert record["alpha"] == report.alignment["2"].alpha
     assert (record["role"], record["fan_in"], record["predecessors"]) == ("excluded", 8, ["0"])
     assert "omega" not in json.loads(json.dumps(report.to_dict()))["alignment"]["0"]
+    again = StepReport.from_dict(json.loads(json.dumps(report.to_dict())))
+    assert again.alignment == report.alignment
     assert [row["layer"] for row in report.alignment_rows()] == ["0", "2", "4"]
     assert "alpha" in report.summary()
     sinks = [JsonlSink(tmp_path / "a.jsonl"), TableSink(), TensorBoardSink(tmp_path / "logs")]

@@ -13,7 +13,7 @@ from adiv_monitor import Monitor
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.sampling import draw, threshold, winners
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.step.measured_step import MeasuredStep
+from adiv_monitor.step.measured_layer import MeasuredLayer
 
 
 def chosen_of(draws: list, most: int | None, totals: list[int]) -> np.ndarray:
@@ -119,13 +119,13 @@ def test_rows_of_a_step_are_even(
     model = Loops()
     x = torch.arange(40, dtype=torch.float64)[:, None] + torch.tensor([1.0, 0.5]).double()
     seen: list[Tensor] = []
-    original = MeasuredStep._add_scale
+    original = MeasuredLayer.add_scale
 
-    def spy(self: MeasuredStep, measured: object) -> None:
-        seen.append(measured.features.phi[:, 0, 0] - 1)  # type: ignore[attr-defined]
-        original(self, measured)  # type: ignore[arg-type]
+    def spy(self: MeasuredLayer, generator: np.random.Generator) -> None:
+        seen.append(self.features.phi[:, 0, 0] - 1)  # type: ignore[union-attr]
+        original(self, generator)
 
-    monkeypatch.setattr(MeasuredStep, "_add_scale", spy)
+    monkeypatch.setattr(MeasuredLayer, "add_scale", spy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     repeats = 1000
     with Monitor(model, optimizer, every_n_steps=1, max_rows=10, on_error="raise") as monitor:

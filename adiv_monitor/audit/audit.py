@@ -1,0 +1,163 @@
+"""The audit: train a copy, say what is wrong with it, and try what would mend it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.audit import trials
+from adiv_monitor.audit.arguments import check_arguments
+from adiv_monitor.audit.batches import called, taken
+from adiv_monitor.audit.diagnosis import diagnose
+from adiv_monitor.audit.finding import Finding
+from adiv_monitor.audit.observe import Progress, observe
+from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.setup import Loss, OptimizerFactory, Setup, seeded
+from adiv_monitor.audit.what_if import Alternative
+from adiv_monitor.audit.what_if import what_if as alternatives
+
+
+def audit(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer | OptimizerFactory | None = None,
+    steps: int = 60,
+    every_n_steps: int | None = None,
+    max_rows: int | None = DEFAULT_MAX_ROWS,
+    clip_norm: float | None = None,
+    realised: bool = False,
+    attention: bool = False,
+    try_mends: bool = True,
+    try_seconds: float = 40.0,
+    what_if: bool = True,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> AuditReport:
+    """Train a copy of a model for some steps, and say what is wrong with its training.
+
+    The model, the optimizer, the batches and random numbers are as they were afterwards.
+
+    Args:
+        model: the model, as training would begin with it. Copies of it are trained.
+        batches: an iterable of batches; as many are taken as there are steps, and if there are
+            fewer, they are repeated.
+        loss: (model, batch) → the loss, one number. None: the model gives an object that has the
+            loss as its `loss`, called as `model(**batch)`, `model(*batch)` or `model(batch)`.
+        optimizer: over the model's parameters, with learning rates as they are to be tested; or
+            what makes one for a model. None: AdamW of learning rate 1e-3.
+        steps: how many to train, at least 1.
+        every_n_steps: each step whose number is a multiple of this is measured; None: a tenth of
+            the steps.
+        max_rows: rows to look at per layer and step; None: all of them.
+        clip_norm: largest norm of the gradient; None: it is not clipped.
+        realised: measure what each step really did to the activations, too.
+        attention: measure what each step did to attention scores, too.
+        try_mends: try what would mend the run, and other learning rates, in short runs.
+        try_seconds: roughly how long that may take: where steps are slow, runs are shorter and
+            fewer, so that what is tried depends on the clock; `math.inf`: it does not.
+        what_if: say how the steps of layers would be with other maps or inputs.
+        seed: of the run's random numbers.
+        progress: called with (what is done, how far, of how much).
+
+    Raises:
+        TypeError, ValueError: an argument is not what is expected; the message says what is.
+    """
+    every_n_steps = max(1, steps // 10) if every_n_steps is None else every_n_steps
+    check_arguments(
+        *(model, loss, optimizer),
+        steps=steps,
+        every_n_steps=every_n_steps,
+        max_rows=max_rows,
+        clip_norm=clip_norm,
+        seed=seed,
+        try_seconds=try_seconds,
+    )
+    with seeded(seed):
+        kept = taken(batches, steps, next(model.parameters()).device)
+        setup = Setup(
+            model, optimizer or adamw, loss or loss_of_output, kept, steps, clip_norm, seed
+        )
+        record = observe(
+            setup,
+            every_n_steps=every_n_steps,
+            max_rows=max_rows,
+            realised=realised,
+            attention=attention,
+            progress=progress,
+        )
+        seconds = try_seconds if try_mends else 0.0
+        return _Diagnosis(setup, record, progress).report(seconds, what_if)
+
+
+class _Diagnosis:
+    """What follows from a record; the keyboard may end it, and what is there is told."""
+
+    def __init__(self, setup: Setup, record: Record, progress: Progress | None) -> None:
+        self._setup = setup
+        self._record = record
+        self._progress = progress
+        self._findings: tuple[Finding, ...] = ()
+        self._alternatives: Mapping[str, Mapping[str, Alternative]] = {}
+
+    def report(self, seconds: float, what_if: bool) -> AuditReport:
+        """What was found; nothing is tried after a run that was interrupted."""
+        try:
+            if not self._record.interrupted:
+                self._run(seconds, what_if)
+        except KeyboardInterrupt:
+            self._record = replace(self._record, interrupted=True)
+        if self._record.interrupted:
+            note = "The audit was interrupted: not all that could be tried was."
+            self._record = replace(self._record, notes=(*self._record.notes, note))
+        return AuditReport(
+            self._findings or diagnose(self._record), self._record, self._alternatives
+        )
+
+    def _run(self, seconds: float, what_if: bool) -> None:
+        """Of the time for trials, learning rates and mends get two parts each, learning one."""
+        setup, progress, part = self._setup, self._progress, seconds / 5
+        if seconds:
+            rates = trials.rate_trials(setup, self._record, seconds=2 * part, progress=progress)
+            self._record = replace(self._record, rates=rates)
+            overfit = trials.overfit(setup, self._record, seconds=part)
+            self._record = replace(self._record, overfit=overfit)
+        self._findings = diagnose(self._record)
+        if what_if:
+            self._alternatives = alternatives(setup)
+        if seconds:
+            self._findings = trials.tried(
+                self._findings, setup, self._record, seconds=2 * part, progress=progress
+            )
+            untried = {a.untried for finding in self._findings for a in finding.advice}
+            if "interrupted" in untried:
+                raise KeyboardInterrupt
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    """What trains a model that no optimizer is given for."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that the model itself gives, as models of Hugging Face do.
+
+    Raises:
+        TypeError: what the model gives has none.
+    """
+    output = called(model, batch)
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        got = type(output).__name__ + (" whose loss is None" if hasattr(output, "loss") else "")
+        raise TypeError(
+            f"audit(loss=None): {type(model).__name__} gave {got}, expected an object with the "
+            "loss as its `loss`: give audit a loss, (model, batch) → number, or batches that hold "
+            "what the model computes its loss from, such as labels"
+        )
+    return loss

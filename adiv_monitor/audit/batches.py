@@ -1,0 +1,107 @@
+"""Batches of any structure: taken, copied, moved to a device, and how large they are."""
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def taken(batches: Iterable[Any], steps: int, device: torch.device) -> tuple[Any, ...]:
+    """Copies of the first batches, on the device, as many as there are steps at most.
+
+    Raises:
+        TypeError: `batches` can't be iterated over, or a batch not copied.
+        ValueError: there is none, or one without samples.
+    """
+    if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes)):
+        raise TypeError(
+            f"audit(batches=…): got {type(batches).__name__}, expected an iterable of batches, "
+            "such as a DataLoader, or a list of what loss(model, batch) takes"
+        )
+    found = []
+    for number, batch in enumerate(itertools.islice(batches, steps)):
+        if any(x.ndim and not x.numel() for x in tensors(batch)):
+            raise ValueError(
+                f"audit(batches=…): got an empty tensor in batch {number}, expected at least one "
+                "sample in each"
+            )
+        found.append(on_device(copied(batch), device))
+    if not found:
+        raise ValueError("audit(batches=…): got no batch, expected at least one")
+    return tuple(found)
+
+
+def copied(batch: Any) -> Any:
+    """A copy that a model may write into.
+
+    Raises:
+        TypeError: it can't be copied.
+    """
+    try:
+        return copy.deepcopy(batch)
+    except Exception as error:
+        raise TypeError(
+            f"audit(batches=…): got a {type(batch).__name__} that copy.deepcopy can't copy "
+            f"({type(error).__name__}: {error}), expected tensors (detached ones), or "
+            "structures of them"
+        ) from error
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors, and what else has a `to(device)`, on a device."""
+    return mapped(batch, lambda x: x.to(device), lambda x: callable(getattr(x, "to", None)))
+
+
+def mapped(
+    batch: Any,
+    change: Callable[[Any], Any],
+    is_leaf: Callable[[Any], bool] = torch.is_tensor,
+) -> Any:
+    """The same structure with its tensors changed; what is not known stays as it is."""
+    if is_leaf(batch):
+        return change(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(x, change, is_leaf) for x in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(mapped(x, change, is_leaf) for x in batch)
+    if isinstance(batch, Mapping):
+        changed: Any = copy.copy(batch)
+        for key, value in batch.items():
+            changed[key] = mapped(value, change, is_leaf)
+        return changed
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [f.name for f in dataclasses.fields(batch) if f.init]
+        return dataclasses.replace(
+            batch, **{name: mapped(getattr(batch, name), change, is_leaf) for name in names}
+        )
+    return batch
+
+
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """All tensors of a batch."""
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    mapped(batch, note)
+    yield from found
+
+
+def size_of(batch: Any) -> int:
+    """Samples of a batch: the length of its first tensor that has one; 0 where none has."""
+    return next((len(x) for x in tensors(batch) if x.ndim), 0)
+
+
+def called(model: nn.Module, batch: Any) -> Any:
+    """What the model gives for a batch: `model(**batch)`, `model(*batch)` or `model(batch)`."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (list, tuple)):
+        return model(*batch)
+    return model(batch)

@@ -1,0 +1,103 @@
+"""Where training begins: the weights, and the loss of a model that knows nothing."""
+
+import math
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.batches import copied
+from adiv_monitor.audit.record import WeightStatistics
+from adiv_monitor.audit.setup import Setup, seeded
+
+_MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_BATCHES = 4  # that the loss of knowing nothing is the mean of
+
+
+def weights(model: nn.Module) -> dict[str, WeightStatistics]:
+    """How the linear and convolutional layers of a model are initialised, by path."""
+    return {
+        path: _statistics(module)
+        for path, module in model.named_modules()
+        if isinstance(module, _MAPS) and module.weight.numel()
+    }
+
+
+@torch.no_grad()
+def _statistics(module: nn.Module) -> WeightStatistics:
+    weight: Any = module.weight
+    bias: Any = module.bias
+    rows = weight.detach().flatten(1).double()
+    distinct = len(torch.unique(rows, dim=0))
+    gain = float(rows.square().mean().sqrt()) * math.sqrt(rows.shape[1])
+    rms = 0.0 if bias is None else float(bias.detach().double().square().mean().sqrt())
+    alike = (len(rows) - distinct) / (len(rows) - 1) if len(rows) > 1 else 0.0
+    return WeightStatistics(gain, rms, alike)
+
+
+def chance(setup: Setup) -> float | None:
+    """The loss where the last layer gives zeros whatever the inputs are; None where it can't tell.
+
+    That is log(classes) for cross-entropy, the mean square of the targets for squared errors. The
+    last layer is the linear or convolutional one that runs last.
+    """
+    fork = setup.fork()
+    last: list[nn.Module] = []
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        last[:] = [module]
+
+    def zero(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return torch.zeros_like(output)
+
+    maps = [module for module in fork.model.modules() if isinstance(module, _MAPS)]
+    handles = [module.register_forward_hook(note) for module in maps]
+    batches = setup.batches[:_BATCHES]
+    with seeded(setup.seed), torch.no_grad():
+        try:
+            fork.loss(fork.model, copied(batches[0]))
+            for handle in handles:
+                handle.remove()
+            if not last:
+                return None
+            last[0].register_forward_hook(zero)
+            losses = [float(fork.loss(fork.model, copied(batch))) for batch in batches]
+        except Exception:  # whatever is wrong with the loss is the training run's to say
+            return None
+    return fmean(losses) if all(map(math.isfinite, losses)) else None
+
+
+def double_softmax(setup: Setup) -> bool | None:
+    """Whether the outputs are probabilities whose softmax the loss takes once more.
+
+    They are if no entry is negative and they sum to 1 over the last dimension, or the second; the
+    loss takes a softmax if it is the same when 1 is added to all outputs. None: the model's output
+    is no tensor of several classes, or can't be changed.
+    """
+    fork = setup.fork()
+    seen: list[bool] = []
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.ndim >= 2 and output.shape[1] > 1:
+            sums = (output.sum(1), output.sum(-1))
+            ones = any(bool((total - 1).abs().max() < 1e-3) for total in sums)
+            seen.append(ones and bool(output.min() >= 0))
+
+    def shift(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output + 1
+
+    fork.model.register_forward_hook(look)
+    with torch.no_grad():
+        try:
+            with seeded(setup.seed):
+                loss = float(fork.loss(fork.model, setup.batches[0]))
+            if not seen:
+                return None
+            fork = setup.fork()
+            fork.model.register_forward_hook(shift)
+            with seeded(setup.seed):
+                shifted = float(fork.loss(fork.model, setup.batches[0]))
+        except Exception:  # whatever is wrong with the loss is the training run's to say
+            return None
+    return all(seen) and math.isclose(loss, shifted, rel_tol=1e-5)

@@ -1,0 +1,202 @@
+"""The command `adiv-audit`."""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from adiv_monitor.audit import fail_if, terminal
+from adiv_monitor.audit.audit import audit
+from adiv_monitor.audit.config import NAMES, Config, default, load, read
+from adiv_monitor.audit.output import check, staged, write, write_whole
+from adiv_monitor.audit.prepare import Prepared, prepare
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.usage import UsageError, needed, said
+from adiv_monitor.report import ATTENTION_MEASURES, REALISED_MEASURES
+
+_DESCRIPTION = """\
+Trains a copy of a model for some steps, says what is wrong with its training and how sure that is,
+and tries what would mend it. Leaves report.html, report.json, config.yaml and tensorboard/ in a
+folder. The model, its weights and its files are never changed."""
+
+_EPILOG = """\
+examples:
+  adiv-audit torchvision.models.resnet18
+  adiv-audit timm:vit_tiny_patch16_224 --data imagefolder:photos --optimizer-args '{"lr": 0.003}'
+  adiv-audit my_project.train:build --data my_project.train:batches --loss my_project.train:loss
+  adiv-audit hf:configs/gpt2 --data text:book.txt --fail-if 'scale_cv > 1' --fail-if act
+  adiv-audit --config adiv-audit/config.yaml --steps 200
+  adiv-audit compare before after --out compare.html
+
+exit codes:
+  0  audited
+  1  a --fail-if rule holds
+  2  it could not be audited: the message says what to do
+  130  interrupted with Ctrl-C; what there was is written"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        if argv[:1] == ["compare"]:
+            return _compare(argv[1:])
+        return _audit(_config(argv))
+    except UsageError as error:
+        print(f"adiv-audit: {error}", file=sys.stderr)
+    except RecursionError:
+        print(
+            "adiv-audit: the model's modules are nested too deeply for Python's recursion limit: "
+            "put them side by side, or raise sys.setrecursionlimit where the model is built",
+            file=sys.stderr,
+        )
+    except KeyboardInterrupt:
+        print("adiv-audit: interrupted before there was anything to write", file=sys.stderr)
+        return 130
+    except Exception as error:
+        traceback.print_exc()
+        print(f"adiv-audit: the audit itself failed: {said(error)}", file=sys.stderr)
+    return 2
+
+
+def _config(argv: list[str]) -> Config:
+    """The options of the command line, over those of its --config file."""
+    given = vars(_parser().parse_args(argv))
+    from_file = load(given.pop("config")) if "config" in given else {}
+    from_line = read(given, lambda name: "MODEL" if name == "model" else _flag(name))
+    config = Config(**{**from_file, **from_line})
+    if not config.model:
+        raise UsageError(
+            "which model? Give one, such as torchvision.models.resnet18; see adiv-audit --help"
+        )
+    for rule in map(fail_if.parse, config.fail_if):
+        if rule.measure in REALISED_MEASURES and not config.realised:
+            raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --realised")
+        if rule.measure in ATTENTION_MEASURES and not config.attention:
+            raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --attention")
+    return config
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        "adiv-audit",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
+    for name, option in NAMES.items():
+        about, usual = option.metadata, default(name)
+        shown = f" (default: {usual})" if usual and usual is not True else ""
+        text: dict[str, Any] = {"help": (about["help"] + shown).replace("%", "%%")}
+        if name == "model":
+            parser.add_argument(name, nargs="?", metavar="MODEL", **text)
+        elif usual is True:
+            parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, **text)
+        elif usual is False:
+            parser.add_argument(_flag(name), action="store_true", **text)
+        else:
+            action = "append" if usual == () else "store"
+            parser.add_argument(_flag(name), action=action, metavar=about["metavar"], **text)
+    return parser
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _audit(config: Config) -> int:
+    for package in ("rich", "yaml", "jinja2", "matplotlib", "tensorboard"):
+        needed(package, "adiv-audit")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does: the user's own modules lie here
+    check(config.out)
+    prepared = prepare(config)
+    report = _report(prepared)
+    with staged(config.out) as stage:
+        write(report, prepared.config, stage)
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=False)
+    terminal.show(report, console)
+    print(f"\nreport: {Path(config.out) / 'report.html'}")
+    failed = _failed(config, report)
+    if report.record.interrupted:
+        print("adiv-audit: interrupted; the report holds what there was", file=sys.stderr)
+        return 130
+    return 1 if failed else 0
+
+
+def _report(prepared: Prepared) -> AuditReport:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    config = prepared.config
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bars:
+        report = audit(
+            prepared.model,
+            prepared.batches,
+            loss=prepared.loss,
+            optimizer=prepared.optimizer,
+            steps=config.steps,
+            clip_norm=config.clip_norm,
+            realised=config.realised,
+            attention=config.attention,
+            try_mends=config.try_mends,
+            seed=config.seed,
+            progress=terminal.ProgressBars(bars),
+        )
+    notes = (*prepared.notes, *report.record.notes)
+    return replace(report, record=replace(report.record, notes=notes))
+
+
+def _failed(config: Config, report: AuditReport) -> bool:
+    """Whether a rule holds; prints every hit."""
+    failed = False
+    for rule in map(fail_if.parse, config.fail_if):
+        for hit in fail_if.hits(rule, report):
+            print(f"fails {rule.text!r}: {hit.text}")
+            failed = True
+    return failed
+
+
+def _compare(argv: list[str]) -> int:
+    parser = _Parser(
+        "adiv-audit compare",
+        description="Makes the side-by-side page of two reports.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("a", metavar="A", help="folder of a report, or its report.json")
+    parser.add_argument("b", metavar="B", help="another")
+    parser.add_argument("--out", metavar="FILE", default="compare.html", help="the page")
+    given = parser.parse_args(argv)
+    a, b = _read(given.a), _read(given.b)
+    needed("jinja2", "adiv-audit compare")
+    from adiv_monitor.audit.page import compare
+
+    write_whole(given.out, compare(a, b, (given.a, given.b)))
+    print(f"page: {given.out}")
+    return 0
+
+
+def _read(name: str) -> AuditReport:
+    path = Path(name) / "report.json" if Path(name).is_dir() else Path(name)
+    try:
+        return AuditReport.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"compare {name}: can't read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"compare {name}: {path} is no report: {said(error)}") from error

@@ -1,0 +1,54 @@
+"""How the loss went: what must be seen before a rule says "act"."""
+
+import math
+from statistics import fmean, median
+
+from adiv_monitor.audit.record import Record
+
+# A loss that moves by less than this share of itself over the whole run stands still; the same
+# share per window is TheDeepChecker's (A. Ben Braiek, F. Khomh, TOSEM 2022).
+STILL = 0.05
+
+
+def start(record: Record) -> float:
+    """The first loss; where it is known, that of knowing nothing if the first is worse."""
+    if not record.losses:
+        return math.nan
+    first = record.losses[0]
+    return first if record.chance is None else min(first, record.chance)
+
+
+def end(record: Record) -> float:
+    """The mean loss of the last quarter of the steps; infinite where it stopped being finite."""
+    if not record.losses:
+        return math.nan
+    if not math.isfinite(record.losses[-1]):
+        return math.inf
+    return fmean(record.losses[-max(1, len(record.losses) // 4) :])
+
+
+def noise(record: Record) -> float:
+    """Standard deviation of the loss from one step's batch to the next, its trend taken out.
+
+    From the median distance of neighbours: 0.954 σ for normal noise.
+    """
+    pairs = zip(record.losses, record.losses[1:], strict=False)
+    distances = [abs(b - a) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+    return median(distances) / 0.954 if distances else 0.0
+
+
+def fell(record: Record) -> bool:
+    """Whether the loss fell by more than noise and by more than standing still."""
+    return _moved(record, record.losses[0] - end(record)) if record.losses else False
+
+
+def rose(record: Record) -> bool:
+    """Whether the loss rose by more than noise and by more than standing still, or burst."""
+    return _moved(record, end(record) - record.losses[0]) if record.losses else False
+
+
+def _moved(record: Record, way: float) -> bool:
+    if math.isnan(way) or math.isinf(record.losses[0]):
+        return False
+    error = noise(record) * math.sqrt(1 + 1 / max(1, len(record.losses) // 4))
+    return way > max(2 * error, STILL * abs(record.losses[0]))

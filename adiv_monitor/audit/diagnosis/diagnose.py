@@ -1,0 +1,58 @@
+"""All rules, causes before what follows from them."""
+
+from collections.abc import Callable, Iterable
+
+from adiv_monitor.audit.diagnosis import (
+    initialisation,
+    inputs,
+    interference,
+    loss,
+    numbers,
+    optimizer,
+    rates,
+    units,
+    wiring,
+)
+from adiv_monitor.audit.finding import STRENGTHS, Finding
+from adiv_monitor.audit.record import Record
+
+Rule = Callable[[Record], Iterable[Finding]]
+
+# What is so before training, or at its first step, no rate can have done. Inputs come to be ignored
+# by what stands in front of that rule. A rate that is too low comes late: whatever hinders training
+# makes a higher one look better.
+RULES: tuple[Rule, ...] = (
+    wiring.not_held,
+    wiring.unreached,
+    loss.double_softmax,
+    wiring.frozen,
+    numbers.non_finite_from_the_start,
+    inputs.input_scale,
+    inputs.input_mean,
+    inputs.row_spread,
+    inputs.target_scale,
+    initialisation.bad_initialisation,
+    wiring.input_lost,
+    initialisation.vanishing,
+    initialisation.exploding,
+    rates.uneven_rates,
+    optimizer.decay_fights,
+    optimizer.projection_fights,
+    optimizer.optimizer_turns,
+    rates.rate_too_high,
+    wiring.input_ignored,
+    units.dead_units,
+    units.saturated_units,
+    optimizer.clipping_always,
+    rates.rate_too_low,
+    numbers.became_non_finite,
+    loss.cannot_overfit,
+    loss.loss_stuck,
+    interference.interference,
+)
+
+
+def diagnose(record: Record) -> tuple[Finding, ...]:
+    """What is wrong: strongest first, and within a strength causes before symptoms."""
+    findings = [finding for rule in RULES for finding in rule(record)]
+    return tuple(sorted(findings, key=lambda finding: STRENGTHS.index(finding.strength)))

@@ -1,0 +1,150 @@
+"""Rules about how signals pass through the layers as they were initialised."""
+
+from collections.abc import Iterator
+
+from adiv_monitor.audit.diagnosis.rates import suffers
+from adiv_monitor.audit.diagnosis.seen import gradients
+from adiv_monitor.audit.diagnosis.units import DEAD_ACT, dead_share
+from adiv_monitor.audit.finding import Advice, Evidence, Finding
+from adiv_monitor.audit.record import Record
+
+# First loss over that of knowing nothing. Initialisations as torch has them keep it below 1.5.
+FIRST_LOSS = 3.0
+FAR = 3.0  # beyond that limit again
+# rms of a weight's entries · √fan-in, how many times longer it makes signals: 0.58 as torch
+# initialises, 1.4 by He.
+SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
+LARGE_BIAS = 1.0  # rms; standardised inputs give outputs of about 0.6
+ALIKE = 0.5  # share of units that equal another
+# ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
+# 2021), there of weights' gradients. Healthy nets read 0.03 to 3.
+VANISHED, EXPLODED = 1e-3, 70.0
+
+
+def bad_initialisation(record: Record) -> Iterator[Finding]:
+    """Weights that make signals grow or fade, or units that begin alike; a first loss to match."""
+    evidence = (*_first_loss(record), *_gains(record), *_alike(record))
+    if not evidence:
+        return
+    layers = tuple(dict.fromkeys(e.layer for e in evidence if e.layer is not None))
+    far = any(e.measure == "loss" and e.limit and e.value > FAR * e.limit for e in evidence)
+    yield Finding(
+        "bad-initialisation",
+        layers,
+        "act" if far or suffers(record) or dead_share(record) > DEAD_ACT else "watch",
+        evidence,
+        (
+            Advice("initialise the weights anew, by their fan-in (He for ReLU, Xavier for tanh)",
+                   "reinitialise"),
+            Advice("layer normalisation in front of the layers", "layer-norm"),
+        ),
+        "The model begins badly: " + "; ".join(_said(record, evidence)) + ".",
+        "A lower learning rate keeps what is wrong from the start for longer.",
+        0,
+    )  # fmt: skip
+
+
+def _first_loss(record: Record) -> Iterator[Evidence]:
+    if record.chance is not None and record.chance > 0 and record.losses:
+        limit = FIRST_LOSS * record.chance
+        if record.losses[0] > limit:
+            yield Evidence("loss", record.losses[0], limit, step=0)
+
+
+def _gains(record: Record) -> Iterator[Evidence]:
+    """Of all layers but the last, which may begin small; at zero may begin ends of branches."""
+    for path, weight in list(record.weights.items())[:-1]:
+        if weight.gain > LARGE_GAIN:
+            yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)
+        elif 0 < weight.gain < SMALL_GAIN:
+            yield Evidence("gain", weight.gain, SMALL_GAIN, path, 0)
+        if weight.bias > LARGE_BIAS:
+            yield Evidence("bias", weight.bias, LARGE_BIAS, path, 0)
+
+
+def _alike(record: Record) -> Iterator[Evidence]:
+    """Units that begin alike get the same gradient and stay alike, if the next ones are, too."""
+    alike = [path for path, weight in record.weights.items() if weight.alike > ALIKE]
+    if len(alike) > 1 and next(iter(record.weights)) in alike:
+        yield from (Evidence("alike", record.weights[p].alike, ALIKE, p, 0) for p in alike)
+
+
+def _said(record: Record, evidence: tuple[Evidence, ...]) -> Iterator[str]:
+    measures = {e.measure: e for e in reversed(evidence)}
+    if "loss" in measures:
+        yield f"its first loss is {record.losses[0]:.3g}, knowing nothing gives {record.chance:.3g}"
+    if "gain" in measures:
+        found = measures["gain"]
+        yield f"{found.layer} makes signals {found.value:.2g} times as long"
+    if "bias" in measures:
+        yield f"the biases of {measures['bias'].layer} have an rms of {measures['bias'].value:.2g}"
+    if "alike" in measures:
+        yield f"the units of {measures['alike'].layer} are all the same"
+
+
+def vanishing(record: Record) -> Iterator[Finding]:
+    """Gradients that hardly reach the first layers, from the start."""
+    ratios = gradient_ratios(record)
+    if ratios and max(ratios) < VANISHED:
+        norms = gradients(record, record.reports[0])
+        first, *_, last = norms
+        yield Finding(
+            "vanishing",
+            tuple(p for p in norms if norms[p] < VANISHED * norms[last]),
+            "act" if suffers(record) else "watch",
+            _evidence(norms, max(ratios), VANISHED),
+            (
+                Advice("layer normalisation in front of the layers", "layer-norm"),
+                Advice("initialise the weights anew, by their fan-in", "reinitialise"),
+                Advice("ReLU-like activation functions in place of sigmoids, or residual paths"),
+            ),
+            f"The gradient that reaches {first} is {max(ratios):.1g} of that of {last}: the first "
+            "layers hardly hear of the loss.",
+            "A higher learning rate for all moves the last layers too far before the first move.",
+            record.reports[0].step,
+        )
+
+
+def exploding(record: Record) -> Iterator[Finding]:
+    """Gradients that grow on their way to the first layers, from the start."""
+    ratios = gradient_ratios(record)
+    if ratios and min(ratios) > EXPLODED:
+        norms = gradients(record, record.reports[0])
+        first, *_, last = norms
+        yield Finding(
+            "exploding",
+            tuple(p for p in norms if norms[p] > EXPLODED * norms[last]),
+            "act" if suffers(record) else "watch",
+            _evidence(norms, min(ratios), EXPLODED),
+            (
+                Advice("initialise the weights anew, by their fan-in", "reinitialise"),
+                Advice("layer normalisation in front of the layers", "layer-norm"),
+                Advice("clip the gradient's norm", "clip"),
+            ),
+            f"The gradient that reaches {first} is {min(ratios):.0f} times that of {last}.",
+            "Clipping alone keeps the layers as unlike as they are.",
+            record.reports[0].step,
+        )
+
+
+def gradient_ratios(record: Record) -> list[float]:
+    """‖gradient‖ of the first layer over that of the last, at the first measured steps.
+
+    Two steps, since a last layer that begins at zero lets no gradient through at first; later ones
+    say what training did.
+    """
+    found = []
+    for report in record.reports[:2]:
+        norms = list(gradients(record, report).values())
+        if len(norms) >= 3 and norms[-1] > 0:
+            found.append(norms[0] / norms[-1])
+    return found
+
+
+def _evidence(norms: dict[str, float], ratio: float, limit: float) -> tuple[Evidence, ...]:
+    first, *_, last = norms
+    return (
+        Evidence("gradient of the first over the last layer", ratio, limit),
+        Evidence("gradient of the activations", norms[first], layer=first),
+        Evidence("gradient of the activations", norms[last], layer=last),
+    )

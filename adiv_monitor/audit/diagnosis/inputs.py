@@ -1,0 +1,209 @@
+"""Rules about the model's inputs: their common scale, their mean, and samples' lengths."""
+
+import math
+from collections.abc import Iterator
+
+from adiv_monitor.audit.diagnosis.course import start
+from adiv_monitor.audit.diagnosis.rates import suffers
+from adiv_monitor.audit.diagnosis.seen import Typical, maps, readings, scale_free, typical
+from adiv_monitor.audit.diagnosis.units import DEAD_ACT, dead_share
+from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
+from adiv_monitor.audit.record import InputStatistics, Record
+
+# Standard deviation of the inputs. Initialisations assume 1; pixels in [0, 1] have about 0.3.
+LARGE_STD, SMALL_STD = 5.0, 0.2
+# Largest standard deviation of a feature over the median one.
+UNEVEN_FEATURES = 10.0
+# Share of the inputs' mean square that is their features' means.
+COMMON_SHARE_WATCH, COMMON_SHARE_ACT = 0.5, 0.75
+# Loss of knowing nothing: the mean square of the targets, where the loss is one of squares; log of
+# the classes for cross-entropy, which is 11 for 50,000.
+LARGE_TARGETS = 30.0
+# std / mean over samples of ‖x‖².
+LENGTH_CV_WATCH, LENGTH_CV_ACT = 1.0, 2.0
+# An audited run whose first loss is this many times that of knowing nothing begins worse than a
+# model that gives the same answer to all.
+FAR_ABOVE_CHANCE = 2.0
+
+
+def input_scale(record: Record) -> Iterator[Finding]:
+    """Inputs, or some of their features, far larger or smaller than initialisations assume."""
+    for name, seen in record.inputs.items():
+        evidence = tuple(_scale_evidence(name, seen, _long_rows(record)))
+        if evidence:
+            yield _input_scale(record, name, seen, evidence)
+
+
+def _scale_evidence(name: str, seen: InputStatistics, long_rows: float) -> Iterator[Evidence]:
+    if seen.std / long_rows > LARGE_STD:
+        yield Evidence("input std", seen.std, LARGE_STD, name)
+    elif 0 < seen.std < SMALL_STD and seen.std**2 * seen.features < 0.5:
+        # Sparse rows, one-hot ones say, have small entries but a length of about 1.
+        yield Evidence("input std", seen.std, SMALL_STD, name)
+    if seen.feature_std_ratio > UNEVEN_FEATURES:
+        yield Evidence("feature std ratio", seen.feature_std_ratio, UNEVEN_FEATURES, name)
+
+
+def _long_rows(record: Record) -> float:
+    """How many times a few long rows lengthen all of them: √(mean / median) of the rows' scale."""
+    first = _first(record)
+    mean, middle = (
+        typical(record, first, m) if first else None for m in ("scale_mean", "scale_p50")
+    )
+    if mean is None or middle is None or not middle.value > 0:
+        return 1.0
+    return max(1.0, math.sqrt(mean.value / middle.value))
+
+
+def _input_scale(
+    record: Record, name: str, seen: InputStatistics, evidence: tuple[Evidence, ...]
+) -> Finding:
+    first = _first(record)
+    strength: Strength = "act" if _costs(record, first) else "watch"
+    scale = typical(record, first, "scale_mean") if first else None
+    if scale is not None:
+        evidence += (Evidence("scale_mean", scale.value, layer=first),)
+    return Finding(
+        "input-scale",
+        (first,) if first is not None else (),
+        strength,
+        evidence,
+        (
+            Advice("standardise the inputs: per feature (channel) less its mean, over its standard "
+                   "deviation", "standardise-inputs"),
+            Advice("divide them by one constant", "scale-inputs"),
+            Advice("put an affine-like layer first, which divides by each row's length",
+                   "affine-like"),
+        ),
+        f"The entries of input {name!r} have a standard deviation of {seen.std:.3g}"
+        + (f", and one feature {seen.feature_std_ratio:.3g} times that of the median one"
+           if seen.feature_std_ratio > UNEVEN_FEATURES else "")
+        + "; initialisations and learning rates are made for about 1.",
+        "A lower learning rate slows down all other layers for the sake of the first.",
+    )  # fmt: skip
+
+
+def input_mean(record: Record) -> Iterator[Finding]:
+    """Inputs that are far from centred: all rows share one long common vector."""
+    for name, seen in record.inputs.items():
+        share = common_share(seen)
+        if not share > COMMON_SHARE_WATCH:
+            continue
+        first = _first(record)
+        act = share > COMMON_SHARE_ACT and _costs(record, first)
+        yield Finding(
+            "input-mean",
+            (first,) if first is not None else (),
+            "act" if act else "watch",
+            (
+                Evidence("common share of the inputs", share, COMMON_SHARE_WATCH, name),
+                *_ceiling(record, first),
+            ),
+            (
+                Advice("subtract the mean of each feature (channel) over the training data",
+                       "centre-inputs"),
+                Advice("standardise the inputs", "standardise-inputs"),
+            ),
+            f"{share:.0%} of the mean square of input {name!r} is its mean, which all samples "
+            "share: each step moves all of them alike.",
+            "Dividing by a constant or by each row's length leaves the mean where it is.",
+        )  # fmt: skip
+
+
+def common_share(seen: InputStatistics) -> float:
+    """Share of the inputs' mean square that is the square of their features' means, 0 to 1."""
+    means = seen.mean**2 + seen.feature_mean_spread**2
+    whole = seen.mean**2 + seen.std**2
+    return min(1.0, means / whole) if whole > 0 else 0.0
+
+
+def row_spread(record: Record) -> Iterator[Finding]:
+    """Rows of very different length: the long ones set the step."""
+    first = _first(record)
+    spread = typical(record, first, "scale_cv") if first else None
+    lengths = [seen.length_cv for seen in record.inputs.values()]
+    if spread is None and lengths:
+        spread = Typical(max(lengths), 0.0)
+    if spread is None or not spread.above(LENGTH_CV_WATCH):
+        return
+    yield Finding(
+        "row-spread",
+        (first,) if first is not None else (),
+        "act" if spread.above(LENGTH_CV_ACT) else "watch",
+        (
+            Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, first, spread.since),
+            *(Evidence("length_cv of inputs", cv) for cv in lengths),
+        ),
+        (
+            Advice("put an affine-like layer first: it divides each row by its length",
+                   "affine-like"),
+            Advice("look at the longest samples: outliers, or a heavy-tailed feature that wants a "
+                   "logarithm or clipping"),
+            Advice("norm-like layer first", "norm-like"),
+        ),
+        f"The rows' scale differs by {spread.value:.1f} times its mean: a few long rows set each "
+        "step, and the others hardly count.",
+        "One constant scale or another learning rate keeps the rows as unlike as they are.",
+        spread.since,
+    )  # fmt: skip
+
+
+def target_scale(record: Record) -> Iterator[Finding]:
+    """A loss that is large by nature, of targets in large units, or a sum over the batch."""
+    if record.chance is not None and record.chance > LARGE_TARGETS:
+        ill = suffers(record) or not all(map(math.isfinite, record.losses))
+        yield Finding(
+            "target-scale",
+            (),
+            "act" if ill else "watch",
+            (Evidence("loss of knowing nothing", record.chance, LARGE_TARGETS, step=0),),
+            (
+                Advice("standardise the targets, or take the loss's mean instead of its sum"),
+                Advice("learning rate × 0.1", "rate*0.1"),
+                Advice("an optimizer that does not depend on the gradient's length", "adamw"),
+            ),
+            f"A model that gives zeros has a loss of {record.chance:.3g}: targets in large units, "
+            "or a loss that is a sum; gradients are as much too long.",
+            "Clipping the gradient's norm makes all steps equally long.",
+            0,
+        )
+
+
+def _first(record: Record) -> str | None:
+    """The first map of the model, which reads the inputs."""
+    paths = maps(record)
+    return paths[0] if paths else None
+
+
+def _ceiling(record: Record, first: str | None) -> Iterator[Evidence]:
+    if first is not None:
+        for measure in ("common_share", "gradient_cosine", "attainable_cosine"):
+            found = typical(record, first, measure)
+            if found is not None:
+                yield Evidence(measure, found.value, layer=first)
+
+
+def _costs(record: Record, first: str | None) -> bool:
+    """Whether the first layer trains badly: what makes an odd input an illness.
+
+    Not where a normalisation right behind it takes the scale out again; nor where the optimizer's
+    step does not depend on it, as long as the loss begins where it should and falls.
+    """
+    if first is not None and _is_normalised(record, first):
+        return False
+    bad_start = record.chance is not None and (
+        record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
+    )
+    if bad_start or suffers(record) or dead_share(record) > DEAD_ACT:
+        return True
+    return not scale_free(record.facts)
+
+
+def _is_normalised(record: Record, layer: str) -> bool:
+    """Whether the layer right behind holds the gain of a normalisation."""
+    for report in record.reports:
+        paths = list(report.layers)
+        if layer in paths[:-1]:
+            behind = paths[paths.index(layer) + 1]
+            return readings(record, behind)[report.step].kind == "gain"
+    return False

@@ -1,0 +1,61 @@
+"""Rules about values that are not finite."""
+
+import math
+from collections.abc import Iterator
+
+from adiv_monitor.audit.finding import Advice, Evidence, Finding
+from adiv_monitor.audit.record import Record
+
+DATA = "data"  # where `Record.first_non_finite` puts what came with a batch
+
+
+def non_finite_from_the_start(record: Record) -> Iterator[Finding]:
+    """In the data, or before the first step has changed anything: weights, or the loss itself."""
+    if _seen(record) and _not_by_training(record):
+        yield _finding(record)
+
+
+def became_non_finite(record: Record) -> Iterator[Finding]:
+    """After training for a while: what else was found is likely the cause."""
+    if _seen(record) and not _not_by_training(record):
+        yield _finding(record)
+
+
+def _seen(record: Record) -> bool:
+    return record.first_non_finite is not None or not all(map(math.isfinite, record.losses))
+
+
+def _not_by_training(record: Record) -> bool:
+    return len(record.losses) <= 1 or record.first_non_finite == DATA
+
+
+def _finding(record: Record) -> Finding:
+    where = record.first_non_finite or "loss"
+    bad = [step for step, loss in enumerate(record.losses) if not math.isfinite(loss)]
+    step = bad[0] if bad else None
+    from_the_start = len(record.losses) <= 1
+    advice: tuple[Advice, ...]
+    if _not_by_training(record):
+        advice = (
+            Advice("look at the data for NaN and infinite entries, and in the first place named "
+                   "for log(0), x/0, sqrt(0)"),
+        )  # fmt: skip
+    else:
+        advice = (
+            Advice("lower the learning rate", "rate*0.1"),
+            Advice("clip the gradient's norm", "clip"),
+            Advice("in the place named, look for log(0), x/0, sqrt(0), and half precision"),
+        )
+    when = (
+        "before the first step" if from_the_start else f"after {step or len(record.losses)} steps"
+    )
+    return Finding(
+        "non-finite",
+        (),
+        "act",
+        (Evidence("loss", record.losses[bad[0]] if bad else math.nan, step=step),),
+        advice,
+        f"Values stop being finite {when}; first in: {where}.",
+        "Replacing NaN by 0 (nan_to_num) hides where they come from.",
+        step,
+    )

@@ -1,0 +1,211 @@
+"""Rules about what happens to the gradient on its way to the weights."""
+
+import math
+from collections.abc import Iterator
+from statistics import fmean, median
+
+from adiv_monitor.audit.diagnosis.rates import suffers
+from adiv_monitor.audit.diagnosis.seen import Typical, at_first, by_layer, scale_free, worst_first
+from adiv_monitor.audit.finding import Advice, Evidence, Finding
+from adiv_monitor.audit.record import Record
+
+# A share of the last direction that lasts for 40 steps; 0.9 lasts for 10.
+LONG_MOMENTUM = 0.975
+# parameter_cosine late in the run; healthy runs with momentum or Adam read 0.25 to 0.5.
+STALE = 0.2
+# Decay's pull over the gradient's.
+DECAY_WATCH, DECAY_ACT = 0.3, 1.0
+# ‖parameters‖ at the end over that at the beginning.
+SHRUNK = 0.5  # healthy ones grow: 1.1 to 2.9
+# cos(step as applied, optimizer's step). Where nothing changes weights after the step it is 1.
+PROJECTED = 0.98
+# cos(first step, −gradient): with nothing to remember, healthy runs read 0.47 and above.
+FIRST_STEP = 0.2
+# Share of steps that are clipped; above half of them a lower rate is the better remedy (Google's
+# deep learning tuning playbook).
+CLIPPED = 0.5
+CLIPPED_FAR = 10.0
+
+
+_WRONG_SIGN = Advice("look for maximize=True, or a loss with the wrong sign")
+
+
+def optimizer_turns(record: Record) -> Iterator[Finding]:
+    """Steps that go uphill, or keep to where the gradient pointed many steps ago."""
+    cosines = by_layer(record, "parameter_cosine")
+    turned = {p: -t.value for p, t in cosines.items() if t.below(0)}
+    descents = [r.descent for r in record.reports[1:] if r.descent is not None]
+    uphill = fmean(d < 0 for d in descents) if len(descents) >= 3 else 0.0
+    against = uphill > 0.5 or len(turned) > len(cosines) / 2
+    late = _late_cosine(record)
+    stale = _momentum(record) > LONG_MOMENTUM and (suffers(record) or late < STALE)
+    if not against and not stale:
+        return
+    layers = worst_first(turned)
+    yield Finding(
+        "optimizer-turns",
+        layers,
+        "act" if suffers(record) else "watch",
+        (
+            *((Evidence("share of steps uphill", uphill, 0.5),) if against else ()),
+            *((Evidence("momentum", _momentum(record), LONG_MOMENTUM),) if stale else ()),
+            Evidence("parameter_cosine, second half of the run", late, STALE),
+            *(Evidence("parameter_cosine", cosines[p].value, 0, p) for p in layers[:3]),
+        ),
+        (
+            *(
+                (Advice("look for maximize=True, or a loss with the wrong sign"),)
+                if against
+                else ()
+            ),
+            Advice("less momentum (smaller β₁)", "less-momentum"),
+            Advice("plain gradient descent", "plain-sgd"),
+        ),
+        f"{uphill:.0%} of the measured steps go uphill, as their own batch's gradient sees it."
+        if against
+        else f"Momentum of {_momentum(record):g} keeps each gradient for "
+        f"{1 / (1 - _momentum(record)):.0f} steps: it goes on when the loss has turned.",
+        "Adam's steps have a low cosine with the gradient in healthy runs too; it tells only where "
+        "it is near zero.",
+    )
+
+
+def _momentum(record: Record) -> float:
+    """What share of the last step's direction the next one keeps; 0 where that isn't known."""
+    settings = record.facts.settings
+    betas = settings.get("betas")
+    found = betas[0] if isinstance(betas, list | tuple) and betas else settings.get("momentum", 0)
+    return float(found) if isinstance(found, int | float) and found < 1 else 0.0
+
+
+def _late_cosine(record: Record) -> float:
+    """The median `parameter_cosine` of all layers over the second half of the measured steps."""
+    readings = [r for report in record.reports for r in report.layers.values()]
+    late = readings[len(readings) // 2 :]
+    known = [r.parameter_cosine for r in late if r.parameter_cosine is not None]
+    return median([c for c in known if not math.isnan(c)] or [1.0])
+
+
+def decay_fights(record: Record) -> Iterator[Finding]:
+    """Weight decay, the optimizer's or in the loss, that pulls harder than the gradient."""
+    if not record.parameter_norms or record.parameter_norms[0] == 0:
+        return
+    setting = record.facts.settings.get("weight_decay")
+    decay = float(setting) if isinstance(setting, int | float) else 0.0
+    pull = first_pull(record, decay)
+    shrunk = record.parameter_norms[-1] / record.parameter_norms[0]
+    if decay == 0 and any(
+        t.below(PROJECTED) for t in by_layer(record, "projection_cosine").values()
+    ):
+        return  # other code makes the weights smaller
+    if not (pull > DECAY_WATCH or shrunk < SHRUNK):
+        return
+    yield Finding(
+        "decay-fights",
+        (),
+        "act" if shrunk < SHRUNK or (pull > DECAY_ACT and suffers(record)) else "watch",
+        (
+            *((Evidence("pull of the decay over the gradient's", pull, DECAY_WATCH, step=0),)
+              if decay else ()),
+            Evidence("parameters' norm, last over first", shrunk, SHRUNK),
+        ),
+        (
+            Advice("no weight decay", "no-decay"),
+            Advice("a tenth of the weight decay", "less-decay"),
+        )
+        if decay
+        else (Advice("a tenth of the penalty on the weights, or none"),),
+        (f"Weight decay ({decay:g}) pulls {pull:.2g} times as hard as the gradient at first; the "
+         if decay else "Something in the loss pulls all weights towards zero: the ")
+        + f"parameters' norm ends at {shrunk:.2g} times what it was.",
+        "A lower learning rate lowers both and leaves their ratio.",
+    )  # fmt: skip
+
+
+def first_pull(record: Record, decay: float) -> float:
+    """‖decay · θ‖ over what it is added to at the first step: the gradient, or Adam's unit steps.
+
+    Later ones say less: where decay wins, weights shrink until it and the gradient balance.
+    """
+    size = record.gradient_norms[0] if record.gradient_norms else math.nan
+    if _decoupled(record):
+        size = math.sqrt(record.facts.trainable)
+    return decay * record.parameter_norms[0] / size if size > 0 else math.nan
+
+
+def _decoupled(record: Record) -> bool:
+    decoupled = record.facts.settings.get("decoupled_weight_decay")
+    return bool(decoupled) or record.facts.optimizer in ("AdamW", "Lion", "Adafactor", "Muon")
+
+
+def projection_fights(record: Record) -> Iterator[Finding]:
+    """Code that changes the weights behind the optimizer's back, after its step or within."""
+    kept = by_layer(record, "projection_cosine")
+    undone = {p: -t.value for p, t in kept.items() if t.below(PROJECTED)}
+    first = _first_cosines(record)
+    within = {p: -t.value for p, t in first.items() if t.below(FIRST_STEP) and t.above(-FIRST_STEP)}
+    hidden = len(within) > len(kept) / 2
+    if not undone and not hidden:
+        return
+    applied = by_layer(record, "applied_cosine")
+    layers = worst_first(undone or within)
+    uphill = any(p in applied and applied[p].below(0) for p in layers)
+    said = f"after the step turns it: cosine {kept[layers[0]].value:.2f} with the optimizer's"
+    if not undone:
+        said = (
+            "within the step turns it: the first one, which has no past to go by, has a cosine of "
+            f"{-within[layers[0]]:.2f} with its gradient"
+        )
+    worst = layers[:3]
+    yield Finding(
+        "projection-fights",
+        layers,
+        "act" if uphill or suffers(record) else "watch",
+        (
+            *(Evidence("projection_cosine", kept[p].value, PROJECTED, p) for p in worst if undone),
+            *(Evidence("parameter_cosine", -within[p], FIRST_STEP, p, 0)
+              for p in worst if p in within),
+            *(Evidence("applied_cosine", applied[p].value, 0, p) for p in worst if p in applied),
+        ),
+        (
+            Advice("train without what changes the weights after the step", "no-projection"),
+            Advice("project the gradient onto the constraint before the step"),
+        ),
+        f"What changes the weights of {layers[0]} {said}.",
+        "A higher learning rate: the projection grows with the step.",
+    )  # fmt: skip
+
+
+def _first_cosines(record: Record) -> dict[str, Typical]:
+    """`parameter_cosine` of the first step: 1 for gradient descent, Adam's is ‖g‖₁/(√n·‖g‖₂)."""
+    first = at_first(record, "parameter_cosine")
+    return first[0] if first and record.reports[0].step == 0 else {}
+
+
+def clipping_always(record: Record) -> Iterator[Finding]:
+    """Clipping as the rule, not the exception: the gradient's length no longer counts."""
+    limit = record.facts.clip_norm
+    if limit is None or not record.gradient_norms:
+        return
+    share = fmean(norm > limit for norm in record.gradient_norms)
+    far = median(record.gradient_norms) / limit
+    if not share > CLIPPED:
+        return
+    costs = far > CLIPPED_FAR and not scale_free(record.facts)
+    yield Finding(
+        "clipping-always",
+        (),
+        "act" if costs and suffers(record) else "watch",
+        (
+            Evidence("share of steps clipped", share, CLIPPED),
+            Evidence("gradient norm over its limit", far, CLIPPED_FAR),
+        ),
+        (
+            Advice("no clipping", "no-clip"),
+            Advice("clip at the 90th percentile of the gradient's norms"),
+            Advice("learning rate × 0.3, and clip less", "rate*0.3"),
+        ),
+        f"{share:.0%} of the steps are clipped; typically the gradient is {far:.2g} times as long "
+        "as allowed.",
+        "With Adam a constant factor on the gradient changes nothing.",
+    )

@@ -1,0 +1,236 @@
+"""Rules about the learning rate: too high, too low, or unlike between layers."""
+
+import math
+from collections.abc import Iterator
+from statistics import median
+
+from adiv_monitor.audit.diagnosis.course import end, fell, start
+from adiv_monitor.audit.diagnosis.seen import Typical, at_first, by_layer, worst_first
+from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength, Trial
+from adiv_monitor.audit.record import Record
+
+# How far the loss falls at the rate as it is, over how far it falls at a better one.
+SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
+SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH = 0.5, 0.8
+# ‖Δz‖ / ‖z‖ of the first step, in the median layer: activations that move by as much as they are
+# long are not those that the gradient was taken at. Healthy runs read 0.02 to 0.7 (RMSprop 4).
+MOVES_TOO_FAR = 1.0
+# ‖Δz‖ / ‖z‖ of a step, typically, of the layer that moves most. Healthy runs read 0.01 to 0.5.
+HARDLY_MOVES = 3e-3
+# update_ratio of a layer over the median layer's, at the first step. Healthy nets read 1/25 to 24.
+OVERDRIVEN, STARVED = 30.0, 50.0
+UNEVEN_ACT = 100.0  # either way, and lasting
+
+
+def rate_too_high(record: Record) -> Iterator[Finding]:
+    """The steps are longer than the loss is straight."""
+    if record.rates:
+        yield from _too_high_by_trial(record)
+    else:
+        yield from _too_high_by_measures(record)
+
+
+def rate_too_low(record: Record) -> Iterator[Finding]:
+    """The steps are so short that nothing is learnt."""
+    if record.rates:
+        yield from _too_low_by_trial(record)
+    else:
+        yield from _too_low_by_measures(record)
+
+
+def suffers(record: Record) -> bool:
+    """Whether the loss goes badly: it does not fall, or falls far further at another rate.
+
+    What other rules want to see before they say "act".
+    """
+    by_rates = (*_too_high_by_trial(record), *_too_low_by_trial(record))
+    return not fell(record) or any(finding.strength == "act" for finding in by_rates)
+
+
+def share_of_fall(record: Record, trial: Trial) -> float:
+    """How far the loss falls at the rate as it is, over how far it falls in the trial."""
+    if not math.isfinite(trial.loss_without):
+        return -math.inf
+    best = start(record) - trial.loss
+    return (start(record) - trial.loss_without) / best if best > 0 else 1.0
+
+
+def _better(record: Record, factors: list[float]) -> tuple[float, Trial] | None:
+    """The best of these rates, if it is better by more than two standard errors."""
+    trials = [(f, record.rates[f]) for f in factors if math.isfinite(record.rates[f].loss)]
+    if not trials:
+        return None
+    factor, trial = min(trials, key=lambda pair: pair[1].loss)
+    return (factor, trial) if not trial.gain <= 2 * trial.error else None
+
+
+def _too_high_by_trial(record: Record) -> Iterator[Finding]:
+    better = _better(record, [factor for factor in record.rates if factor < 1])
+    if better is None:
+        return
+    factor, trial = better
+    share = share_of_fall(record, trial)
+    if share < SHARE_OF_FALL_WATCH:
+        yield _too_high(
+            "act" if share < SHARE_OF_FALL_ACT else "watch",
+            (
+                Evidence("loss", trial.loss_without),
+                Evidence(f"loss at rate × {factor:g}", trial.loss),
+                Evidence("share of the fall", share, SHARE_OF_FALL_WATCH),
+            ),
+            f"At {factor:g} times the learning rate the loss is {trial.loss:.3g} instead of "
+            f"{trial.loss_without:.3g} after {trial.steps} steps.",
+            factor,
+        )
+
+
+def _too_high_by_measures(record: Record) -> Iterator[Finding]:
+    """The batch's own loss rises in its step, or the first one moves activations too far."""
+    predicted = {r.step: r.descent for r in record.reports if r.descent is not None}
+    steps = [s for s in record.realised if predicted.get(s, 0) > 0]
+    risen = sum(not record.realised[s] <= 0 for s in steps)
+    often = len(steps) >= 3 and risen > len(steps) / 2
+    first = at_first(record, "update_ratio")
+    moves = median([t.value for t in first[0].values()] or [0.0]) if first else 0.0
+    far = moves > MOVES_TOO_FAR and end(record) > start(record) / 2
+    if not (often or far):
+        return
+    share = risen / len(steps) if steps else math.nan
+    yield _too_high(
+        "act" if not fell(record) else "watch",
+        (
+            *((Evidence("steps that raise their batch's loss", share, 0.5),) if often else ()),
+            *((Evidence("update_ratio, median layer", moves, MOVES_TOO_FAR, step=0),)
+              if far else ()),
+        ),
+        f"{risen} of {len(steps)} measured steps raised the loss of the batch that they were made "
+        "for." if often else f"The first step moved activations by {moves:.1f} times their length.",
+        0.1,
+    )  # fmt: skip
+
+
+def _too_high(
+    strength: Strength,
+    evidence: tuple[Evidence, ...],
+    summary: str,
+    factor: float,
+) -> Finding:
+    factors = [factor] + [f for f in (0.1, 0.3) if f != factor]
+    return Finding(
+        "rate-too-high",
+        (),
+        strength,
+        evidence,
+        (
+            *(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
+            Advice("warm the learning rate up over the first steps", "warm-up"),
+        ),
+        summary,
+        "More steps at this rate.",
+    )
+
+
+def _too_low_by_trial(record: Record) -> Iterator[Finding]:
+    better = _better(record, [factor for factor in record.rates if factor > 1])
+    if better is None:
+        return
+    factor, trial = better
+    share = share_of_fall(record, trial)
+    if share < SHARE_OF_FALL_TOO_LOW_WATCH:
+        yield _too_low(
+            "act" if share < SHARE_OF_FALL_TOO_LOW_ACT else "watch",
+            (
+                Evidence("loss", trial.loss_without),
+                Evidence(f"loss at rate × {factor:g}", trial.loss),
+                Evidence("share of the fall", share, SHARE_OF_FALL_TOO_LOW_WATCH),
+            ),
+            f"At {factor:g} times the learning rate the loss is {trial.loss:.3g} instead of "
+            f"{trial.loss_without:.3g} after {trial.steps} steps.",
+            factor,
+        )
+
+
+def _too_low_by_measures(record: Record) -> Iterator[Finding]:
+    moves = by_layer(record, "update_ratio")
+    if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
+        largest = max(moves, key=lambda path: moves[path].value)
+        yield _too_low(
+            "watch" if fell(record) else "act",
+            (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
+            f"No layer's activations move by more than {moves[largest].value:.1g} of themselves in "
+            "a step.",
+            10,
+        )
+
+
+def _too_low(
+    strength: Strength, evidence: tuple[Evidence, ...], summary: str, factor: float
+) -> Finding:
+    factors = [factor] + [f for f in (10, 3) if f != factor]
+    return Finding(
+        "rate-too-low",
+        (),
+        strength,
+        evidence,
+        tuple(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
+        summary,
+        "More layers or units: what there is has not learnt yet.",
+    )
+
+
+def uneven_rates(record: Record) -> Iterator[Finding]:
+    """Layers whose activations move far less, or far more, than those of the others.
+
+    Judged at the first measured step, where training has broken nothing yet. A layer whose output
+    begins near zero moves far there and is well: it must still do so at the next, or the loss go
+    badly, to be more than a note.
+    """
+    steps = [_off_the_middle(ratios) for ratios in at_first(record, "update_ratio")]
+    off = steps[0] if steps else {}
+    lasting = {path: by for path, by in off.items() if all(path in later for later in steps)}
+    if not off:
+        return
+    strength: Strength = "watch" if lasting else "note"
+    if suffers(record) or max(lasting.values(), default=0.0) > UNEVEN_ACT:
+        strength = "act"
+    layers = worst_first(off)
+    ratios = at_first(record, "update_ratio")[0]
+    middle = median(t.value for t in ratios.values())
+    rates = at_first(record, "effective_lr")[0]
+    starved = all(ratios[p].value < middle for p in layers)
+    yield Finding(
+        "uneven-rates",
+        layers,
+        strength,
+        (
+            *(Evidence("update_ratio", ratios[p].value, _limit(ratios[p], middle), p)
+              for p in layers[:3]),
+            *(Evidence("effective_lr", rates[p].value, None, p) for p in layers[:3] if p in rates),
+        ),
+        (
+            Advice("give these layers learning rates of their own", "rate-per-layer"),
+            Advice("an optimizer that scales each parameter's step", "adamw"),
+        ),
+        f"In one step the activations of {', '.join(layers[:3])} "
+        f"{'hardly move' if starved else 'move unlike the others'}: by a factor of "
+        f"{off[layers[0]]:.0f} off the median layer's.",
+        "One other learning rate for all cannot be right for both kinds.",
+        record.reports[0].step,
+    )  # fmt: skip
+
+
+def _off_the_middle(ratios: dict[str, Typical]) -> dict[str, float]:
+    """Layers whose activations move unlike the median layer's: the factor, either way."""
+    ratios = {path: ratio for path, ratio in ratios.items() if ratio.value > 0}
+    if len(ratios) < 3:
+        return {}
+    middle = median(ratio.value for ratio in ratios.values())
+    return {
+        path: max(ratio.value / middle, middle / ratio.value)
+        for path, ratio in ratios.items()
+        if ratio.above(middle * OVERDRIVEN) or ratio.below(middle / STARVED)
+    }
+
+
+def _limit(ratio: Typical, middle: float) -> float:
+    return middle / STARVED if ratio.value < middle else middle * OVERDRIVEN

@@ -1,0 +1,110 @@
+"""What rules look at: typical readings over the run's measured steps, with their errors."""
+
+import math
+from collections.abc import Mapping
+from statistics import median
+from typing import NamedTuple
+
+from adiv_monitor.audit.record import Facts, Record
+from adiv_monitor.report import LayerReading, StepReport
+
+# Kinds of layers that hold no map from features to features: gains and offsets of normalisations,
+# and look-up tables. Their scales and steps are not comparable with those of the maps.
+NO_MAPS = ("gain", "offset", "embedding")
+
+# Optimizers that divide each step by the size of past gradients, or take its sign, so that a
+# constant factor on the gradient changes nothing.
+SCALE_FREE = frozenset(
+    ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adagrad", "Adadelta", "RMSprop")
+).union(("Rprop", "Adafactor", "Lion", "Muon", "AdamW8bit", "Adam8bit", "LAMB", "Lamb", "Adan"))
+
+
+class Typical(NamedTuple):
+    """A measure as it typically was: the median over steps, with the median standard error.
+
+    A value within two standard errors of a limit is on neither side of it.
+    """
+
+    value: float
+    error: float
+    since: int | None = None
+
+    def above(self, limit: float) -> bool:
+        """Whether it is larger than the limit by more than two standard errors."""
+        return self.value - 2 * self.error > limit
+
+    def below(self, limit: float) -> bool:
+        """Whether it is smaller than the limit by more than two standard errors."""
+        return self.value + 2 * self.error < limit
+
+
+def scale_free(facts: Facts) -> bool:
+    """Whether the optimizer's step is the same whatever constant multiplies the gradient."""
+    return facts.optimizer in SCALE_FREE
+
+
+def maps(record: Record) -> tuple[str, ...]:
+    """Paths of the measured layers that map features to features, in the order of the model."""
+    kinds = {p: r.kind for report in record.reports for p, r in report.layers.items()}
+    return tuple(path for path, kind in kinds.items() if kind not in NO_MAPS)
+
+
+def readings(record: Record, layer: str) -> dict[int, LayerReading]:
+    """The layer's readings by step."""
+    return {r.step: r.layers[layer] for r in record.reports if layer in r.layers}
+
+
+def typical(record: Record, layer: str, measure: str) -> Typical | None:
+    """A layer's measure, as it typically was; None where it was never taken or has no value."""
+    found = {}
+    for step, reading in readings(record, layer).items():
+        value = getattr(reading, measure)
+        if value is not None and math.isfinite(value):
+            found[step] = (value, reading.standard_error.get(measure, 0.0))
+    if not found:
+        return None
+    values, errors = zip(*found.values(), strict=True)
+    return Typical(median(values), median(errors), min(found))
+
+
+def at_first(record: Record, measure: str) -> list[dict[str, Typical]]:
+    """A measure of all maps at the first measured steps, two at most: hardly trained yet."""
+    found = []
+    for report in record.reports[:2]:
+        values = {}
+        for path in (p for p in maps(record) if p in report.layers):
+            value = getattr(report.layers[path], measure)
+            if value is not None and math.isfinite(value):
+                error = report.layers[path].standard_error.get(measure, 0.0)
+                values[path] = Typical(value, error, report.step)
+        found.append(values)
+    return found
+
+
+def by_layer(record: Record, measure: str) -> dict[str, Typical]:
+    """A measure of all maps, as it typically was, in the order of the model."""
+    found = {path: typical(record, path, measure) for path in maps(record)}
+    return {path: value for path, value in found.items() if value is not None}
+
+
+def gradients(record: Record, report: StepReport) -> dict[str, float]:
+    """‖∂L/∂z‖ over all rows of each map at one step, in the order of the model.
+
+    From ⟨d, G⟩ = `descent` and ⟨d, G⟩ / ‖G‖² = `effective_lr`; a layer without active rows has 0.
+    """
+    norms = {p: _gradient(report.layers[p]) for p in maps(record) if p in report.layers}
+    return {path: norm for path, norm in norms.items() if norm is not None}
+
+
+def _gradient(reading: LayerReading) -> float | None:
+    if reading.idle_share == 1:
+        return 0.0
+    descent, rate = reading.descent, reading.effective_lr
+    if descent is None or rate is None or not descent * rate > 0:
+        return None
+    return math.sqrt(descent / rate) if math.isfinite(descent / rate) else None
+
+
+def worst_first(values: Mapping[str, float]) -> tuple[str, ...]:
+    """The layers by value, largest first."""
+    return tuple(sorted(values, key=lambda path: -values[path]))

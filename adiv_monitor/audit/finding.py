@@ -1,0 +1,143 @@
+"""What the audit says: findings with their evidence, advice, and what trying the advice gave."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Strength = Literal["act", "watch", "note"]
+STRENGTHS: tuple[Strength, ...] = ("act", "watch", "note")  # strongest first
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One number that speaks for a finding.
+
+    Attributes:
+        measure: its name: a measure of the monitor, or what else was recorded ("loss", …).
+        value: what was read.
+        limit: the threshold that it was held against; None where there is none.
+        layer: the layer, or module, that it was read at; None: the whole model.
+        step: the step that it was read at; None: over the whole run.
+    """
+
+    measure: str
+    value: float
+    limit: float | None = None
+    layer: str | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a mend did to the loss in a short run from the same weights on the same batches.
+
+    Attributes:
+        mend: the mend's name.
+        steps: steps of each run.
+        loss: the mean loss of the last quarter of the steps, with the mend; infinite where it
+            diverged: it stopped being finite, or ended a thousand times above where it began.
+        loss_without: the same as the model is.
+        loss_by_rate: the same with only the best of the learning rates that were tried; None where
+            none was. What a rate would mend is no merit of another mend.
+        error: standard error of `loss_without - loss`, over the same steps; NaN where one of the
+            runs diverged.
+        rate: factor on the learning rate that the mend was the best with, of those it was tried
+            with; 1: as it is.
+        runs: with how many learning rates it was tried.
+    """
+
+    mend: str
+    steps: int
+    loss: float
+    loss_without: float
+    loss_by_rate: float | None
+    error: float
+    rate: float = 1.0
+    runs: int = 1
+
+    @property
+    def gain(self) -> float:
+        """How much lower the loss is with the mend."""
+        if math.isinf(self.loss):
+            return -math.inf
+        return self.loss_without - self.loss
+
+    @property
+    def pays(self) -> bool:
+        """Whether the loss is lower by more than two standard errors and by 2 % of itself."""
+        if not math.isfinite(self.loss_without):
+            return math.isfinite(self.loss)
+        return self.gain > max(2 * self.error, 0.02 * abs(self.loss_without))
+
+    @property
+    def beats_rate(self) -> bool:
+        """Whether the loss is also lower, by 2 %, than with another learning rate alone."""
+        if self.loss_by_rate is None or not math.isfinite(self.loss_by_rate):
+            return math.isfinite(self.loss)
+        return self.loss_by_rate - self.loss > 0.02 * abs(self.loss_by_rate)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What would mend it.
+
+    Attributes:
+        text: what to do, in plain words.
+        mend: name of the mend that a short run can try (see `trials.mends`); None: none can.
+        trial: what that gave; None: not tried.
+        untried: why the mend was not tried; "" if it was, or if there is none.
+    """
+
+    text: str
+    mend: str | None = None
+    trial: Trial | None = None
+    untried: str = ""
+
+    def __str__(self) -> str:
+        if self.trial is None:
+            return f"{self.text} (not tried{f': {self.untried}' if self.untried else ''})"
+        rate = "" if self.trial.rate == 1 else f", learning rate × {self.trial.rate:g}"
+        after = f"loss after {self.trial.steps} steps {self.trial.loss:.3g}"
+        return f"{self.text}{rate}: {after} instead of {self.trial.loss_without:.3g}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong with a training run, or worth knowing.
+
+    Attributes:
+        name: stable, e.g. "input-scale"; each has its page in the docs.
+        layers: the layers that it is about, worst first; empty: the whole model.
+        strength: "act": it costs training, mend it; "watch": it may; "note": good to know.
+        evidence: the numbers that say so.
+        advice: what would mend it, the best first.
+        summary: one sentence in plain words.
+        not_advised: what looks like a mend and is none, in one sentence; "" if nothing.
+        since: the first measured step at which it showed.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    strength: Strength
+    evidence: tuple[Evidence, ...]
+    advice: tuple[Advice, ...]
+    summary: str = ""
+    not_advised: str = ""
+    since: int | None = None
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> "Finding":
+        """The finding that `dataclasses.asdict` made a record of."""
+        advice = [
+            Advice(**{**a, "trial": None if a["trial"] is None else Trial(**a["trial"])})
+            for a in record["advice"]
+        ]
+        return Finding(
+            **{
+                **record,
+                "layers": tuple(record["layers"]),
+                "evidence": tuple(Evidence(**e) for e in record["evidence"]),
+                "advice": tuple(advice),
+            }
+        )

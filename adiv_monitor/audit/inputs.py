@@ -1,0 +1,164 @@
+"""The floating-point inputs of a model, summed up batch by batch while it is trained."""
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.batches import tensors
+from adiv_monitor.audit.record import InputStatistics
+
+# Arguments that models are given beside their inputs.
+_NO_INPUTS = ("label", "target", "mask")
+
+
+def names_by_place(module: nn.Module, count: int) -> list[str]:
+    """Names of the first so many arguments of a forward pass; numbers where they have none."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [*own, *map(str, range(len(own), count))][:count]
+
+
+def is_input(name: str) -> bool:
+    """Whether an argument of this name is an input, not a label, a target or a mask."""
+    return not any(word in name.lower() for word in _NO_INPUTS)
+
+
+class Inputs:
+    """Watches what reaches a model's forward pass.
+
+    Attributes:
+        watching: whether what is called now counts.
+        ran: whether the model was called at all.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._sums: dict[str, _Sums] = {}
+        self.watching = False
+        self.ran = False
+        self._handle = model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Take the hook off the model."""
+        self._handle.remove()
+
+    def statistics(self) -> dict[str, InputStatistics]:
+        """Of each floating-point input, by the argument's name or number."""
+        return {name: sums.statistics() for name, sums in self._sums.items()}
+
+    @torch.no_grad()
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.watching:
+            return
+        self.ran = True
+        given = {**dict(zip(names_by_place(module, len(args)), args, strict=True)), **kwargs}
+        for name, value in given.items():
+            if not is_input(name):
+                continue
+            found = [x for x in tensors(value) if x.is_floating_point() and x.ndim and x.numel()]
+            for number, x in enumerate(found):
+                key = name if len(found) == 1 else f"{name}.{number}"
+                self._sums.setdefault(key, _Sums()).add(x.detach())
+
+
+class _Sums:
+    """Moments of an input, in double precision, of each feature, and of samples' squared lengths.
+
+    Parts are joined by the formulas of Chan, Golub and LeVeque (1979): no difference of large sums.
+    """
+
+    def __init__(self) -> None:
+        self._features: _Moments | None = None
+        self._lengths: _Moments | None = None
+        self._minimum, self._maximum = math.inf, -math.inf
+
+    def add(self, x: Tensor) -> None:
+        """One batch (N, …): (N, C, H, W) has features per channel, others in the last dimension."""
+        x = (x.to_dense() if x.is_sparse else x).cpu().double()
+        if x.ndim == 1:
+            rows = x[:, None]
+        elif x.ndim >= 4:
+            rows = x.movedim(1, -1).flatten(0, -2)
+        else:
+            rows = x.flatten(0, -2)
+        lengths = x.reshape(len(x), -1).square().sum(1)[:, None]
+        self._minimum, self._maximum = _outer(self._minimum, self._maximum, x)
+        self._features = _joined(self._features, _Moments.of(rows))
+        self._lengths = _joined(self._lengths, _Moments.of(lengths))
+
+    def statistics(self) -> InputStatistics:
+        """What was added up."""
+        assert self._features is not None and self._lengths is not None
+        whole, lengths = self._features.merged(), self._lengths.merged()
+        means, stds = self._features.mean, self._features.std()
+        return InputStatistics(
+            mean=float(whole.mean),
+            std=float(whole.std()),
+            minimum=self._minimum,
+            maximum=self._maximum,
+            feature_mean_spread=float(means.std(correction=0)),
+            feature_std_ratio=_spread(stds),
+            length_cv=_ratio(float(lengths.std()), float(lengths.mean)),
+            features=len(means),
+        )
+
+
+class _Moments:
+    """Of each feature: how many entries, their mean, and the sum of their squared deviations."""
+
+    def __init__(self, count: int, mean: Tensor, squares: Tensor) -> None:
+        self.count = count
+        self.mean = mean
+        self.squares = squares
+
+    @staticmethod
+    def of(rows: Tensor) -> "_Moments":
+        """Of rows (entries, features)."""
+        mean = rows.mean(0)
+        return _Moments(len(rows), mean, (rows - mean).square().sum(0))
+
+    def merged(self) -> "_Moments":
+        """All features taken for one."""
+        mean = self.mean.mean(0, keepdim=True)
+        between = self.count * (self.mean - mean).square().sum(0, keepdim=True)
+        return _Moments(
+            self.count * len(self.mean), mean, self.squares.sum(0, keepdim=True) + between
+        )
+
+    def std(self) -> Tensor:
+        """Standard deviation of each feature, over all its entries."""
+        return (self.squares / self.count).sqrt()
+
+
+def _joined(first: _Moments | None, second: _Moments) -> _Moments:
+    """Of both; where they differ in features, as in batches of other widths, of all as one."""
+    if first is None:
+        return second
+    if len(first.mean) != len(second.mean):
+        first, second = first.merged(), second.merged()
+    count = first.count + second.count
+    moved = second.mean - first.mean
+    squares = first.squares + second.squares
+    squares = squares + moved.square() * (first.count * second.count / count)
+    return _Moments(count, first.mean + moved * (second.count / count), squares)
+
+
+def _outer(minimum: float, maximum: float, x: Tensor) -> tuple[float, float]:
+    least, most = (float(value) for value in torch.aminmax(x))
+    if math.isnan(least) or math.isnan(minimum):
+        return math.nan, math.nan
+    return min(minimum, least), max(maximum, most)
+
+
+def _spread(stds: Tensor) -> float:
+    """The largest over the median of those that vary at all; NaN where none does."""
+    varying = stds[stds != 0]
+    return float(varying.max() / varying.median()) if len(varying) else math.nan
+
+
+def _ratio(value: float, base: float) -> float:
+    if base == 0:
+        return math.inf if value > 0 else math.nan
+    return value / base

@@ -1,0 +1,223 @@
+"""How a plain gradient step would move the rows of one layer: as it is, or as it might be.
+
+A layer is linear in its parameters, z = Φ Θᵀ, whatever map and inputs it has. So one backward pass
+of the incoming gradients G gives the gradient γ = GᵀΦ, and one forward pass with γ in place of the
+parameters gives e = Φ γᵀ, how a step of learning rate 1 would move the rows (spec, section 1): both
+over all rows, and no map's formula is written again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from adiv_monitor.features.features import DenseFeatures
+from adiv_monitor.features.functions.conv import geometry_of, patchwise
+from adiv_monitor.features.functions.linear import affine
+from adiv_monitor.features.registry import Rule, find_rule, use_of
+from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.uses import Use
+from adiv_monitor.maths import measures
+from adiv_monitor.maths.estimates import PerLayer, Sample, Sum
+
+
+@dataclass(frozen=True)
+class Calls:
+    """All calls of a linear layer or convolution in one step.
+
+    Attributes:
+        inputs: what it was called with.
+        gradients: ∂L/∂z of what it gave.
+    """
+
+    inputs: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A plain gradient step of learning rate 1.
+
+    Attributes:
+        gradient_cosine: as the monitor's measure of that name.
+        effective_lr: as the monitor's measure of that name.
+        scale_mean: as the monitor's measure of that name.
+        scale_cv: as the monitor's measure of that name.
+    """
+
+    gradient_cosine: float
+    effective_lr: float
+    scale_mean: float
+    scale_cv: float
+
+
+class Centred(nn.Module):
+    """z = W(x − x̄) + b: the layer with the mean of its features taken out.
+
+    Args:
+        layer: a linear layer or a convolution.
+        mean: x̄, the mean patch of every group.
+    """
+
+    def __init__(self, layer: nn.Module, mean: Float[Tensor, "groups n_feat"]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.mean = mean
+
+    @property
+    def weight(self) -> Tensor:
+        """That of the layer."""
+        weight = self.layer.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the layer, less what the mean gives."""
+        groups, n_feat = self.mean.shape
+        blocks = self.weight.reshape(groups, -1, n_feat)
+        offset = torch.einsum("gnp,gp->gn", blocks, self.mean).flatten()
+        z: Tensor = self.layer(x) - offset.reshape(-1, *(1,) * (self.weight.dim() - 2))
+        return z
+
+
+def step_of(layer: nn.Module, calls: Calls) -> Step:
+    """The step that the layer would make, given these inputs and gradients.
+
+    Args:
+        layer: linear in its parameters; those that require no gradient are not stepped.
+        calls: of the layer.
+    """
+    moved = _moved(layer, calls)
+    inner = layer.layer if isinstance(layer, Centred) else layer
+    uses = [use_of_layer(inner, x) for x in calls.inputs]
+    G, e = (
+        torch.cat([use.layout(x).flatten(0, -2) for use, x in zip(uses, several, strict=True)])
+        for several in (calls.gradients, moved)
+    )
+    active = (G != 0).any(1)
+    scale = torch.cat([_scales(layer, *call) for call in zip(uses, *_pairs(calls), strict=True)])
+    return _measured(*(t.double() for t in (G[active], e[active], scale[active])))
+
+
+def use_of_layer(layer: nn.Module, x: Tensor) -> Use:
+    """The call of a layer as the monitor knows it."""
+    rule = find_rule(layer)
+    if isinstance(rule, Rule):
+        return use_of(rule, layer, (x,), {})
+    weight, bias = layer.weight, layer.bias
+    assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+    if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return patchwise(geometry_of(layer), x, weight, bias)
+    return affine(x, weight, bias)
+
+
+def mean_feature(layer: nn.Module, calls: Calls) -> Float[Tensor, "groups n_feat"]:
+    """x̄, the mean input of a linear layer, or the mean patch of every group of a convolution."""
+    groups = layer.groups if isinstance(layer, nn.modules.conv._ConvNd) else 1
+    total, count = calls.inputs[0].new_zeros(()), 0
+    for x, gradient in zip(*_pairs(calls), strict=True):
+        use = use_of_layer(layer, x)
+        rows, whole = _all_rows(use, gradient), use.whole()
+        if whole is not None and whole.weight_sum is not None:
+            total = total + whole.weight_sum.reshape(groups, -1)
+        else:
+            total = total + _dense(use, rows).sum(0)
+        count += rows.total
+    return total / count
+
+
+def _pairs(calls: Calls) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    return calls.inputs, calls.gradients
+
+
+def _moved(layer: nn.Module, calls: Calls) -> list[Tensor]:
+    """E of every call."""
+    named = dict(layer.named_parameters())
+    held = {name: p.detach().requires_grad_(p.requires_grad) for name, p in named.items()}
+    trained = {name: p for name, p in held.items() if p.requires_grad}
+    with torch.enable_grad():
+        outputs = [functional_call(layer, held, (x,)) for x in calls.inputs]
+    gamma = torch.autograd.grad(outputs, list(trained.values()), list(calls.gradients))
+    nothing = {name: torch.zeros_like(p) for name, p in held.items()}
+    step = {**nothing, **dict(zip(trained, gamma, strict=True))}
+    with torch.no_grad():
+        return [functional_call(layer, step, (x,)) for x in calls.inputs]
+
+
+def _scales(
+    layer: nn.Module, use: Use, x: Tensor, gradient: Tensor
+) -> Float[Tensor, "rows groups"]:
+    """‖φ_r‖² of the trained parameters' features."""
+    assert use.weight is not None
+    trained = {
+        "weight": use.weight.requires_grad,
+        "bias": use.bias is not None and use.bias.requires_grad,
+    }
+    if isinstance(layer, Centred) and trained["weight"]:
+        square = _centred_squares(layer, use, _all_rows(use, gradient), x)
+        return square + float(trained["bias"])
+    whole = use.whole()
+    if whole is None:
+        scale = use.features(_all_rows(use, gradient)).restrict(**trained).scale()
+        assert scale is not None
+        return scale
+    kept = whole.restrict(**trained)
+    square = torch.as_tensor(0.0 if kept.weight_square is None else kept.weight_square)
+    return (square + kept.bias_square).reshape(-1, 1)
+
+
+def _centred_squares(
+    layer: Centred, use: Use, rows: Rows, x: Tensor
+) -> Float[Tensor, "rows groups"]:
+    """‖x‖² − 2 x·x̄ + ‖x̄‖² of every row and group, in float64, since most of it cancels."""
+    mean = layer.mean.double()
+    whole = use_of_layer(layer.layer, x.double()).whole()
+    if whole is None or whole.weight_square is None:
+        return (_dense(use, rows).double() - mean).square().sum(-1)
+    kernel = mean.reshape(1, *layer.weight.shape[1:])
+    as_weights = {"weight": kernel, "bias": kernel.new_zeros(1)}
+    names = dict(layer.layer.named_parameters())
+    with torch.no_grad():
+        along = functional_call(
+            layer.layer, {name: as_weights[name] for name in names}, (x.double(),)
+        )
+    along = use.layout(along).reshape(-1)
+    square = whole.weight_square - 2 * along + mean.square().sum()
+    return square.clamp(min=0)[:, None]
+
+
+def _all_rows(use: Use, gradient: Tensor) -> Rows:
+    return Rows(tuple(use.layout(gradient).shape[:-1]), None, gradient.device)
+
+
+def _dense(use: Use, rows: Rows) -> Float[Tensor, "rows groups n_feat"]:
+    features = use.features(rows)
+    assert isinstance(features, DenseFeatures) and features.phi is not None
+    return features.phi
+
+
+def _measured(G: Tensor, e: Tensor, scale: Tensor) -> Step:
+    """Of the active rows."""
+    rows = len(G)
+    sample = Sample(np.array([float(rows)]), np.ones((1, rows), dtype=bool))
+
+    def summed(a: Tensor, b: Tensor) -> Sum:
+        return Sum(np.array([float((a * b).sum())]), np.zeros((1, rows)))
+
+    e_G, G_G = summed(e, G), summed(G, G)
+    count, total = _one(scale.numel()), _one(scale.sum())
+    spread = _one((scale - scale.mean()).square().sum())
+    return Step(
+        gradient_cosine=float(measures.gradient_cosine(e_G, summed(e, e), G_G, sample).value[0]),
+        effective_lr=float(measures.effective_lr(e_G, G_G, sample).value[0]),
+        scale_mean=float(scale.mean()),
+        scale_cv=float(measures.scale_cv(spread, total, count)[0]),
+    )
+
+
+def _one(value: Tensor | float) -> PerLayer:
+    return np.array([float(value)])

@@ -1,0 +1,70 @@
+"""Where the first value that is not finite arose."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from adiv_monitor.audit.again import Again
+from adiv_monitor.audit.batches import tensors
+from adiv_monitor.audit.setup import Fork
+
+
+def in_forward(fork: Fork, again: Again, step: int, batch: Any) -> str:
+    """The first of a forward pass whose loss is not finite; the weights are still as they were.
+
+    In the order of computation: the weights before it, the data, the outputs of modules, the loss.
+    """
+    when = f"after step {step - 1}" if step else "before training"
+    for name, parameter in fork.model.named_parameters():
+        if not _is_finite(parameter):
+            return f"parameter {name} {when}"
+    for name, buffer in fork.model.named_buffers():
+        if _is_broken(buffer):
+            return f"buffer {name} {when}"
+    if any(map(_is_broken, tensors(batch))):
+        return "data"
+    return _in_modules(fork.model, again, batch) or "loss"
+
+
+def in_backward(model: nn.Module) -> str:
+    """The first gradient, on the way back, of a model whose gradient's norm is not finite."""
+    for name, parameter in reversed(list(model.named_parameters())):
+        if parameter.grad is not None and not _is_finite(parameter.grad):
+            return f"gradient of {name}"
+    return "norm of the gradient"
+
+
+def _in_modules(model: nn.Module, again: Again, batch: Any) -> str | None:
+    """The module that first gives such a value, when the forward pass runs again."""
+    found: list[str] = []
+    infinite: list[str] = []
+
+    def look(path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            outputs = list(tensors(output))
+            if any(map(_is_broken, outputs)):
+                found.append(path or type(module).__name__)
+            elif not all(map(_is_finite, outputs)):
+                infinite.append(path or type(module).__name__)
+
+        return hook
+
+    handles = [m.register_forward_hook(look(path)) for path, m in model.named_modules()]
+    try:
+        again.loss(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    first = next(iter(found or infinite), None)
+    return None if first is None else f"output of {first}"
+
+
+def _is_broken(tensor: torch.Tensor) -> bool:
+    """Whether it holds NaN or +∞; -∞ is what masks are made of."""
+    return tensor.is_floating_point() and bool((tensor.isnan() | tensor.isposinf()).any())
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return bool(torch.isfinite(values).all())

@@ -1,0 +1,254 @@
+"""One fork, trained under a monitor: all that is seen of it."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.audit import non_finite
+from adiv_monitor.audit.again import Again
+from adiv_monitor.audit.batches import copied, size_of
+from adiv_monitor.audit.beginning import chance, double_softmax, weights
+from adiv_monitor.audit.given import Given
+from adiv_monitor.audit.inputs import Inputs
+from adiv_monitor.audit.record import Facts, Record
+from adiv_monitor.audit.setup import Fork, Setup, seeded
+from adiv_monitor.audit.train import Course, Watch, gradient_norm, held, train
+from adiv_monitor.audit.units import Units
+from adiv_monitor.audit.wiring import Gradients, input_matters
+from adiv_monitor.capture.eager import forced_eager
+from adiv_monitor.monitor import Monitor
+
+Progress = Callable[[str, int, int], None]
+# Batches that the trained model is looked at with: at least so many, and so many samples.
+BATCHES, SAMPLES, MOST_BATCHES = 8, 512, 32
+EXCHANGED = 2  # of these: batches whose inputs are exchanged between samples
+
+
+def observe(
+    setup: Setup,
+    *,
+    every_n_steps: int,
+    max_rows: int | None = DEFAULT_MAX_ROWS,
+    realised: bool = False,
+    attention: bool = False,
+    progress: Progress | None = None,
+) -> Record:
+    """Train one fork under a monitor, and look at what it has become.
+
+    Args:
+        setup: what is trained.
+        every_n_steps: each step whose number is a multiple of this is measured.
+        max_rows: as the monitor's.
+        realised: as the monitor's.
+        attention: as the monitor's.
+        progress: called after each step with ("training", steps done, steps).
+
+    Raises:
+        TypeError, ValueError: what the setup holds can't be trained; the message says why.
+    """
+    fork = setup.fork()
+    begin = weights(fork.model)
+    mattered = input_matters(fork, _spread(setup.batches)[:EXCHANGED])
+    trains = _trains_any(fork)
+    monitor = Monitor(
+        fork.model,
+        fork.optimizer if trains else None,
+        every_n_steps=every_n_steps,
+        max_rows=max_rows,
+        attainable=True,
+        attention=attention,
+        realised=realised,
+        keep=setup.steps,
+        seed=setup.seed,
+    )
+    watch = _Watching(
+        setup, fork, every_n_steps, progress, (lambda: None) if trains else monitor.end_step
+    )
+    monitor.attach()
+    try:
+        # What overflows, the record tells; in float64 the measures' squares may, too.
+        with np.errstate(over="ignore", invalid="ignore"):
+            course = train(fork, watch)
+    finally:
+        monitor.close()
+        watch.remove()
+    record = Record(
+        facts=_facts(setup, fork, every_n_steps, course),
+        losses=tuple(course.losses),
+        gradient_norms=tuple(course.gradient_norms),
+        reports=tuple(monitor.reports),
+        realised=watch.realised,
+        inputs=watch.inputs.statistics(),
+        wiring=watch.gradients.wiring(mattered),
+        first_non_finite=watch.first_non_finite,
+        parameter_norms=tuple(course.parameter_norms),
+        weights=begin,
+        notes=(*_notes(setup), *watch.notes()),
+        interrupted=course.interrupted,
+    )
+    return record if course.interrupted else _looked_at(record, setup, fork)
+
+
+def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
+    """With what forward passes of the trained fork say, and one that knows nothing."""
+    try:
+        record = replace(record, chance=chance(setup), double_softmax=double_softmax(setup))
+        if not all(bool(p.isfinite().all()) for p in fork.model.parameters()):
+            note = "Activation functions were not looked at: the weights are not finite at the end."
+            return replace(record, notes=(*record.notes, note))
+        batches = _spread(setup.batches)
+        units = _units(fork, batches)
+        matters = [record.wiring.input_matters, input_matters(fork, batches[:EXCHANGED])]
+    except KeyboardInterrupt:
+        return replace(record, interrupted=True)
+    # A model that died in training looked at its inputs once: that is another illness.
+    most = max((x for x in matters if not math.isnan(x)), default=math.nan)
+    return replace(record, units=units, wiring=replace(record.wiring, input_matters=most))
+
+
+def _units(fork: Fork, batches: Sequence[Any]) -> Any:
+    units = Units(fork.model)
+    with seeded(fork.seed), forced_eager(), torch.no_grad():
+        for batch in batches:
+            with units.watching():
+                fork.loss(fork.model, copied(batch))
+    return units.statistics()
+
+
+def _spread(batches: Sequence[Any]) -> list[Any]:
+    """Some batches, evenly over all that there are."""
+    wanted = math.ceil(SAMPLES / max(size_of(batches[0]), 1))
+    count = min(max(BATCHES, wanted), MOST_BATCHES, len(batches))
+    return [batches[i * len(batches) // count] for i in range(count)]
+
+
+class _Watching(Watch):
+    """Looks at inputs, gradients, and, after each measured step, the loss of its batch again."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        fork: Fork,
+        every_n_steps: int,
+        progress: Progress | None,
+        end_step: Callable[[], None],
+    ) -> None:
+        """`end_step` is called after each step."""
+        self._fork = fork
+        self._every = every_n_steps
+        self._end_step = end_step
+        self._progress = progress
+        self._again: Again | None = None
+        self._loss = math.nan
+        self._failed: list[str] = []
+        self._given = Given(setup.model)
+        self.inputs = Inputs(fork.model)
+        self.gradients = Gradients(fork)
+        self.realised: dict[int, float] = {}
+        self.first_non_finite: str | None = None
+
+    def begins(self, step: int, batch: Any) -> None:
+        self._again = Again(self._fork)
+        self.inputs.watching = True
+
+    def has_loss(self, step: int, batch: Any, loss: float) -> None:
+        self.inputs.watching = False
+        self._loss = loss
+        if not math.isfinite(loss) and self.first_non_finite is None and self._again is not None:
+            self.first_non_finite = non_finite.in_forward(self._fork, self._again, step, batch)
+
+    def has_gradients(self, step: int, loss: Tensor) -> None:
+        if step == 0:
+            self._given.check()
+        self.gradients.look()
+        if self.first_non_finite is None and not math.isfinite(gradient_norm(self._fork.optimizer)):
+            self.first_non_finite = non_finite.in_backward(self._fork.model)
+
+    def has_stepped(self, step: int, batch: Any) -> None:
+        self._end_step()
+        if step % self._every == 0 and self._again is not None:
+            try:
+                self.realised[step] = self._again.loss(batch) - self._loss
+            except Exception as error:
+                self._failed.append(f"{type(error).__name__}: {error}")
+        if self._progress is not None:
+            self._progress("training", step + 1, len(self._fork.batches))
+
+    def remove(self) -> None:
+        """Take all hooks off the model."""
+        self.inputs.remove()
+        self.gradients.remove()
+
+    def notes(self) -> list[str]:
+        """What could not be seen."""
+        found = []
+        if self._failed:
+            found.append(
+                "How the loss really changed is not known: when a batch was given to the model "
+                f"again, it failed: {self._failed[0]}"
+            )
+        if not self.inputs.ran:
+            found.append(
+                "Nothing is known of the model's inputs: the loss did not call the model itself."
+            )
+        return found
+
+
+def _trains_any(fork: Fork) -> bool:
+    """Whether the optimizer holds anything that is trained; if not, that will be found."""
+    own = {id(p) for p in fork.model.parameters() if p.requires_grad}
+    return any(id(p) in own for p in held(fork.optimizer))
+
+
+def _notes(setup: Setup) -> list[str]:
+    found = []
+    if not setup.model.training:
+        found.append("The model was given in evaluation mode; it is trained in training mode.")
+    optimizer = setup.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            found.append("The optimizer's step hooks do not run: copies of it have none.")
+        if optimizer.state:
+            found.append("The optimizer has taken steps before; the run goes on from its state.")
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            found.append("No scheduler runs: learning rates stay as they stood.")
+    return found
+
+
+def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Facts:
+    parameters = list(fork.model.parameters())
+    kind = type(setup.model)
+    plain = [s for step, s in enumerate(course.seconds) if step % every_n_steps]
+    group = fork.optimizer.param_groups[0]
+    return Facts(
+        model=f"{kind.__module__}.{kind.__qualname__}",
+        parameters=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        optimizer=type(fork.optimizer).__name__,
+        settings={name: _plain(value) for name, value in group.items() if name != "params"},
+        batch_size=size_of(setup.batches[0]),
+        batches=len(setup.batches),
+        steps=setup.steps,
+        every_n_steps=every_n_steps,
+        seed=setup.seed,
+        device=str(parameters[0].device),
+        torch=str(torch.__version__),
+        seconds_per_step=median(plain) if plain else math.nan,
+        clip_norm=setup.clip_norm,
+    )
+
+
+def _plain(value: object) -> Any:
+    """A setting as plain data."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)

@@ -1,0 +1,134 @@
+"""What takes of the cosine: each cause's part, from one measure to the next.
+
+A step that moved the activations straight downhill would have a cosine of 1. The measures of the
+spec (sections 2 and 4) let one cause in after the other:
+
+    1 ─scale→ diagonal_cosine ─interference→ gradient_cosine ─optimizer→ update_cosine
+      ─depth→ realised_cosine
+
+so the differences between neighbours are the causes' parts, and add up to what is lost. A part may
+be negative: an optimizer can win back what interference took.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from adiv_monitor.report import LayerReading
+
+# Cause → the measure that it leads to, in the order in which they come in.
+CHAIN: Mapping[str, str] = MappingProxyType(
+    {
+        "scale": "diagonal_cosine",
+        "interference": "gradient_cosine",
+        "optimizer": "update_cosine",
+        "depth": "realised_cosine",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one cause takes of the cosine; several, where what lies between them is not measured.
+
+    Attributes:
+        causes: their names.
+        before: the cosine without them; 1 for the first.
+        after: the cosine with them.
+        error: standard error of `before - after`, as if both were independent.
+    """
+
+    causes: tuple[str, ...]
+    before: float
+    after: float
+    error: float
+
+    @property
+    def taken(self) -> float:
+        """How much of the cosine is lost; negative: won back."""
+        return self.before - self.after
+
+
+@dataclass(frozen=True)
+class MeanPart:
+    """What one cause takes of the cosine in the mean of several layers.
+
+    Attributes:
+        cause: its name.
+        taken: mean over the layers.
+        error: standard error of it.
+        worst: the layer from which it takes most.
+        worst_taken: how much that is.
+        worst_error: standard error of it.
+    """
+
+    cause: str
+    taken: float
+    error: float
+    worst: str
+    worst_taken: float
+    worst_error: float
+
+
+def chain(reading: LayerReading) -> tuple[Part, ...]:
+    """The causes' parts in one layer; measures that it does not have are passed over."""
+    parts: list[Part] = []
+    causes: tuple[str, ...] = ()
+    before, error = 1.0, 0.0
+    for cause, measure in CHAIN.items():
+        causes += (cause,)
+        value = getattr(reading, measure)
+        if value is None or not math.isfinite(value):
+            continue
+        own = reading.standard_error.get(measure, 0.0)
+        parts.append(Part(causes, before, value, math.hypot(error, own)))
+        causes, before, error = (), value, own
+    return tuple(parts)
+
+
+def mean_chain(readings: Mapping[str, LayerReading]) -> tuple[tuple[MeanPart, ...], int]:
+    """Each cause's part in the mean of the layers in which all of them can be told apart.
+
+    Depth is among them where all these layers have it.
+
+    Returns:
+        The parts, in the chain's order, and the number of layers; nothing and 0 if there is none.
+    """
+    whole = {}
+    for path, reading in readings.items():
+        parts = chain(reading)
+        if len(parts) >= 3 and all(len(part.causes) == 1 for part in parts):
+            whole[path] = parts
+    if not whole:
+        return (), 0
+    depth = min(len(parts) for parts in whole.values())
+    means = [_mean((path, parts[i]) for path, parts in whole.items()) for i in range(depth)]
+    return tuple(means), len(whole)
+
+
+def _mean(parts: Iterable[tuple[str, Part]]) -> MeanPart:
+    found = list(parts)
+    worst, most = max(found, key=lambda item: item[1].taken)
+    return MeanPart(
+        cause=most.causes[0],
+        taken=math.fsum(part.taken for _, part in found) / len(found),
+        error=math.sqrt(math.fsum(part.error**2 for _, part in found)) / len(found),
+        worst=worst,
+        worst_taken=most.taken,
+        worst_error=most.error,
+    )
+
+
+def mean_projection(readings: Mapping[str, LayerReading]) -> MeanPart | None:
+    """What code after the optimizer's step takes of the parameters' cosine; None: not measured.
+
+    That is cos(u, −γ) − cos(a, −γ) = `parameter_cosine - applied_cosine`, in parameters, and so not
+    a link of the chain.
+    """
+    parts = []
+    for path, reading in readings.items():
+        before, after = reading.parameter_cosine, reading.applied_cosine
+        if before is not None and after is not None and math.isfinite(before - after):
+            parts.append((path, Part(("projection",), before, after, 0.0)))
+    return _mean(parts) if parts else None

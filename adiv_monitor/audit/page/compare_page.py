@@ -1,0 +1,141 @@
+"""The page of two reports, side by side."""
+
+import math
+from dataclasses import dataclass
+
+from adiv_monitor.audit.page.findings import significant
+from adiv_monitor.audit.page.layers import Cell
+from adiv_monitor.audit.page.pictures import two_losses
+from adiv_monitor.audit.page.render import render
+from adiv_monitor.audit.page.report_page import headline, last_told, settings
+from adiv_monitor.audit.page.titles import MEASURE_TITLES, finding_title, measure_title
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.report import WORST, LayerReading, StepReport
+from adiv_monitor.sinks.wording import number
+
+_MEASURES = (
+    "update_cosine",
+    "gradient_cosine",
+    "scale_cv",
+    "interference_ratio",
+    "harmed_fraction",
+    "effective_lr",
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A measure of one layer in both reports.
+
+    Attributes:
+        a: in the first.
+        b: in the second.
+        difference: second minus first.
+        told: whether they differ by more than two combined errors, and more than rounding.
+        verdict: "better" or "worse" where the difference is told and the measure has a bad end.
+    """
+
+    a: Cell
+    b: Cell
+    difference: Cell
+    told: bool
+    verdict: str
+
+
+def compare(a: AuditReport, b: AuditReport, names: tuple[str, str]) -> str:
+    """Two reports as one self-contained HTML page, side by side.
+
+    Layers are those of the same path. They are compared at the last step that was measured in both;
+    where there is none, each at its own last.
+
+    Args:
+        a: the first report.
+        b: the second report.
+        names: what they are called, e.g. their folders.
+
+    Returns:
+        The text of the file, to be written as UTF-8.
+
+    Raises:
+        ImportError: without the packages jinja2 and matplotlib.
+    """
+    first, second = _steps(a, b)
+    of_a = {} if first is None else dict(first.layers)
+    of_b = {} if second is None else dict(second.layers)
+    shared = [path for path in of_a if path in of_b]
+    measures = [
+        measure
+        for measure in _MEASURES
+        if any(_value(of_a[p], measure) is not None for p in shared)
+    ]
+    rows = [(p, [_pair(of_a[p], of_b[p], measure) for measure in measures]) for p in shared]
+    facts = [_settings(report) for report in (a, b)]
+    names_of_settings = list(dict.fromkeys(name for of_run in facts for name in of_run))
+    both = [(n, facts[0].get(n, "–"), facts[1].get(n, "–")) for n in names_of_settings]
+    return render(
+        "compare.html",
+        title=f"{names[0]} and {names[1]}",
+        names=names,
+        reports=(a, b),
+        headline=headline,
+        steps=[None if report is None else report.step for report in (first, second)],
+        measures=measures,
+        rows=rows,
+        told={m: sum(pairs[i].told for _, pairs in rows) for i, m in enumerate(measures)},
+        better={
+            m: sum(pairs[i].verdict == "better" for _, pairs in rows)
+            for i, m in enumerate(measures)
+        },
+        only=([p for p in of_a if p not in of_b], [p for p in of_b if p not in of_a]),
+        settings=[row for row in both if row[1] != row[2]],
+        same=[name for name, of_a, of_b in both if of_a == of_b],
+        picture=two_losses([report.record.losses for report in (a, b)]),
+        finding_title=finding_title,
+        measure_title=measure_title,
+        measure_titles=MEASURE_TITLES,
+        significant=significant,
+    )
+
+
+def _steps(a: AuditReport, b: AuditReport) -> tuple[StepReport | None, StepReport | None]:
+    """The last step measured in both, if any; else the last of each."""
+    of_a = {report.step: report for report in a.record.reports}
+    of_b = {report.step: report for report in b.record.reports}
+    if both := of_a.keys() & of_b.keys():
+        # A last step without any direction tells nothing.
+        last = last_told([of_a[step] for step in sorted(both)])
+        if last is not None:
+            return last, of_b[last.step]
+    return last_told(a.record.reports), last_told(b.record.reports)
+
+
+def _settings(report: AuditReport) -> dict[str, str]:
+    """What was chosen, the optimizer's settings one by one; not how long a step took."""
+    facts = report.record.facts
+    chosen = settings(report.record) | {"Optimizer": facts.optimizer}
+    del chosen["Time of a step"]
+    return chosen | {f"Optimizer: {name}": f"{value}" for name, value in facts.settings.items()}
+
+
+def _pair(a: LayerReading, b: LayerReading, measure: str) -> Pair:
+    x, y = _value(a, measure), _value(b, measure)
+    errors = [r.standard_error.get(measure, 0.0) for r in (a, b)]
+    if x is None or y is None:
+        return Pair(_cell(x, errors[0]), _cell(y, errors[1]), Cell("", None), False, "")
+    error = math.hypot(*errors)
+    told = abs(y - x) > 2 * error and not math.isclose(x, y, rel_tol=1e-6)
+    verdict = ""
+    if told and measure in WORST:
+        verdict = "better" if (y > x) == (WORST[measure] == "min") else "worse"
+    return Pair(_cell(x, errors[0]), _cell(y, errors[1]), _cell(y - x, error), told, verdict)
+
+
+def _value(reading: LayerReading, measure: str) -> float | None:
+    value: float | None = getattr(reading, measure)
+    return value
+
+
+def _cell(value: float | None, error: float) -> Cell:
+    if value is None:
+        return Cell("", None)
+    return Cell(number(value, error), value if math.isfinite(value) else None)

@@ -1,0 +1,73 @@
+"""Templates to text: everything is escaped, nothing is loaded from elsewhere."""
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unicodedata import category
+
+from adiv_monitor.sinks.wording import number, percent
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+# Overrides and isolates of the direction of writing.
+_TURNING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_HERE = Path(__file__).parent
+
+
+def render(template: str, **values: Any) -> str:
+    """The page that a template makes of values; all of them are escaped.
+
+    The page's own content security policy allows no script but ours, by its hash, and no request.
+    """
+    from markupsafe import Markup
+
+    style, script = _asset("page.css"), _asset("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assets = {"style": Markup(style), "script": Markup(script), "script_hash": digest}
+    text = _environment().get_template(template).render(**values, **assets)
+    return text.encode("utf-8", "backslashreplace").decode()  # lone surrogates have no UTF-8
+
+
+@cache
+def _environment() -> "Environment":
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError as error:
+        raise ImportError(
+            'the audit\'s page needs the package jinja2: pip install "adiv-monitor[audit]"'
+        ) from error
+    environment = Environment(
+        loader=FileSystemLoader(_HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "percent": percent, "path": path, "visible": visible}
+    return environment
+
+
+def path(name: str) -> "Markup":
+    """A module's path, which may break after its dots."""
+    from markupsafe import Markup, escape
+
+    if not name:
+        return Markup("<i>the model itself</i>")
+    return Markup(".<wbr>").join(escape(piece) for piece in visible(name).split("."))
+
+
+def visible(name: str) -> str:
+    """The name with its control characters, and those that turn the writing, as escapes."""
+    return "".join(
+        c.encode("unicode-escape").decode() if category(c) == "Cc" or c in _TURNING else c
+        for c in name
+    )
+
+
+@cache
+def _asset(name: str) -> str:
+    return (_HERE / "assets" / name).read_text(encoding="utf-8")

@@ -1,0 +1,189 @@
+"""The page of one report."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from adiv_monitor.audit.finding import STRENGTHS, Finding
+from adiv_monitor.audit.page.drives import drives
+from adiv_monitor.audit.page.findings import (
+    STRENGTH_WORDS,
+    all_trials,
+    checks,
+    evidence_rows,
+    significant,
+    trial_words,
+)
+from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map
+from adiv_monitor.audit.page.layers import layer_table, worst
+from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH
+from adiv_monitor.audit.page.pictures import cosine_picture, loss_picture
+from adiv_monitor.audit.page.render import render
+from adiv_monitor.audit.page.titles import (
+    MEASURE_TITLES,
+    SHORT_TITLES,
+    finding_title,
+    measure_title,
+    mend_title,
+)
+from adiv_monitor.audit.page.what_if import what_if_tables
+from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.report import ATTENTION_MEASURES, StepReport
+from adiv_monitor.sinks.scalars import taken
+from adiv_monitor.sinks.wording import not_measured, number
+
+
+def page(report: AuditReport) -> str:
+    """A report as one self-contained HTML page, which asks for nothing over a network.
+
+    Args:
+        report: what an audit found.
+
+    Returns:
+        The text of the file, to be written as UTF-8.
+
+    Raises:
+        ImportError: without the packages jinja2 and matplotlib.
+    """
+    record = report.record
+    last = last_told(record.reports)
+    trials = all_trials(report.findings, record)
+    shown = [measure for measure in HEAT_MEASURES if _is_taken(record.reports, measure)]
+    layers = None if last is None else layer_table(last)
+    return render(
+        "report.html",
+        title=f"Audit of {record.facts.model}",
+        report=report,
+        record=record,
+        facts=record.facts,
+        headline=headline(report.findings),
+        strengths=_strengths(report.findings),
+        strength_words=STRENGTH_WORDS,
+        checks=checks(report.findings, record),
+        last=last,
+        not_measured=[] if last is None else not_measured(last),
+        notes=_notes(record),
+        worst=[] if last is None else worst(last),
+        drives=None if last is None else drives(last),
+        cosine_picture=cosine_picture(record.reports),
+        loss_picture=loss_picture(record, trials) if record.losses else None,
+        trials=trials,
+        changes=_changes(record),
+        heat=heat_map(record.reports, shown),
+        layers=layers,
+        anchors={} if last is None else {path: i for i, path in enumerate(last.layers)},
+        attention=None if last is None else _attention(last),
+        what_if=what_if_tables(report.what_if),
+        settings=settings(record),
+        size={"width": WIDTH, "height": HEIGHT},
+        finding_title=finding_title,
+        measure_title=measure_title,
+        mend_title=mend_title,
+        measure_titles=MEASURE_TITLES,
+        short_titles=SHORT_TITLES,
+        evidence_rows=evidence_rows,
+        trial_words=trial_words,
+        significant=significant,
+        isfinite=math.isfinite,
+    )
+
+
+def headline(findings: Sequence[Finding]) -> str:
+    """What there is to do, in a few words."""
+    counts = Counter(finding.strength for finding in findings)
+    if counts["act"]:
+        things = "one thing" if counts["act"] == 1 else f"{counts['act']} things"
+        return f"{things[0].upper()}{things[1:]} to mend"
+    if counts["watch"]:
+        things = "one thing" if counts["watch"] == 1 else f"{counts['watch']} things"
+        return f"Nothing to mend, {things} to watch"
+    return "Nothing to mend"
+
+
+def settings(record: Record) -> dict[str, str]:
+    """Facts about the model and the run, by name, as they are printed."""
+    facts = record.facts
+    optimizer = ", ".join(f"{name} {_plain(value)}" for name, value in facts.settings.items())
+    clip = "not clipped" if facts.clip_norm is None else f"clipped to {facts.clip_norm:g}"
+    again = ", repeated" if facts.batches < facts.steps else ""
+    seconds = facts.seconds_per_step
+    return {
+        "Model": facts.model,
+        "Parameters": f"{facts.parameters:,}, of which {facts.trainable:,} are trained",
+        "Optimizer": f"{facts.optimizer} ({optimizer})" if optimizer else facts.optimizer,
+        "Gradients": clip,
+        "Batches": f"{facts.batches:,} of {facts.batch_size:,} samples{again}",
+        "Steps": f"{len(record.losses):,} of {facts.steps:,}, every "
+        f"{'one' if facts.every_n_steps == 1 else f'{facts.every_n_steps}th'} measured",
+        "Seed": f"{facts.seed}",
+        "Device": facts.device,
+        "torch": facts.torch,
+        "Time of a step": "–" if math.isnan(seconds) else f"{seconds * 1000:.3g} ms (not measured)",
+    }
+
+
+def _changes(record: Record) -> list[dict[str, float]]:
+    """Of the measured steps, how the loss should have changed and how it has."""
+    changes = []
+    for report in record.reports:
+        realised = record.realised.get(report.step, report.realised_loss_change)
+        if realised is None or report.step >= len(record.losses):
+            continue
+        expected = math.nan if report.descent is None else -report.descent
+        changes.append(
+            {
+                "step": report.step,
+                "loss": record.losses[report.step],
+                "expected": expected,
+                "realised": realised,
+            }
+        )
+    return changes
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def last_told(reports: Sequence[StepReport]) -> StepReport | None:
+    """The last step in which layers had a direction; else the last that there is."""
+    for report in reversed(reports):
+        values = (reading.update_cosine for reading in report.layers.values())
+        if any(value is not None and math.isfinite(value) for value in values):
+            return report
+    return reports[-1] if reports else None
+
+
+def _is_taken(reports: Sequence[StepReport], measure: str) -> bool:
+    return any(taken(report, (measure,)) for report in reports)
+
+
+def _strengths(findings: Sequence[Finding]) -> Mapping[str, int]:
+    return {strength: sum(f.strength == strength for f in findings) for strength in STRENGTHS}
+
+
+def _notes(record: Record) -> list[str]:
+    """What the record and its reports say, each once."""
+    notes = [*record.notes, *(note for report in record.reports for note in report.notes)]
+    return list(dict.fromkeys(notes))
+
+
+def _attention(report: StepReport) -> dict[str, Any] | None:
+    if not report.attention:
+        return None
+    measures = taken(report, ATTENTION_MEASURES)
+    rows = [
+        (
+            path,
+            f"{reading.samples_seen:,} of {reading.samples_total:,}",
+            [
+                "" if value is None else number(value, reading.standard_error.get(measure, 0.0))
+                for measure in measures
+                for value in (getattr(reading, measure),)
+            ],
+        )
+        for path, reading in report.attention.items()
+    ]
+    return {"measures": measures, "rows": rows}

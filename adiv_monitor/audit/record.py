@@ -1,0 +1,179 @@
+"""What was seen of an audited run: plain data, from which everything else follows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from adiv_monitor.audit.finding import Trial
+from adiv_monitor.report import StepReport
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was run.
+
+    Attributes:
+        model: qualified name of the model's class.
+        parameters: elements of all its parameters.
+        trainable: elements of those that are trainable.
+        optimizer: name of the optimizer's class.
+        settings: of its parameter groups, by name ("lr", "momentum", …); of the first group, where
+            they differ.
+        batch_size: samples of the first batch.
+        batches: different batches; fewer than steps: they were repeated.
+        steps: steps that were asked for.
+        every_n_steps: each step whose number is a multiple of this was measured.
+        seed: of random numbers.
+        device: where it ran.
+        torch: version.
+        seconds_per_step: median over the plain steps; NaN where there is none.
+        clip_norm: gradients were clipped to this norm; None: they were not.
+    """
+
+    model: str
+    parameters: int
+    trainable: int
+    optimizer: str
+    settings: Mapping[str, Any]
+    batch_size: int
+    batches: int
+    steps: int
+    every_n_steps: int
+    seed: int
+    device: str
+    torch: str
+    seconds_per_step: float
+    clip_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """One floating-point input of the model, over the batches that were seen.
+
+    Attributes:
+        mean: of all entries.
+        std: of all entries.
+        minimum: smallest entry.
+        maximum: largest entry.
+        feature_mean_spread: standard deviation, over features, of the features' means.
+        feature_std_ratio: largest standard deviation of a feature over the median one of those
+            that are not constant; NaN where all are.
+        length_cv: std / mean over samples of ‖x‖²: how different in length samples are.
+        features: entries of one sample (of one pixel: channels, where it has places).
+    """
+
+    mean: float
+    std: float
+    minimum: float
+    maximum: float
+    feature_mean_spread: float
+    feature_std_ratio: float
+    length_cv: float
+    features: int
+
+
+@dataclass(frozen=True)
+class UnitStatistics:
+    """The units (channels, features) of one activation function, over many batches.
+
+    Attributes:
+        function: its name, e.g. "relu".
+        units: how many there are.
+        dead: units that were at their flat end for every row of every batch that was seen, with the
+            weights that the run ended with.
+        saturated: share of entries that lie where the function is flat (its slope is below 2 % of
+            the largest).
+        batches: batches that were seen.
+    """
+
+    function: str
+    units: int
+    dead: int
+    saturated: float
+    batches: int
+
+
+@dataclass(frozen=True)
+class WeightStatistics:
+    """The weight of one linear or convolutional layer before training.
+
+    Attributes:
+        gain: rms of its entries · √fan-in: how many times longer outputs are than inputs, entry
+            for entry. About 0.6 as torch initialises layers, 1.4 as He does, 1 as Xavier does.
+        bias: rms of the bias; 0 without one.
+        alike: share of its output units that equal another to the last digit.
+    """
+
+    gain: float
+    bias: float
+    alike: float
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Whether all that should take part in training does.
+
+    Attributes:
+        not_held: trainable parameters that have a gradient and that the optimizer does not hold.
+        unreached: trainable parameters that the loss never sent a gradient to.
+        zero_gradient: parameters whose gradient was zero in every step.
+        frozen: parameters with requires_grad=False.
+        input_matters: ‖outputs − outputs where inputs are exchanged between samples‖ / ‖outputs‖,
+            before training or with the weights that it ended with, whichever is more; 0: the model
+            ignores its inputs. NaN where it can't be told.
+        unused: those of `unreached` whose module never ran.
+    """
+
+    not_held: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
+    zero_gradient: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    input_matters: float = float("nan")
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """One audited run.
+
+    Attributes:
+        facts: what was run.
+        losses: of each step's batch before the step; ends with the first that is not finite.
+        gradient_norms: ‖gradient of all trained parameters‖ at each step, before clipping.
+        reports: of the measured steps.
+        realised: measured step → how much larger its batch's loss is after the step.
+        inputs: by the argument's name or number.
+        units: by path of the module in which the activation function ran (several: `path#2`, …).
+        wiring: whether all takes part.
+        first_non_finite: where the first value that is not finite was seen ("loss", "gradient of
+            encoder.weight", "output of encoder"), in the order of computation; None: nowhere.
+        overfit: the trial of learning one small batch by heart; None: not tried.
+        rates: factor on the learning rate → its trial; empty: not tried.
+        notes: what a reader must know to trust all this.
+        chance: the loss of answering without looking at the inputs, e.g. log(classes) for
+            cross-entropy; None: not known.
+        parameter_norms: ‖all parameters that the optimizer holds‖ before each step; empty: not
+            looked at.
+        weights: by path of the module, as they were before training.
+        double_softmax: the model's outputs are probabilities, and the loss takes their softmax once
+            more; None: can't be told.
+        interrupted: whether the keyboard ended the run early.
+    """
+
+    facts: Facts
+    losses: tuple[float, ...]
+    gradient_norms: tuple[float, ...]
+    reports: tuple[StepReport, ...]
+    realised: Mapping[int, float] = field(default_factory=dict)
+    inputs: Mapping[str, InputStatistics] = field(default_factory=dict)
+    units: Mapping[str, UnitStatistics] = field(default_factory=dict)
+    wiring: Wiring = field(default_factory=Wiring)
+    first_non_finite: str | None = None
+    overfit: Trial | None = None
+    rates: Mapping[float, Trial] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    chance: float | None = None
+    parameter_norms: tuple[float, ...] = ()
+    weights: Mapping[str, WeightStatistics] = field(default_factory=dict)
+    interrupted: bool = False
+    double_softmax: bool | None = None

@@ -1,0 +1,111 @@
+"""The audit's report: plain data, as JSON and back."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adiv_monitor.audit.finding import Finding, Strength
+from adiv_monitor.audit.plain import from_plain, to_json, to_plain
+from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.what_if import Alternative
+
+SCHEMA = 1  # of `AuditReport.to_dict`; see docs/report-schema.md
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What an audit found.
+
+    Attributes:
+        findings: strongest first; causes before what follows from them.
+        record: what was seen of the run.
+        what_if: layer → alternative ("as it is", "affine-like", …) → how its step would be.
+    """
+
+    findings: tuple[Finding, ...]
+    record: Record
+    what_if: Mapping[str, Mapping[str, Alternative]] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> Strength | None:
+        """The strength of the strongest finding; None: there is none."""
+        return self.findings[0].strength if self.findings else None
+
+    @property
+    def verdict(self) -> str:
+        """What it comes to, in one or two sentences."""
+        act = [f for f in self.findings if f.strength == "act"]
+        if not act:
+            rest = f" {_count(len(self.findings), 'lesser finding')} below." * bool(self.findings)
+            return f"Nothing was found that costs this run its training.{rest}"
+        first = act[0]
+        said = first.summary or f"{first.name}: {', '.join(first.layers) or 'the whole model'}."
+        advice = f" To mend it: {first.advice[0]}." if first.advice else ""
+        others = f" And {_count(len(act) - 1, 'more finding')} to act on." * (len(act) > 1)
+        return said + advice + others
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as nested plain data; docs/report-schema.md says what is where."""
+        return {"schema": SCHEMA, "verdict": self.verdict, "worst": self.worst, **to_plain(self)}
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> "AuditReport":
+        """The report that `to_dict` made a record of, exactly.
+
+        Raises:
+            ValueError: it is no such record, or of another schema.
+        """
+        if not isinstance(record, Mapping) or record.get("schema") != SCHEMA:
+            got = record.get("schema") if isinstance(record, Mapping) else type(record).__name__
+            raise ValueError(
+                f"AuditReport.from_dict: got schema {got!r}, expected {SCHEMA}: the report.json of "
+                "an audit by this version"
+            )
+        computed = ("schema", "verdict", "worst")
+        return from_plain(AuditReport, {k: v for k, v in record.items() if k not in computed})
+
+    def to_json(self) -> str:
+        """As strict JSON: what is not finite is "NaN", "Infinity" or "-Infinity"."""
+        return to_json(self.to_dict())
+
+    @staticmethod
+    def from_json(text: str) -> "AuditReport":
+        """The report that `to_json` wrote, exactly.
+
+        Raises:
+            ValueError: it is no JSON, or no report of this schema.
+        """
+        return AuditReport.from_dict(json.loads(text))
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Write report.html and report.json, whole or not at all; missing folders are made.
+
+        Raises:
+            OSError: the folder can't be made, or not be written to.
+        """
+        from adiv_monitor.audit.page import page  # needs matplotlib and jinja2
+
+        files = {"report.html": page(self), "report.json": self.to_json()}
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_all(folder, files)
+
+
+def _write_all(folder: Path, files: Mapping[str, str]) -> None:
+    """Each under another name first, so that nothing half-written is ever seen."""
+    written = {folder / name: folder / f".{name}.{os.getpid()}" for name in files}
+    try:
+        for temporary, text in zip(written.values(), files.values(), strict=True):
+            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        for path, temporary in written.items():
+            temporary.replace(path)
+    finally:
+        for temporary in written.values():
+            temporary.unlink(missing_ok=True)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"

@@ -1,0 +1,144 @@
+"""What is audited, and forks of it: copies that train on the same batches by the same chance."""
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Loss = Callable[[nn.Module, Any], Tensor]
+OptimizerFactory = Callable[[nn.Module], Optimizer]
+
+
+@dataclass
+class Fork:
+    """A copy that is trained: mends change it before it runs.
+
+    Attributes:
+        model: the copy.
+        optimizer: over the copy's parameters.
+        loss: model, batch → scalar.
+        batches: one of each step.
+        clip_norm: largest norm of the gradient; None: not clipped.
+        seed: of the run's random numbers.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Loss
+    batches: list[Any]
+    clip_norm: float | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that a run is made of. The model is never trained; its forks are.
+
+    Attributes:
+        model: the model as it was given.
+        optimizer: one over its parameters, or what makes one for a model.
+        loss: model, batch → scalar.
+        batches: the batches that there are, on the model's device.
+        steps: steps to train; batches are repeated if there are fewer.
+        clip_norm: largest norm of the gradient; None: not clipped.
+        seed: of the run's random numbers.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | OptimizerFactory
+    loss: Loss
+    batches: tuple[Any, ...] = field(repr=False)
+    steps: int
+    clip_norm: float | None = None
+    seed: int = 0
+
+    def fork(self) -> Fork:
+        """A copy in training mode, with an optimizer of its own, as they were given.
+
+        Raises:
+            TypeError: the model can't be copied, or the factory gave no optimizer.
+            ValueError: the optimizer holds none of the model's parameters.
+        """
+        memo: dict[int, Any] = {}
+        try:
+            model, loss = copy.deepcopy((self.model, _own_modules(self.loss)), memo)
+        except Exception as error:
+            raise TypeError(
+                f"audit(model=…): got a {type(self.model).__name__} that copy.deepcopy can't copy "
+                f"({type(error).__name__}: {error}), expected one that it can, since copies of it "
+                "are trained: give it before its first forward pass, without hooks that hold "
+                "tensors, or teach its class __deepcopy__"
+            ) from error
+        if not all(parameter.is_leaf for parameter in model.parameters()):
+            raise TypeError(
+                f"audit(model=…): got a {type(self.model).__name__} whose copies can't be trained "
+                "(scripted?), expected a plain torch.nn.Module: give it as it is before "
+                "torch.jit.script"
+            )
+        if not model.training:
+            model.train()
+        if isinstance(self.optimizer, Optimizer):
+            optimizer = _copy(self.optimizer, memo)
+        else:
+            with seeded(self.seed):
+                optimizer = self.optimizer(model)
+        _check_optimizer(model, optimizer)
+        batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
+        return Fork(model, optimizer, loss or self.loss, batches, self.clip_norm, self.seed)
+
+
+def _own_modules(loss: Loss) -> Loss | None:
+    """The loss, where it is a module, which may have parameters and buffers of its own."""
+    is_module = isinstance(getattr(loss, "__self__", loss), nn.Module)
+    return loss if is_module else None
+
+
+def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy over the parameters that `memo` has copies of, with the same state and no hooks.
+
+    Torch copies state and groups alone; attributes of optimizers' own, LBFGS's say, come here.
+    """
+    copied = copy.deepcopy(optimizer, memo)
+    own = {name: value for name, value in vars(optimizer).items() if not callable(value)}
+    for name in own.keys() - vars(copied).keys():
+        setattr(copied, name, copy.deepcopy(own[name], memo))
+    return copied
+
+
+def _check_optimizer(model: nn.Module, optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"audit(optimizer=…): the factory gave {type(optimizer).__name__}, expected a "
+            "torch.optim.Optimizer over the parameters of the model that it was called with"
+        )
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"audit(optimizer=…): got a {type(optimizer).__name__} that holds none of the "
+            f"parameters of {type(model).__name__}, expected the optimizer that trains this model: "
+            "make it from model.parameters(), or give a function model → optimizer"
+        )
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Run with random numbers begun at `seed`; afterwards torch's, Python's and numpy's go on."""
+    python, numpy = random.getstate(), np.random.get_state()
+    on_cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=on_cuda):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

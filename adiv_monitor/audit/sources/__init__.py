@@ -1,0 +1,1 @@
+"""Where what is audited comes from: model, weights, data, loss and optimizer, each by name."""

@@ -1,0 +1,230 @@
+"""Batches by the name of their source, as the model and its loss want them."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only
+from torch.utils.data import DataLoader, Dataset
+
+from adiv_monitor.audit.config import Config
+from adiv_monitor.audit.sources import huggingface, images, losses, random_data, text
+from adiv_monitor.audit.sources.imported import imported
+from adiv_monitor.audit.sources.shapes import Fit, Inputs, fit
+from adiv_monitor.audit.sources.targets import MOST_CLASSES, Form, form
+from adiv_monitor.audit.usage import UsageError, said
+
+_MOST_BATCHES = 32  # different ones of random data: more would only take memory
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a model trains on.
+
+    Attributes:
+        batches: on the model's device.
+        inputs: of one sample; None: of the user's own batches.
+        classes: of the samples; None: they have none, or it is not known.
+        loss: name of the loss that fits the targets; None: the model's own.
+        notes: what a reader of the report must know.
+    """
+
+    batches: tuple[Any, ...]
+    inputs: Inputs | None
+    classes: int | None
+    loss: str | None
+    notes: tuple[str, ...] = ()
+
+
+def data(config: Config, model: nn.Module, device: torch.device, dtype: torch.dtype) -> Data:
+    """The batches that a config asks for.
+
+    Raises:
+        UsageError: there are none, they don't fit the model, or hold values that are not finite.
+    """
+    kind, _, argument = config.data.partition(":")
+    if kind not in ("random", "digits", "cifar10", "imagefolder", "text"):
+        return _users(config, device, dtype)
+    if bool(argument) != (kind in ("cifar10", "imagefolder", "text")):
+        raise UsageError(
+            f"--data {config.data}: expected random, digits, cifar10:ROOT, imagefolder:DIR, "
+            "text:FILE or package.module:function"
+        )
+    made = _for_pretrained if huggingface.is_pretrained(model) else _for_module
+    found = made(config, model)
+    batches = _taken(found.batches, config, device, dtype)
+    return Data(batches, found.inputs, found.classes, found.loss, found.notes)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Like `Data`, before any batch is made."""
+
+    batches: Iterable[Any]
+    inputs: Inputs
+    classes: int | None
+    loss: str | None
+    notes: tuple[str, ...]
+
+
+def _for_module(config: Config, model: nn.Module) -> _Made:
+    found = fit(model, config.input_shape)
+    wanted = form(found, config)
+    examples, classes, notes = _examples(config, found.inputs, wanted.classes)
+    _check_classes(config, wanted, classes, found)
+    batches = _batches(examples, config, lambda x, label: wanted.batch(x, label))
+    told = classes if wanted.takes_classes else config.num_classes
+    if found.several:
+        notes += (f"{type(model).__name__} gives several outputs: the loss is that of the first.",)
+    return _Made(batches, found.inputs, told, wanted.loss, notes)
+
+
+def _for_pretrained(config: Config, model: Any) -> _Made:
+    inputs = huggingface.inputs(model, config.input_shape)
+    outputs = huggingface.classes(model)
+    examples, classes, notes = _examples(config, inputs, outputs)
+    if config.data.startswith("text:") and outputs is not None:
+        raise UsageError(
+            f"--data {config.data} has no labels for the head of {type(model).__name__}: give "
+            "batches of your own by --data package.module:function"
+        )
+    if outputs not in (None, 1) and classes > outputs:
+        raise UsageError(
+            f"--data {config.data} has {classes} classes, {type(model).__name__} tells {outputs} "
+            f"""apart; give --model-args '{{"num_labels": {classes}}}'"""
+        )
+    length = inputs.shape[-1] if inputs.vocabulary is not None else None
+
+    def batch(x: Tensor, label: Tensor) -> huggingface.Batch:
+        return huggingface.batch(model, x if length is None else x[..., :length], label)
+
+    told = config.num_classes if outputs is None else classes
+    return _Made(_batches(examples, config, batch), inputs, told, None, notes)
+
+
+def _examples(
+    config: Config, inputs: Inputs, outputs: int | None
+) -> tuple[Dataset[Any], int, tuple[str, ...]]:
+    """Pairs of samples and classes, how many classes there are, and what to note."""
+    kind, _, argument = config.data.partition(":")
+    if kind == "random":
+        most = MOST_CLASSES if outputs is None or outputs == 1 else min(MOST_CLASSES, outputs)
+        classes = config.num_classes or most
+        count = config.batch_size * min(config.steps, _MOST_BATCHES)
+        made = random_data.examples(inputs, classes, count, config.seed)
+        note = (
+            "The data were random: inputs that depend on their class, of mean 0 and standard "
+            "deviation 1 where they are floats. What this says of inputs says nothing of yours."
+        )
+        return made, classes, (note,)
+    if kind == "text":
+        return *text.examples(argument, inputs, huggingface.tokenizer(config.model)), ()
+    if inputs.vocabulary is not None:
+        raise UsageError(f"--data {config.data}: are images, the model takes {inputs}")
+    if kind == "digits":
+        return *images.digits(inputs.shape), ()
+    if kind == "cifar10":
+        return *images.cifar10(argument, inputs.shape, config.download), ()
+    return *images.imagefolder(argument, inputs.shape), ()
+
+
+def _check_classes(config: Config, wanted: Form, classes: int, found: Fit) -> None:
+    real = config.data != "random"
+    if real and wanted.stand_ins is not None:
+        raise UsageError(
+            f"--data {config.data} has classes; the model's outputs {found.output[1:]} with "
+            f"the loss {wanted.loss} need other targets: give --num-classes or --loss, or "
+            "batches of your own"
+        )
+    if wanted.takes_classes and classes > wanted.classes:
+        raise UsageError(
+            f"--data {config.data} has {classes} classes, the model has {wanted.classes} outputs: "
+            "give it more by --model-args, or lower --num-classes"
+            if not real
+            else f"--data {config.data} has {classes} classes, the model has {wanted.classes} "
+            f"""outputs: give it more by --model-args, such as '{{"num_classes": {classes}}}'"""
+        )
+
+
+def _batches(
+    examples: Dataset[Any], config: Config, batch: Callable[[Tensor, Tensor], Any]
+) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(config.seed)
+    full = len(examples) >= config.batch_size  # type: ignore[arg-type]
+    loader = DataLoader(
+        examples, config.batch_size, shuffle=True, drop_last=full, generator=generator
+    )
+    for x, label in loader:
+        # As a loader would give them: not views into each other.
+        yield tree_map_only(Tensor, torch.Tensor.contiguous, batch(x, label))
+
+
+def _users(config: Config, device: torch.device, dtype: torch.dtype) -> Data:
+    where = f"--data {config.data}"
+    if ":" not in config.data and "." not in config.data:
+        raise UsageError(
+            f"{where}: expected random, digits, cifar10:ROOT, imagefolder:DIR, text:FILE or "
+            "package.module:function"
+        )
+    found = imported(config.data, "--data")
+    try:
+        batches = found() if callable(found) else found
+        iterator = iter(batches)
+    except Exception as error:
+        raise UsageError(
+            f"{where}: expected a function that takes no arguments and gives an iterable of "
+            f"batches: {said(error)}"
+        ) from error
+    taken = _taken(iterator, config, device, dtype)
+    first = taken[0]
+    if isinstance(first, dict):
+        return Data(taken, None, None, None)
+    if not isinstance(first, (tuple, list)) or len(first) < 2:
+        raise UsageError(
+            f"{where}: got a batch that is a {type(first).__name__}, expected (inputs…, target), "
+            "or a dict of the model's arguments"
+        )
+    return Data(taken, None, None, losses.default(first[-1]))
+
+
+def _taken(
+    batches: Iterable[Any], config: Config, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """As many batches as there are steps at most: on the device, in the dtype, and finite."""
+    where = f"--data {config.data}"
+    iterator = enumerate(itertools.islice(batches, config.steps))
+    taken: list[Any] = []
+    while True:
+        try:
+            number, batch = next(iterator)
+        except StopIteration:
+            break
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"{where}: batch {len(taken)} raised {said(error)}") from error
+        _check_finite(batch, f"{where}: batch {number}")
+        taken.append(tree_map_only(Tensor, lambda t: _moved(t, device, dtype), batch))
+    if not taken:
+        raise UsageError(f"{where}: gave no batch")
+    return tuple(taken)
+
+
+def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+
+def _check_finite(batch: Any, where: str) -> None:
+    for path, value in tree_flatten_with_path(batch)[0]:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        wrong = int((~value.isfinite()).sum())
+        if wrong:
+            part = "".join(map(str, path)) or "itself"
+            raise UsageError(
+                f"{where}: {wrong} of the {value.numel()} values of part {part} are NaN or "
+                "infinite; clean the data first"
+            )

@@ -1,0 +1,173 @@
+"""Losses by name or import path, as functions of model and batch."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from adiv_monitor.audit.setup import Loss
+from adiv_monitor.audit.sources.imported import imported
+from adiv_monitor.audit.usage import UsageError, said
+
+Targets = Literal["classes", "values", "shares"]
+Function = Callable[[Tensor, Tensor], Tensor]
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """The tensor that a model's output is, or its first one, or its logits; None if it has none."""
+    if isinstance(output, Tensor):
+        return output
+    if hasattr(output, "logits"):
+        return first_tensor(output.logits)
+    parts = output.values() if isinstance(output, Mapping) else output
+    if not isinstance(output, (Mapping, tuple, list)):
+        return None
+    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
+
+
+def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    """Of outputs (…, classes) against (…), or (samples, classes, …) against (samples, …)."""
+    if output.numel() == len(output):  # its loss would be 0 whatever the output
+        raise ValueError("one number for each sample tells no classes apart")
+    if target.ndim > 1 and output.shape[:-1] == target.shape:
+        return F.cross_entropy(output.flatten(0, -2), target.flatten())
+    return F.cross_entropy(output, target)
+
+
+def _same_shape(function: Function) -> Function:
+    def of_same_shape(output: Tensor, target: Tensor) -> Tensor:
+        if output.shape != target.shape:  # torch would broadcast one to the other
+            raise ValueError("expected a target of the output's shape")
+        return function(output, target)
+
+    return of_same_shape
+
+
+# Name → the loss, and the targets that it takes.
+NAMED: Mapping[str, tuple[Function, Targets]] = {
+    "cross_entropy": (_cross_entropy, "classes"),
+    "nll": (F.nll_loss, "classes"),
+    "mse": (_same_shape(F.mse_loss), "values"),
+    "l1": (_same_shape(F.l1_loss), "values"),
+    "smooth_l1": (_same_shape(F.smooth_l1_loss), "values"),
+    "huber": (_same_shape(F.huber_loss), "values"),
+    "binary_cross_entropy_with_logits": (
+        _same_shape(F.binary_cross_entropy_with_logits),
+        "shares",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class TargetLoss:
+    """Calls the model with all parts of a batch but the last, which is the target.
+
+    Attributes:
+        name: of the loss.
+        function: output, target → scalar.
+    """
+
+    name: str
+    function: Function
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of the model on the batch."""
+        if not isinstance(batch, (tuple, list)):
+            raise UsageError(
+                f"the loss {self.name} needs batches (inputs…, target), got a "
+                f"{type(batch).__name__}: leave --loss out if the model gives its loss, or give a "
+                "function (model, batch)"
+            )
+        *inputs, target = batch
+        output = first_tensor(model(*inputs))
+        if output is None:
+            raise TypeError("the model's output holds no tensor")
+        try:
+            return self.function(output, target)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise UsageError(
+                f"the loss {self.name} can't take an output of {_described(output)} with a target "
+                f"of {_described(target)}: {said(error)}; choose another with --loss"
+            ) from error
+
+
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss in what a model gives for a batch of its arguments by name."""
+    loss = getattr(model(**batch), "loss", None)
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"{type(model).__name__} gave no loss for a batch of {', '.join(batch)}: expected "
+            "batches with the labels it needs, or --loss with a function (model, batch)"
+        )
+    return loss
+
+
+@dataclass(frozen=True)
+class UnderAutocast:
+    """A loss whose forward pass runs in a lower precision where torch holds that to be safe."""
+
+    loss: Loss
+    device: str
+    dtype: torch.dtype
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of the model on the batch."""
+        with torch.autocast(self.device, self.dtype):
+            return self.loss(model, batch)
+
+
+def named(name: str) -> Loss:
+    """The loss of that name.
+
+    Args:
+        name: one of `NAMED`; or the import path of a function (output, target) → scalar, of a loss
+            class such as torch.nn:CrossEntropyLoss, or of a function (model, batch) → scalar, known
+            by the names of its two parameters.
+
+    Raises:
+        UsageError: there is no such loss.
+    """
+    if name in NAMED:
+        return TargetLoss(name, NAMED[name][0])
+    if "." not in name and ":" not in name:
+        raise UsageError(
+            f"--loss {name}: there is none of that name; expected one of {', '.join(NAMED)}, or an "
+            "import path such as torch.nn:CrossEntropyLoss"
+        )
+    found = imported(name, "--loss")
+    if inspect.isclass(found):
+        try:
+            found = found()
+        except Exception as error:
+            raise UsageError(f"--loss {name}: can't be made: {said(error)}") from error
+    if not callable(found):
+        raise UsageError(f"--loss {name}: got a {type(found).__name__}, expected a function")
+    if _parameters(found) == ["model", "batch"]:
+        loss: Loss = found
+        return loss
+    return TargetLoss(name, found)
+
+
+def default(target: Any) -> str:
+    """The name of the loss for such a target: whole numbers are classes."""
+    is_classes = isinstance(target, Tensor) and not (
+        target.is_floating_point() or target.is_complex()
+    )
+    return "cross_entropy" if is_classes else "mse"
+
+
+def _parameters(function: Any) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"class {type(value).__name__}"
+    return f"shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"

@@ -1,0 +1,93 @@
+"""Models by import path, from timm, or from a configuration of Hugging Face's transformers."""
+
+import copy
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from adiv_monitor.audit.sources import huggingface
+from adiv_monitor.audit.sources.imported import imported
+from adiv_monitor.audit.usage import UsageError, needed, said
+
+
+def build(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """The model of that name.
+
+    Args:
+        name: the import path of a module class, of a function that returns a module, or of an
+            instance; timm:NAME; or hf:PATH of a configuration.
+        arguments: by keyword, of the class or function, of timm.create_model, or of the
+            configuration.
+
+    Raises:
+        UsageError: there is no such model, it can't be made, or has nothing to train.
+    """
+    if name.startswith("timm:"):
+        model = _timm(name.removeprefix("timm:"), arguments)
+    elif name.startswith("hf:"):
+        model = huggingface.build(name.removeprefix("hf:"), arguments)
+    else:
+        model = _made(name, imported(name, "MODEL"), arguments)
+    if not any(p.requires_grad for p in model.parameters()):
+        some = any(True for _ in model.parameters())
+        what = (
+            "parameters that are trained (all have requires_grad=False)" if some else "parameters"
+        )
+        raise UsageError(f"MODEL {name}: {type(model).__name__} has no {what}: nothing to audit")
+    return model
+
+
+def _made(name: str, found: Any, arguments: Mapping[str, Any]) -> nn.Module:
+    if isinstance(found, nn.Module):
+        if arguments:
+            raise UsageError(
+                f"MODEL {name}: is an instance of {type(found).__name__}, which takes no "
+                "--model-args; give a class or function, or leave them out"
+            )
+        return copy.deepcopy(found)  # which gets weights, a device and a dtype
+    if not callable(found):
+        raise UsageError(
+            f"MODEL {name}: got a {type(found).__name__}, expected a torch.nn.Module, its class, "
+            "or a function that returns one"
+        )
+    try:
+        model = found(**arguments)
+    except Exception as error:
+        raise UsageError(
+            f"MODEL {name}: calling it with {_call(arguments)} raised {said(error)}; it takes "
+            f"{_signature(found)}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"MODEL {name}: calling it gave a {type(model).__name__}, expected a torch.nn.Module"
+        )
+    return model
+
+
+def _timm(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    timm = needed("timm", "timm:", "timm")
+    if ":" in name or not timm.is_model(name):
+        matches = get_close_matches(name, timm.list_models())
+        hint = f"; did you mean {' or '.join(matches)}?" if matches else ""
+        raise UsageError(f"MODEL timm:{name}: timm {timm.__version__} has no such model{hint}")
+    try:
+        model: nn.Module = timm.create_model(name, **arguments)
+    except Exception as error:
+        raise UsageError(
+            f"MODEL timm:{name}: making it with {_call(arguments)} raised {said(error)}"
+        ) from error
+    return model
+
+
+def _call(arguments: Mapping[str, Any]) -> str:
+    return f"--model-args {dict(arguments)}" if arguments else "no --model-args"
+
+
+def _signature(function: Any) -> str:
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return "arguments that it does not tell"

@@ -1,0 +1,70 @@
+"""Optimizers by name or import path."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adiv_monitor.audit.setup import OptimizerFactory
+from adiv_monitor.audit.sources.imported import imported
+from adiv_monitor.audit.usage import UsageError, said
+
+_NAMED: Mapping[str, type[Optimizer]] = {
+    name.lower(): kind
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
+}
+
+
+def factory(name: str, arguments: Mapping[str, Any]) -> OptimizerFactory:
+    """What makes the optimizer for a model.
+
+    Args:
+        name: of a class in torch.optim, in any case ("adamw"); or the import path of an optimizer
+            class, called with the parameters and the arguments, or of a function, called with the
+            model and the arguments.
+        arguments: by keyword.
+
+    Raises:
+        UsageError: there is no such optimizer; or later, from what is returned, that it can't be
+            made with these arguments.
+    """
+    found = _NAMED.get(name.lower())
+    made: Any = found if found is not None else _imported(name)
+    takes_parameters = inspect.isclass(made) and issubclass(made, Optimizer)
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        try:
+            # Named where the optimizer can tell names, as some that treat layers differently do.
+            made_one = made(model.parameters() if takes_parameters else model, **arguments)
+        except Exception as error:
+            raise UsageError(
+                f"--optimizer {name} with --optimizer-args {dict(arguments)}: {said(error)}"
+            ) from error
+        if not isinstance(made_one, Optimizer):
+            raise UsageError(
+                f"--optimizer {name}: gave a {type(made_one).__name__}, expected a "
+                "torch.optim.Optimizer"
+            )
+        return made_one
+
+    return optimizer
+
+
+def _imported(name: str) -> Any:
+    if "." not in name and ":" not in name:
+        known = ", ".join(sorted(kind.__name__ for kind in _NAMED.values()))
+        raise UsageError(
+            f"--optimizer {name}: there is none of that name; expected one of {known}, or an "
+            "import path such as package.module:name"
+        )
+    found = imported(name, "--optimizer")
+    if not callable(found):
+        raise UsageError(
+            f"--optimizer {name}: got a {type(found).__name__}, expected an optimizer class or a "
+            "function model → optimizer"
+        )
+    return found

@@ -1,0 +1,58 @@
+"""Random data in which there is something to learn."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from adiv_monitor.audit.sources.shapes import Inputs
+
+_PLACES = 4  # of a class's pattern along each side of an image
+_WORDS = 64  # different tokens
+_SUCCESSORS = 4  # tokens that may follow a token
+
+
+def examples(inputs: Inputs, classes: int, count: int, seed: int) -> TensorDataset:
+    """Samples and their classes, each a function of its class and of chance.
+
+    Floats are the mean of the class, itself drawn from a normal distribution, plus noise of the
+    same size: mean 0, standard deviation 1. The mean of an image is smooth, so that it survives
+    pooling. Tokens are Markov chains, another for each class.
+
+    Args:
+        inputs: of what kind; sequences of tokens are one token longer, so that there is a next one.
+        classes: how many.
+        count: of samples.
+        seed: of the chance.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes, (count,), generator=generator)
+    if inputs.vocabulary is not None:
+        return TensorDataset(_chains(inputs, labels, classes, generator), labels)
+    means = _means(inputs.shape, classes, generator)[labels]
+    noise = torch.randn(count, *inputs.shape, generator=generator)
+    return TensorDataset((means + noise) / 2**0.5, labels)
+
+
+def _means(shape: tuple[int, ...], classes: int, generator: torch.Generator) -> Tensor:
+    if len(shape) != 3 or min(shape[1:]) <= _PLACES:
+        return torch.randn(classes, *shape, generator=generator)
+    coarse = torch.randn(classes, shape[0], _PLACES, _PLACES, generator=generator)
+    means = F.interpolate(coarse, shape[1:], mode="bicubic")
+    return means / means.std()
+
+
+def _chains(inputs: Inputs, labels: Tensor, classes: int, generator: torch.Generator) -> Tensor:
+    """(samples, tokens + 1) whole numbers below the vocabulary."""
+    assert inputs.vocabulary is not None
+    words = min(_WORDS, inputs.vocabulary)
+    first = inputs.vocabulary - words  # small numbers often are special tokens
+    *places, length = inputs.shape
+    follow = torch.randint(words, (classes, words, _SUCCESSORS), generator=generator)
+    size = (len(labels), *places)
+    label = labels.reshape(-1, *(1 for _ in places)).expand(size)
+    tokens = [torch.randint(words, size, generator=generator)]
+    for _ in range(length):
+        choice = torch.randint(_SUCCESSORS, size, generator=generator)
+        tokens.append(follow[label, tokens[-1], choice])
+    return torch.stack(tokens, -1) + first

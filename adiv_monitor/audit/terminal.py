@@ -1,0 +1,75 @@
+"""What an audit shows in the terminal: progress, verdict, findings, a table."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from adiv_monitor.audit.finding import Finding
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.report import StepReport
+from adiv_monitor.sinks.table import TableSink
+from adiv_monitor.sinks.wording import listed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+_MOST_LAYERS = 50  # in the table
+_COLOURS = {"act": "bold red", "watch": "yellow", "note": "blue"}
+
+
+class ProgressBars:
+    """One bar for each part of the audit, on a terminal; nothing elsewhere."""
+
+    def __init__(self, bars: "Progress") -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        """So much of it is done."""
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=of)
+        self._bars.update(self._tasks[what], completed=done, total=of)
+
+
+def show(report: AuditReport, console: "Console") -> None:
+    """Print verdict, findings, the last measured step as a table, and notes."""
+    from rich.text import Text
+
+    console.print(Text(report.verdict, "bold"))
+    for finding in report.findings:
+        console.print()
+        for line in _lines(finding):
+            console.print(line)
+    if report.record.reports:
+        console.print()
+        last, left_out = _shortened(report.record.reports[-1], report)
+        TableSink(file=console.file).write(last)
+        if left_out:
+            console.print(Text(f"{left_out:,} more layers are in report.html"))
+    for note in report.record.notes:
+        console.print(Text(f"note: {note}"))
+
+
+def _lines(finding: Finding) -> "list[object]":
+    from rich.padding import Padding
+    from rich.text import Text
+
+    where = f" · {listed(list(finding.layers))}" if finding.layers else ""
+    head = Text.assemble(
+        (f"{finding.strength:5}", _COLOURS[finding.strength]), f"  {finding.name}{where}"
+    )
+    told = [finding.summary] if finding.summary else []
+    told += [f"→ {advice}" for advice in finding.advice]
+    told += [f"not: {finding.not_advised}"] if finding.not_advised else []
+    return [head, *(Padding(Text(line), (0, 0, 0, 7), expand=False) for line in told)]
+
+
+def _shortened(step: StepReport, report: AuditReport) -> tuple[StepReport, int]:
+    """At most so many layers as one can read, those that findings name first; how many are left."""
+    if len(step.layers) <= _MOST_LAYERS:
+        return step, 0
+    named = [layer for finding in report.findings for layer in finding.layers]
+    order = dict.fromkeys([*named, *step.layers])
+    chosen = set([layer for layer in order if layer in step.layers][:_MOST_LAYERS])
+    layers = {path: reading for path, reading in step.layers.items() if path in chosen}
+    return replace(step, layers=layers), len(step.layers) - len(layers)

@@ -1,0 +1,175 @@
+"""The training loop of a fork."""
+
+import inspect
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from adiv_monitor.audit.batches import copied
+from adiv_monitor.audit.setup import Fork, seeded
+
+
+@dataclass
+class Course:
+    """What every training run tells.
+
+    Attributes:
+        losses: of each step's batch before the step; ends with the first that is not finite.
+        gradient_norms: ‖gradient of all parameters that the optimizer holds‖, before clipping; NaN
+            where the loss is not finite, which is not differentiated.
+        seconds: that each step took.
+        parameter_norms: ‖all parameters that the optimizer holds‖ before each step.
+        interrupted: whether the keyboard ended the run early.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    parameter_norms: list[float] = field(default_factory=list)
+    interrupted: bool = False
+
+
+class Watch:
+    """Looks on while a fork is trained; what it does not override it does not look at.
+
+    A batch is the one that the fork holds: a model may write into it, so only a copy is for one.
+    """
+
+    def begins(self, step: int, batch: Any) -> None:
+        """The forward pass of a step is about to begin."""
+
+    def has_loss(self, step: int, batch: Any, loss: float) -> None:
+        """The forward pass of a step has ended. If the loss is not finite, the run ends here."""
+
+    def has_gradients(self, step: int, loss: Tensor) -> None:
+        """The backward pass of a step has ended; nothing is clipped yet."""
+
+    def has_stepped(self, step: int, batch: Any) -> None:
+        """The optimizer has stepped."""
+
+
+class _NotFinite(Exception):
+    """Ends a step whose loss is not finite, whatever calls its closure."""
+
+
+def train(fork: Fork, watch: Watch | None = None) -> Course:
+    """Train a fork on its batches, one step each, until a loss is not finite, or Ctrl-C.
+
+    Random numbers begin at the fork's seed. Where the loss is not finite there is no step: the
+    weights stay what gave it.
+
+    Raises:
+        TypeError, ValueError: the loss is no tensor of one number with a gradient.
+    """
+    watch = Watch() if watch is None else watch
+    course = Course()
+    try:
+        with seeded(fork.seed), torch.enable_grad():
+            for step, batch in enumerate(fork.batches):
+                _Step(fork, step, batch, course, watch).run()
+    except _NotFinite:
+        pass
+    except KeyboardInterrupt:
+        course.interrupted = True
+    return course
+
+
+class _Step:
+    """One step, whose closure the optimizer may call several times; the first call is recorded."""
+
+    def __init__(self, fork: Fork, step: int, batch: Any, course: Course, watch: Watch) -> None:
+        self._fork = fork
+        self._number = step
+        self._batch = batch
+        self._course = course
+        self._watch = watch
+        self._loss: float | None = None
+        self._norm: float | None = None
+
+    def run(self) -> None:
+        """Take the step, and write it down when it is complete."""
+        began = time.perf_counter()
+        length = parameter_norm(self._fork.optimizer)
+        self._watch.begins(self._number, self._batch)
+        try:
+            if _needs_closure(self._fork.optimizer):
+                self._fork.optimizer.step(self._closure)  # type: ignore[arg-type]
+            else:
+                self._closure()
+                self._fork.optimizer.step()
+        except _NotFinite:
+            self._write_down(began, length)
+            raise
+        self._write_down(began, length)
+        self._watch.has_stepped(self._number, self._batch)
+
+    def _write_down(self, began: float, length: float) -> None:
+        assert self._loss is not None
+        self._course.losses.append(self._loss)
+        self._course.gradient_norms.append(math.nan if self._norm is None else self._norm)
+        self._course.parameter_norms.append(length)
+        self._course.seconds.append(time.perf_counter() - began)
+
+    def _closure(self) -> Tensor:
+        fork = self._fork
+        fork.optimizer.zero_grad()
+        loss = fork.loss(fork.model, copied(self._batch))
+        value = _number(loss)
+        if self._loss is None:
+            self._loss = value
+            self._watch.has_loss(self._number, self._batch, value)
+            if not math.isfinite(value):
+                raise _NotFinite
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._watch.has_gradients(self._number, loss)
+        if self._norm is None:
+            self._norm = gradient_norm(fork.optimizer)
+        if fork.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(held(fork.optimizer), fork.clip_norm)
+        return loss
+
+
+def gradient_norm(optimizer: Optimizer) -> float:
+    """‖gradient‖ of all parameters that the optimizer holds; 0 where none has one."""
+    return _norm([p.grad for p in held(optimizer) if p.grad is not None])
+
+
+def parameter_norm(optimizer: Optimizer) -> float:
+    """‖all parameters that the optimizer holds‖."""
+    return _norm([p.detach() for p in held(optimizer)])
+
+
+def held(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters that an optimizer holds."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    dense = [x.coalesce().values() if x.is_sparse else x for x in tensors]
+    return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _number(loss: object) -> float:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(
+            f"audit(loss=…): loss(model, batch) gave {got}, expected a tensor of one number: "
+            "take its mean"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "audit(loss=…): loss(model, batch) gave a tensor without a gradient, expected one that "
+            "depends on the model's parameters: no .item(), .detach() or no_grad() on the way, and "
+            "some parameter with requires_grad=True"
+        )
+    return float(loss.detach())

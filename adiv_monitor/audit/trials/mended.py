@@ -1,0 +1,77 @@
+"""A mend's trial: at the learning rate as it is, and where that may be wrong with it, at others."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from adiv_monitor.audit.finding import Trial
+from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.trials.mends import Mend
+from adiv_monitor.audit.trials.mends.rates import scale_rate
+from adiv_monitor.audit.trials.trial import Losses, at_the_end, compared, losses_of
+
+# In both directions one step, in the better one on while it gets better: five runs at most, as
+# many as the model as it is has had.
+_UP, _DOWN = (3.0, 10.0, 100.0), (0.3, 0.1, 0.01)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all trials of one audit share.
+
+    Attributes:
+        setup: what is trained, with as many steps as each run has.
+        record: of the run as it is.
+        without: losses of the run as it is.
+        may_run: whether there is time for one more run.
+    """
+
+    setup: Setup
+    record: Record
+    without: Losses
+    may_run: Callable[[], bool]
+
+    @property
+    def by_rate(self) -> float | None:
+        """The lowest loss of the learning rates that were tried."""
+        return min((trial.loss for trial in self.record.rates.values()), default=None)
+
+    def trial(self, mend: Mend, layers: Sequence[str]) -> Trial:
+        """Train forks with the mend.
+
+        Raises:
+            DoesNotApply: there is nothing to change.
+            KeyboardInterrupt: the keyboard ended a run.
+        """
+        steps = self.setup.steps
+        runs = {1.0: self._losses(mend, layers, 1.0)}
+        if mend.rescales:
+            for factor in (_UP[0], _DOWN[0]):
+                self._at(factor, runs, mend, layers)
+            for here, further in (*pairwise(_UP), *pairwise(_DOWN)):
+                if here in runs and self._best(runs) == here:
+                    self._at(further, runs, mend, layers)
+        best = self._best(runs)
+        return compared(
+            *(mend.name, runs[best], self.without, steps),
+            by_rate=self.by_rate,
+            rate=best,
+            runs=len(runs),
+        )
+
+    def _at(
+        self, factor: float, runs: dict[float, Losses], mend: Mend, layers: Sequence[str]
+    ) -> None:
+        if self.may_run():
+            runs[factor] = self._losses(mend, layers, factor)
+
+    def _best(self, runs: dict[float, Losses]) -> float:
+        return min(runs, key=lambda factor: at_the_end(runs[factor], self.setup.steps))
+
+    def _losses(self, mend: Mend, layers: Sequence[str], factor: float) -> Losses:
+        fork = self.setup.fork()
+        mend.apply(fork, layers, self.record)
+        if factor != 1:
+            scale_rate(fork.optimizer, factor)
+        return losses_of(fork)

@@ -1,0 +1,113 @@
+"""Other learning rates: for all parameters, for each layer, and at the beginning."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import isfinite
+from statistics import median
+
+from torch import Tensor
+from torch.optim import ASGD, SGD, Optimizer
+from torch.optim.lr_scheduler import LinearLR
+
+from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.setup import Fork
+from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
+from adiv_monitor.capture.selection import named_modules
+
+FACTORS = (0.01, 0.1, 0.3, 3.0, 10.0, 100.0)
+_AT_MOST = 100.0  # a layer's rate is changed by no larger factor
+
+
+def rate_name(factor: float) -> str:
+    """The name of the mend that multiplies the learning rate by this factor."""
+    return f"rate*{factor:g}"
+
+
+def scale_rate(optimizer: Optimizer, factor: float) -> None:
+    """Multiply every learning rate.
+
+    Raises:
+        DoesNotApply: the optimizer has none.
+    """
+    for group in optimizer.param_groups:
+        if not isinstance(group.get("lr"), (float, int, Tensor)):
+            raise DoesNotApply(f"{type(optimizer).__name__} has no learning rate that is a number")
+        group["lr"] = group["lr"] * factor
+
+
+def scale_rates(optimizer: Optimizer, factors: Mapping[int, float]) -> None:
+    """Multiply the learning rates of single parameters, by id; groups are divided for that.
+
+    Raises:
+        DoesNotApply: the optimizer takes one group only, or has no learning rate.
+    """
+    if hasattr(optimizer, "_params"):  # LBFGS
+        raise DoesNotApply(f"{type(optimizer).__name__} has one learning rate for all parameters")
+    scale_rate(optimizer, 1.0)
+    divided = []
+    for group in optimizer.param_groups:
+        by_factor: dict[float, list[Tensor]] = {}
+        for parameter in group["params"]:
+            by_factor.setdefault(factors.get(id(parameter), 1.0), []).append(parameter)
+        for factor, parameters in by_factor.items():
+            divided.append({**group, "params": parameters, "lr": group["lr"] * factor})
+    optimizer.param_groups[:] = divided
+
+
+def _rate(factor: float, fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    scale_rate(fork.optimizer, factor)
+
+
+def _per_layer(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """Layer l's rate × median(e) / e_l.
+
+    e is the effective learning rate; where the optimizer divides by the gradient's size, how far
+    activations move relative to their own size.
+    """
+    plain = isinstance(fork.optimizer, (SGD, ASGD))
+    speeds = {} if record is None else _speeds(record, "effective_lr" if plain else "update_ratio")
+    if len(speeds) < 2:
+        raise DoesNotApply("the speeds of fewer than two layers are known")
+    middle = median(speeds.values())
+    factors: dict[int, float] = {}
+    for path, module in named_modules(fork.model):
+        if path in speeds and (not layers or path in layers):
+            factor = min(max(middle / speeds[path], 1 / _AT_MOST), _AT_MOST)
+            factors |= {id(p): factor for p in module.parameters(recurse=False)}
+    if not factors:
+        raise DoesNotApply("none of these layers was measured")
+    scale_rates(fork.optimizer, factors)
+
+
+def _speeds(record: Record, measure: str) -> dict[str, float]:
+    """Each layer's median over the measured steps, where it is positive."""
+    seen: dict[str, list[float]] = {}
+    for report in record.reports:
+        for path, reading in report.layers.items():
+            value = getattr(reading, measure)
+            if value is not None and isfinite(value):
+                seen.setdefault(path, []).append(value)
+    middles = {path: median(values) for path, values in seen.items()}
+    return {path: value for path, value in middles.items() if value > 0}
+
+
+def _warm_up(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """Linearly from a hundredth of the rate over the first third of the steps."""
+    scale_rate(fork.optimizer, 1.0)
+    steps = max(len(fork.batches) // 3, 1)
+    schedule = LinearLR(fork.optimizer, start_factor=0.01, total_iters=steps)
+    fork.optimizer.register_step_post_hook(lambda *_: schedule.step())
+
+
+MENDS = [
+    *(
+        Mend(rate_name(factor), f"learning rate × {factor:g}", partial(_rate, factor))
+        for factor in FACTORS
+    ),
+    Mend(
+        "rate-per-layer",
+        "a learning rate for each layer that evens out how fast the layers move",
+        _per_layer,
+    ),
+    Mend("warm-up", "let the learning rate rise from near 0 at the beginning", _warm_up),
+]

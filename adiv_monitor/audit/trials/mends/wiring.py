@@ -1,0 +1,70 @@
+"""Parameters that the optimizer does not hold, or that are frozen; weights drawn anew."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.setup import Fork
+from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
+from adiv_monitor.audit.trials.mends.places import AFFINE, affine_at, modules_at, parameters_at
+
+
+def _hold(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """Into the first group, with its settings."""
+    trainable = [p for p in fork.model.parameters() if p.requires_grad]
+    if not _held_too(fork, trainable):
+        raise DoesNotApply("the optimizer holds all trainable parameters")
+
+
+def _unfreeze(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    frozen = [
+        p
+        for p in parameters_at(fork.model, layers)
+        if not p.requires_grad and p.is_floating_point()
+    ]
+    if not frozen:
+        raise DoesNotApply("nothing is frozen here")
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    _held_too(fork, frozen)
+
+
+def _held_too(fork: Fork, parameters: Sequence[Tensor]) -> bool:
+    """Give the optimizer those that it does not hold yet; whether there were any."""
+    groups = fork.optimizer.param_groups
+    held = {id(p) for group in groups for p in group["params"]}
+    missing = [p for p in parameters if id(p) not in held]
+    if missing:
+        if hasattr(fork.optimizer, "_params"):  # LBFGS
+            raise DoesNotApply(f"{type(fork.optimizer).__name__} takes no further parameters")
+        fork.optimizer.add_param_group({**groups[0], "params": missing})
+    return bool(missing)
+
+
+def _reinitialise(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """N(0, gain²/fan-in), bias 0 (He et al. 2015; Glorot and Bengio 2010); others as torch does.
+
+    The gain is √2, but 1 where the model has saturating activations, and for its last layer.
+    """
+    saturating = any(isinstance(m, (nn.Tanh, nn.Sigmoid)) for m in fork.model.modules())
+    named = list(modules_at(fork.model, layers).values()) if layers else []
+    others = [m for m in named if hasattr(m, "reset_parameters") and not isinstance(m, AFFINE)]
+    for module in others:
+        module.reset_parameters()  # type: ignore[operator]
+    if others and len(others) == len(named):
+        return
+    last = [m for m in fork.model.modules() if isinstance(m, AFFINE)][-1:]
+    for module in affine_at(fork.model, layers):
+        assert isinstance(module, AFFINE)
+        linear = saturating or module in last
+        nn.init.kaiming_normal_(module.weight, nonlinearity="linear" if linear else "relu")
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+MENDS = [
+    Mend("hold-parameters", "give the optimizer all trainable parameters", _hold),
+    Mend("unfreeze", "train what is frozen", _unfreeze),
+    Mend("reinitialise", "draw the weights anew, by their fan-in", _reinitialise),
+]

@@ -1,0 +1,71 @@
+"""Other learning rates, which are always tried: what one would mend is no merit of another mend."""
+
+from collections.abc import Mapping
+
+from adiv_monitor.audit.finding import Trial
+from adiv_monitor.audit.observe import Progress
+from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.trials.budget import within
+from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
+from adiv_monitor.audit.trials.mends.rates import rate_name
+from adiv_monitor.audit.trials.trial import Losses, at_the_end, compared, losses_of, plain_losses
+
+FACTORS = (0.1, 0.3, 3.0, 10.0)
+_BEYOND = {0.1: 0.01, 10.0: 100.0}  # tried as well, if the best is at that end
+
+
+def rate_trials(
+    setup: Setup, record: Record, *, seconds: float = 20.0, progress: Progress | None = None
+) -> dict[float, Trial]:
+    """Short runs at the learning rate × 0.1, 0.3, 3 and 10, and once further at the better end.
+
+    Args:
+        setup: what is trained.
+        record: of the run as it is.
+        seconds: roughly how long all of it may take: runs are shorter than the setup's where steps
+            are slow; nothing is tried where they would be too short to tell.
+        progress: called with ("learning rates", runs done, runs).
+
+    Returns:
+        By factor, smallest first; empty where nothing was tried, or where the optimizer has no
+        learning rate.
+
+    Raises:
+        KeyboardInterrupt: the keyboard ended a run.
+    """
+    shorter = within(setup, record, len(FACTORS) + 1, seconds)
+    if shorter is None:
+        return {}
+    without = plain_losses(shorter, record)
+    found: dict[float, Losses] = {}
+    try:
+        for factor in FACTORS:
+            found[factor] = _losses_at(factor, shorter)
+            if progress is not None:
+                progress("learning rates", len(found), len(FACTORS) + 1)
+        every = {**found, 1.0: without}
+        ends = {factor: at_the_end(losses, shorter.steps) for factor, losses in every.items()}
+        best = min(sorted(ends), key=ends.__getitem__)
+        if best in _BEYOND:
+            found[_BEYOND[best]] = _losses_at(_BEYOND[best], shorter)
+    except DoesNotApply:
+        return {}
+    if progress is not None:
+        progress("learning rates", len(FACTORS) + 1, len(FACTORS) + 1)
+    return {
+        factor: compared(rate_name(factor), found[factor], without, shorter.steps)
+        for factor in sorted(found)
+    }
+
+
+def best_rate(rates: Mapping[float, Trial]) -> float:
+    """The factor of the lowest loss; 1 where none is lower than as it is."""
+    best = min(sorted(rates), key=lambda factor: rates[factor].loss, default=1.0)
+    return best if rates and rates[best].loss < rates[best].loss_without else 1.0
+
+
+def _losses_at(factor: float, setup: Setup) -> Losses:
+    fork = setup.fork()
+    MENDS[rate_name(factor)].apply(fork)
+    return losses_of(fork)

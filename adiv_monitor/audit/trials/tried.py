@@ -1,0 +1,209 @@
+"""Before it is advised, it is tried: findings with what their mends gave in short runs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from adiv_monitor.audit.finding import STRENGTHS, Advice, Finding, Trial
+from adiv_monitor.audit.observe import Progress
+from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.trials.budget import Clock, step_seconds, within
+from adiv_monitor.audit.trials.mended import Bench
+from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
+from adiv_monitor.audit.trials.mends.rates import rate_name
+from adiv_monitor.audit.trials.rates import best_rate
+from adiv_monitor.audit.trials.trial import plain_losses
+
+FIRST = 3  # mends of a finding that are tried
+# What these say is so, whatever a short run gives. A learning rate mends no wiring.
+WIRING = frozenset({"not-held", "unreached", "frozen", "input-ignored"})
+PLAIN = WIRING | {"non-finite", "cannot-overfit"}
+
+_AS_GOOD = 0.1  # losses that differ by less than this share of them
+
+_NO_TIME = "no time was left"
+
+Outcome = Trial | str  # or why there is none
+Place = tuple[int, int]  # finding, advice
+
+
+def tried(
+    findings: Sequence[Finding],
+    setup: Setup,
+    record: Record,
+    *,
+    seconds: float = 20.0,
+    progress: Progress | None = None,
+) -> tuple[Finding, ...]:
+    """The findings, with their first mends tried in short runs from the same weights and batches.
+
+    Those that act come first, then those to watch; of each the first advice, then the second, then
+    the third. A finding's advice is put in order of what paid, and a mend that paid, but no more
+    than another learning rate alone, stands behind that. A finding to act on of whose mends none
+    that was tried pays is one to watch; but not one that says plainly what is so, nor a cause of
+    such a one: what the run suffers from is then certain, and its mends did not reach it.
+
+    Args:
+        findings: as the rules gave them, strongest first.
+        setup: what is trained.
+        record: of the run as it is, with `rates` where they were tried.
+        seconds: roughly how long it may take; what does not fit says that it was not tried.
+        progress: called with ("mends", mends done, mends).
+
+    Returns:
+        The findings, strongest first.
+    """
+    steps = next((trial.steps for trial in record.rates.values()), None)
+    shorter = (
+        within(setup, record, FIRST, seconds) if steps is None else replace(setup, steps=steps)
+    )
+    outcomes = _known(findings, record)
+    places = list(_places(findings, outcomes))
+    outcomes |= dict.fromkeys(places, _NO_TIME)
+    if shorter is not None and places:
+        try:
+            _try(findings, places, outcomes, _bench(shorter, record, seconds), progress)
+        except KeyboardInterrupt:
+            left = {place for place in places if outcomes[place] == _NO_TIME}
+            outcomes |= dict.fromkeys(left, "interrupted")
+    plain = [i for i, f in enumerate(findings) if f.strength == "act" and f.name in PLAIN]
+    certain = max(plain, default=-1)
+    judged = [
+        _judged(finding, i, outcomes, record, certain=i <= certain)
+        for i, finding in enumerate(findings)
+    ]
+    return tuple(sorted(judged, key=lambda finding: STRENGTHS.index(finding.strength)))
+
+
+def _known(findings: Sequence[Finding], record: Record) -> dict[Place, Outcome]:
+    """What is known before any mend is tried: the trials of learning rates."""
+    rates = {trial.mend: trial for trial in record.rates.values()}
+    return {
+        (i, j): rates.get(advice.mend, f"of each finding only {FIRST} mends are")
+        for i, finding in enumerate(findings)
+        for j, advice in enumerate(finding.advice)
+        if advice.mend is not None and finding.strength != "note"
+    }
+
+
+def _places(findings: Sequence[Finding], known: Mapping[Place, Outcome]) -> Iterator[Place]:
+    """Which mends are tried, in what order."""
+    for strength in ("act", "watch"):
+        several = [i for i, finding in enumerate(findings) if finding.strength == strength]
+        open_ = {i: [p for p in known if p[0] == i and isinstance(known[p], str)] for i in several}
+        for number in range(FIRST):
+            yield from (open_[i][number] for i in several if number < len(open_[i]))
+
+
+def _bench(setup: Setup, record: Record, seconds: float) -> Bench:
+    clock, run = Clock(seconds), setup.steps * step_seconds(record)
+    return Bench(setup, record, plain_losses(setup, record), lambda: clock.allows(run))
+
+
+def _try(
+    findings: Sequence[Finding],
+    places: Sequence[Place],
+    outcomes: dict[Place, Outcome],
+    bench: Bench,
+    progress: Progress | None,
+) -> None:
+    known: dict[object, Outcome] = {}
+    for done, (i, j) in enumerate(places):
+        mend = findings[i].advice[j].mend
+        assert mend is not None
+        layers = () if mend.startswith("rate*") else findings[i].layers
+        if (mend, layers) not in known and bench.may_run():
+            known[mend, layers] = _outcome(bench, mend, layers)
+        outcomes[i, j] = known.get((mend, layers), outcomes[i, j])
+        if progress is not None:
+            progress("mends", done + 1, len(places))
+
+
+def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Outcome:
+    if name not in MENDS:
+        return f"no mend is called {name}"
+    try:
+        return bench.trial(MENDS[name], layers)
+    except DoesNotApply as error:
+        return str(error)
+    except Exception as error:  # the model can't be run so
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _judged(
+    finding: Finding,
+    number: int,
+    outcomes: dict[Place, Outcome],
+    record: Record,
+    *,
+    certain: bool,
+) -> Finding:
+    """The finding with what trying gave, the advice that pays first, and its strength."""
+    advice = []
+    for j, each in enumerate(finding.advice):
+        outcome = outcomes.get((number, j))
+        if isinstance(outcome, Trial):
+            advice.append(replace(each, trial=outcome))
+        elif outcome is not None:
+            advice.append(replace(each, untried=outcome))
+        else:
+            advice.append(each)
+    trials = [each.trial for each in advice if each.trial is not None]
+    if finding.name not in WIRING:
+        advice = _in_order(_with_rate(advice, record))
+    pays = any(trial.pays for trial in trials)
+    lowered = finding.strength == "act" and trials and not pays and not certain
+    return replace(finding, advice=tuple(advice), strength="watch" if lowered else finding.strength)
+
+
+def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:
+    """Where a mend pays no more than a learning rate alone, say so, and advise that rate too."""
+    factor = best_rate(record.rates)
+    if factor == 1 or not record.rates[factor].pays:
+        return advice
+    rate, found = MENDS[rate_name(factor)], []
+    for each in advice:
+        if each.trial is not None and each.trial.pays and _is_no_better(each):
+            text = f"{each.text} (no better here than the {rate.text} alone)"
+            found.append(replace(each, text=text))
+        else:
+            found.append(each)
+    said = any(each.mend == rate.name for each in advice)
+    if found != advice and not said:
+        found.append(Advice(rate.text, rate.name, record.rates[factor]))
+    return found
+
+
+def _is_no_better(advice: Advice) -> bool:
+    assert advice.trial is not None
+    by_rate = (advice.mend or "").startswith("rate*")
+    return not by_rate and advice.trial.loss_by_rate is not None and not advice.trial.beats_rate
+
+
+def _in_order(advice: list[Advice]) -> list[Advice]:
+    """What pays more than a rate, the rates that pay, what pays else; not tried; what does not."""
+
+    def kind(each: Advice) -> int:
+        if each.trial is None:
+            return 2
+        if not each.trial.pays:
+            return 3
+        return 1 if _is_no_better(each) else 0
+
+    kinds = [[each for each in advice if kind(each) == number] for number in range(4)]
+    return [*_best_first(kinds[0]), *_best_first(kinds[1]), *kinds[2], *kinds[3]]
+
+
+def _best_first(advice: list[Advice]) -> list[Advice]:
+    """By loss; of those that are as good as the best of the rest, as the rules had them."""
+    ordered, rest = [], list(advice)
+    while rest:
+        least = min(_loss(each) for each in rest)
+        ordered.append(next(x for x in rest if _loss(x) <= least + _AS_GOOD * abs(least)))
+        rest.remove(ordered[-1])
+    return ordered
+
+
+def _loss(advice: Advice) -> float:
+    assert advice.trial is not None
+    return advice.trial.loss

@@ -1,0 +1,160 @@
+"""The activation functions of a model: which units are dead, which entries saturated."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from adiv_monitor.audit.flat import ends_of_function, ends_of_module
+from adiv_monitor.audit.record import UnitStatistics
+
+# Places of units, after functions whose outputs have units in dim 1; of others they come last.
+_CONVOLUTION = {f"conv{t}{k}d": k for k in (1, 2, 3) for t in ("", "_transpose")}
+_NORMS = ("batch_norm", "group_norm", "instance_norm")
+_LAST = (
+    *("linear", "layer_norm", "rms_norm", "matmul", "bmm", "addmm", "einsum", "embedding"),
+    *("multi_head_attention_forward", "scaled_dot_product_attention"),
+)
+# Arguments that may follow the input by place.
+_BY_PLACE = {
+    "softplus": ("beta", "threshold"),
+    "threshold": ("threshold", "value"),
+    "hardtanh": ("min_val", "max_val"),
+    "elu": ("alpha",),
+    "celu": ("alpha",),
+    "clamp": ("min", "max"),
+    "clip": ("min", "max"),
+    "clamp_min": ("min",),
+}
+
+
+class Units:
+    """Adds up what activation functions are given, over the forward passes within `watching`.
+
+    Functions are named by the path of the innermost module that they run in; those that run in none
+    (of the loss) are not looked at, nor what runs within one fused function (recurrent layers).
+    Units are channels behind a convolution or batch normalisation, and the last dimension behind
+    anything else.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._sums: dict[str, _Sums | None] = {}  # None: its units differ from call to call
+        self._batches = 0
+        self._begin()
+
+    def statistics(self) -> dict[str, UnitStatistics]:
+        """Of each function, by path; several in one module: `path`, `path#2`, …."""
+        return {
+            key: sums.statistics(self._batches)
+            for key, sums in self._sums.items()
+            if sums is not None
+        }
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """One batch runs through the model."""
+        with ExitStack() as hooks:
+            for path, module in self._model.named_modules():
+                for register, hook in (
+                    (module.register_forward_pre_hook, partial(self._enter, path)),
+                    (partial(module.register_forward_hook, always_call=True), self._leave),
+                ):
+                    hooks.callback(register(hook).remove)
+            self._begin()
+            with _Mode(self._call):
+                yield
+            self._batches += 1
+
+    def _begin(self) -> None:
+        self._within: list[tuple[str, bool]] = []  # path, whether all of it is one function
+        self._calls: Counter[str] = Counter()
+        self._places: int | None = None
+
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        ends = ends_of_module(type(module).__name__)
+        is_inside_one = bool(self._within) and self._within[-1][1]
+        self._within.append((path, is_inside_one or ends is not None))
+        if ends is not None and not is_inside_one and args:
+            self._look(path, *ends, args[0])
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._within.pop()
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A function is about to run."""
+        if not self._within or self._within[-1][1]:
+            return
+        if name in _CONVOLUTION:
+            self._places = _CONVOLUTION[name]
+        elif name in _NORMS and args and isinstance(args[0], Tensor):
+            self._places = args[0].ndim - 2
+        elif name in _LAST:
+            self._places = 0
+        else:
+            given = dict(zip(_BY_PLACE.get(name.strip("_"), ()), args[1:], strict=False))
+            ends = ends_of_function(name, {**given, **kwargs})
+            if ends is not None:
+                self._look(self._within[-1][0], *ends, args[0] if args else kwargs.get("input"))
+
+    @torch.no_grad()
+    def _look(self, path: str, name: str, ends: tuple[float, float], x: object) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim:
+            return
+        self._calls[path] += 1
+        key = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
+        places = max(x.ndim - 2, 0) if self._places is None and x.ndim > 3 else self._places or 0
+        unit = x.ndim - 1 - places if x.ndim > places else x.ndim - 1
+        flat = ((x <= ends[0]) | (x >= ends[1])).movedim(unit, -1).flatten(0, -2)
+        sums = self._sums.setdefault(key, _Sums(name, flat.shape[-1]))
+        if sums is not None and not sums.add(name, flat):
+            self._sums[key] = None
+
+
+class _Sums:
+    """What is known of one function."""
+
+    def __init__(self, name: str, units: int) -> None:
+        self._name = name
+        self._awake = torch.zeros(units, dtype=torch.bool)
+        self._flat = 0
+        self._entries = 0
+
+    def add(self, name: str, flat: Tensor) -> bool:
+        """Rows (rows, units) of one call; False if they are not of this function or these units."""
+        if name != self._name or flat.shape[-1] != len(self._awake):
+            return False
+        self._awake |= (~flat).any(0).cpu()
+        self._flat += int(flat.sum())
+        self._entries += flat.numel()
+        return True
+
+    def statistics(self, batches: int) -> UnitStatistics:
+        """What was added up."""
+        return UnitStatistics(
+            function=self._name,
+            units=len(self._awake),
+            dead=int((~self._awake).sum()),
+            saturated=self._flat / max(self._entries, 1),
+            batches=batches,
+        )
+
+
+class _Mode(TorchFunctionMode):
+    """Tells of every function of torch that is called, by name."""
+
+    def __init__(self, tell: Callable[[str, tuple[Any, ...], Mapping[str, Any]], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._tell(getattr(func, "__name__", ""), args, kwargs)
+        return func(*args, **kwargs)

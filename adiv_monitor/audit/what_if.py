@@ -1,0 +1,174 @@
+"""What a layer's step would be with another map, inputs or rate; without training again."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import isfinite
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from adiv_layers import convert
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from adiv_monitor.audit.batches import copied
+from adiv_monitor.audit.layer_step import Calls, Centred, Step, mean_feature, step_of
+from adiv_monitor.audit.normalisers import NORMALISERS
+from adiv_monitor.audit.setup import Fork, Setup, seeded
+from adiv_monitor.capture.selection import named_modules
+from adiv_monitor.features.rows import exact
+
+_KINDS = (
+    nn.Linear,
+    nn.modules.linear.NonDynamicallyQuantizableLinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A layer at one step, as it would be; the gradients that reach it are held as they are.
+
+    Attributes:
+        gradient_cosine: as the monitor's measure of that name.
+        scale_cv: as the monitor's measure of that name.
+        effective_lr: of a plain gradient step of learning rate 1, as the monitor's measure.
+    """
+
+    gradient_cosine: float
+    scale_cv: float
+    effective_lr: float
+
+
+def what_if(setup: Setup) -> dict[str, dict[str, Alternative]]:
+    """How a plain gradient step on the first batch would move each layer, as it is and otherwise.
+
+    The gradients that reach a layer are held as they are: with another map the network's outputs,
+    and so the gradients, would differ too. All rows are looked at.
+
+    "affine-like" and "norm-like" have the features of those maps (spec, section 1), the norms are
+    without parameters and stand in front of the layer, "centred inputs" have the features
+    [x − x̄, 1], "constant scale" divides the features by one constant, so that their mean scale is
+    1, "rate per layer" evens out the layers' effective rates to their median.
+
+    Args:
+        setup: what is audited; a fork of it runs one forward and one backward pass.
+
+    Returns:
+        By layer and alternative. Linear layers and convolutions, called as modules with weights of
+        their own that are trained; others are left out, and so is an alternative that a layer
+        can't have (batch norm of one row).
+    """
+    found = {}
+    for path, (layer, calls) in _calls(setup.fork()).items():
+        as_it_is = step_of(layer, calls)
+        steps = {name: make(layer, calls) for name, make in _OTHERS.items()}
+        found[path] = {
+            "as it is": _alternative(as_it_is),
+            **{name: _alternative(step) for name, step in steps.items() if step is not None},
+            "constant scale": _rescaled(as_it_is),
+        }
+    rates = [f["as it is"].effective_lr for f in found.values()]
+    finite = [rate for rate in rates if isfinite(rate)]
+    for alternatives in found.values():
+        if finite:
+            alternatives["rate per layer"] = replace(
+                alternatives["as it is"], effective_lr=median(finite)
+            )
+    return found
+
+
+def _alternative(step: Step) -> Alternative:
+    return Alternative(step.gradient_cosine, step.scale_cv, step.effective_lr)
+
+
+def _rescaled(step: Step) -> Alternative:
+    """Features times c have scales times c², and so has e."""
+    rate = step.effective_lr / step.scale_mean if step.scale_mean else float("nan")
+    return replace(_alternative(step), effective_lr=rate)
+
+
+def _converted(
+    to: Literal["affine-like", "norm-like"], layer: nn.Module, calls: Calls
+) -> Step | None:
+    holder = nn.Sequential(copy.deepcopy(layer))
+    return step_of(holder[0], calls) if convert(holder, to).swapped else None
+
+
+def _normalised(name: str, layer: nn.Module, calls: Calls) -> Step | None:
+    try:
+        inputs = [NORMALISERS[name](layer, x) for x in calls.inputs]
+    except ValueError:  # batch norm of one row
+        return None
+    return step_of(layer, replace(calls, inputs=inputs))
+
+
+def _centred(layer: nn.Module, calls: Calls) -> Step:
+    return step_of(Centred(layer, mean_feature(layer, calls)), calls)
+
+
+_OTHERS: Mapping[str, Callable[[nn.Module, Calls], Step | None]] = {
+    "affine-like": partial(_converted, "affine-like"),
+    "norm-like": partial(_converted, "norm-like"),
+    **{name: partial(_normalised, name) for name in NORMALISERS},
+    "centred inputs": _centred,
+}
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those whose calls say all: plain ones, whose weights no other module uses."""
+    owners: dict[int, int] = {}
+    for _, module in named_modules(model):
+        for parameter in module._parameters.values():
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    for path, module in named_modules(model):
+        if type(module) not in _KINDS or is_parametrized(module):
+            continue
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.requires_grad and owners[id(weight)] == 1 and not hooked:
+            yield path, module
+
+
+def _calls(fork: Fork) -> dict[str, tuple[nn.Module, Calls]]:
+    """A copy of each layer, and what it was called with and got back, on the first batch."""
+    layers = dict(_layers(fork.model))
+    copies = {path: _exact_copy(module) for path, module in layers.items()}
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {path: [] for path in layers}
+
+    def watch(
+        path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        x = exact((args[0] if args else kwargs["input"]).detach())
+        if output.requires_grad:
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: seen[path].append((x, exact(gradient)))
+            )
+
+    handles = [
+        module.register_forward_hook(partial(watch, path), with_kwargs=True)
+        for path, module in layers.items()
+    ]
+    try:
+        with seeded(fork.seed), torch.enable_grad():
+            loss = fork.loss(fork.model, copied(fork.batches[0]))
+            loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {
+        path: (copies[path], Calls([x for x, _ in calls], [gradient for _, gradient in calls]))
+        for path, calls in seen.items()
+        if calls
+    }
+
+
+def _exact_copy(module: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(module)
+    for parameter in twin.parameters():
+        parameter.data = exact(parameter.data)
+    return twin

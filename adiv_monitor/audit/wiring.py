@@ -1,0 +1,155 @@
+"""Whether all that should take part in training does."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from adiv_monitor.audit.again import Again
+from adiv_monitor.audit.batches import mapped, size_of, tensors
+from adiv_monitor.audit.inputs import is_input, names_by_place
+from adiv_monitor.audit.record import Wiring
+from adiv_monitor.audit.setup import Fork
+from adiv_monitor.audit.train import held
+
+
+class Gradients:
+    """Watches which parameters of a fork receive gradients, and which modules run."""
+
+    def __init__(self, fork: Fork) -> None:
+        self._fork = fork
+        self._named = dict(fork.model.named_parameters())
+        self._unreached = {name for name, p in self._named.items() if p.requires_grad}
+        self._zero = set(self._unreached)
+        self._idle = {path for path, module in fork.model.named_modules() if _holds_any(module)}
+        self._handles: dict[str, RemovableHandle] = {}
+        for path in self._idle:
+            module = fork.model.get_submodule(path)
+            self._handles[path] = module.register_forward_pre_hook(self._noted(path))
+
+    def look(self) -> None:
+        """The gradients of a step are complete."""
+        for name in sorted(self._zero):
+            gradient = self._named[name].grad
+            if gradient is None:
+                continue
+            self._unreached.discard(name)
+            dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+            if bool(dense.any()):
+                self._zero.discard(name)
+
+    def remove(self) -> None:
+        """Take the hooks off the modules that never ran."""
+        for handle in self._handles.values():
+            handle.remove()
+
+    def wiring(self, input_matters: float) -> Wiring:
+        """What was seen, and how much the inputs matter."""
+        held_ones = set(map(id, held(self._fork.optimizer)))
+        trainable = {name: p for name, p in self._named.items() if p.requires_grad}
+        reached = [name for name in trainable if name not in self._unreached]
+        unreached = [name for name in trainable if name in self._unreached]
+        return Wiring(
+            not_held=tuple(n for n in reached if id(trainable[n]) not in held_ones),
+            unreached=tuple(unreached),
+            zero_gradient=tuple(n for n in reached if n in self._zero),
+            frozen=tuple(n for n, p in self._named.items() if not p.requires_grad),
+            input_matters=input_matters,
+            unused=tuple(n for n in unreached if n.rpartition(".")[0] in self._idle),
+        )
+
+    def _noted(self, path: str) -> Any:
+        def note(module: nn.Module, args: Any) -> None:
+            self._idle.discard(path)
+            self._handles.pop(path).remove()
+
+        return note
+
+
+def _holds_any(module: nn.Module) -> bool:
+    return any(parameter is not None for parameter in module._parameters.values())
+
+
+def input_matters(fork: Fork, batches: list[Any]) -> float:
+    """How much a model's outputs change when inputs are exchanged between samples.
+
+    ‖f(x) − f(x′)‖ / ‖f(x)‖ over these batches, where x′ are the inputs of the model's forward pass
+    moved on by one sample; labels, targets and masks stay. Both by the same random numbers.
+
+    Returns:
+        0: the model ignores its inputs; NaN where it can't be told: the model's forward pass does
+        not run, all samples are alike, or something is not finite.
+    """
+    exchange = _Exchange(fork.model)
+    try:
+        for batch in batches:
+            exchange.one_batch(Again(fork), batch)
+    except Exception:  # a forward pass need not take inputs that belong to other samples
+        return math.nan
+    finally:
+        exchange.remove()
+    return exchange.ratio()
+
+
+class _Exchange:
+    """Runs batches with their inputs, and with others', and compares the outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._difference = self._length = 0.0
+        self._exchanging = False
+        self._is_other = False
+        self._outputs: list[Tensor] = []
+        self._handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after),
+        ]
+
+    def one_batch(self, again: Again, batch: Any) -> None:
+        """Run it both ways."""
+        own = self._run(again, batch, exchanging=False)
+        others = self._run(again, batch, exchanging=True)
+        if not self._is_other:
+            return
+        for x, y in zip(own, others, strict=True):
+            self._difference += float((x - y).square().sum())
+            self._length += float(x.square().sum())
+
+    def ratio(self) -> float:
+        """Over all batches."""
+        if not 0 < self._length < math.inf:
+            return math.nan
+        return math.sqrt(self._difference / self._length)
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _run(self, again: Again, batch: Any, *, exchanging: bool) -> list[Tensor]:
+        self._exchanging, self._outputs = exchanging, []
+        again.loss(batch)
+        return self._outputs
+
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not self._exchanging:
+            return None
+        names = names_by_place(module, len(args))
+        given = {**dict(zip(names, args, strict=True)), **kwargs}
+        size = size_of([x for name, x in given.items() if is_input(name)])
+
+        def moved_on(x: Tensor) -> Tensor:
+            if x.ndim == 0 or len(x) != size:
+                return x
+            rolled = x.roll(1, 0)
+            self._is_other |= not torch.equal(x, rolled)
+            return rolled
+
+        changed = {n: mapped(x, moved_on) if is_input(n) else x for n, x in given.items()}
+        return tuple(changed[n] for n in names), {n: changed[n] for n in kwargs}
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        found = [x.detach().cpu().double() for x in tensors(output) if x.is_floating_point()]
+        whole = [x for x in found if x.ndim]
+        self._outputs += whole or found

@@ -1,0 +1,157 @@
+"""What the tests of the command name by import path: models, batches, losses, optimizers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+no_module = {"a": 1}
+calls: list[str] = []  # what code of ours was run
+
+
+def mlp(inputs: int = 64, width: int = 16, classes: int = 10) -> nn.Module:
+    layers = (nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, classes))
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def many(layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+
+
+def deep(levels: int) -> nn.Module:
+    module: nn.Module = nn.Linear(4, 4)
+    for _ in range(levels):
+        module = nn.Sequential(module)
+    return module
+
+
+def hostile_names() -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("<script>alert(1)</script>", nn.Linear(4, 4))
+    model.add_module("日本語 é [red]", nn.Linear(4, 3))
+    return model
+
+
+def no_model() -> dict[str, int]:
+    return {}
+
+
+def broken() -> nn.Module:
+    raise KeyError("ouch")
+
+
+class LeNet(nn.Module):
+    """Registers its head first, and takes images of 28 × 28 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(400, 10)
+        self.first = nn.Conv2d(1, 6, 5, padding=2)
+        self.second = nn.Conv2d(6, 16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.first(x)), 2)
+        return self.head(F.max_pool2d(F.relu(self.second(x)), 2).flatten(1))
+
+
+class FixedSize(nn.Module):
+    """Says its own image size, which no list would have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image_size = 12
+        self.patches = nn.Conv2d(3, 4, 4, 4)
+        self.head = nn.Linear(36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.patches(x).flatten(1))
+
+
+class SequenceClassifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8, batch_first=True)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class LanguageModel(nn.Module):
+    """Takes at most 16 tokens."""
+
+    def __init__(self, words: int = 100) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(words, 16)
+        self.positions = nn.Embedding(16, 16)
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, words)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1])
+        assert len(places) <= 16
+        return self.head(self.block(self.tokens(tokens) + self.positions(places)))
+
+
+class AutoEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Conv2d(3, 4, 3, 2, 1)
+        self.decoder = nn.ConvTranspose2d(4, 3, 4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(F.relu(self.encoder(x)))
+
+
+class Segmentation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Conv2d(3, 5, 3, padding=1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"out": self.map(x)}
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(7, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.map(x + y)
+
+
+def pairs() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    for _ in range(3):
+        yield torch.randn(4, 7), torch.randn(4, 7), torch.randn(4, 1)
+
+
+def nan_pairs() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    yield next(pairs())
+    x, y, target = next(pairs())
+    x[1, 2] = float("nan")
+    yield x, y, target
+
+
+def of_model_and_batch(model: nn.Module, batch: Any) -> Tensor:
+    calls.append("of_model_and_batch")
+    return model(*batch[:-1]).square().mean()
+
+
+def of_output_and_target(output: Tensor, target: Tensor) -> Tensor:
+    calls.append("of_output_and_target")
+    return F.mse_loss(output, target)
+
+
+def interrupting(model: nn.Module, batch: Any) -> Tensor:
+    calls.append("interrupting")
+    if len(calls) > 30:
+        raise KeyboardInterrupt
+    return model(*batch[:-1]).square().mean()
+
+
+def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)

@@ -1,0 +1,359 @@
+"""The audit as a whole: what it trains, what it leaves alone, and what it says of bad input."""
+
+import copy
+import math
+import random
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from audited import batches, cross_entropy, mlp, seen, sgd
+from torch import Tensor, nn
+
+from adiv_monitor import audit
+from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.train import Watch, train
+
+QUICK: dict[str, Any] = {
+    "loss": cross_entropy,
+    "steps": 6,
+    "every_n_steps": 2,
+    "try_mends": False,
+    "what_if": False,
+}
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    gradients = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return copy.deepcopy({**model.state_dict(), **gradients})
+
+
+def test_a_run_is_that_of_a_plain_loop() -> None:
+    model = mlp(nn.Dropout(0.5), nn.BatchNorm1d(12))
+    trained = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(3)
+    losses, norms = [], []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = cross_entropy(trained, batches()[step % 4])
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in trained.parameters()])))
+        nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
+        optimizer.step()
+    record = seen(model, steps=6, optimizer=sgd(0.1, momentum=0.9), clip_norm=0.5, seed=3)
+    assert record.losses == tuple(losses)
+    assert record.gradient_norms == tuple(norms)
+    assert [report.step for report in record.reports] == [0, 2, 4]
+    assert record.facts.parameters == sum(p.numel() for p in model.parameters())
+    assert (record.facts.batch_size, record.facts.batches, record.facts.steps) == (10, 4, 6)
+    assert record.facts.settings["momentum"] == 0.9
+
+
+def test_realised_is_the_change_of_the_same_batch_by_the_same_chance() -> None:
+    class After(Watch):
+        def __init__(self) -> None:
+            self.changes: dict[int, float] = {}
+
+        def begins(self, step: int, batch: Any) -> None:
+            self.state, self.chance = copy.deepcopy(fork.model), torch.get_rng_state()
+
+        def has_stepped(self, step: int, batch: Any) -> None:
+            now = torch.get_rng_state()
+            other = copy.deepcopy(fork.model)
+            other.load_state_dict(
+                {**self.state.state_dict(), **dict(fork.model.named_parameters())}
+            )
+            found = []
+            for model in (self.state, other):
+                torch.set_rng_state(self.chance)
+                found.append(cross_entropy(model, batch).item())
+            self.changes[step] = found[1] - found[0]
+            torch.set_rng_state(now)
+
+    model = mlp(nn.Dropout(0.5), nn.BatchNorm1d(12))
+    fork = Setup(model, sgd(), cross_entropy, tuple(batches()), 6).fork()
+    after = After()
+    train(fork, after)
+    record = seen(model, optimizer=sgd())
+    assert record.realised == {step: after.changes[step] for step in (0, 2, 4)}
+
+
+def test_what_was_given_is_untouched() -> None:
+    class Greedy(nn.Module):
+        """Writes into its inputs, draws random numbers everywhere, and counts."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp(nn.Dropout(), nn.BatchNorm1d(12))
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x.mul_(1 + 0.01 * random.random() * np.random.random())
+            return self.inner(x)
+
+    model = Greedy()
+    model.inner[0].weight.grad = torch.ones(12, 6)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    data = batches()
+    before = state(model), copy.deepcopy(optimizer.state_dict()), copy.deepcopy(data)
+    chance = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    report = audit(model, data, optimizer=optimizer, **QUICK)
+    assert len(report.record.losses) == 6
+    after = state(model), optimizer.state_dict(), data
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(new, old, rtol=0, atol=0)
+    assert model.calls == 0
+    assert torch.equal(torch.get_rng_state(), chance[0])
+    assert random.getstate() == chance[1]
+    assert np.array_equal(np.random.get_state()[1], chance[2])
+    assert not model._forward_pre_hooks and not optimizer._optimizer_step_pre_hooks
+    assert any("has taken steps" in note for note in report.record.notes)
+
+
+def test_every_step_gets_its_batch_as_it_was() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.mul_(2))
+
+    model = InPlace()
+    doubled = [(2 * x, y) for x, y in batches(1)]
+    expected = seen(model.inner, doubled, steps=4, every_n_steps=1)
+    found = seen(model, batches(1), steps=4, every_n_steps=1)
+    assert (found.losses, found.realised) == (expected.losses, expected.realised)
+
+
+def test_the_same_audit_twice_says_the_same() -> None:
+    loader = torch.utils.data.DataLoader(batches(1, 40)[0][0], 8, shuffle=True)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch).square().mean() * (1 + random.random() + np.random.random())
+
+    model = mlp(nn.Dropout())
+    found = []
+    for _ in range(2):
+        found.append(audit(model, loader, **{**QUICK, "loss": loss}).record.losses)
+        torch.rand(1), random.random(), np.random.random()  # the program goes on
+    assert found[0] == found[1]
+
+
+def test_a_loss_that_stops_being_finite_ends_the_run() -> None:
+    record = seen(mlp(), optimizer=sgd(1e20), steps=50, every_n_steps=1)
+    assert not math.isfinite(record.losses[-1])
+    assert all(map(math.isfinite, record.losses[:-1]))
+    assert len(record.gradient_norms) == len(record.losses) < 50
+    assert len(record.reports) == len(record.losses) - 1
+
+
+def test_ctrl_c_leaves_what_there_is() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if calls["n"] == 8:
+            raise KeyboardInterrupt
+        calls["n"] += 1
+        return cross_entropy(model, batch)
+
+    calls = {"n": 0}
+    record = audit(
+        mlp(), batches(), **{**QUICK, "loss": loss, "try_mends": True, "every_n_steps": 1}
+    ).record
+    assert record.interrupted
+    assert len(record.losses) >= 2
+    assert not record.rates
+    assert any("interrupted" in note for note in record.notes)
+
+
+def test_the_whole_of_it() -> None:
+    """An illness that all rooms have a part in: found, its mend tried, alternatives drawn."""
+    truth = torch.randn(6, 3)
+    data = [(1000 * x, (x @ truth).argmax(1)) for x, _ in batches(20, 32)]
+    steps: list[tuple[str, int, int]] = []
+    report = audit(
+        mlp(),
+        data,
+        loss=cross_entropy,
+        optimizer=sgd(0.1),
+        steps=20,
+        progress=lambda *told: steps.append(told),
+    )
+    first = report.findings[0]
+    assert (first.name, first.strength) == ("input-scale", "act")
+    assert first.advice[0].trial is not None and first.advice[0].trial.pays
+    assert report.worst == "act" and str(first.advice[0]) in report.verdict
+    assert {0.1, 0.3, 3.0, 10.0} <= report.record.rates.keys()
+    assert report.record.overfit is not None
+    assert report.what_if["0"].keys() >= {"as it is", "affine-like", "centred inputs"}
+    assert steps[:9] == [("training", step + 1, 20) for step in range(9)]
+    assert {what for what, _, _ in steps} == {"training", "learning rates", "mends"}
+
+
+def test_a_compiled_model() -> None:
+    model = mlp()
+    expected = seen(model, optimizer=sgd())
+    record = seen(torch.compile(model, backend="eager"), optimizer=sgd())
+    assert record.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert record.units.keys() == {f"_orig_mod.{path}" for path in expected.units}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def test_a_scripted_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"RecursiveScriptModule.*scripted.*before"):
+        seen(torch.jit.script(mlp()))
+
+
+def test_ctrl_c_while_mends_are_tried_keeps_what_was_found() -> None:
+    def progress(what: str, done: int, of: int) -> None:
+        if what == "mends":
+            raise KeyboardInterrupt
+
+    data = [(1000 * x, y) for x, y in batches(20, 32)]
+    report = audit(mlp(), data, loss=cross_entropy, optimizer=sgd(0.1), steps=20, progress=progress)
+    assert report.record.interrupted
+    assert report.record.rates and report.what_if
+    assert report.findings[0].strength == "act"
+
+
+def test_lbfgs() -> None:
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+    record = seen(model, batches(1), optimizer=optimizer)
+    assert record.losses[-1] < record.losses[0] / 2
+    assert record.reports
+
+
+def test_an_optimizer_with_attributes_of_its_own() -> None:
+    class Halving(torch.optim.SGD):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.factor = 0.5
+            self.first = self.param_groups[0]["params"][0]
+
+        def step(self, closure: Any = None) -> None:
+            assert self.first is self.param_groups[0]["params"][0]
+            self.first.data *= self.factor
+
+    model = mlp()
+    seen(model, optimizer=Halving(model.parameters(), lr=0.1))
+
+
+def test_hooks_and_schedulers_are_told_of() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *args: pytest.fail("ran"))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    notes = " ".join(seen(model.eval(), optimizer=optimizer).notes)
+    for word in ("hooks", "scheduler", "evaluation mode"):
+        assert word in notes
+
+
+def test_a_model_with_its_own_loss() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, inputs: Tensor, labels: Tensor) -> SimpleNamespace:
+            return SimpleNamespace(loss=nn.functional.cross_entropy(self.inner(inputs), labels))
+
+    for data in (batches(), [{"labels": y, "inputs": x} for x, y in batches()]):
+        record = audit(Own(), data, **{**QUICK, "loss": None}).record
+        assert set(record.inputs) == {"inputs"}
+
+
+def test_a_loss_with_parameters_of_its_own_is_copied_too() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, model: nn.Module, batch: Any) -> Tensor:
+            return cross_entropy(model, batch) * self.scale
+
+    model, loss = mlp(), Scaled()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    record = seen(model, batches(1), loss=loss, optimizer=optimizer)
+    assert loss.scale == 1 and loss.scale.grad is None
+    assert record.losses[-1] < record.losses[0]
+
+
+class Uncopyable(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("locked")
+
+
+FROZEN = mlp().requires_grad_(False)
+GIVEN = mlp()
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no module": ({"model": 3}, TypeError, "model=….*int.*torch.nn.Module"),
+    "no parameters": ({"model": nn.ReLU()}, ValueError, "without trainable parameters"),
+    "all frozen": ({"model": FROZEN}, ValueError, "requires_grad=False"),
+    "lazy": ({"model": nn.LazyLinear(3)}, ValueError, "weight has no shape.*one batch"),
+    "uncopyable": ({"model": Uncopyable(6, 3)}, TypeError, "locked.*expected one that it can"),
+    "steps": ({"steps": 0}, ValueError, "steps=….*0.*at least 1"),
+    "every": ({"every_n_steps": -1}, ValueError, "every_n_steps"),
+    "every 0": ({"every_n_steps": 0}, ValueError, "every_n_steps"),
+    "rows": ({"max_rows": 0}, ValueError, "max_rows"),
+    "seed": ({"seed": -1}, ValueError, "seed"),
+    "clip": ({"clip_norm": 0}, ValueError, "clip_norm.*above 0"),
+    "no batches": ({"batches": []}, ValueError, "no batch.*at least one"),
+    "no iterable": ({"batches": 3}, TypeError, "batches=….*int.*iterable"),
+    "empty batch": ({"batches": [(torch.ones(0, 6), torch.ones(0).long())]}, ValueError, "empty"),
+    "locked batch": ({"batches": [(x for x in batches())]}, TypeError, "can't copy"),
+    "loss": ({"loss": "mse"}, TypeError, "loss=….*str.*function"),
+    "loss of nothing": ({"loss": None, "batches": [b[:1] for b in batches()]}, TypeError, "`loss`"),
+    "loss per sample": ({"loss": lambda m, b: m(b[0])}, TypeError, r"shape \(10, 3\).*mean"),
+    "loss number": ({"loss": lambda m, b: m(b[0]).sum().item()}, TypeError, "float.*tensor"),
+    "loss detached": ({"loss": lambda m, b: m(b[0]).sum().detach()}, ValueError, "gradient"),
+    "loss of the given": (
+        {"model": GIVEN, "loss": lambda m, b: cross_entropy(GIVEN, b)},
+        ValueError,
+        "first argument",
+    ),
+    "optimizer": ({"optimizer": "sgd"}, TypeError, "optimizer=….*str.*torch.optim"),
+    "optimizer of others": (
+        {"optimizer": torch.optim.SGD(mlp().parameters(), lr=1)},
+        ValueError,
+        "holds none of the parameters.*model.parameters()",
+    ),
+    "factory": ({"optimizer": lambda m: None}, TypeError, "NoneType.*torch.optim.Optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_told_clearly(name: str) -> None:
+    given, kind, message = BAD[name]
+    call = {"model": mlp(), "batches": batches(), **QUICK, **given}
+    with pytest.raises(kind, match=re.compile(message, re.DOTALL)):
+        audit(**call)
+    assert all(p.grad is None for p in GIVEN.parameters())
+
+
+def test_an_optimizer_of_frozen_parameters_alone_is_found() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+
+    def frozen_alone(copied: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in copied.parameters() if not p.requires_grad], lr=0.1)
+
+    given: dict[str, Any] = {"loss": cross_entropy, "optimizer": frozen_alone, "steps": 40}
+    report = audit(model, batches(), what_if=False, try_seconds=math.inf, **given)
+    first = report.findings[0]
+    assert (first.name, first.strength) == ("not-held", "act")
+    assert first.layers == report.record.wiring.not_held
+    assert len(report.record.reports) == 10
+    held = next(advice for advice in first.advice if advice.mend == "hold-parameters")
+    assert held.trial is not None and held.trial.pays
+
+
+def test_time_for_trials_is_checked() -> None:
+    with pytest.raises(ValueError, match="try_seconds"):
+        audit(mlp(), batches(), loss=cross_entropy, steps=2, try_seconds=0)

@@ -1,0 +1,218 @@
+"""Reports as plain data and JSON, there and back; what is written; the documented schema."""
+
+import json
+import math
+import re
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import report_schema
+import torch
+from audited import mlp, seen
+from example_reports import report as example_report
+from torch import nn
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.audit import AuditReport
+from adiv_monitor.audit.finding import Advice, Evidence, Finding, Trial
+from adiv_monitor.audit.what_if import Alternative
+from adiv_monitor.sinks import JsonlSink
+
+HARD = {"update_cosine": math.nan, "scale_mean": math.inf, "descent": -math.inf, "scale_cv": None}
+
+
+def step_reports() -> list[StepReport]:
+    """Of a run with attention and what really happened, and one with all that is awkward."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    everything = {"attainable": True, "attention": True, "realised": True}
+    with Monitor(layer, optimizer, every_n_steps=1, max_rows=4, **everything) as monitor:
+        for _ in range(2):
+            optimizer.zero_grad()
+            layer(torch.randn(3, 5, 8)).square().sum().backward()
+            optimizer.step()
+    made = example_report()
+    path = "head"
+    hard = replace(
+        made,
+        layers={**made.layers, path: replace(made.layers[path], **HARD)},
+        coverage=math.nan,
+        realised_loss_change=math.nan,
+        realised_loss_changes=(1.0, math.nan, math.inf),
+    )
+    return [*monitor.reports, made, hard]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether all fields are equal, of the same types, NaN equal to NaN."""
+    if isinstance(a, float) and math.isnan(a):
+        return isinstance(b, float) and math.isnan(b)
+    if type(a) is not type(b):
+        return False
+    if hasattr(a, "__dataclass_fields__"):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def audited() -> AuditReport:
+    """A real one, with whatever its classes can hold put in."""
+    real = AuditReport((), seen(mlp(), steps=4, every_n_steps=1))
+    trial = Trial("rate*0.1", 9, math.inf, 0.1, None, math.nan)
+    finding = Finding(
+        "input-scale",
+        ("a", "<b>&\u2028é"),
+        "act",
+        (Evidence("scale_cv", math.inf, 1.0, "a", 3), Evidence("loss", math.nan)),
+        (Advice("Mend it", "rate*0.1", trial), Advice("Or so")),
+        "It is so.",
+        since=2,
+    )
+    made = replace(
+        real.record,
+        reports=(*real.record.reports, *step_reports()),
+        losses=(*real.record.losses, math.nan),
+        realised={0: -0.5, 10: math.inf},
+        rates={0.1: trial, 10.0: trial},
+        overfit=trial,
+        first_non_finite="loss",
+        notes=("NaN",),
+    )
+    alternatives = {"a": {"as it is": Alternative(0.5, math.nan, math.inf)}}
+    return AuditReport((finding, replace(finding, strength="note")), made, alternatives)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_step_report_comes_back_exactly(number: int) -> None:
+    report = step_reports()[number]
+    assert same(StepReport.from_dict(report.to_dict(quantiles=True)), report)
+    without = StepReport.from_dict(report.to_dict())
+    assert same(without.to_dict(), report.to_dict())
+    assert not any(reading.scale_quantiles for reading in without.layers.values())
+
+
+def test_what_the_sink_wrote_can_be_read(tmp_path: Path) -> None:
+    reports = step_reports()
+    sink = JsonlSink(tmp_path / "log.jsonl")
+    for report in reports:
+        sink.write(report)
+    sink.close()
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    read = [StepReport.from_dict(json.loads(line)) for line in lines]
+    for again, report in zip(read, reports, strict=True):
+        assert same({**again.layers}, {**StepReport.from_dict(report.to_dict()).layers})
+
+
+def test_an_audit_comes_back_exactly() -> None:
+    report = audited()
+    assert same(AuditReport.from_dict(report.to_dict()), report)
+    text = report.to_json()
+    assert same(AuditReport.from_json(text), report)
+    assert AuditReport.from_json(text).to_json() == text
+
+
+def test_json_is_strict() -> None:
+    def refuse(word: str) -> None:
+        pytest.fail(f"{word} is no JSON")
+
+    record = json.loads(audited().to_json(), parse_constant=refuse)
+    assert record["schema"] == 1
+    assert record["worst"] == "act"
+    assert record["record"]["losses"][-1] == "NaN"
+    assert record["record"]["overfit"]["loss_by_rate"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "schema 2, expected 1"),
+        ({"schema": None}, "schema None"),
+        ({"record": {}}, "Record: got a record that is not complete"),
+    ],
+)
+def test_other_records_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AuditReport.from_dict({**audited().to_dict(), **change})
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", ""])
+def test_what_is_no_report_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        AuditReport.from_json(text)
+
+
+def test_what_an_earlier_or_a_later_version_wrote_can_be_read() -> None:
+    report = audited()
+    record = report.to_dict()
+    del record["record"]["notes"]
+    record["record"]["later"] = record["later"] = 1
+    assert AuditReport.from_dict(record).record.notes == ()
+
+
+def test_the_verdict() -> None:
+    report = audited()
+    assert report.verdict.startswith("It is so. To mend it: Mend it: loss after 9 steps inf")
+    act = report.findings[0]
+    assert "1 more finding to act on" in replace(report, findings=(act, act)).verdict
+    well = replace(report, findings=(replace(act, strength="watch"),))
+    assert well.verdict.startswith("Nothing was found")
+    assert "1 lesser finding" in well.verdict
+    assert (well.worst, replace(report, findings=()).worst) == ("watch", None)
+
+
+def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = SimpleNamespace(page=lambda report: f"<p>{report.verdict}</p>")
+    monkeypatch.setitem(sys.modules, "adiv_monitor.audit.page", page)
+    report = audited()
+    report.write(tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    assert sorted(path.name for path in folder.iterdir()) == ["report.html", "report.json"]
+    assert same(AuditReport.from_json((folder / "report.json").read_text()), report)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    whole = Path.write_text
+
+    def half(path: Path, text: str, **how: Any) -> int:
+        if "json" not in path.name:
+            return whole(path, text, **how)
+        whole(path, text[:9], **how)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="no space"):
+        replace(report, findings=()).write(folder)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_schema_is_documented() -> None:
+    """Every field that a report holds, and as the classes say: `make schema` writes it."""
+    text = report_schema.PAGE.read_text(encoding="utf-8")
+    assert text == report_schema.text()
+    sections = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+
+    def check(kind: str, written: Any) -> None:
+        assert set(written) <= set(re.findall(r"`(\w+)`", sections[kind])), kind
+
+    whole = audited().to_dict()
+    check("AuditReport", whole)
+    check("Record", whole["record"])
+    for name in ("Facts", "Wiring"):
+        check(name, whole["record"][name.lower()])
+    for name in ("Input", "Unit", "Weight"):
+        check(f"{name}Statistics", next(iter(whole["record"][f"{name.lower()}s"].values())))
+    (found, *_) = whole["findings"]
+    check("Finding", found)
+    check("Evidence", found["evidence"][0])
+    check("Advice", found["advice"][0])
+    check("Trial", found["advice"][0]["trial"])
+    check("Alternative", whole["what_if"]["a"]["as it is"])
+    step = step_reports()[0].to_dict(quantiles=True)
+    check("StepReport", step)
+    check("LayerReading", next(iter(step["layers"].values())))
+    check("AttentionReading", next(iter(step["attention"].values())))

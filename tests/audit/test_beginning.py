@@ -1,0 +1,72 @@
+"""Where training begins: gains, identical units, the loss of knowing nothing, two softmaxes."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from adiv_monitor.audit.beginning import chance, double_softmax, weights
+from adiv_monitor.audit.setup import Setup
+
+
+def net(*behind: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 5), *behind)
+
+
+def cross_entropy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def likelihood(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return functional.nll_loss(model(batch[0]).log(), batch[1])
+
+
+def setup(model: nn.Module, loss: object = cross_entropy) -> Setup:
+    batch = torch.randn(8, 300), torch.arange(8) % 5
+    return Setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, (batch,), 1)  # type: ignore[arg-type]
+
+
+def test_gains_are_those_that_initialisations_promise() -> None:
+    model = net()
+    assert weights(model)["0"].gain == pytest.approx(3**-0.5, rel=0.02)
+    nn.init.kaiming_normal_(model[0].weight)  # type: ignore[index, arg-type]
+    assert weights(model)["0"].gain == pytest.approx(2**0.5, rel=0.02)
+    assert weights(model)["0"].alike == 0
+    nn.init.constant_(model[0].weight, 0.1)  # type: ignore[index, arg-type]
+    nn.init.constant_(model[0].bias, -3.0)  # type: ignore[index, arg-type]
+    constant = weights(model)["0"]
+    assert constant.gain == pytest.approx(0.1 * math.sqrt(300))
+    assert (constant.alike, constant.bias) == (1, 3)
+
+
+@pytest.mark.parametrize("behind", [(), (nn.LogSoftmax(1),), (nn.Softmax(1),)])
+def test_knowing_nothing_costs_the_logarithm_of_the_classes(behind: tuple[nn.Module, ...]) -> None:
+    assert chance(setup(net(*behind))) == pytest.approx(math.log(5))
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = net()
+    before = [p.clone() for p in model.parameters()]
+    chance(setup(model))
+    double_softmax(setup(model))
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_two_softmaxes_are_told_from_one() -> None:
+    assert double_softmax(setup(net(nn.Softmax(1)))) is True
+    assert double_softmax(setup(net())) is False
+    assert double_softmax(setup(net(nn.LogSoftmax(1)))) is False
+    assert double_softmax(setup(net(nn.Softmax(1)), likelihood)) is False
+    assert double_softmax(setup(nn.Linear(300, 1), lambda m, b: m(b[0]).mean())) is None
+
+
+def test_a_loss_that_fails_is_not_judged_here() -> None:
+    def failing(model: nn.Module, batch: object) -> torch.Tensor:
+        raise RuntimeError("no")
+
+    assert chance(setup(net(), failing)) is None
+    assert double_softmax(setup(net(), failing)) is None

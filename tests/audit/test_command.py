@@ -1,0 +1,314 @@
+"""The command, as its user meets it: what it writes, prints and returns."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from audit import command_models
+
+from adiv_monitor.audit.cli import main
+from adiv_monitor.audit.config import Config, load
+from adiv_monitor.audit.report import AuditReport
+
+HERE = "audit.command_models"
+NET = f"{HERE}:net"
+FILES = {"report.html", "report.json", "config.yaml", "tensorboard"}
+
+pytestmark = pytest.mark.filterwarnings("default")  # of what draws the page
+for package in ("rich", "yaml", "jinja2", "matplotlib", "tensorboard"):
+    pytest.importorskip(package)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    command_models.calls.clear()
+
+
+def run(*argv: str) -> int:
+    """A short audit; options given again win."""
+    return main([argv[0], "--steps", "4", "--no-try", "--out", "out", *argv[1:]])
+
+
+def report() -> AuditReport:
+    return AuditReport.from_json(Path("out/report.json").read_text())
+
+
+def everything(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# What it leaves
+
+
+def test_it_writes_report_config_and_tensorboard(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = {key: value.clone() for key, value in command_models.net.state_dict().items()}
+    assert run(NET, "--realised") == 0
+    assert everything(Path("out")) == FILES and everything(Path()) == {"out"}
+    made = report()
+    assert made.record.facts.steps == 4 and len(made.record.losses) == 4
+    assert any("random" in note for note in made.record.notes)
+    assert made.record.reports[0].layers["0"].realised_cosine is not None
+    assert any(file.name.startswith("events") for file in Path("out/tensorboard").iterdir())
+    printed = capsys.readouterr().out
+    assert (
+        made.verdict.split()[0] in printed and "update" in printed and "out/report.html" in printed
+    )
+    after = command_models.net.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in weights.items())
+
+
+def test_the_written_config_makes_the_same_run_again() -> None:
+    assert run(f"{HERE}:mlp", "--loss", "mse", "--optimizer-args", '{"lr": 1e-2}') == 0
+    first = report().record
+    config = Config(**load("out/config.yaml"))
+    assert (config.input_shape, config.loss, config.device) == ((64,), "mse", "cpu")
+    assert main(["--config", "out/config.yaml", "--out", "again"]) == 0
+    again = AuditReport.from_json(Path("again/report.json").read_text()).record
+    assert again.losses == first.losses and again.reports == first.reports
+
+
+def test_the_command_line_wins_over_the_config() -> None:
+    Path("c.yaml").write_text(f"model: {NET}\nsteps: 2\ntry: false\nout: out\n")
+    assert main(["--config", "c.yaml", "--steps", "3"]) == 0
+    assert report().record.facts.steps == 3
+
+
+def test_an_earlier_report_is_replaced_and_other_files_stay() -> None:
+    assert run(NET) == 0
+    Path("out/mine.txt").write_text("mine")
+    before = everything(Path("out/tensorboard"))
+    time.sleep(0.01)
+    assert run(NET, "--steps", "3") == 0
+    assert report().record.facts.steps == 3
+    assert everything(Path("out")) == {*FILES, "mine.txt"}
+    assert len(everything(Path("out/tensorboard"))) == len(before)
+
+
+def test_names_with_html_unicode_and_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{HERE}:hostile_names") == 0
+    assert set(report().record.reports[0].layers) == {
+        "<script>alert(1)</script>",
+        "日本語 é [red]",
+    }
+    assert "<script>alert(1)</script>" not in Path("out/report.html").read_text()
+    assert "日本語 é [red]" in capsys.readouterr().out
+
+
+def test_of_many_layers_the_terminal_shows_some(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model-args", '{"layers": 80}', "--steps", "1")
+    assert run(f"{HERE}:many", *options) == 0
+    assert len(report().record.reports[0].layers) == 80
+    printed = capsys.readouterr().out
+    assert "30 more layers are in report.html" in printed and len(printed.splitlines()) < 150
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--precision", "64-true"),
+        ("--precision", "bf16-true"),
+        ("--precision", "bf16-mixed"),
+        ("--clip-norm", "1e-3"),
+        ("--attention",),
+        ("--optimizer", "sgd", "--optimizer-args", '{"lr": 0.1, "momentum": 0.9}'),
+        ("--optimizer", f"{HERE}:sgd", "--optimizer-args", '{"lr": 0.1}'),
+        ("--loss", f"{HERE}:of_model_and_batch"),
+        ("--seed", "7", "--batch-size", "3"),
+    ],
+)
+def test_options_reach_the_run(options: tuple[str, ...]) -> None:
+    assert run(NET) == 0
+    usual = report().record
+    assert run(NET, *options) == 0
+    record = report().record
+    assert record.facts != usual.facts or record.losses != usual.losses or "--attention" in options
+    settings = record.facts.settings
+    if "--optimizer" in options:
+        assert (record.facts.optimizer, settings["lr"]) == ("SGD", 0.1)
+    if "--clip-norm" in options:
+        assert record.facts.clip_norm == 1e-3
+    if "--loss" in options:
+        assert "of_model_and_batch" in command_models.calls
+
+
+def test_it_tries_mends_unless_told_not_to() -> None:
+    assert main([NET, "--steps", "4", "--out", "out"]) == 0
+    assert report().record.rates
+    assert run(NET) == 0
+    assert not report().record.rates
+
+
+def test_compare_makes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(NET) == 0
+    Path("out").rename("before")
+    assert run(NET, "--optimizer", "sgd") == 0
+    assert main(["compare", "before", "out/report.json", "--out", "pages/both.html"]) == 0
+    assert "<html" in Path("pages/both.html").read_text()
+    assert everything(Path("pages")) == {"both.html"}
+
+
+# Exit codes
+
+
+def test_rules_that_hold_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    rules = ("--fail-if", "scale_cv > -1", "--fail-if", "0: scale_mean < 0")
+    assert run(NET, *rules) == 1
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fails")]
+    assert [line.split(":")[1].strip() for line in told] == ["0", "2"]
+    assert all("(step 3)" in line for line in told) and everything(Path("out")) == FILES
+    assert run(NET, "--fail-if", "scale_cv < -1") == 0
+
+
+def test_a_rule_that_can_not_hold_anywhere_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(NET, "--fail-if", "enc*: scale_cv > 1") == 2
+    assert "'enc*' matches no layer; there are 0, 2" in capsys.readouterr().err
+
+
+BAD = {
+    "no model": ([], "which model?"),
+    "unknown option": ([NET, "--nonsense", "3"], "see adiv-audit --help"),
+    "no value": ([NET, "--steps"], "expected one argument"),
+    "missing module": (["no_such_module:x"], "there is no module"),
+    "missing attribute": ([f"{HERE}:nott"], "has no 'nott'"),
+    "no module": ([f"{HERE}:no_module"], "expected a torch.nn.Module"),
+    "no layers": (["torch.nn:Identity"], "no parameters"),
+    "too deep": ([f"{HERE}:deep", "--model-args", '{"levels": 10000}'], "nested too deeply"),
+    "no JSON": ([f"{HERE}:mlp", "--model-args", '{"width": '], "as JSON"),
+    "wrong shape": ([NET, "--input-shape", "3,4"], "can't take it"),
+    "other targets": (
+        [f"{HERE}:TwoInputs", "--data", f"{HERE}:pairs", "--loss", "cross_entropy"],
+        "tells no classes apart",
+    ),
+    "batches that don't fit": ([NET, "--data", f"{HERE}:pairs"], "on the first batch raised"),
+    "NaN": ([f"{HERE}:TwoInputs", "--data", f"{HERE}:nan_pairs"], "are NaN"),
+    "optimizer": ([NET, "--optimizer", "sgdd"], "there is none of that name"),
+    "its arguments": ([NET, "--optimizer-args", '{"rate": 1}'], "'rate'"),
+    "no steps": ([NET, "--steps", "0"], "at least 1"),
+    "no such device": ([NET, "--device", "xpu:7"], "can't be used here"),
+    "no device": ([NET, "--device", "toaster"], "can't be used here"),
+    "rule": ([NET, "--fail-if", "scale_cv ="], "expected [LAYERS:] MEASURE > NUMBER"),
+    "rule of what is not measured": (
+        [NET, "--fail-if", "realised_cosine < 0"],
+        "realised_cosine needs --realised",
+    ),
+    "no checkpoint": ([NET, "--checkpoint", "none.pt"], "there is no such file"),
+    "no config": (["--config", "none.yaml"], "can't be read"),
+    "file in the way": ([NET, "--out", "file/out"], "can't be written to"),
+    "file as folder": ([NET, "--out", "file"], "can't be written to"),
+    "compare nothing": (["compare", "a", "b"], "can't read"),
+    "compare no report": (["compare", "file", "file"], "is no report"),
+    "compare one": (["compare", "file"], "required"),
+}
+
+
+@pytest.mark.parametrize(("argv", "told"), BAD.values(), ids=BAD)
+def test_bad_usage_is_one_line_and_leaves_nothing(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").write_text("no folder")
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+    assert printed.err.startswith("adiv-audit: ")
+    assert everything(Path()) == {"file"} and Path("file").read_text() == "no folder"
+
+
+def test_a_malicious_checkpoint_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, ("evil",))
+
+    torch.save({"0.weight": Evil()}, "evil.pt")
+    assert run(NET, "--checkpoint", "evil.pt") == 2
+    assert "running code" in capsys.readouterr().err
+    assert everything(Path()) == {"evil.pt"}
+
+
+def test_a_fault_of_the_audit_itself_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("here")
+
+    monkeypatch.setattr(sys.modules["adiv_monitor.audit.cli"], "audit", fails)
+    assert run(NET) == 2
+    assert "the audit itself failed: ZeroDivisionError: here" in capsys.readouterr().err
+    assert everything(Path()) == set()
+
+
+@pytest.mark.parametrize("missing", ["rich", "yaml", "tensorboard"])
+def test_a_missing_extra_is_told(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert run(NET) == 2
+    error = capsys.readouterr().err
+    assert f'needs the package {missing}: pip install "adiv-monitor[audit]"' in error
+    assert everything(Path()) == set()
+
+
+def test_ctrl_c_writes_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(NET, "--loss", f"{HERE}:interrupting", "--steps", "60") == 130
+    assert 0 < len(report().record.losses) < 60 and report().record.interrupted
+    assert everything(Path("out")) == FILES
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for option in ("--model-args", "--checkpoint", "--fail-if", "--no-try", "--config"):
+        assert option in text
+    for code in ("0 audited", "1 a --fail-if", "2 it could not", "130 interrupted"):
+        assert code in text
+
+
+# As a program
+
+
+def program(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "adiv_monitor", *argv]
+
+
+def test_a_users_own_file_from_the_shell() -> None:
+    Path("mine.py").write_text(
+        "from torch import nn\n\ndef build(width=4):\n"
+        "    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))\n"
+    )
+    command = program("mine:build", "--steps", "3", "--no-try", "--out", "out")
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    facts = json.loads(Path("out/report.json").read_text())["record"]["facts"]
+    assert facts["steps"] == 3 and "Sequential" in facts["model"]
+    assert "Traceback" not in ran.stderr
+
+
+def test_sigint_from_the_shell() -> None:
+    Path("slow.py").write_text(
+        "import time\nfrom pathlib import Path\nfrom torch import nn\n\n"
+        "def loss(model, batch):\n    time.sleep(0.05)\n    Path('begun').touch()\n"
+        "    return nn.functional.cross_entropy(model(batch[0]), batch[1])\n\n"
+        "def build():\n    return nn.Linear(3, 2)\n"
+    )
+    command = program("slow:build", "--loss", "slow:loss", "--steps", "1000", "--out", "out")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        while not Path("begun").exists() and running.poll() is None:
+            time.sleep(0.05)
+        time.sleep(1.5)
+        running.send_signal(signal.SIGINT)
+        _, error = running.communicate(timeout=120)
+    assert running.returncode == 130, error
+    assert "Traceback" not in error and error.startswith("adiv-audit: interrupted")
+    if Path("out").exists():  # the key came after the first step
+        assert everything(Path("out")) == FILES and report().record.interrupted

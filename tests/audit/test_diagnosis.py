@@ -1,0 +1,340 @@
+"""Each rule: a run that it is about, one that just is not, and one within the readings' errors."""
+
+import ast
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adiv_monitor.audit.diagnosis import diagnose
+from adiv_monitor.audit.diagnosis.diagnose import RULES
+from adiv_monitor.audit.finding import Finding, Trial
+from adiv_monitor.audit.record import (
+    Facts,
+    InputStatistics,
+    Record,
+    UnitStatistics,
+    WeightStatistics,
+    Wiring,
+)
+from adiv_monitor.report import LayerReading, StepReport
+
+ROOT = Path(__file__).parents[2]
+STEPS = 40
+FACTS = Facts(
+    model="Net",
+    parameters=10_000,
+    trainable=10_000,
+    optimizer="SGD",
+    settings={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0},
+    batch_size=64,
+    batches=STEPS,
+    steps=STEPS,
+    every_n_steps=10,
+    seed=0,
+    device="cpu",
+    torch="2",
+    seconds_per_step=0.01,
+)
+INPUTS = InputStatistics(0.0, 1.0, -3.0, 3.0, 0.1, 1.5, 0.4, 64)
+WELL = tuple(2.3 * 0.95**step for step in range(STEPS))
+STILL = tuple(2.3 + 0.01 * (-1) ** step for step in range(STEPS))
+RISING = tuple(2.3 * 1.05**step for step in range(STEPS))
+
+
+def reading(**values: object) -> LayerReading:
+    """A healthy layer's; keywords overrule."""
+    measures: dict[str, object] = {
+        "update_cosine": 0.3,
+        "gradient_cosine": 0.3,
+        "attainable_cosine": 0.9,
+        "effective_lr": 0.1,
+        "scale_mean": 65.0,
+        "scale_cv": 0.3,
+        "common_share": 0.2,
+        "idle_share": 0.0,
+        "update_ratio": 0.02,
+        "descent": 0.01,
+        "parameter_cosine": 0.5,
+        "projection_cosine": 1.0,
+        "applied_cosine": 0.5,
+    }
+    fixed = {"kind": "linear", "rows_seen": 64, "rows_total": 64, "rows_without_gradient": 0}
+    return LayerReading(**{**fixed, "gradient_factor": 1.0, **measures, **values})  # type: ignore[arg-type]
+
+
+def record(
+    layers: dict[str, LayerReading] | None = None, *, facts: Facts = FACTS, **values: object
+) -> Record:
+    """A healthy run of three layers; keywords overrule."""
+    layers = {name: reading() for name in "abc"} | (layers or {})
+    fields: dict[str, object] = {
+        "losses": WELL,
+        "gradient_norms": (1.0,) * STEPS,
+        "reports": tuple(StepReport(step, layers, {}, 1.0) for step in range(0, STEPS, 10)),
+        "realised": dict.fromkeys(range(0, STEPS, 10), -0.008),
+        "inputs": {"0": INPUTS},
+        "units": {"relu": UnitStatistics("relu", 64, 2, 0.5, 20)},
+        "wiring": Wiring(input_matters=0.5),
+        "chance": 2.3,
+        "parameter_norms": (10.0,) * STEPS,
+        "weights": {name: WeightStatistics(0.6, 0.05, 0.0) for name in "abc"},
+    }
+    return Record(facts, **{**fields, **values})  # type: ignore[arg-type]
+
+
+def adam(**settings: float) -> Facts:
+    return replace(
+        FACTS, optimizer="AdamW", settings={"lr": 1e-3, "weight_decay": 0.01, **settings}
+    )
+
+
+def decayed(weight_decay: float) -> Facts:
+    return replace(FACTS, settings={**FACTS.settings, "weight_decay": weight_decay})
+
+
+def trials(**loss: float) -> dict[float, Trial]:
+    """Trials of rates: x01=… is the loss at a tenth."""
+    factors = {"x01": 0.1, "x03": 0.3, "x3": 3.0, "x10": 10.0}
+    own = loss.pop("own")
+    error = loss.pop("error", 0.01)
+    return {
+        factors[name]: Trial(f"rate*{factors[name]:g}", STEPS, value, own, None, error)
+        for name, value in loss.items()
+    }
+
+
+def found(of: Record) -> dict[str, Finding]:
+    return {finding.name: finding for finding in diagnose(of)}
+
+
+def test_a_healthy_run_has_no_findings() -> None:
+    assert diagnose(record()) == ()
+
+
+def test_every_rule_bears_an_empty_record() -> None:
+    empty = Record(FACTS, (), (), ())
+    assert [finding for rule in RULES for finding in rule(empty)] == []
+
+
+HITS = {
+    "not-held": record(wiring=Wiring(not_held=("c.weight",))),
+    "unreached": record(wiring=Wiring(unreached=("a.weight",))),
+    "input-ignored": record(wiring=Wiring(input_matters=0.0)),
+    "non-finite": record(losses=(2.3, 2.2, math.nan), first_non_finite="gradient of a"),
+    "input-scale": record(inputs={"0": replace(INPUTS, std=160.0)}),
+    "input-mean": record(inputs={"0": replace(INPUTS, mean=10.0)}),
+    "row-spread": record({"a": reading(scale_cv=3.0, standard_error={"scale_cv": 0.1})}),
+    "projection-fights": record({"b": reading(projection_cosine=0.1, applied_cosine=-0.2)}),
+    "decay-fights": record(facts=decayed(0.5), losses=STILL),
+    "rate-too-high": record(
+        rates=trials(own=2.2, x01=0.5, x03=1.0, x3=9.0, x10=math.inf), losses=STILL
+    ),
+    "rate-too-low": record(rates=trials(own=2.28, x01=2.3, x03=2.29, x3=2.1, x10=1.0)),
+    "vanishing": record({"a": reading(descent=1e-9)}, losses=STILL),
+    "exploding": record({"a": reading(descent=1e6)}, losses=STILL),
+    "dead-units": record(units={"relu": UnitStatistics("relu", 64, 40, 0.9, 20)}, losses=STILL),
+    "saturated-units": record(units={"tanh": UnitStatistics("tanh", 64, 0, 0.8, 20)}, losses=STILL),
+    "clipping-always": record(
+        facts=replace(FACTS, clip_norm=0.01), gradient_norms=(1.0,) * STEPS, losses=STILL
+    ),
+    "uneven-rates": record({"a": reading(update_ratio=1e-6)}),
+    "bad-initialisation": record(losses=tuple(40 * 0.9**s for s in range(STEPS))),
+    "optimizer-turns": record(
+        {name: reading(parameter_cosine=-0.3, descent=-0.01) for name in "abc"}, losses=RISING
+    ),
+    "cannot-overfit": record(overfit=Trial("overfit", 100, 2.2, 2.3, None, 0.01)),
+    "double-softmax": record(double_softmax=True),
+    "target-scale": record(chance=1e6, losses=(1e6, math.inf)),
+    "frozen": record(wiring=Wiring(frozen=("a.weight",)), losses=STILL,
+                     weights={"a": WeightStatistics(0.58, 0.05, 0.0)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HITS)
+def test_an_illness_is_named_first_and_to_be_acted_on(name: str) -> None:
+    first = diagnose(HITS[name])[0]
+    assert (first.name, first.strength) == (name, "act")
+    assert first.evidence
+    assert first.advice
+    assert first.summary
+
+
+SMALL = replace(INPUTS, std=0.3)
+NEAR_MISSES = {
+    "input-scale": record(inputs={"0": SMALL}),
+    "input-mean": record(inputs={"0": replace(INPUTS, mean=0.5)}),
+    "row-spread": record({"a": reading(scale_cv=0.9)}),
+    "projection-fights": record({"b": reading(projection_cosine=0.99)}),
+    "decay-fights": record(facts=decayed(0.01), losses=STILL),
+    "rate-too-high": record(rates=trials(own=0.6, x01=1.0, x03=0.5, x3=9.0, x10=math.inf)),
+    "rate-too-low": record(rates=trials(own=0.6, x01=1.5, x03=1.0, x3=0.5, x10=0.4)),
+    "vanishing": record({"a": reading(descent=1e-4)}, losses=STILL),
+    "exploding": record({"a": reading(descent=1.0)}, losses=STILL),
+    "dead-units": record(units={"relu": UnitStatistics("relu", 64, 10, 0.9, 20)}),
+    "saturated-units": record(units={"relu": UnitStatistics("relu", 64, 0, 0.8, 20)}),
+    "clipping-always": record(facts=replace(FACTS, clip_norm=2.0)),
+    "uneven-rates": record({"a": reading(update_ratio=1e-3), "b": reading(update_ratio=0.3)}),
+    "bad-initialisation": record(losses=tuple(4 * 0.9**s for s in range(STEPS))),
+    "optimizer-turns": record({"a": reading(parameter_cosine=-0.1)}),
+    "cannot-overfit": record(overfit=Trial("overfit", 100, 0.1, 2.3, None, 0.01)),
+    "input-ignored": record(wiring=Wiring(input_matters=0.01)),
+    "double-softmax": record(double_softmax=False),
+    "target-scale": record(chance=11.0),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_what_is_near_is_no_hit(name: str) -> None:
+    assert name not in found(NEAR_MISSES[name])
+
+
+WITHIN_ERRORS = {
+    "row-spread": record({"a": reading(scale_cv=1.5, standard_error={"scale_cv": 0.3})}),
+    "projection-fights": record(
+        {"b": reading(projection_cosine=0.9, standard_error={"projection_cosine": 0.1})}
+    ),
+    "uneven-rates": record(
+        {"a": reading(update_ratio=1e-4, standard_error={"update_ratio": 2e-4})}
+    ),
+    "rate-too-high": record(rates=trials(own=1.5, x01=0.5, error=0.6)),
+    "rate-too-low": record(rates=trials(own=2.29, x10=2.0, error=0.2)),
+    "interference": record(
+        {"a": reading(gradient_cosine=0.05, standard_error={"gradient_cosine": 0.05})}
+    ),
+    "dead-units": record(units={"relu": UnitStatistics("relu", 64, 60, 0.9, 1)}),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN_ERRORS)
+def test_what_lies_within_errors_is_no_hit(name: str) -> None:
+    assert name not in found(WITHIN_ERRORS[name])
+
+
+def test_causes_come_before_what_follows_from_them() -> None:
+    ill = record(
+        inputs={"0": replace(INPUTS, std=160.0)},
+        rates=trials(own=2.3, x01=0.5),
+        units={"relu": UnitStatistics("relu", 64, 60, 0.9, 20)},
+        losses=STILL,
+        wiring=Wiring(not_held=("c.weight",)),
+    )
+    names = [f.name for f in diagnose(ill) if f.strength == "act"]
+    assert names == ["not-held", "input-scale", "rate-too-high", "dead-units"]
+
+
+def test_what_the_optimizer_or_a_normalisation_takes_out_is_only_to_be_watched() -> None:
+    large = {"0": replace(INPUTS, std=160.0)}
+    assert found(record(inputs=large, facts=adam()))["input-scale"].strength == "watch"
+    normed = {"a": reading(), "n": reading(kind="gain", update_ratio=1e-4)}
+    layers = normed | {"b": reading(), "c": reading()}
+    reports = tuple(StepReport(step, layers, {}, 1.0) for step in range(0, STEPS, 10))
+    assert found(record(inputs=large, reports=reports))["input-scale"].strength == "watch"
+
+
+def test_values_that_stop_being_finite_are_a_cause_only_from_the_start() -> None:
+    rates = trials(own=math.inf, x01=0.5)
+    later = record(losses=(2.3, 9.0, math.nan), first_non_finite="loss", rates=rates)
+    at_once = record(losses=(math.nan,), first_non_finite="loss")
+    assert diagnose(later)[0].name == "rate-too-high"
+    assert diagnose(replace(later, first_non_finite="data"))[0].name == "non-finite"
+    assert diagnose(at_once)[0].name == "non-finite"
+
+
+def test_without_trials_of_rates_the_loss_that_steps_leave_behind_decides() -> None:
+    worse = dict.fromkeys(range(0, STEPS, 10), 0.5)
+    assert found(record(realised=worse, losses=RISING))["rate-too-high"].strength == "act"
+    assert found(record(realised=worse))["rate-too-high"].strength == "watch"
+
+
+def test_a_first_step_that_does_not_follow_its_gradient_was_turned_by_other_code() -> None:
+    turned = {name: reading(parameter_cosine=0.05) for name in "abc"}
+    assert diagnose(record(turned, losses=STILL))[0].name == "projection-fights"
+
+
+def test_long_momentum_is_named_where_it_goes_on_regardless() -> None:
+    long = replace(FACTS, settings={**FACTS.settings, "momentum": 0.99})
+    assert diagnose(record(facts=long)) == ()
+    late = {name: reading(parameter_cosine=0.05) for name in "abc"}
+    well = record(facts=long)
+    reports = (*well.reports[:2], *record(late).reports[2:])
+    assert found(record(facts=long, reports=reports))["optimizer-turns"].strength == "watch"
+    assert found(record(facts=long, losses=RISING))["optimizer-turns"].strength == "act"
+
+
+def test_weights_that_begin_badly() -> None:
+    def first_layer(**values: float) -> Record:
+        weights = record().weights
+        odd = replace(weights["a"], **values)
+        return record(weights={**weights, "a": odd}, losses=STILL)
+
+    assert diagnose(first_layer(gain=30.0))[0].name == "bad-initialisation"
+    assert diagnose(first_layer(gain=0.01))[0].name == "bad-initialisation"
+    assert diagnose(first_layer(bias=5.0))[0].name == "bad-initialisation"
+    assert "bad-initialisation" not in found(first_layer(gain=1.5, bias=0.3))
+    alike = {name: WeightStatistics(0.6, 0.0, 1.0) for name in "abc"}
+    assert diagnose(record(weights=alike, losses=STILL))[0].name == "bad-initialisation"
+
+
+def test_a_few_long_rows_are_no_common_scale() -> None:
+    inputs = {"0": replace(INPUTS, std=6.0)}
+    long_rows = {"a": reading(scale_mean=65.0, scale_p50=2.0, scale_cv=5.0)}
+    assert list(found(record(long_rows, inputs=inputs))) == ["row-spread"]
+    assert "input-scale" in found(record({"a": reading(scale_p50=60.0)}, inputs=inputs))
+
+
+def test_a_last_layer_that_begins_at_zero_is_well() -> None:
+    first = {"a": reading(descent=0.0), "b": reading(descent=0.0), "c": reading(update_ratio=9.0)}
+    reports = list(record().reports)
+    reports[0] = StepReport(0, first, {}, 1.0)
+    strengths = [f.strength for f in diagnose(record(reports=tuple(reports)))]
+    assert strengths == ["note"]
+
+
+def test_frozen_parameters_are_for_you_to_judge() -> None:
+    frozen = found(record(wiring=Wiring(frozen=("a.weight",), input_matters=0.5)))
+    assert frozen["frozen"].strength == "watch"
+
+
+def test_a_loss_that_stands_still_is_a_symptom() -> None:
+    assert [(f.name, f.strength) for f in diagnose(record(losses=STILL))] == [
+        ("loss-stuck", "watch")
+    ]
+
+
+def test_interference_under_a_high_ceiling_is_noted() -> None:
+    assert found(record({"a": reading(gradient_cosine=0.05)}))["interference"].strength == "note"
+    low = {"a": reading(gradient_cosine=0.05, attainable_cosine=0.1)}
+    assert diagnose(record(low)) == ()
+
+
+def test_without_trials_of_rates_activations_that_move_too_far_or_hardly_tell() -> None:
+    far = {name: reading(update_ratio=3.0) for name in "abc"}
+    assert found(record(far, losses=STILL))["rate-too-high"].strength == "act"
+    assert "rate-too-high" not in found(record(far))  # RMSprop's first step is long, and well
+    still = {name: reading(update_ratio=1e-3) for name in "abc"}
+    assert found(record(still, losses=STILL))["rate-too-low"].strength == "act"
+    assert found(record(still))["rate-too-low"].strength == "watch"
+    near = {name: reading(update_ratio=3.2e-3) for name in "abc"}
+    assert "rate-too-low" not in found(record(near, losses=STILL))
+
+
+def test_modules_that_never_ran_are_worth_watching() -> None:
+    unused = Wiring(unreached=("a.weight", "b.weight"), unused=("a.weight",), input_matters=0.5)
+    strengths = [(f.layers, f.strength) for f in diagnose(record(wiring=unused))]
+    assert strengths == [(("b.weight",), "act"), (("a.weight",), "watch")]
+
+
+def test_every_finding_has_its_page() -> None:
+    names = set()
+    for path in (ROOT / "adiv_monitor" / "audit" / "diagnosis").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
+                assert isinstance(node.args[0], ast.Constant)
+                names.add(node.args[0].value)
+    pages = {path.stem for path in (ROOT / "docs" / "findings").glob("*.md")} - {"README"}
+    assert names == pages
+    assert names >= set(HITS)
+    index = (ROOT / "docs" / "findings" / "README.md").read_text()
+    assert all(f"[{name}]({name}.md)" in index for name in names)

@@ -1,0 +1,116 @@
+"""Rules of --fail-if: what they mean, and that they are never run."""
+
+import math
+
+import pytest
+
+from adiv_monitor.audit.fail_if import Rule, hits, parse
+from adiv_monitor.audit.finding import Finding
+from adiv_monitor.audit.record import Facts, Record
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.usage import UsageError
+from adiv_monitor.report import LayerReading, StepReport
+
+
+def reading(cosine: float, error: float = 0.0, scale_cv: float | None = 0.5) -> LayerReading:
+    errors = {"update_cosine": error} if error else {}
+    return LayerReading(
+        *("linear", 8, 8, 0, 1.0), update_cosine=cosine, scale_cv=scale_cv, standard_error=errors
+    )
+
+
+def report(*steps: dict[str, LayerReading], findings: tuple[Finding, ...] = ()) -> AuditReport:
+    facts = Facts("m", 1, 1, "SGD", {}, 8, 1, 2, 1, 0, "cpu", "2", math.nan)
+    reports = tuple(StepReport(10 * i, layers, {}, 1.0) for i, layers in enumerate(steps))
+    return AuditReport(findings, Record(facts, (), (), reports))
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("scale_cv > 1", ("*", "scale_cv", ">", 1.0)),
+        ("scale_cv>=-1.5e-3", ("*", "scale_cv", ">=", -1.5e-3)),
+        (" encoder.*:update_cosine <= .5 ", ("encoder.*", "update_cosine", "<=", 0.5)),
+        ("a:b c : update_cosine < 0", ("a:b c", "update_cosine", "<", 0.0)),
+        ("attention_cosine < 0", ("*", "attention_cosine", "<", 0.0)),
+    ],
+)
+def test_a_rule_compares_a_measure(text: str, rule: tuple[str, str, str, float]) -> None:
+    assert parse(text) == Rule(text, *rule)
+
+
+def test_a_rule_may_name_a_finding() -> None:
+    rule = parse("rate-too-high")
+    assert (rule.layers, rule.measure, rule.comparison) == ("*", "rate-too-high", "")
+    assert parse("head.*: dead-units").layers == "head.*"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("scale_cv", "scale_cv > ", "> 1", "scale_cv > one", "scale_cv >> 1", "scale_cv == 1"),
+        *("scale_cv > 1 or True", "__import__('os').system('x') > 1", "", "scale_cv > nan"),
+        *("1 < scale_cv", "scale_cv > 1; import os", "scale_cv > 0x1"),
+    ],
+)
+def test_what_is_no_rule_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        parse(text)
+
+
+def test_an_unknown_measure_is_told_with_its_neighbours() -> None:
+    with pytest.raises(UsageError, match=r"scale_cvv.*scale_cv"):
+        parse("scale_cvv > 1")
+
+
+def test_every_hit_is_listed_with_its_steps() -> None:
+    made = report(
+        {"a": reading(-0.5), "b": reading(0.5)}, {"a": reading(-0.25), "b": reading(-0.1)}
+    )
+    found = [hit.text for hit in hits(parse("update_cosine < 0"), made)]
+    assert found == ["a: -0.5 (step 0), -0.25 (step 10)", "b: -0.1 (step 10)"]
+    assert [hit.text for hit in hits(parse("b: update_cosine < 0"), made)] == ["b: -0.1 (step 10)"]
+    assert hits(parse("update_cosine < -0.5"), made) == []
+    assert len(hits(parse("a: update_cosine <= -0.5"), made)) == 1
+
+
+@pytest.mark.parametrize(("error", "hit"), [(0.0, True), (0.09, True), (0.11, False)])
+def test_a_value_within_two_errors_of_the_limit_is_no_hit(error: float, hit: bool) -> None:
+    below = report({"a": reading(-0.2, error)})
+    above = report({"a": reading(0.2, error)})
+    assert bool(hits(parse("update_cosine < 0"), below)) is hit
+    assert bool(hits(parse("update_cosine > 0"), above)) is hit
+
+
+def test_no_direction_and_an_unknown_error_are_no_hits() -> None:
+    made = report({"a": reading(math.nan), "b": reading(-1.0, math.nan), "c": reading(math.inf)})
+    assert hits(parse("update_cosine < 0"), made) == []
+    assert [h.text for h in hits(parse("update_cosine > 9"), made)] == ["c: inf (step 0)"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        ("enc*: update_cosine < 0", "matches no layer; there are a"),
+        ("a: scale_cv > 0", "no such layer has"),
+    ],
+)
+def test_a_rule_that_compares_nothing_is_an_error(rule: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        hits(parse(rule), report({"a": reading(0.5, scale_cv=None)}))
+
+
+def test_findings_by_name_and_by_strength() -> None:
+    findings = (
+        Finding("rate-too-high", (), "act", (), ()),
+        Finding("dead-units", ("enc.a", "dec.b"), "watch", (), ()),
+    )
+    made = report({"a": reading(0.5)}, findings=findings)
+
+    def told(rule: str) -> list[str]:
+        return [hit.text for hit in hits(parse(rule), made)]
+
+    assert told("rate-too-high") == ["rate-too-high (act) at the model"]
+    assert told("enc.*: dead-units") == ["dead-units (watch) at enc.a"]
+    assert told("enc.*: rate-too-high") == [] and told("vanishing") == []
+    assert len(told("act")) == 1 and len(told("watch")) == 2 and len(told("note")) == 2

@@ -1,0 +1,100 @@
+"""Where values stop being finite is told by the place where they were made so."""
+
+from typing import Any
+
+import pytest
+import torch
+from audited import batches, cross_entropy, mlp, seen, sgd
+from torch import Tensor, nn
+
+
+class Breaks(nn.Module):
+    """Gives what is not finite in the third training call; -∞ before, as masks have."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.value if self.calls == 3 else x
+
+
+class Masked(nn.Module):
+    """Has -∞ in its outputs, which is no fault."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((x, torch.full_like(x[:, :1], -torch.inf)), 1)
+
+
+class Softmax(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.softmax(1)[:, :-1]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_module(value: float) -> None:
+    model = mlp(Masked(), Softmax(), Breaks(value))
+    record = seen(model)
+    assert record.first_non_finite == "output of 4"
+    assert len(record.losses) == 3
+
+
+def test_the_innermost_module() -> None:
+    model = nn.Sequential(mlp(nn.Sequential(Breaks(torch.nan))), nn.Identity())
+    assert seen(model).first_non_finite == "output of 0.2.0"
+
+
+def test_data() -> None:
+    data = batches()
+    data[2][0][3, 1] = torch.nan
+    record = seen(mlp(), data)
+    assert record.first_non_finite == "data"
+    assert len(record.losses) == 3
+
+
+def test_loss() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return (cross_entropy(model, batch) * 0).log().neg()
+
+    record = seen(mlp(), loss=loss)
+    assert record.first_non_finite == "loss"
+    assert record.losses == (float("inf"),)
+
+
+def test_parameters() -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    assert seen(model).first_non_finite == "parameter 0.weight before training"
+
+
+def test_parameters_that_a_step_broke() -> None:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        groups = [{"params": [model[0].weight], "lr": 3e38}, {"params": [model[2].weight]}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return 1000 * cross_entropy(model, batch)
+
+    record = seen(mlp(), optimizer=optimizer, loss=loss)
+    assert record.first_non_finite == "parameter 0.weight after step 0"
+    assert len(record.losses) == 2
+
+
+def test_gradients() -> None:
+    class Root(nn.Module):
+        """√0 is fine forward, and has no slope."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (0 * x).sqrt() + x
+
+    model = mlp(nn.Linear(12, 12), Root())
+    record = seen(model, optimizer=sgd())
+    assert record.first_non_finite == "gradient of 2.bias"
+    assert record.gradient_norms[0] != record.gradient_norms[0]
+
+
+def test_a_finite_run_has_none() -> None:
+    assert seen(mlp(Masked(), Softmax())).first_non_finite is None

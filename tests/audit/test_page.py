@@ -1,0 +1,274 @@
+"""The page: right numbers in right words, whatever models are called; one file, no network."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from adiv_monitor.audit.finding import Trial
+from adiv_monitor.audit.page.chain import chain, mean_chain
+from adiv_monitor.audit.page.findings import checks
+from adiv_monitor.audit.page.heat import heat_map
+from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH, Axis, bar, distribution
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.report import QUANTILE_LEVELS, LayerReading, StepReport
+from adiv_monitor.sinks.wording import number
+
+pytest.importorskip("jinja2", reason="makes the page")
+pytest.importorskip("matplotlib", reason="draws its pictures")
+
+import example_audits
+
+from adiv_monitor.audit.page import compare, page
+
+
+class Elements(HTMLParser):
+    """Every element of a page with its attributes, and which of them are not closed in order."""
+
+    VOID = frozenset({"meta", "link", "input", "wbr"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+
+def small(layers: tuple[str, ...] = ("stem", "head"), steps: int = 3) -> AuditReport:
+    return example_audits.made_up(list(layers), steps)
+
+
+def reading(**measures: float) -> LayerReading:
+    return LayerReading("linear", 64, 64, 0, 1.0, **measures)
+
+
+def heat_data(text: str) -> dict:
+    found = re.search(r'<script type="application/json" id="heat-data">(.*?)</script>', text, re.S)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_the_causes_parts_lead_from_one_to_what_is_left() -> None:
+    parts = chain(
+        reading(diagonal_cosine=0.9, gradient_cosine=0.4, update_cosine=0.5, realised_cosine=0.45)
+    )
+    assert [part.causes for part in parts] == [
+        ("scale",),
+        ("interference",),
+        ("optimizer",),
+        ("depth",),
+    ]
+    assert [part.taken for part in parts] == pytest.approx([0.1, 0.5, -0.1, 0.05])
+    assert 1 - math.fsum(part.taken for part in parts) == pytest.approx(0.45)
+
+
+def test_causes_that_nothing_is_measured_between_stay_together() -> None:
+    (first, second) = chain(
+        reading(gradient_cosine=0.4, update_cosine=math.nan, realised_cosine=0.3)
+    )
+    assert first.causes == ("scale", "interference")
+    assert second.causes == ("optimizer", "depth")
+
+
+def test_means_are_over_layers_that_tell_all_causes_apart() -> None:
+    layers = {
+        "a": reading(diagonal_cosine=1.0, gradient_cosine=0.5, update_cosine=0.25),
+        "b": reading(diagonal_cosine=0.8, gradient_cosine=0.7, update_cosine=0.6),
+        "module": reading(gradient_cosine=0.1, update_cosine=0.1),
+    }
+    parts, count = mean_chain(layers)
+    assert count == 2
+    assert [part.taken for part in parts] == pytest.approx([0.1, 0.3, 0.175])
+    assert [part.worst for part in parts] == ["b", "a", "a"]
+    assert mean_chain({"module": layers["module"]}) == ((), 0)
+
+
+def test_a_bar_holds_what_is_kept_taken_and_won_back() -> None:
+    parts = chain(reading(diagonal_cosine=0.9, gradient_cosine=0.4, update_cosine=0.5))
+    blocks = {block.cause: block for block in bar(parts, 0.0)}
+    assert blocks["scale"].x == pytest.approx(0.9 * WIDTH)
+    assert blocks["kept"].width == pytest.approx(0.5 * WIDTH)
+    assert blocks["won"].x == pytest.approx(0.4 * WIDTH)
+    turned = {
+        b.cause: b for b in bar(chain(reading(gradient_cosine=0.5, update_cosine=-0.5)), -0.5)
+    }
+    assert "kept" not in turned
+    assert turned["optimizer"].x == 0
+    assert turned["optimizer"].width == pytest.approx(WIDTH * 2 / 3, abs=0.1)
+
+
+def test_a_distribution_holds_all_rows_where_they_are() -> None:
+    even = distribution([2 * level - 1 for level in QUANTILE_LEVELS], Axis(-1.0, 1.0))
+    heights = [HEIGHT - float(y) for y in re.findall(r"V([\d.]+)H", even)]
+    assert len(heights) == 40
+    assert heights == pytest.approx([HEIGHT - 2] * 40, rel=0.05)
+    at_one_place = distribution([0.0] * len(QUANTILE_LEVELS), Axis(-1.0, 1.0))
+    assert at_one_place == f"M{WIDTH / 2:g} {HEIGHT}V2H{WIDTH / 2 + WIDTH / 40:g}V{HEIGHT}Z"
+    assert distribution((math.nan,) * 33, Axis(0.0, 1.0)) == ""
+
+
+def test_the_heat_map_says_what_tables_say() -> None:
+    errors = {"update_cosine": 0.012}
+    reports = [
+        StepReport(
+            0, {"a": replace(reading(update_cosine=0.0431), standard_error=errors)}, {}, 1.0
+        ),
+        StepReport(5, {"a": reading(update_cosine=math.nan), "b": reading()}, {}, 1.0),
+    ]
+    heat = heat_map(reports, ["update_cosine"])
+    assert heat is not None
+    (measure,) = heat["measures"]
+    assert measure["texts"] == [number(0.0431, 0.012), "–", ""] == ["0.04", "–", ""]
+    assert [level == -1 for level in measure["levels"]] == [False, True, True]
+    assert measure["cells"] == "AAABAAIAAgA="  # 0, 1, 2, 2
+
+
+def test_the_bad_end_is_the_dark_one() -> None:
+    layers = {
+        name: reading(update_cosine=value, harmed_fraction=value)
+        for name, value in (("low", 0.1), ("high", 0.9))
+    }
+    heat = heat_map([StepReport(0, layers, {}, 1.0)], ["update_cosine", "harmed_fraction"])
+    assert heat is not None
+    assert [measure["levels"] for measure in heat["measures"]] == [[0, 63], [63, 0]]
+
+
+def test_it_is_one_file_of_well_formed_elements_that_loads_nothing() -> None:
+    for text in (page(small()), compare(small(), small(("stem",)), ("one", "two"))):
+        elements = Elements(text)
+        assert elements.wrong == []
+        assert elements.open == []
+        for tag, attributes in elements.found:
+            for name in ("src", "href", "action", "xlink:href"):
+                link = attributes.get(name) or ""
+                assert link.startswith(("#", "data:")) or not link, (tag, link)
+        assert "default-src 'none'" in text
+        ids = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
+        assert len(ids) == len(set(ids))
+        links = {a["href"] for tag, a in elements.found if tag == "a"}
+        assert {f"#{i}" for i in ids if i} >= links
+
+
+def test_hostile_names_stay_names() -> None:
+    report = example_audits.made_up(list(example_audits.HOSTILE), 3)
+    plain = page(small())
+    text = page(report)
+    kinds = {tag for tag, _ in Elements(text).found}
+    assert kinds == {tag for tag, _ in Elements(plain).found} | {"details", "summary"}
+    assert not any(name.startswith("on") for _, a in Elements(text).found for name in a)
+    assert heat_data(text)["layers"] == list(example_audits.HOSTILE)
+    assert "\u202e" not in re.sub(
+        r"<script.*?</script>|data-value=\"[^\"]*\"", "", text, flags=re.S
+    )
+    Elements(compare(report, report, ("<b>a</b>", "</title><script>alert(1)</script>")))
+    both = compare(report, report, ("<b>a</b>", "</title><script>alert(1)</script>"))
+    assert "<b>a</b>" not in both
+    assert both.count("<script>") == 1
+    assert page(small(("\ud800",))).encode()
+
+
+def test_no_digit_beyond_the_error_and_no_star_where_errors_do_not_tell() -> None:
+    def of(*values: float) -> str:
+        layers = {
+            f"layer{i}": replace(
+                reading(update_cosine=value), standard_error={"update_cosine": 0.021}
+            )
+            for i, value in enumerate(values)
+        }
+        record = replace(small().record, reports=(StepReport(0, layers, {}, 1.0),))
+        return page(AuditReport((), record))
+
+    told = of(0.1234, 0.9876)
+    assert ">0.12<b" in told
+    assert "0.123" not in re.sub(r'data-value="[^"]*"', "", told)
+    assert '<b title="worst">*' in told
+    assert '<b title="worst">*' not in of(0.1234, 0.1345)
+
+
+def test_a_healthy_run_says_so_and_what_was_not_looked_at() -> None:
+    record = replace(small().record, rates={}, overfit=None)
+    text = page(AuditReport((), record))
+    assert "Nothing to mend" in text
+    assert "other learning rates (not tried)" in text
+    assert "decoder.rnn" in text  # not measured
+    assert all(not check.findings for check in checks((), record))
+    found = checks(small().findings, record)
+    assert {check.title: check.strength for check in found if check.findings} == {
+        "Wiring": "note",
+        "Inputs": "act",
+        "Activation functions": "watch",
+    }
+
+
+def test_an_advice_tells_what_trying_it_gave() -> None:
+    (first, *_) = small().findings
+    better, worse = (
+        replace(first.advice[0], trial=Trial("rms-norm", 50, loss, 0.93, 0.88, 0.02))
+        for loss in (0.41, math.inf)
+    )
+    untried = replace(first.advice[0], trial=None, untried="no time was left")
+    alike = replace(better, trial=Trial("rms-norm", 50, 0.9, 0.95, 0.9, 0.001, rate=0.3))
+    finding = replace(first, advice=(better, worse, untried))
+    text = page(AuditReport((finding,), small().record))
+    assert "loss after 50 steps 0.41 instead of 0.93, 0.52 lower ± 0.02" in text
+    assert "the best learning rate alone gives 0.88" in text
+    assert "the loss diverges within 50 steps; without 0.93" in text
+    assert "no merit of this mend" not in text
+    assert '<p class="trial untried">not tried: no time was left' in text
+    text = page(AuditReport((replace(first, advice=(alike,)),), small().record))
+    assert "tried with the learning rate × 0.3: loss after 50 steps 0.9 instead of 0.95" in text
+    assert "gives 0.9, so that is no merit of this mend" in text
+
+
+@pytest.mark.parametrize("losses", [(), (2.3,), (2.3, math.nan), (math.inf,), (0.0, 0.0)])
+def test_short_and_broken_runs_have_a_page(losses: tuple[float, ...]) -> None:
+    record = replace(small().record, losses=losses, gradient_norms=losses, reports=(), units={})
+    text = page(AuditReport((), record, {}))
+    assert Elements(text).wrong == []
+    assert compare(AuditReport((), record), small(), ("a", "b"))
+
+
+def test_the_same_report_makes_the_same_page() -> None:
+    assert page(small()) == page(small())
+
+
+def test_a_comparison_marks_what_lies_beyond_the_errors() -> None:
+    def of(value: float) -> AuditReport:
+        layers = {
+            "same": replace(
+                reading(update_cosine=0.5 + value / 100), standard_error={"update_cosine": 0.01}
+            ),
+            "changed": reading(update_cosine=value, effective_lr=1 + value),
+        }
+        return AuditReport((), replace(small().record, reports=(StepReport(0, layers, {}, 1.0),)))
+
+    text = compare(of(0.1), of(0.6), ("a", "b"))
+    rows = dict(re.findall(r'<tr id="layer-\d+">.*?data-value="(\w+)"(.*?)</tr>', text, re.S))
+    assert "better" not in rows["same"] and "strong" not in rows["same"]
+    assert 'class="n better strong"' in rows["changed"]
+    assert 'class="n strong"' not in rows["same"]
+    assert 'class="n  strong"' in rows["changed"]  # the rate has no bad end
+    assert "better" not in compare(of(0.6), of(0.1), ("a", "b")).split("<tbody>")[-1]
+
+
+def test_a_large_report_is_a_small_file() -> None:
+    """At this rate 500 layers at 100 steps, which tests/benchmarks/page.py makes, are 5 MB."""
+    layers = [f"encoder.layers.{i}.attention.projection" for i in range(50)]
+    report = example_audits.made_up(layers, 100)
+    assert len(page(report).encode()) < 200_000 + 50 * 9_600

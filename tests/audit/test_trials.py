@@ -1,0 +1,393 @@
+"""Trials: short runs of forks, compared with the run as it is."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from trial_setups import batches, loss, mlp, record, setup, sgd
+
+from adiv_monitor.audit.finding import Advice, Finding, Trial
+from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.train import train
+from adiv_monitor.audit.trials import overfit, rate_trials, tried
+from adiv_monitor.audit.trials.mends import MENDS
+from adiv_monitor.audit.trials.samples import first, joined
+from adiv_monitor.audit.trials.trial import compared, plain_losses
+
+
+def finding(*mends: str | None, name: str = "something", strength: Any = "act") -> Finding:
+    advice = tuple(Advice(f"do {mend}", mend) for mend in mends)
+    return Finding(name, (), strength, (), advice)
+
+
+def with_rates(of: Setup) -> Any:
+    seen = record(of)
+    return replace(seen, rates=rate_trials(of, seen))
+
+
+@pytest.fixture
+def far_inputs() -> Setup:
+    """Inputs × 160, which plain gradient descent at a usual rate cannot learn."""
+    return setup(batches=batches(scale=160))
+
+
+def test_the_observed_run_is_the_plain_run() -> None:
+    healthy = setup()
+    seen = record(healthy)
+    plain = tuple(train(healthy.fork()).losses)
+    assert plain_losses(healthy, seen) == plain == seen.losses
+    shorter = replace(healthy, steps=7)
+    assert plain_losses(shorter, seen) == tuple(train(shorter.fork()).losses)
+    assert plain_losses(healthy, replace(seen, losses=plain[:9])) == plain
+
+
+def test_the_error_is_that_of_the_paired_differences() -> None:
+    generator = np.random.default_rng(0)
+    noise = generator.normal(0, 5, 20)  # common to both runs, so that it is not in the error
+    without, losses = noise + generator.normal(3, 0.1, 20), noise + generator.normal(1, 0.1, 20)
+    found = compared("a", losses.tolist(), without.tolist(), 20)
+    differences = [without[i] - losses[i] for i in range(15, 20)]
+    mean = sum(differences) / 5
+    error = math.sqrt(sum((d - mean) ** 2 for d in differences) / 4 / 5)
+    assert found.error == pytest.approx(error, rel=1e-12)
+    assert found.gain == pytest.approx(mean)
+    assert found.loss == pytest.approx(losses[15:].mean())
+    assert found.pays and found.error < 0.2
+
+
+@pytest.mark.parametrize("ending", [math.nan, math.inf])
+def test_what_does_not_get_to_the_end_has_an_infinite_loss(ending: float) -> None:
+    whole, broken = [2.0, 1.0, 1.0, 1.0], [2.0, ending]
+    assert compared("a", broken, whole, 4).loss == math.inf
+    assert not compared("a", broken, whole, 4).pays
+    mended = compared("a", whole, broken, 4)
+    assert mended.pays and mended.loss_without == math.inf and math.isnan(mended.error)
+    assert not compared("a", broken, broken, 4).pays
+
+
+def test_a_loss_that_grows_without_bound_has_diverged() -> None:
+    grown = compared("a", [2.0, 1.0, 1.0, 1.0], [2.0, 1e3, 1e6, 1e9], 4)
+    assert grown.loss_without == math.inf and grown.pays
+    assert compared("a", [2.0, 1.0, 1.0, 1.0], [2.0, 9.0, 1e3, 1e3], 4).loss_without == 1e3
+
+
+def test_one_step_tells_nothing() -> None:
+    assert math.isnan(compared("a", [1.0], [2.0], 1).error)
+    assert not compared("a", [1.0], [2.0], 1).pays
+
+
+def test_trials_are_reproducible_bit_for_bit() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.3), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    noisy = setup(model=model)
+    seen = with_rates(noisy)
+    torch.rand(7)  # another state of the user's random numbers
+    assert rate_trials(noisy, seen) == seen.rates
+    advised = [finding("reinitialise", "affine-like", "larger-batch")]
+    once = tried(advised, noisy, seen, seconds=math.inf)
+    trials = {a.mend: a.trial for f in once for a in f.advice}
+    other_order = [finding("larger-batch"), finding("affine-like"), finding("reinitialise")]
+    for found in tried(other_order, noisy, seen, seconds=math.inf):
+        for advice in found.advice:
+            if advice.mend in trials:
+                assert advice.trial == trials[advice.mend]
+
+
+def test_rates_are_tried_and_once_further_at_the_better_end() -> None:
+    slow = setup(optimizer=sgd(lr=1e-3))
+    found = with_rates(slow).rates
+    assert list(found) == [0.1, 0.3, 3, 10, 100]
+    assert [t.mend for t in found.values()] == [f"rate*{f:g}" for f in found]
+    fork = replace(slow, optimizer=sgd(lr=1e-3 * 3)).fork()
+    expected = train(fork).losses
+    assert found[3].loss == np.mean(expected[-6:])
+    assert found[3].steps == 24 and found[3].loss_by_rate is None
+    fast = setup(optimizer=sgd(lr=300.0))
+    assert list(with_rates(fast).rates) == [0.01, 0.1, 0.3, 3, 10]
+    assert list(with_rates(setup(optimizer=sgd(lr=1.0))).rates) == [0.1, 0.3, 3, 10]
+
+
+def test_a_rate_100_times_too_small_is_mended_by_a_larger_one() -> None:
+    slow = setup(optimizer=sgd(lr=1e-3))
+    (found,) = tried([finding("no-clip", "rate*10")], slow, with_rates(slow), seconds=math.inf)
+    best = found.advice[0]
+    assert best.mend == "rate*10" and best.trial is not None and best.trial.pays
+    assert found.strength == "act"
+    assert found.advice[1].untried == "gradients are not clipped"
+
+
+def test_inputs_160_times_too_large_are_mended_by_standardising_them(far_inputs: Setup) -> None:
+    seen = with_rates(far_inputs)
+    (found,) = tried([finding("standardise-inputs")], far_inputs, seen, seconds=math.inf)
+    trial = found.advice[0].trial
+    assert found.strength == "act" and trial is not None
+    assert trial.pays and trial.beats_rate
+    assert trial.loss_by_rate == min(t.loss for t in seen.rates.values())
+    assert trial.loss_without == math.inf and trial.loss < 0.6
+
+
+def test_a_mend_that_rescales_is_tried_at_better_and_better_rates(far_inputs: Setup) -> None:
+    ends = {}
+    for factor in (0.3, 1, 3, 10, 100):
+        fork = replace(far_inputs, optimizer=sgd(lr=0.1 * factor)).fork()
+        MENDS["standardise-inputs"].apply(fork)
+        ends[factor] = np.mean(train(fork).losses[-6:])
+    assert min(ends, key=ends.__getitem__) == 10  # so that 100 is tried, too
+    advised = [finding("standardise-inputs", "batch-norm")]
+    (found,) = tried(advised, far_inputs, record(far_inputs), seconds=math.inf)
+    trial = next(a.trial for a in found.advice if a.mend == "standardise-inputs")
+    assert (trial.rate, trial.runs) == (10, 5)
+    assert trial.loss == pytest.approx(ends[10], rel=1e-6)
+
+
+def test_a_mend_that_is_no_better_than_a_rate_stands_behind_it() -> None:
+    """Larger steps are all that SGD with such a rate lacks; AdamW takes them too."""
+    slow = setup(optimizer=sgd(lr=1e-3))
+    seen = with_rates(slow)
+    best = min(seen.rates, key=lambda f: seen.rates[f].loss)
+    (found,) = tried([finding("clip", "warm-up", "rate-per-layer")], slow, seen, seconds=math.inf)
+    sold = [a for a in found.advice if a.trial is not None and a.trial.pays]
+    for advice in sold[1:]:
+        assert f"no better here than the learning rate × {best:g} alone" in advice.text
+    if len(sold) > 1:
+        assert sold[0].mend == f"rate*{best:g}"
+        assert sold[0].trial == seen.rates[best]
+
+
+def test_the_rate_is_put_in_front_of_what_it_does_as_well() -> None:
+    """Judged on plain data: the mend pays, but a rate alone gives the same."""
+    healthy = setup()
+    seen = record(healthy)
+    rate = Trial("rate*10", 24, 0.0001, seen.losses[0], None, 0.0)
+    seen = replace(seen, rates={10.0: rate}, losses=tuple(10.0 for _ in range(24)))
+    (found,) = tried([finding("reinitialise")], healthy, seen, seconds=math.inf)
+    front, behind = found.advice
+    assert front == Advice("learning rate × 10", "rate*10", rate)
+    assert behind.trial is not None and behind.trial.pays and not behind.trial.beats_rate
+    assert behind.text == "do reinitialise (no better here than the learning rate × 10 alone)"
+
+
+def test_what_does_not_pay_is_something_to_watch() -> None:
+    healthy = setup()
+    seen = with_rates(healthy)
+    findings = [
+        finding("rate*0.01", name="non-finite"),
+        finding("rate*0.01"),
+        finding(None),
+        finding("no-decay"),
+        finding("rate*0.01", strength="note"),
+    ]
+    found = tried(findings, healthy, seen, seconds=math.inf)
+    assert [f.strength for f in found] == ["act", "act", "act", "watch", "note"]
+    assert found[0].name == "non-finite" and found[0].advice[0].trial is not None
+    assert found[2].advice[0].untried == "there is no weight decay"
+    assert found[3].advice[0].trial is not None and not found[3].advice[0].trial.pays
+    assert found[4] == findings[4]  # a note is not tried
+    assert found[1] == findings[2]
+
+
+def test_a_cause_stays_one_to_act_on_where_what_follows_from_it_is_certain() -> None:
+    healthy = setup()
+    seen = with_rates(healthy)
+    cause, symptom = finding("rate*0.01"), finding(None, name="cannot-overfit")
+    after = tried([cause, symptom], healthy, seen, seconds=math.inf)
+    assert [(f.name, f.strength) for f in after] == [(f.name, "act") for f in (cause, symptom)]
+    before = tried([symptom, cause], healthy, seen, seconds=math.inf)
+    assert [f.strength for f in before] == ["act", "watch"]
+
+
+def test_what_pays_comes_first_then_what_was_not_tried() -> None:
+    slow = setup(optimizer=sgd(lr=1e-3))
+    advised = [finding("rate*0.1", None, "rate*10", "rate*100")]
+    (found,) = tried(advised, slow, with_rates(slow), seconds=math.inf)
+    assert [a.mend for a in found.advice] == ["rate*100", "rate*10", None, "rate*0.1"]
+
+
+def test_what_is_as_good_stays_in_the_rules_order() -> None:
+    """Factors of 0.1 and 0.3 of a rate far too high, by hand: losses of 1.05, 1 and 2."""
+    healthy = setup()
+    seen = record(healthy)
+    losses = {0.1: 1.05, 0.3: 1.0, 3.0: 2.0}
+    rates = {f: Trial(f"rate*{f:g}", 24, value, 9.0, None, 0.0) for f, value in losses.items()}
+    seen = replace(seen, rates=rates)
+    advised = [finding("rate*3", "rate*0.1", "rate*0.3")]
+    (found,) = tried(advised, healthy, seen, seconds=math.inf)
+    assert [a.mend for a in found.advice] == ["rate*0.1", "rate*0.3", "rate*3"]
+
+
+def test_only_the_first_mends_are_tried_the_first_ones_first() -> None:
+    healthy = setup()
+    done = []
+    findings = [
+        finding("reinitialise", strength="watch"),
+        finding("clip", "warm-up", "larger-batch", "batch-norm"),
+        finding("plain-sgd"),
+    ]
+    told: list[tuple[str, int, int]] = []
+    found = tried(
+        findings, healthy, record(healthy), seconds=math.inf, progress=lambda *a: told.append(a)
+    )
+    done = [a.mend for f in found for a in f.advice if a.trial is not None]
+    assert sorted(done) == ["clip", "larger-batch", "reinitialise", "warm-up"]
+    (fourth,) = (a for f in found for a in f.advice if a.mend == "batch-norm")
+    assert fourth.untried == "of each finding only 3 mends are"
+    assert told == [("mends", i, 5) for i in range(1, 6)]
+
+
+def test_what_does_not_fit_into_the_time_says_so() -> None:
+    healthy = setup()
+    seen = with_rates(healthy)
+    slow = replace(seen, facts=replace(seen.facts, seconds_per_step=1e3))
+    (found,) = tried([finding("warm-up", "rate*0.1")], healthy, slow, seconds=5)
+    untried, known = sorted(found.advice, key=lambda advice: advice.mend != "warm-up")
+    assert untried.trial is None and untried.untried == "no time was left"
+    assert str(untried) == "do warm-up (not tried: no time was left)"
+    assert known.trial == seen.rates[0.1]  # it was run already
+    assert rate_trials(healthy, slow, seconds=5) == {}
+    assert overfit(healthy, slow, seconds=5) is None
+
+
+def test_runs_are_shorter_where_steps_are_slow() -> None:
+    healthy = setup()
+    seen = record(healthy)
+    slow = replace(seen, facts=replace(seen.facts, seconds_per_step=0.1))
+    assert {t.steps for t in rate_trials(healthy, slow, seconds=7.6).values()} == {15}
+
+
+def interrupting(at: int) -> Any:
+    """A loss that presses Ctrl-C in its n-th call."""
+    calls: Iterator[int] = iter(range(10**6))
+
+    def pressed(model: nn.Module, batch: Any) -> Tensor:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return loss(model, batch)
+
+    return pressed
+
+
+def test_the_keyboard_stops_all_trials() -> None:
+    healthy = setup()
+    seen = record(healthy)
+    stopped = replace(healthy, loss=interrupting(30))
+    (found,) = tried([finding("warm-up", "rate*0.1", "clip")], stopped, seen, seconds=math.inf)
+    outcomes = {a.mend: (a.trial is not None, a.untried) for a in found.advice}
+    assert outcomes["warm-up"] == (True, "")
+    assert outcomes["rate*0.1"] == outcomes["clip"] == (False, "interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        rate_trials(replace(healthy, loss=interrupting(3)), seen)
+    with pytest.raises(KeyboardInterrupt):
+        overfit(replace(healthy, loss=interrupting(3)), seen)
+
+
+def test_a_mend_that_the_model_cannot_be_run_with_is_not_tried() -> None:
+    class Fixed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) != 32:
+                raise RuntimeError("32 samples only")
+            return super().forward(x)
+
+    fixed = setup(model=Fixed(*mlp()))
+    (found,) = tried([finding("larger-batch", "no such")], fixed, record(fixed), seconds=math.inf)
+    assert found.advice[0].untried == "RuntimeError: 32 samples only"
+    assert found.advice[1].untried == "no mend is called no such"
+    assert found.strength == "act"  # nothing was measured
+
+
+def test_forks_leave_the_users_model_alone(far_inputs: Setup) -> None:
+    before = [p.clone() for p in far_inputs.model.parameters()]
+    seen = with_rates(far_inputs)
+    overfit(far_inputs, seen)
+    tried([finding("affine-like", "batch-norm")], far_inputs, seen, seconds=math.inf)
+    for now, then in zip(far_inputs.model.parameters(), before, strict=True):
+        assert torch.equal(now, then) and now.grad is None
+    assert type(far_inputs.model[0]) is nn.Linear
+
+
+def test_one_small_batch_is_learnt_by_heart() -> None:
+    seen: list[int] = []
+
+    def counting(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(len(batch[0]))
+        return loss(model, batch)
+
+    slow = setup(optimizer=sgd(lr=0.01), loss=counting)
+    of = with_rates(slow)
+    seen.clear()
+    trial = overfit(slow, of)
+    assert set(seen) == {16} and len(seen) == trial.steps == 100
+    assert trial.rate == min(of.rates, key=lambda f: of.rates[f].loss) > 1
+    assert trial.loss < 0.1 * trial.loss_without
+    assert trial.loss_without == pytest.approx(
+        loss(slow.model, first(slow.batches[0], 16)).item(), rel=1e-6
+    )
+
+
+def test_what_cannot_learn_is_not_learnt_by_heart() -> None:
+    class Blind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(torch.zeros_like(x))
+
+    blind = setup(model=Blind())
+    trial = overfit(blind, record(blind))
+    assert trial.loss > 0.5 * trial.loss_without
+
+
+def test_dropout_does_not_hinder_learning_by_heart() -> None:
+    model = nn.Sequential(nn.Dropout(0.99), *mlp())
+    dropping = setup(model=model)
+    assert overfit(dropping, record(dropping)).loss < 0.1
+    assert model[0].p == 0.99
+
+
+def test_a_batch_that_cannot_be_cut_is_learnt_whole() -> None:
+    def pairs(model: nn.Module, batch: Any) -> Tensor:
+        x, pairs = batch  # of 32 samples, 32 pairs by number
+        return (model(x)[pairs[:, 0]] - model(x)[pairs[:, 1]] - 1).square().mean()
+
+    data = ((torch.randn(32, 12), torch.randint(16, 32, (32, 2))),)
+    odd = setup(batches=data, loss=pairs)
+    assert overfit(odd, record(odd)).steps == 100
+
+
+def test_batches_of_any_structure_are_cut_and_joined() -> None:
+    batch = {"x": torch.arange(6).reshape(3, 2), "n": torch.tensor(2.0), "of": ["a", 1]}
+    both = joined(batch, batch)
+    assert torch.equal(both["x"], torch.cat([batch["x"]] * 2)) and both["n"] == 2
+    assert torch.equal(first(both, 2)["x"], batch["x"][:2]) and first(both, 2)["of"] == ["a", 1]
+    assert first(batch, 3) is batch
+    with pytest.raises(ValueError, match="samples share"):
+        joined(batch, {**batch, "n": torch.tensor(3.0)})
+    with pytest.raises(ValueError, match="hold 2 and 1"):
+        joined(batch, {"x": batch["x"]})
+
+
+def test_an_optimizer_without_a_rate_has_no_rate_trials() -> None:
+    class Fixed(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Any = None) -> None:
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p -= 0.1 * p.grad
+
+    fixed = setup(optimizer=lambda m: Fixed(m.parameters()))
+    assert rate_trials(fixed, record(fixed)) == {}
+
+
+def test_tried_findings_are_plain_data() -> None:
+    healthy = setup()
+    findings = [finding("affine-like", "no-decay")]
+    found = tried(findings, healthy, record(healthy), seconds=math.inf)
+    assert [Finding.from_dict(json.loads(json.dumps(asdict(f)))) for f in found] == list(found)

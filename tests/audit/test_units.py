@@ -1,0 +1,163 @@
+"""Dead and saturated units, against slopes by differentiation and units that are dead by design."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from audited import batches, cross_entropy, dying, seen, sgd
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from adiv_monitor.audit.units import Units
+
+MODULES: dict[str, nn.Module] = {
+    "relu": nn.ReLU(),
+    "relu6": nn.ReLU6(),
+    "hardtanh": nn.Hardtanh(-2, 1),
+    "gelu": nn.GELU(),
+    "silu": nn.SiLU(),
+    "mish": nn.Mish(),
+    "elu": nn.ELU(0.1),
+    "selu": nn.SELU(),
+    "celu": nn.CELU(2.0),
+    "tanh": nn.Tanh(),
+    "sigmoid": nn.Sigmoid(),
+    "softsign": nn.Softsign(),
+    "hardsigmoid": nn.Hardsigmoid(),
+    "hardswish": nn.Hardswish(),
+    "softplus": nn.Softplus(beta=2),
+    "log_sigmoid": nn.LogSigmoid(),
+    "threshold": nn.Threshold(0.5, 0.0),
+}
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda x: x.relu(),
+    "relu in place": lambda x: F.relu(x.clone(), inplace=True),
+    "relu_": lambda x: x.clone().relu_(),
+    "relu by clamp": lambda x: x.clamp(min=0),
+    "relu by clamp_min": lambda x: torch.clamp_min(x, 0),
+    "tanh": torch.tanh,
+    "sigmoid": torch.special.expit,
+    "elu": lambda x: F.elu(x, 3.0),
+    "softplus": lambda x: F.softplus(x, 0.5),
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("name", [*MODULES, *(f"{name}()" for name in FUNCTIONS)])
+def test_flat_is_where_the_slope_is_below_two_percent(name: str) -> None:
+    model = Calls(FUNCTIONS[name[:-2]]) if name.endswith("()") else MODULES[name]
+    x = torch.linspace(-12.01, 12, 24_000, dtype=torch.float64)[:, None].requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x)
+    steep = (slope.abs() >= 0.02 * slope.abs().max()).nonzero()[:, 0]
+    within = torch.arange(len(x))
+    flat = (within < steep[0]) | (within > steep[-1])  # not the slope's zero in between
+    units = Units(model)
+    with units.watching():
+        model(x)
+    (found,) = units.statistics().values()
+    assert found.function == name.split()[0].removesuffix("()").removesuffix("_")
+    assert found.saturated == pytest.approx(flat.double().mean().item(), abs=5e-4)
+
+
+def test_what_has_no_flat_end_is_not_looked_at() -> None:
+    model = nn.Sequential(nn.LeakyReLU(), nn.PReLU(), nn.Identity())
+    units = Units(model)
+    with units.watching():
+        model(torch.randn(3, 4))
+        torch.relu(torch.randn(3, 4))  # in no module: of the loss
+    assert units.statistics() == {}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_units_are_channels_behind_convolutions_alone(channels_last: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 5, 1)
+            self.norm = nn.BatchNorm2d(5)
+            self.map = nn.Linear(5, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.norm(self.conv(x)))
+            if channels_last:
+                x = torch.relu(self.map(x.movedim(1, -1)))
+            return x.mean((1, 2, 3))
+
+    model = Net()
+    with torch.no_grad():
+        model.norm.bias[:2] = -100
+        model.map.bias[:] = torch.tensor([-100.0] * 3 + [100] * 4)
+    units = Units(model)
+    for _ in range(2):
+        with units.watching():
+            model(torch.randn(4, 2, 3, 3))
+    found = units.statistics()
+    assert (found[""].units, found[""].dead, found[""].batches) == (5, 2, 2)
+    assert ("#2" in found) is channels_last
+    if channels_last:
+        assert (found["#2"].units, found["#2"].dead) == (7, 3)
+
+
+def test_a_unit_is_dead_only_if_no_row_of_any_batch_wakes_it() -> None:
+    model = nn.Sequential(nn.ReLU())
+    units = Units(model)
+    for x in (torch.tensor([[1.0, -1, -1, 0]]), torch.tensor([[-1.0, -1, 1, -1]])):
+        with units.watching():
+            model(x)
+    assert units.statistics()["0"].dead == 2
+
+
+def test_modules_put_together_from_functions_count_as_what_they_are() -> None:
+    class NewGELUActivation(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.04 * x**3)))
+
+    class QuickGELU(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(1.702 * x)
+
+    model = nn.Sequential(NewGELUActivation(), QuickGELU(), nn.Hardswish())
+    units = Units(model)
+    with units.watching():
+        model(torch.randn(5, 4))
+    found = {path: u.function for path, u in units.statistics().items()}
+    assert found == {"0": "gelu", "1": "quick_gelu", "2": "hardswish"}
+
+
+def test_of_a_run_it_is_the_trained_model_that_counts() -> None:
+    model, loss = dying()
+    record = seen(model, batches(6, 64), loss=loss, optimizer=sgd(1e3), steps=6)
+    assert record.units["1"].dead == 9
+    assert record.units["1"].batches == 6
+    assert seen(model, loss=loss, optimizer=sgd(1e-9)).units["1"].dead == 0
+
+
+def test_hooks_are_gone_even_after_a_failure() -> None:
+    class Raises(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError
+
+    model = nn.Sequential(nn.ReLU(), Raises())
+    units = Units(model)
+    with pytest.raises(ValueError), units.watching():
+        model(torch.ones(2, 2))
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_a_transformer() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(24, 3))
+    record = seen(model, batches(features=(3, 8)), loss=cross_entropy)
+    assert {path: u.units for path, u in record.units.items()} == {
+        "0.layers.0": 16,
+        "0.layers.1": 16,
+    }

@@ -1,0 +1,60 @@
+"""The ward's beds are what they say, and the audit judges a handful of them right.
+
+All of them, with several seeds: `python tests/audit/ward/ward.py`.
+"""
+
+import pytest
+import torch
+from audit.ward.cases import CASES, HEALTHY
+from audit.ward.course import course
+from audit.ward.judge import diagnosed, judge
+from audit.ward.run import BATCHES
+
+ILL = (
+    "regression-sgd: one feature × 100",
+    "blobs-sgd: inputs × 100",
+    "regression-sgd: rate × 30",
+    "mlp-sgd: rate × 0.001",
+    "deep-tanh-sgd: gain 0.1",
+    "mlp-sgd: biases -10",
+    "regression-sgd: optimizer holds the head only",
+    "mlp-adam: log(0)",
+)
+WELL = ("regression-sgd", "mlp-adam")
+
+
+def test_there_are_enough_of_each() -> None:
+    assert len(CASES) >= 24 and len(HEALTHY) >= 12
+    kinds = {case.kind for case in CASES.values()}
+    assert {"MLP", "CNN", "transformer"} <= kinds
+    assert len({case.expected[0] for case in CASES.values()}) >= 17
+
+
+def test_equal_seeds_make_equal_runs() -> None:
+    for bed in (HEALTHY["gpt-adamw"], CASES["mlp-sgd: exposure ×/÷ e^1.5"]):
+        one, same, other = (bed.build(seed) for seed in (0, 0, 1))
+        assert len(one.batches) == BATCHES
+        for batch, twin in zip(one.batches, same.batches, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(batch, twin, strict=True))
+        weights, equal = one.model.state_dict(), same.model.state_dict()
+        assert all(torch.equal(weights[name], equal[name]) for name in weights)
+        assert not torch.equal(one.batches[0][0], other.batches[0][0])
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_an_illness_costs_and_is_named_first(name: str) -> None:
+    case = CASES[name]
+    assert course(case, 0)["loss"] > 1.5 * course(case.twin, 0)["loss"]
+    name, strength = diagnosed(case, 0)["findings"][0]
+    assert name in case.expected and strength == "act"
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_a_healthy_run_raises_no_alarm(name: str) -> None:
+    assert "act" not in dict(map(reversed, diagnosed(HEALTHY[name], 0)["findings"]))
+
+
+def test_advice_is_judged_on_another_seed_beside_chance() -> None:
+    row = judge(CASES["blobs-sgd: inputs × 100"], 0)
+    assert row["advice"]["pays"] and row["advice"]["loss"] < row["without"]
+    assert {"random", "search", "rate"} <= row.keys()

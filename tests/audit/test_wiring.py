@@ -1,0 +1,141 @@
+"""Whether all takes part in training: faults planted by hand, and models without any."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from audited import Batch, batches, cross_entropy, dying, mlp, seen, sgd
+from torch import Tensor, nn
+
+from adiv_monitor.audit.record import Wiring
+
+
+class Net(nn.Module):
+    """With a branch that is detached, one that is multiplied by zero, and one that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        self.cut = nn.Linear(6, 3)
+        self.zero = nn.Linear(6, 3, bias=False)
+        self.idle = nn.Linear(6, 3, bias=False)
+        self.fixed = nn.Linear(6, 3, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.cut(x).detach() + 0 * self.zero(x) + self.fixed(x)
+
+
+def test_each_fault_by_its_name() -> None:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([model.body.weight, model.cut.weight, model.zero.weight], lr=0.1)
+
+    wiring = seen(Net(), optimizer=optimizer).wiring
+    assert wiring.not_held == ("body.bias",)
+    assert wiring.unreached == ("cut.weight", "cut.bias", "idle.weight")
+    assert wiring.unused == ("idle.weight",)
+    assert wiring.zero_gradient == ("zero.weight",)
+    assert wiring.frozen == ("fixed.weight",)
+    assert wiring.input_matters > 0.1
+
+
+def test_a_sound_model_has_none() -> None:
+    wiring = seen(mlp(nn.Dropout(), nn.BatchNorm1d(12))).wiring
+    assert Wiring(input_matters=wiring.input_matters) == wiring
+
+
+def test_what_is_reached_once_is_reached() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.b(x) if self.calls == 3 else self.a(x)
+
+    assert seen(Sometimes()).wiring.unreached == ()
+
+
+def test_sparse_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(12, 3))
+    data = [(torch.randint(0, 9, (10, 3)), y) for _, y in batches()]
+    wiring = seen(model, data, optimizer=sgd()).wiring
+    assert (wiring.zero_gradient, wiring.unreached) == ((), ())
+
+
+class Ignores(nn.Module):
+    """Gives the same whatever it gets."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.map, self.share = nn.Linear(6, 3), share
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return nn.functional.dropout(self.map(self.share * x) + 1)
+
+
+def named(model: nn.Module, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(model(x=batch[0], labels=batch[1]), batch[1])
+
+
+def by_place(model: nn.Module, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(model(*batch), batch[1])
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, named, by_place])
+def test_inputs_that_make_no_difference(loss: Any) -> None:
+    assert seen(Ignores(0), loss=loss).wiring.input_matters == 0
+    assert seen(Ignores(1), loss=loss).wiring.input_matters > 0.1
+
+
+def test_how_much_they_matter_is_the_relative_change_of_the_outputs() -> None:
+    model = nn.Linear(6, 3)
+    data = batches(1)
+    found = seen(model, data, optimizer=sgd(1e-12)).wiring.input_matters
+    with torch.no_grad():
+        own = model(data[0][0])
+        others = own.roll(1, 0)
+    assert found == pytest.approx(((own - others).norm() / own.norm()).item(), rel=1e-5)
+
+
+def test_labels_stay() -> None:
+    class OnlyLabels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return self.scale * nn.functional.one_hot(labels, 3)
+
+    assert seen(OnlyLabels(), loss=by_place).wiring.input_matters == 0
+
+
+def test_dictionaries_and_lists_are_exchanged_too() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = nn.Linear(6, 3)
+
+        def forward(self, given: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+            return {"logits": self.map(given["parts"][0])}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model({"parts": [batch[0]]})["logits"]
+        return nn.functional.cross_entropy(logits, batch[1])
+
+    assert seen(Nested(), loss=loss).wiring.input_matters > 0.1
+
+
+@pytest.mark.parametrize("size", [1, 10])
+def test_samples_that_are_all_alike_tell_nothing(size: int) -> None:
+    data = [(torch.ones(size, 6), y[:size]) for _, y in batches()]
+    assert math.isnan(seen(nn.Linear(6, 3), data).wiring.input_matters)
+
+
+def test_a_model_that_died_while_it_was_trained_does_not_ignore_its_inputs() -> None:
+    model, loss = dying()
+    record = seen(model, batches(6, 64), loss=loss, optimizer=sgd(1e3))
+    assert record.units["1"].dead == 9
+    assert record.wiring.input_matters > 0.1

@@ -1,0 +1,1 @@
+"""Runs with a planted illness and their healthy twins, by which the audit is judged."""

@@ -1,0 +1,1 @@
+"""Illnesses by where they are planted."""

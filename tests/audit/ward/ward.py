@@ -1,0 +1,96 @@
+"""The ward: every planted illness and every healthy run, judged with several seeds, as one table.
+
+    python tests/audit/ward/ward.py [--seeds 5] [--first-seed 0] [--only NAME …] [--jobs 2]
+        [--parts sweep course audit] [--rows FILE] [--write docs/ward.md]
+
+Each row of the results is added to a file when it is there, and what the file holds is not done
+again: a run that was cut goes on where it was. Three parts: `sweep` trains healthy runs at other
+learning rates; `course` trains ill and healthy runs without the audit, to see that the ill ones are
+ill; `audit` lets the audit look, and tries its advice (`judge.py`). A fourth, `names`, only lets
+the audit look: what it names, in a third of the time.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[2]))  # where the package of this is
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # and what writes tables
+
+from audit.ward.cases import CASES, HEALTHY
+from audit.ward.course import course, sweep
+from audit.ward.judge import diagnosed, judge
+from audit.ward.page import page
+
+Task = tuple[str, str, int]  # part, name, seed
+PARTS = {"sweep": sweep, "course": course, "audit": judge, "names": diagnosed}
+
+
+def tasks(parts: list[str], only: list[str], seeds: range) -> Iterator[Task]:
+    beds = {**HEALTHY, **CASES}
+    for seed in seeds:
+        for part in parts:
+            for name in beds:
+                if part == "sweep" and name not in HEALTHY:
+                    continue
+                if not only or any(each in name for each in only):
+                    yield part, name, seed
+
+
+def done(task: Task) -> dict[str, Any]:
+    """The row of one task."""
+    torch.set_num_threads(1)
+    part, name, seed = task
+    bed = {**HEALTHY, **CASES}[name]
+    began = time.perf_counter()
+    row = PARTS[part](bed, seed)
+    seconds = round(time.perf_counter() - began, 2)
+    return {"part": part, "name": name, "seed": seed, **row, "seconds": seconds}
+
+
+def read(file: Path) -> dict[Task, dict[str, Any]]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {(row["part"], row["name"], row["seed"]): row for row in rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", default=[], help="names that hold one of these")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:3])
+    parser.add_argument("--rows", type=Path, default=Path("runs/ward.jsonl"))
+    parser.add_argument("--write", type=Path, help="write the table to this file as well")
+    given = parser.parse_args()
+
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
+    wanted = list(tasks(given.parts, given.only, seeds))
+    rows = read(given.rows)
+    given.rows.parent.mkdir(parents=True, exist_ok=True)
+    left = [task for task in wanted if task not in rows]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.jobs, spawn) as pool, given.rows.open("a") as file:
+        futures = [pool.submit(done, task) for task in left]
+        for number, future in enumerate(as_completed(futures)):
+            row = future.result()
+            rows[row["part"], row["name"], row["seed"]] = row
+            print(json.dumps(row), file=file, flush=True)
+            print(f"{number + 1}/{len(left)} {row['part']} {row['name']} {row['seconds']} s")
+    text = page([rows[task] for task in wanted], sys.argv[1:])
+    print(text)
+    if given.write is not None:
+        given.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Small models, batches and observed runs that the tests of the audit share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.audit import adamw
+from adiv_monitor.audit.observe import observe
+from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.setup import Setup
+
+Batch = tuple[Tensor, Tensor]
+
+
+def mlp(*between: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), *between, nn.Linear(12, 3))
+
+
+def batches(count: int = 4, size: int = 10, features: tuple[int, ...] = (6,)) -> list[Batch]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (
+            torch.randn(size, *features, generator=generator),
+            torch.randint(0, 3, (size,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def sgd(rate: float = 0.1, **settings: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.SGD(model.parameters(), lr=rate, **settings)
+
+
+def seen(model: nn.Module, data: list[Any] | None = None, **given: Any) -> Record:
+    """One observed run."""
+    setup = {"optimizer": adamw, "loss": cross_entropy, "steps": 6, **given}
+    every = setup.pop("every_n_steps", 2)
+    return observe(
+        Setup(model, batches=tuple(batches() if data is None else data), **setup),
+        every_n_steps=every,
+    )
+
+
+def dying() -> tuple[nn.Module, Callable[[nn.Module, Batch], Tensor]]:
+    """Nine units, alive at first, and a loss that kills them in the first step of a large rate."""
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 1))
+    with torch.no_grad():
+        model[0].bias.fill_(1.0)
+        model[2].weight.fill_(1.0)
+    return model, lambda m, batch: m(batch[0]).mean()

@@ -1,0 +1,433 @@
+"""A healthy and a sick run for the page of each finding, and the limits as the code has them.
+
+The healthy run is an MLP on scikit-learn's digits, standardised by one mean and one deviation, with
+SGD, momentum and its best rate (`thresholds.py`); the sick one is the same with one thing wrong.
+Writes between the marks of `docs/findings/*.md`.
+
+    python tests/benchmarks/findings.py [--only input-scale …] [--threads 1] [--write docs/findings]
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from thresholds import Case, gained, killed, loss, offset, scaled, unequal
+from torch import Tensor, nn
+from torch.optim import SGD
+from write_up import parser, table
+
+from adiv_monitor.audit.audit import audit
+from adiv_monitor.audit.diagnosis import (
+    initialisation,
+    inputs,
+    interference,
+    optimizer,
+    rates,
+    seen,
+    units,
+    wiring,
+)
+from adiv_monitor.audit.diagnosis import loss as loss_rules
+from adiv_monitor.audit.finding import Finding
+from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.setup import Setup
+
+HEALTHY = Case("ReLU MLP", "SGD", 0.1)
+
+
+class Cut(nn.Module):
+    """A net whose gradient is cut behind the first layers."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.front, self.back = layers[:2], layers[2:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.front(x).detach())
+
+
+class Clipped(nn.Module):
+    """A net whose weights are put back into a small box before each forward pass."""
+
+    def __init__(self, layers: nn.Sequential, box: float = 0.01) -> None:
+        super().__init__()
+        self.layers, self.box = layers, box
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.layers.parameters():
+                parameter.clamp_(-self.box, self.box)
+        return self.layers(x)
+
+
+def deep(activation: type[nn.Module], depth: int) -> nn.Sequential:
+    hidden = [m for _ in range(depth) for m in (nn.Linear(64, 64), activation())]
+    return nn.Sequential(*hidden, nn.Linear(64, 10))
+
+
+def shuffled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss that compares with other samples' targets."""
+    x, y = batch
+    return loss(model, (x, y[torch.randperm(len(y))]))
+
+
+def lacking(model: nn.Sequential) -> SGD:
+    return SGD(model[:4].parameters(), lr=0.1, momentum=0.9)
+
+
+def sick(**changes: Any) -> Callable[[], Setup]:
+    return lambda: replace(HEALTHY, **changes).setup()
+
+
+def with_model(change: Callable[[nn.Sequential], nn.Module], **changes: Any) -> Callable[[], Setup]:
+    def made() -> Setup:
+        setup = HEALTHY.setup()
+        return replace(setup, model=change(setup.model), optimizer=momentum, **changes)
+
+    return made
+
+
+def momentum(model: nn.Module, rate: float = 0.1) -> SGD:
+    return SGD([p for p in model.parameters() if p.requires_grad], lr=rate, momentum=0.9)
+
+
+def regression(by: float) -> Setup:
+    """The digit, less its mean and over its standard deviation, times a factor."""
+
+    def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return (model(x)[:, 0] - by * (y - 4.5) / 2.9).square().mean()
+
+    return replace(HEALTHY.setup(), loss=squared, optimizer=partial(momentum, rate=0.03))
+
+
+def with_setup(**changes: Any) -> Callable[[], Setup]:
+    return lambda: replace(HEALTHY.setup(), **changes)
+
+
+def without_first(model: nn.Sequential) -> nn.Module:
+    model[0].requires_grad_(False)
+    return model
+
+
+def changed(change: Callable[[nn.Module], None]) -> Callable[[nn.Sequential], nn.Module]:
+    def made(model: nn.Sequential) -> nn.Module:
+        change(model)
+        return model
+
+    return made
+
+
+def extreme(measure: str, pick: Callable[..., float] = max) -> Callable[[Record], float]:
+    """The largest or smallest value of a measure over the layers."""
+    return lambda record: pick(
+        (t.value for t in seen.by_layer(record, measure).values()), default=math.nan
+    )
+
+
+def first(measure: str) -> Callable[[Record], float]:
+    return lambda record: next(iter(t.value for t in seen.by_layer(record, measure).values()))
+
+
+def of_input(name: str) -> Callable[[Record], float]:
+    return lambda record: float(getattr(next(iter(record.inputs.values())), name))
+
+
+def of_units(read: Callable[[Any], float]) -> Callable[[Record], float]:
+    return lambda record: max(map(read, record.units.values()))
+
+
+def raised(record: Record) -> float:
+    changes = list(record.realised.values())
+    return sum(not change <= 0 for change in changes) / len(changes)
+
+
+def of_rates(pick: Callable[[float], bool]) -> Callable[[Record], float]:
+    return lambda record: min(t.loss for factor, t in record.rates.items() if pick(factor))
+
+
+def uphill(record: Record) -> float:
+    descents = [r.descent or 0.0 for r in record.reports]
+    return sum(d < 0 for d in descents) / len(descents)
+
+
+def gradient_ratio(record: Record) -> float:
+    return next(iter(initialisation.gradient_ratios(record)), math.nan)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What the page of a finding shows.
+
+    Attributes:
+        what: the one thing that is wrong.
+        setup: the sick run.
+        reads: what is read of both runs.
+        limits: (module, names of constants).
+        twin: the healthy run, where it is another net.
+    """
+
+    what: str
+    setup: Callable[[], Setup]
+    reads: dict[str, Callable[[Record], float]]
+    limits: tuple[Any, tuple[str, ...]] | None = None
+    twin: Callable[[], Setup] = HEALTHY.setup
+
+
+def _nan_in(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[7] = math.nan
+    return x
+
+
+PICTURES: dict[str, Picture] = {
+    "not-held": Picture(
+        "the optimizer was given the first two layers only",
+        with_setup(optimizer=lacking),
+        {"parameters not held": lambda r: len(r.wiring.not_held),
+         "update_ratio of the last layer": lambda r: list(
+             seen.by_layer(r, "update_ratio").values())[-1].value},
+    ),
+    "unreached": Picture(
+        "a detach() behind the first layer",
+        with_model(Cut),
+        {"parameters without a gradient": lambda r: len(r.wiring.unreached)},
+    ),
+    "frozen": Picture(
+        "the first layer has requires_grad=False",
+        with_model(without_first),
+        {"frozen parameters": lambda r: len(r.wiring.frozen),
+         "gain of the first layer": lambda r: next(iter(r.weights.values())).gain},
+        (wiring, ("UNTRAINED", "ABOUT")),
+    ),
+    "input-ignored": Picture(
+        "inputs are multiplied by zero in the model",
+        with_model(lambda model: nn.Sequential(nn.Hardtanh(0.0, 1e-30), *model)),
+        {"input_matters": lambda r: r.wiring.input_matters},
+        (wiring, ("INPUT_MATTERS", "ALIKE")),
+    ),
+    "non-finite": Picture(
+        "one sample of the data set is NaN",
+        sick(inputs=_nan_in),
+        {"steps until the loss is not finite": lambda r: len(r.losses)},
+    ),
+    "input-scale": Picture(
+        "inputs 30 times as large",
+        sick(inputs=partial(scaled, by=30.0)),
+        {"input std": of_input("std"), "scale_mean of the first layer": first("scale_mean"),
+         "update_ratio of the first layer": first("update_ratio")},
+        (inputs, ("LARGE_STD", "SMALL_STD", "UNEVEN_FEATURES", "FAR_ABOVE_CHANCE")),
+    ),
+    "input-mean": Picture(
+        "5 standard deviations added to all inputs",
+        sick(inputs=partial(offset, by=5.0)),
+        {"common share of the inputs": lambda r: inputs.common_share(r.inputs["input"]),
+         "gradient_cosine of the first layer": first("gradient_cosine"),
+         "attainable_cosine of the first layer": first("attainable_cosine")},
+        (inputs, ("COMMON_SHARE_WATCH", "COMMON_SHARE_ACT")),
+    ),
+    "target-scale": Picture(
+        "a regression whose targets are multiplied by 100; the healthy one learns the digit itself",
+        lambda: regression(100.0),
+        {"loss of knowing nothing": lambda r: math.nan if r.chance is None else r.chance},
+        (inputs, ("LARGE_TARGETS",)),
+        lambda: regression(1.0),
+    ),
+    "double-softmax": Picture(
+        "a softmax behind the last layer",
+        with_model(lambda model: nn.Sequential(*model, nn.Softmax(1))),
+        {},
+    ),
+    "row-spread": Picture(
+        "samples' lengths log-normally spread, σ = 1",
+        sick(inputs=partial(unequal, sigma=1.0)),
+        {"length_cv of inputs": of_input("length_cv"),
+         "scale_cv of the first layer": first("scale_cv")},
+        (inputs, ("LENGTH_CV_WATCH", "LENGTH_CV_ACT")),
+    ),
+    "projection-fights": Picture(
+        "weights are clipped to ±0.01 before each forward pass",
+        with_model(Clipped),
+        {"smallest projection_cosine": extreme("projection_cosine", min),
+         "smallest applied_cosine": extreme("applied_cosine", min)},
+        (optimizer, ("PROJECTED", "FIRST_STEP")),
+    ),
+    "decay-fights": Picture(
+        "weight decay 0.5",
+        sick(settings=(("weight_decay", 0.5),)),
+        {"‖parameters‖, last over first": lambda r: r.parameter_norms[-1] / r.parameter_norms[0],
+         "decay's pull over the gradient's": lambda r: optimizer.first_pull(
+             r, r.facts.settings["weight_decay"])},
+        (optimizer, ("DECAY_WATCH", "DECAY_ACT", "SHRUNK")),
+    ),
+    "rate-too-high": Picture(
+        "the learning rate × 30",
+        sick(rate=3.0),
+        {"loss at the better of rates × 0.1, 0.3": of_rates(lambda f: 0.1 <= f < 1),
+         "share of steps that raise their batch's loss": raised,
+         "largest update_ratio": extreme("update_ratio")},
+        (rates, ("SHARE_OF_FALL_WATCH", "SHARE_OF_FALL_ACT", "MOVES_TOO_FAR")),
+    ),
+    "rate-too-low": Picture(
+        "the learning rate × 0.001",
+        sick(rate=1e-4),
+        {"loss at the best of higher rates": of_rates(lambda f: f > 1),
+         "largest update_ratio": extreme("update_ratio")},
+        (rates, ("SHARE_OF_FALL_TOO_LOW_WATCH", "SHARE_OF_FALL_TOO_LOW_ACT", "HARDLY_MOVES")),
+    ),
+    "uneven-rates": Picture(
+        "the second layer's learning rate × 0.001",
+        sick(second_layer=0.001),
+        {"smallest update_ratio": extreme("update_ratio", min),
+         "largest update_ratio": extreme("update_ratio")},
+        (rates, ("OVERDRIVEN", "STARVED", "UNEVEN_ACT")),
+    ),
+    "bad-initialisation": Picture(
+        "all weights 10 times as large",
+        sick(model=partial(gained, by=10.0)),
+        {"loss of knowing nothing": lambda r: math.nan if r.chance is None else r.chance,
+         "largest gain": lambda r: max(w.gain for w in r.weights.values())},
+        (initialisation, ("FIRST_LOSS", "FAR", "SMALL_GAIN", "LARGE_GAIN", "LARGE_BIAS", "ALIKE")),
+    ),
+    "vanishing": Picture(
+        "ten sigmoid layers; the healthy net has two ReLU layers",
+        with_model(lambda _: deep(nn.Sigmoid, 10)),
+        {"gradient of the first over the last layer": gradient_ratio},
+        (initialisation, ("VANISHED",)),
+    ),
+    "exploding": Picture(
+        "ten ReLU layers with weights 5 times as large; the healthy net has two ReLU layers",
+        with_model(lambda _: changed(partial(gained, by=5.0))(deep(nn.ReLU, 10))),
+        {"gradient of the first over the last layer": gradient_ratio},
+        (initialisation, ("EXPLODED",)),
+    ),
+    "dead-units": Picture(
+        "the biases of 90 % of the first layer's units are −100",
+        sick(model=partial(killed, share=0.9)),
+        {"largest dead share": of_units(lambda u: u.dead / u.units)},
+        (units, ("DEAD_WATCH", "DEAD_ACT", "ALL_DEAD", "LEAST_BATCHES")),
+    ),
+    "saturated-units": Picture(
+        "a tanh net, all weights 10 times as large",
+        sick(net="tanh MLP", model=partial(gained, by=10.0)),
+        {"largest saturated share": of_units(lambda u: u.saturated)},
+        (units, ("SATURATED_WATCH", "SATURATED_ACT", "LEAST_BATCHES")),
+        replace(HEALTHY, net="tanh MLP").setup,
+    ),
+    "optimizer-turns": Picture(
+        "maximize=True",
+        with_setup(optimizer=lambda m: SGD(m.parameters(), lr=0.01, maximize=True)),
+        {"share of steps uphill": uphill,
+         "smallest parameter_cosine": extreme("parameter_cosine", min)},
+        (optimizer, ("LONG_MOMENTUM", "STALE")),
+    ),
+    "clipping-always": Picture(
+        "gradients clipped to a norm of 0.01",
+        sick(clip_norm=0.01),
+        {"largest gradient norm": lambda r: max(r.gradient_norms),
+         "smallest gradient norm": lambda r: min(r.gradient_norms)},
+        (optimizer, ("CLIPPED", "CLIPPED_FAR")),
+    ),
+    "cannot-overfit": Picture(
+        "the loss compares with other samples' targets",
+        with_setup(loss=shuffled),
+        {"loss of 16 samples, after learning them by heart": lambda r: (
+            math.nan if r.overfit is None else r.overfit.loss)},
+        (loss_rules, ("NOT_BY_HEART",)),
+    ),
+    "loss-stuck": Picture(
+        "the loss compares with other samples' targets",
+        with_setup(loss=shuffled),
+        {},
+    ),
+    "interference": Picture(
+        "10 standard deviations added to all inputs",
+        sick(inputs=partial(offset, by=10.0)),
+        {"gradient_cosine of the first layer": first("gradient_cosine"),
+         "attainable_cosine of the first layer": first("attainable_cosine")},
+        (interference, ("LOW_COSINE", "ROOM")),
+    ),
+}  # fmt: skip
+
+
+def run(setup: Setup) -> AuditReport:
+    return audit(
+        *(setup.model, setup.batches),
+        loss=setup.loss,
+        optimizer=setup.optimizer,
+        steps=setup.steps,
+        clip_norm=setup.clip_norm,
+        what_if=False,
+    )
+
+
+def picture(name: str) -> list[str]:
+    """A healthy and a sick run side by side, and what the audit says of the sick one."""
+    shown = PICTURES[name]
+    well, ill = run(shown.twin()), run(shown.setup())
+    rows: list[tuple[str, str, str]] = []
+    for step in (0, 15, 30, 45, 59):
+        rows.append((f"loss at step {step}", *(_loss(r.record, step) for r in (well, ill))))
+    for read, value in shown.reads.items():
+        rows.append((read, *(f"{value(r.record):.3g}" for r in (well, ill))))
+    others = [f"{f.name} ({f.strength})" for f in ill.findings if f.name != name]
+    lines = [f"Sick: {shown.what}.", "", *table(("", "healthy", "sick"), rows)]
+    lines += ["Found in the healthy run: " + _names(well.findings), ""]
+    for finding in ill.findings:
+        if finding.name == name:
+            lines += _said(finding)
+    return [*lines, "Also found in the sick run: " + (", ".join(others) or "nothing") + "."]
+
+
+def _loss(record: Record, step: int) -> str:
+    return f"{record.losses[step]:.3g}" if step < len(record.losses) else "–"
+
+
+def _names(findings: tuple[Finding, ...]) -> str:
+    return (", ".join(f"{f.name} ({f.strength})" for f in findings) or "nothing") + "."
+
+
+def _said(finding: Finding) -> Iterator[str]:
+    yield from (f"> **{finding.strength}**: {finding.summary}", ">")
+    yield from (f"> - {advice}" for advice in finding.advice)
+    yield ""
+
+
+def limits(name: str) -> list[str]:
+    shown = PICTURES[name].limits
+    if shown is None or not shown[1]:
+        return ["None."]
+    module, constants = shown
+    return table(("limit", "value"), [(f"`{c}`", f"{getattr(module, c):g}") for c in constants])
+
+
+def between(text: str, mark: str, lines: list[str]) -> str:
+    """The text with other lines between its marks."""
+    made = "\n".join([f"<!-- {mark} -->", *lines, f"<!-- /{mark} -->"])
+    pattern = rf"<!-- {mark} -->.*<!-- /{mark} -->"
+    return re.sub(pattern, lambda _: made, text, count=1, flags=re.DOTALL)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make the pictures that were asked for."""
+    options = parser(__doc__ or "")
+    options.add_argument("--only", nargs="*", default=list(PICTURES))
+    chosen = options.parse_args(arguments)
+    torch.set_num_threads(chosen.threads)
+    for name in chosen.only:
+        lines = picture(name)
+        print(f"# {name}", *lines, "", sep="\n", flush=True)
+        if chosen.write is not None:
+            page = Path(chosen.write) / f"{name}.md"
+            text = between(page.read_text(), "run", lines)
+            page.write_text(between(text, "limits", limits(name)))
+
+
+if __name__ == "__main__":
+    main()

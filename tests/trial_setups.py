@@ -1,0 +1,79 @@
+"""Small things to audit: models, batches of a task that can be learnt, and records of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from adiv_monitor.audit.observe import observe
+from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.setup import Setup
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    """Cross-entropy."""
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def mlp() -> nn.Module:
+    """One hidden layer, of ReLUs."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def cnn() -> nn.Module:
+    """A grouped and a plain convolution."""
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(4, 6, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(6, 8, 3, stride=2, groups=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32, 3),
+    )
+
+
+def batches(count: int = 8, samples: int = 32, scale: float = 1.0) -> tuple[Any, ...]:
+    """Three classes, told apart by 12 features with means of their own."""
+    generator = torch.Generator().manual_seed(2)
+    means = torch.randn(3, 12, generator=generator)
+    found = []
+    for _ in range(count):
+        y = torch.randint(3, (samples,), generator=generator)
+        noise = torch.randn(samples, 12, generator=generator)
+        found.append((scale * (means[y] + noise), y))
+    return tuple(found)
+
+
+def images(count: int = 4, samples: int = 8) -> tuple[Any, ...]:
+    """Noise, of four channels with means and scales of their own."""
+    generator = torch.Generator().manual_seed(2)
+    channel = torch.arange(1.0, 5)[:, None, None]
+    return tuple(
+        (
+            channel + channel * torch.randn(samples, 4, 6, 6, generator=generator),
+            torch.randint(3, (samples,), generator=generator),
+        )
+        for _ in range(count)
+    )
+
+
+def sgd(**settings: Any) -> Callable[[nn.Module], Optimizer]:
+    """Makes SGD for a model."""
+    settings = {"lr": 0.1, **settings}
+    return lambda model: torch.optim.SGD(model.parameters(), **settings)
+
+
+def setup(**changes: Any) -> Setup:
+    """The MLP, trained well for 24 steps."""
+    return replace(Setup(mlp(), sgd(), loss, batches(), steps=24), **changes)
+
+
+def record(of: Setup) -> Record:
+    """What is seen of it."""
+    return observe(of, every_n_steps=6, max_rows=None)
