@@ -1,10 +1,10 @@
 """One fork, trained under a monitor: all that is seen of it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.monitor import Monitor
 
 Progress = Callable[[str, int, int], None]
+T = TypeVar("T")
 # Batches that the trained model is looked at with: at least so many, and so many samples.
 BATCHES, SAMPLES, MOST_BATCHES = 8, 512, 32
 EXCHANGED = 2  # of these: batches whose inputs are exchanged between samples
@@ -79,21 +80,38 @@ def observe(
     finally:
         monitor.close()
         watch.remove()
+    ran = watch.gradients.ran
     record = Record(
         facts=_facts(setup, fork, every_n_steps, course),
         losses=tuple(course.losses),
         gradient_norms=tuple(course.gradient_norms),
-        reports=tuple(monitor.reports),
+        reports=tuple(replace(r, layers=in_order(r.layers, ran)) for r in monitor.reports),
         realised=watch.realised,
         inputs=watch.inputs.statistics(),
         wiring=watch.gradients.wiring(mattered),
         first_non_finite=watch.first_non_finite,
         parameter_norms=tuple(course.parameter_norms),
-        weights=begin,
+        weights=in_order(begin, list(filter(None, ran))),  # the root's own parts are no layers
         notes=(*_notes(setup), *watch.notes()),
         interrupted=course.interrupted,
     )
     return record if course.interrupted else _looked_at(record, setup, fork)
+
+
+def in_order(layers: Mapping[str, T], ran: Sequence[str]) -> dict[str, T]:
+    """What is known of layers, by path, in the order in which their modules first ran.
+
+    Modules are registered in any order; what comes first or last is told by the forward pass. What
+    did not run comes last; a part of a module (`attention.q`) runs when it does.
+    """
+    places = {path: place for place, path in enumerate(ran)}
+
+    def place(path: str) -> int:
+        while path not in places and path:
+            path = path.rpartition(".")[0]
+        return places.get(path, len(places))
+
+    return {path: layers[path] for path in sorted(layers, key=place)}
 
 
 def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:

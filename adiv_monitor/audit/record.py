@@ -140,7 +140,7 @@ class Record:
         facts: what was run.
         losses: of each step's batch before the step; ends with the first that is not finite.
         gradient_norms: ‖gradient of all trained parameters‖ at each step, before clipping.
-        reports: of the measured steps.
+        reports: of the measured steps; layers in the order in which they first ran.
         realised: measured step → how much larger its batch's loss is after the step.
         inputs: by the argument's name or number.
         units: by path of the module in which the activation function ran (several: `path#2`, …).
@@ -154,7 +154,7 @@ class Record:
             cross-entropy; None: not known.
         parameter_norms: ‖all parameters that the optimizer holds‖ before each step; empty: not
             looked at.
-        weights: by path of the module, as they were before training.
+        weights: by path of the module, as they were before training, in the same order.
         double_softmax: the model's outputs are probabilities, and the loss takes their softmax once
             more; None: can't be told.
         interrupted: whether the keyboard ended the run early.

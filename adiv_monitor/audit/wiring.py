@@ -16,7 +16,11 @@ from adiv_monitor.audit.train import held
 
 
 class Gradients:
-    """Watches which parameters of a fork receive gradients, and which modules run."""
+    """Watches which parameters of a fork receive gradients, and which modules run, in what order.
+
+    Attributes:
+        ran: paths of the modules that hold parameters, in the order in which they first ran.
+    """
 
     def __init__(self, fork: Fork) -> None:
         self._fork = fork
@@ -24,6 +28,7 @@ class Gradients:
         self._unreached = {name for name, p in self._named.items() if p.requires_grad}
         self._zero = set(self._unreached)
         self._idle = {path for path, module in fork.model.named_modules() if _holds_any(module)}
+        self.ran: list[str] = []
         self._handles: dict[str, RemovableHandle] = {}
         for path in self._idle:
             module = fork.model.get_submodule(path)
@@ -63,6 +68,7 @@ class Gradients:
     def _noted(self, path: str) -> Any:
         def note(module: nn.Module, args: Any) -> None:
             self._idle.discard(path)
+            self.ran.append(path)
             self._handles.pop(path).remove()
 
         return note

@@ -14,6 +14,8 @@ from audited import batches, cross_entropy, mlp, seen, sgd
 from torch import Tensor, nn
 
 from adiv_monitor import audit
+from adiv_monitor.audit.diagnosis.seen import maps
+from adiv_monitor.audit.observe import in_order
 from adiv_monitor.audit.setup import Setup
 from adiv_monitor.audit.train import Watch, train
 
@@ -357,3 +359,33 @@ def test_an_optimizer_of_frozen_parameters_alone_is_found() -> None:
 def test_time_for_trials_is_checked() -> None:
     with pytest.raises(ValueError, match="try_seconds"):
         audit(mlp(), batches(), loss=cross_entropy, steps=2, try_seconds=0)
+
+
+class HeadFirst(nn.Module):
+    """Registers its layers in another order than the one in which they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(6))
+        self.never = nn.Linear(6, 12)
+        self.head = nn.Linear(12, 3)
+        self.late = nn.Linear(12, 12)
+        self.early = nn.Linear(6, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.late(self.early(x + self.bias).relu()).relu())
+
+
+def test_layers_stand_in_the_order_in_which_they_run() -> None:
+    record = seen(HeadFirst())
+    for report in record.reports:
+        assert list(report.layers)[1:] == ["early", "late", "head"]
+    assert list(record.weights) == ["early", "late", "head", "never"]
+    assert maps(record) == ("early", "late", "head")
+
+
+def test_parts_of_a_module_run_with_it() -> None:
+    layers = {"head": 0, "a.q": 1, "a.k": 2, "never": 3, "first": 4}
+    assert list(in_order(layers, ["first", "a", "head"])) == [
+        *("first", "a.q", "a.k", "head", "never")
+    ]
