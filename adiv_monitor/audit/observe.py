@@ -15,6 +15,7 @@ from adiv_monitor.audit import non_finite
 from adiv_monitor.audit.again import Again
 from adiv_monitor.audit.batches import copied, size_of
 from adiv_monitor.audit.beginning import chance, double_softmax, weights
+from adiv_monitor.audit.diagnosis.course import FEWEST
 from adiv_monitor.audit.given import Given
 from adiv_monitor.audit.inputs import Inputs
 from adiv_monitor.audit.record import Facts, Record
@@ -229,6 +230,10 @@ def _notes(setup: Setup) -> list[str]:
     found = []
     if not setup.model.training:
         found.append("The model was given in evaluation mode; it is trained in training mode.")
+    if setup.steps < FEWEST:
+        found.append(
+            f"{setup.steps} steps are too few to judge how the loss goes: give at least {FEWEST}."
+        )
     optimizer = setup.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
