@@ -389,3 +389,36 @@ def test_parts_of_a_module_run_with_it() -> None:
     assert list(in_order(layers, ["first", "a", "head"])) == [
         *("first", "a.q", "a.k", "head", "never")
     ]
+
+
+def test_a_loss_that_keeps_something_from_call_to_call_is_told_and_nothing_is_tried() -> None:
+    calls = 0
+
+    def annealed(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return cross_entropy(model, batch) / (1 + calls / 20)
+
+    report = audit(mlp(), batches(), loss=annealed, steps=12, what_if=False)
+    assert not report.record.repeats and not report.record.rates
+    assert report.record.overfit is None and report.record.chance is None
+    assert any("from call to call" in note for note in report.record.notes)
+    sound = audit(mlp(nn.Dropout()), batches(), loss=cross_entropy, steps=12, what_if=False)
+    assert sound.record.repeats and sound.record.rates
+
+
+def test_an_optimizer_that_has_steps_behind_it_is_not_taken_for_one_that_other_code_turns() -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    for batch in 20 * batches():
+        optimizer.zero_grad()
+        cross_entropy(model, batch).backward()
+        optimizer.step()
+    report = audit(model, batches(), optimizer=optimizer, **QUICK | {"steps": 20})
+    assert report.record.facts.resumed
+    assert "projection-fights" not in {finding.name for finding in report.findings}
+
+
+def test_steps_that_are_all_measured_are_timed_too() -> None:
+    record = seen(mlp(), every_n_steps=1)
+    assert record.facts.seconds_per_step > 0
