@@ -45,6 +45,7 @@ class Trial:
         rate: factor on the learning rate that the mend was the best with, of those it was tried
             with; 1: as it is.
         runs: with how many learning rates it was tried.
+        falls: of learning by heart only: whether the loss was still falling at the end.
     """
 
     mend: str
@@ -55,6 +56,7 @@ class Trial:
     error: float
     rate: float = 1.0
     runs: int = 1
+    falls: bool = False
 
     @property
     def gain(self) -> float:

@@ -248,6 +248,35 @@ def test_without_trials_of_rates_the_loss_that_steps_leave_behind_decides() -> N
     assert found(record(realised=worse))["rate-too-high"].strength == "watch"
 
 
+def test_a_rate_is_low_only_where_next_to_nothing_is_learnt() -> None:
+    def strength(own: float) -> str | None:
+        rates = trials(own=own, x01=2.29, x03=2.28, x3=1.6, x10=1.3)  # falls by 1 at the best
+        low = found(record(rates=rates)).get("rate-too-low")
+        return None if low is None else low.strength
+
+    assert strength(2.25) == "act"  # 0.05 of the fall
+    assert strength(2.0) == "watch"  # 0.3: ten times the steps get there, too
+    assert strength(1.6) == "note"
+    assert strength(1.4) is None
+
+
+def test_no_rate_is_both_too_high_and_too_low() -> None:
+    burst = record(losses=(*WELL, math.nan), rates=trials(own=math.inf, x03=0.3, x3=1.6))
+    names = list(found(burst))
+    assert "rate-too-high" in names and "rate-too-low" not in names
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 11])
+def test_a_few_steps_tell_nothing_of_the_loss(steps: int) -> None:
+    rates = {
+        10.0: Trial("rate*10", steps, 1.0, 2.2, None, 0.01),
+        0.1: Trial("rate*0.1", steps, 1.5, 2.2, None, 0.01),
+    }
+    units = {"relu": UnitStatistics("relu", 64, 40, 0.9, 20)}
+    short = record(losses=STILL[:steps], rates=rates, units=units)
+    assert [(f.name, f.strength) for f in diagnose(short)] == [("dead-units", "watch")]
+
+
 def test_a_first_step_that_does_not_follow_its_gradient_was_turned_by_other_code() -> None:
     turned = {name: reading(parameter_cosine=0.05) for name in "abc"}
     assert diagnose(record(turned, losses=STILL))[0].name == "projection-fights"
@@ -275,6 +304,13 @@ def test_weights_that_begin_badly() -> None:
     assert "bad-initialisation" not in found(first_layer(gain=1.5, bias=0.3))
     alike = {name: WeightStatistics(0.6, 0.0, 1.0) for name in "abc"}
     assert diagnose(record(weights=alike, losses=STILL))[0].name == "bad-initialisation"
+
+
+def test_what_is_still_falling_or_was_cut_short_may_yet_be_learnt_by_heart() -> None:
+    stuck = Trial("overfit", 100, 2.0, 2.3, None, 0.01)
+    assert found(record(overfit=stuck))["cannot-overfit"].strength == "act"
+    assert found(record(overfit=replace(stuck, falls=True)))["cannot-overfit"].strength == "watch"
+    assert diagnose(record(overfit=replace(stuck, steps=20))) == ()
 
 
 def test_a_few_long_rows_are_no_common_scale() -> None:

@@ -343,6 +343,21 @@ def test_what_cannot_learn_is_not_learnt_by_heart() -> None:
     assert trial.loss > 0.5 * trial.loss_without
 
 
+def test_another_rate_is_tried_before_a_batch_is_called_unlearnable() -> None:
+    rates = {lr: overfit(setup(optimizer=sgd(lr=lr)), record(setup())) for lr in (0.01, 1, 20)}
+    assert {lr: (trial.runs, trial.rate) for lr, trial in rates.items()} == {
+        0.01: (2, 3.0),
+        1: (1, 1.0),
+        20: (3, 0.3),
+    }
+
+
+def test_a_loss_that_still_falls_at_the_end_is_told_from_one_that_stands() -> None:
+    runs = [setup(optimizer=sgd(lr=lr)) for lr in (1e-3, 0)]
+    slow, standing = (overfit(run, record(run)) for run in runs)
+    assert slow.falls and not standing.falls
+
+
 def test_dropout_does_not_hinder_learning_by_heart() -> None:
     model = nn.Sequential(nn.Dropout(0.99), *mlp())
     dropping = setup(model=model)

@@ -177,7 +177,12 @@ def projection_fights(record: Record) -> Iterator[Finding]:
 
 
 def _first_cosines(record: Record) -> dict[str, Typical]:
-    """`parameter_cosine` of the first step: 1 for gradient descent, Adam's is ‖g‖₁/(√n·‖g‖₂)."""
+    """`parameter_cosine` of the first step: 1 for gradient descent, Adam's is ‖g‖₁/(√n·‖g‖₂).
+
+    None of an optimizer that remembers steps before it.
+    """
+    if record.facts.resumed:
+        return {}
     first = at_first(record, "parameter_cosine")
     return first[0] if first and record.reports[0].step == 0 else {}
 
