@@ -289,7 +289,7 @@ def _validity(courses: dict[str, list[Row]]) -> list[str]:
         "## That the ill are ill",
         "",
         f"After {STEPS} steps, without the audit: medians over seeds, and in how many the ill run "
-        "is worse by a quarter. Error: share of wrong answers, or of targets' variance not explained.",
+        "is worse by a quarter. Error: share of wrong answers, or of variance not explained.",
         "",
         *table(("case", "by", "healthy twin", "ill", "worse"), lines),
         "Tried and left out, since they do not harm, or are not what they were meant to be:",
