@@ -1,9 +1,8 @@
 """What the audit says: findings with their evidence, advice, and what trying the advice gave."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Strength = Literal["act", "watch", "note"]
 STRENGTHS: tuple[Strength, ...] = ("act", "watch", "note")  # strongest first
@@ -127,19 +126,3 @@ class Finding:
     summary: str = ""
     not_advised: str = ""
     since: int | None = None
-
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> "Finding":
-        """The finding that `dataclasses.asdict` made a record of."""
-        advice = [
-            Advice(**{**a, "trial": None if a["trial"] is None else Trial(**a["trial"])})
-            for a in record["advice"]
-        ]
-        return Finding(
-            **{
-                **record,
-                "layers": tuple(record["layers"]),
-                "evidence": tuple(Evidence(**e) for e in record["evidence"]),
-                "advice": tuple(advice),
-            }
-        )

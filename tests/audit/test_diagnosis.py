@@ -10,6 +10,7 @@ import pytest
 from adiv_monitor.audit.diagnosis import diagnose
 from adiv_monitor.audit.diagnosis.diagnose import RULES
 from adiv_monitor.audit.finding import Finding, Trial
+from adiv_monitor.audit.page.titles import FINDING_TITLES
 from adiv_monitor.audit.record import (
     Facts,
     InputStatistics,
@@ -280,6 +281,8 @@ def test_a_few_steps_tell_nothing_of_the_loss(steps: int) -> None:
 def test_a_first_step_that_does_not_follow_its_gradient_was_turned_by_other_code() -> None:
     turned = {name: reading(parameter_cosine=0.05) for name in "abc"}
     assert diagnose(record(turned, losses=STILL))[0].name == "projection-fights"
+    resumed = record(turned, facts=replace(FACTS, resumed=True), losses=STILL)
+    assert "projection-fights" not in found(resumed)  # it remembers steps before
 
 
 def test_long_momentum_is_named_where_it_goes_on_regardless() -> None:
@@ -370,7 +373,7 @@ def test_every_finding_has_its_page() -> None:
                 assert isinstance(node.args[0], ast.Constant)
                 names.add(node.args[0].value)
     pages = {path.stem for path in (ROOT / "docs" / "findings").glob("*.md")} - {"README"}
-    assert names == pages
+    assert names == pages == set(FINDING_TITLES)
     assert names >= set(HITS)
     index = (ROOT / "docs" / "findings" / "README.md").read_text()
     assert all(f"[{name}]({name}.md)" in index for name in names)

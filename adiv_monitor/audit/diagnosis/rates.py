@@ -249,7 +249,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
         ),
         (
             Advice("give these layers learning rates of their own", "rate-per-layer"),
-            Advice("an optimizer that scales each parameter's step", "adamw"),
+            Advice("AdamW of learning rate 0.001, which scales each parameter's step", "adamw"),
         ),
         f"In one step the activations of {', '.join(layers[:3])} "
         f"{'hardly move' if starved else 'move unlike the others'}: by a factor of "
