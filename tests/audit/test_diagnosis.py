@@ -261,6 +261,12 @@ def test_a_rate_is_low_only_where_next_to_nothing_is_learnt() -> None:
     assert strength(1.4) is None
 
 
+def test_a_gain_that_is_next_to_nothing_makes_no_rate_too_low_or_too_high() -> None:
+    low = record(losses=STILL, rates=trials(own=2.295, x3=2.29, x10=2.27, error=0.001))
+    high = record(losses=STILL, rates=trials(own=2.295, x01=2.27, error=0.001))
+    assert list(found(low)) == list(found(high)) == ["loss-stuck"]
+
+
 def test_no_rate_is_both_too_high_and_too_low() -> None:
     burst = record(losses=(*WELL, math.nan), rates=trials(own=math.inf, x03=0.3, x3=1.6))
     names = list(found(burst))

@@ -80,7 +80,7 @@ def _higher(record: Record) -> tuple[float, Trial] | None:
 
 
 def _better(record: Record) -> tuple[float, Trial] | None:
-    """The best rate, if it is better than the run's by more than two standard errors."""
+    """The best rate, if it pays: is better by more than two standard errors, and by 2 %."""
     trials = [
         (factor, trial)
         for factor, trial in record.rates.items()
@@ -89,7 +89,7 @@ def _better(record: Record) -> tuple[float, Trial] | None:
     if not trials:
         return None
     factor, trial = min(trials, key=lambda pair: pair[1].loss)
-    return (factor, trial) if not trial.gain <= 2 * trial.error else None
+    return (factor, trial) if trial.pays else None
 
 
 def _too_high_by_trial(record: Record) -> Iterator[Finding]:
