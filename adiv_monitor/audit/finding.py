@@ -73,10 +73,15 @@ class Trial:
 
     @property
     def beats_rate(self) -> bool:
-        """Whether the loss is also lower, by 2 %, than with another learning rate alone."""
+        """Whether the loss is also lower than with another learning rate alone.
+
+        By 2 %, and by more than two standard errors: those of `loss_without - loss`, over the same
+        steps, stand for those of this difference.
+        """
         if self.loss_by_rate is None or not math.isfinite(self.loss_by_rate):
             return math.isfinite(self.loss)
-        return self.loss_by_rate - self.loss > 0.02 * abs(self.loss_by_rate)
+        error = 0.0 if math.isnan(self.error) else self.error
+        return self.loss_by_rate - self.loss > max(2 * error, 0.02 * abs(self.loss_by_rate))
 
 
 @dataclass(frozen=True)
