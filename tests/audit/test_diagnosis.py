@@ -337,6 +337,13 @@ def test_a_last_layer_that_begins_at_zero_is_well() -> None:
     assert strengths == ["note"]
 
 
+def test_layers_that_move_unlike_the_others_once_are_noted() -> None:
+    far = {"c": reading(update_ratio=9.0)}
+    once = record(far)
+    assert found(once)["uneven-rates"].strength == "act"
+    assert found(replace(once, reports=once.reports[:1]))["uneven-rates"].strength == "note"
+
+
 def test_frozen_parameters_are_for_you_to_judge() -> None:
     frozen = found(record(wiring=Wiring(frozen=("a.weight",), input_matters=0.5)))
     assert frozen["frozen"].strength == "watch"

@@ -279,7 +279,8 @@ PICTURES: dict[str, Picture] = {
         sick(rate=1e-4),
         {"loss at the best of higher rates": of_rates(lambda f: f > 1),
          "largest update_ratio": extreme("update_ratio")},
-        (rates, (*(f"SHARE_OF_FALL_TOO_LOW_{s}" for s in ("NOTE", "WATCH", "ACT")), "HARDLY_MOVES")),
+        (rates, (*(f"SHARE_OF_FALL_TOO_LOW_{s}" for s in ("NOTE", "WATCH", "ACT")),
+                 "HARDLY_MOVES")),
     ),
     "uneven-rates": Picture(
         "the second layer's learning rate × 0.001",

@@ -228,6 +228,8 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     steps = [_off_the_middle(ratios) for ratios in at_first(record, "update_ratio")]
     off = steps[0] if steps else {}
     lasting = {path: by for path, by in off.items() if all(path in later for later in steps)}
+    if len(steps) < 2:  # whether it lasts is not known
+        lasting = {}
     if not off:
         return
     strength: Strength = "watch" if lasting else "note"
