@@ -1,9 +1,8 @@
 """What the audit says: findings with their evidence, advice, and what trying the advice gave."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Strength = Literal["act", "watch", "note"]
 STRENGTHS: tuple[Strength, ...] = ("act", "watch", "note")  # strongest first
@@ -74,10 +73,15 @@ class Trial:
 
     @property
     def beats_rate(self) -> bool:
-        """Whether the loss is also lower, by 2 %, than with another learning rate alone."""
+        """Whether the loss is also lower than with another learning rate alone.
+
+        By 2 %, and by more than two standard errors: those of `loss_without - loss`, over the same
+        steps, stand for those of this difference.
+        """
         if self.loss_by_rate is None or not math.isfinite(self.loss_by_rate):
             return math.isfinite(self.loss)
-        return self.loss_by_rate - self.loss > 0.02 * abs(self.loss_by_rate)
+        error = 0.0 if math.isnan(self.error) else self.error
+        return self.loss_by_rate - self.loss > max(2 * error, 0.02 * abs(self.loss_by_rate))
 
 
 @dataclass(frozen=True)
@@ -127,19 +131,3 @@ class Finding:
     summary: str = ""
     not_advised: str = ""
     since: int | None = None
-
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> "Finding":
-        """The finding that `dataclasses.asdict` made a record of."""
-        advice = [
-            Advice(**{**a, "trial": None if a["trial"] is None else Trial(**a["trial"])})
-            for a in record["advice"]
-        ]
-        return Finding(
-            **{
-                **record,
-                "layers": tuple(record["layers"]),
-                "evidence": tuple(Evidence(**e) for e in record["evidence"]),
-                "advice": tuple(advice),
-            }
-        )

@@ -85,7 +85,7 @@ class UnitStatistics:
             weights that the run ended with.
         saturated: share of entries that lie where the function is flat (its slope is below 2 % of
             the largest).
-        batches: batches that were seen.
+        batches: batches that it ran in; a part that few samples are sent to may sit some out.
     """
 
     function: str

@@ -43,7 +43,10 @@ class AuditReport:
             return f"Nothing was found that costs this run its training.{rest}"
         first = act[0]
         said = first.summary or f"{first.name}: {', '.join(first.layers) or 'the whole model'}."
-        advice = f" To mend it: {first.advice[0]}." if first.advice else ""
+        advice = ""
+        if first.advice:
+            pays = first.advice[0].trial is None or first.advice[0].trial.pays
+            advice = f" To mend it: {first.advice[0]}." if pays else " No mend that was tried pays."
         others = f" And {_count(len(act) - 1, 'more finding')} to act on." * (len(act) > 1)
         return said + advice + others
 

@@ -15,6 +15,7 @@ from adiv_monitor.audit.inputs import is_input, names_by_place
 from adiv_monitor.audit.record import Wiring
 from adiv_monitor.audit.setup import Fork, seeded
 from adiv_monitor.audit.train import held
+from adiv_monitor.features.rows import exact
 
 LOOKED = 32  # forward passes, at most, that tell which parameters the loss depends on
 
@@ -161,8 +162,8 @@ class _Exchange:
         if not self._is_other:
             return
         for x, y in zip(own, others, strict=True):
-            self._difference += float((x - y).square().sum())
-            self._length += float(x.square().sum())
+            self._difference += float((exact(x) - exact(y)).square().sum())
+            self._length += float(exact(x).square().sum())
 
     def ratio(self) -> float:
         """Over all batches."""
@@ -198,6 +199,6 @@ class _Exchange:
         return tuple(changed[n] for n in names), {n: changed[n] for n in kwargs}
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        found = [x.detach().cpu().double() for x in tensors(output) if x.is_floating_point()]
+        found = [x.detach().clone() for x in tensors(output) if x.is_floating_point()]
         whole = [x for x in found if x.ndim]
         self._outputs += whole or found

@@ -158,8 +158,13 @@ def test_what_an_earlier_or_a_later_version_wrote_can_be_read() -> None:
 
 def test_the_verdict() -> None:
     report = audited()
-    assert report.verdict.startswith("It is so. To mend it: Mend it: loss after 9 steps inf")
     act = report.findings[0]
+    assert report.verdict.startswith("It is so. No mend that was tried pays.")
+    pays = replace(act.advice[0], trial=Trial("rate*0.1", 9, 0.1, math.inf, None, math.nan))
+    paid = replace(report, findings=(replace(act, advice=(pays,)),)).verdict
+    assert paid.startswith("It is so. To mend it: Mend it: loss after 9 steps 0.1 instead of inf.")
+    untried = replace(report, findings=(replace(act, advice=(Advice("Do"),)),)).verdict
+    assert untried.startswith("It is so. To mend it: Do (not tried).")
     assert "1 more finding to act on" in replace(report, findings=(act, act)).verdict
     well = replace(report, findings=(replace(act, strength="watch"),))
     assert well.verdict.startswith("Nothing was found")

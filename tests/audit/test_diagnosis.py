@@ -10,6 +10,7 @@ import pytest
 from adiv_monitor.audit.diagnosis import diagnose
 from adiv_monitor.audit.diagnosis.diagnose import RULES
 from adiv_monitor.audit.finding import Finding, Trial
+from adiv_monitor.audit.page.titles import FINDING_TITLES
 from adiv_monitor.audit.record import (
     Facts,
     InputStatistics,
@@ -260,6 +261,12 @@ def test_a_rate_is_low_only_where_next_to_nothing_is_learnt() -> None:
     assert strength(1.4) is None
 
 
+def test_a_gain_that_is_next_to_nothing_makes_no_rate_too_low_or_too_high() -> None:
+    low = record(losses=STILL, rates=trials(own=2.295, x3=2.29, x10=2.27, error=0.001))
+    high = record(losses=STILL, rates=trials(own=2.295, x01=2.27, error=0.001))
+    assert list(found(low)) == list(found(high)) == ["loss-stuck"]
+
+
 def test_no_rate_is_both_too_high_and_too_low() -> None:
     burst = record(losses=(*WELL, math.nan), rates=trials(own=math.inf, x03=0.3, x3=1.6))
     names = list(found(burst))
@@ -280,6 +287,8 @@ def test_a_few_steps_tell_nothing_of_the_loss(steps: int) -> None:
 def test_a_first_step_that_does_not_follow_its_gradient_was_turned_by_other_code() -> None:
     turned = {name: reading(parameter_cosine=0.05) for name in "abc"}
     assert diagnose(record(turned, losses=STILL))[0].name == "projection-fights"
+    resumed = record(turned, facts=replace(FACTS, resumed=True), losses=STILL)
+    assert "projection-fights" not in found(resumed)  # it remembers steps before
 
 
 def test_long_momentum_is_named_where_it_goes_on_regardless() -> None:
@@ -328,6 +337,13 @@ def test_a_last_layer_that_begins_at_zero_is_well() -> None:
     assert strengths == ["note"]
 
 
+def test_layers_that_move_unlike_the_others_once_are_noted() -> None:
+    far = {"c": reading(update_ratio=9.0)}
+    once = record(far)
+    assert found(once)["uneven-rates"].strength == "act"
+    assert found(replace(once, reports=once.reports[:1]))["uneven-rates"].strength == "note"
+
+
 def test_frozen_parameters_are_for_you_to_judge() -> None:
     frozen = found(record(wiring=Wiring(frozen=("a.weight",), input_matters=0.5)))
     assert frozen["frozen"].strength == "watch"
@@ -370,7 +386,7 @@ def test_every_finding_has_its_page() -> None:
                 assert isinstance(node.args[0], ast.Constant)
                 names.add(node.args[0].value)
     pages = {path.stem for path in (ROOT / "docs" / "findings").glob("*.md")} - {"README"}
-    assert names == pages
+    assert names == pages == set(FINDING_TITLES)
     assert names >= set(HITS)
     index = (ROOT / "docs" / "findings" / "README.md").read_text()
     assert all(f"[{name}]({name}.md)" in index for name in names)

@@ -1,9 +1,8 @@
 """Trials: short runs of forks, compared with the run as it is."""
 
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -399,10 +398,3 @@ def test_an_optimizer_without_a_rate_has_no_rate_trials() -> None:
 
     fixed = setup(optimizer=lambda m: Fixed(m.parameters()))
     assert rate_trials(fixed, record(fixed)) == {}
-
-
-def test_tried_findings_are_plain_data() -> None:
-    healthy = setup()
-    findings = [finding("affine-like", "no-decay")]
-    found = tried(findings, healthy, record(healthy), seconds=math.inf)
-    assert [Finding.from_dict(json.loads(json.dumps(asdict(f)))) for f in found] == list(found)

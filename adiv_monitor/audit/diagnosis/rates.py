@@ -80,7 +80,7 @@ def _higher(record: Record) -> tuple[float, Trial] | None:
 
 
 def _better(record: Record) -> tuple[float, Trial] | None:
-    """The best rate, if it is better than the run's by more than two standard errors."""
+    """The best rate, if it pays: is better by more than two standard errors, and by 2 %."""
     trials = [
         (factor, trial)
         for factor, trial in record.rates.items()
@@ -89,7 +89,7 @@ def _better(record: Record) -> tuple[float, Trial] | None:
     if not trials:
         return None
     factor, trial = min(trials, key=lambda pair: pair[1].loss)
-    return (factor, trial) if not trial.gain <= 2 * trial.error else None
+    return (factor, trial) if trial.pays else None
 
 
 def _too_high_by_trial(record: Record) -> Iterator[Finding]:
@@ -228,6 +228,8 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     steps = [_off_the_middle(ratios) for ratios in at_first(record, "update_ratio")]
     off = steps[0] if steps else {}
     lasting = {path: by for path, by in off.items() if all(path in later for later in steps)}
+    if len(steps) < 2:  # whether it lasts is not known
+        lasting = {}
     if not off:
         return
     strength: Strength = "watch" if lasting else "note"
@@ -249,7 +251,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
         ),
         (
             Advice("give these layers learning rates of their own", "rate-per-layer"),
-            Advice("an optimizer that scales each parameter's step", "adamw"),
+            Advice("AdamW of learning rate 0.001, which scales each parameter's step", "adamw"),
         ),
         f"In one step the activations of {', '.join(layers[:3])} "
         f"{'hardly move' if starved else 'move unlike the others'}: by a factor of "
