@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from adiv_monitor.audit.diagnosis.course import end, fell, start
+from adiv_monitor.audit.diagnosis.course import STILL, end, fell, start
 from adiv_monitor.audit.diagnosis.seen import Typical, at_first, by_layer, worst_first
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength, Trial
 from adiv_monitor.audit.record import Record
@@ -48,11 +48,16 @@ def suffers(record: Record) -> bool:
 
 
 def share_of_fall(record: Record, trial: Trial) -> float:
-    """How far the loss falls at the rate as it is, over how far it falls in the trial."""
+    """How far the loss falls at the rate as it is, over how far it falls in the trial.
+
+    Where it falls in neither: 1; or −∞, if it rises as it is by more than standing still.
+    """
     if not math.isfinite(trial.loss_without):
         return -math.inf
-    best = start(record) - trial.loss
-    return (start(record) - trial.loss_without) / best if best > 0 else 1.0
+    fall, best = start(record) - trial.loss_without, start(record) - trial.loss
+    if best > 0:
+        return fall / best
+    return -math.inf if -fall > STILL * abs(start(record)) else 1.0
 
 
 def _better(record: Record, factors: list[float]) -> tuple[float, Trial] | None:
@@ -78,10 +83,18 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
                 Evidence(f"loss at rate × {factor:g}", trial.loss),
                 Evidence("share of the fall", share, SHARE_OF_FALL_WATCH),
             ),
-            f"At {factor:g} times the learning rate the loss is {trial.loss:.3g} instead of "
-            f"{trial.loss_without:.3g} after {trial.steps} steps.",
+            _at(factor, trial),
             factor,
         )
+
+
+def _at(factor: float, trial: Trial) -> str:
+    diverges = not math.isfinite(trial.loss_without)
+    instead = "where it diverges now" if diverges else f"instead of {trial.loss_without:.3g}"
+    return (
+        f"At {factor:g} times the learning rate the loss is {trial.loss:.3g} {instead}, after "
+        f"{trial.steps} steps."
+    )
 
 
 def _too_high_by_measures(record: Record) -> Iterator[Finding]:
@@ -144,8 +157,7 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
                 Evidence(f"loss at rate × {factor:g}", trial.loss),
                 Evidence("share of the fall", share, SHARE_OF_FALL_TOO_LOW_WATCH),
             ),
-            f"At {factor:g} times the learning rate the loss is {trial.loss:.3g} instead of "
-            f"{trial.loss_without:.3g} after {trial.steps} steps.",
+            _at(factor, trial),
             factor,
         )
 
