@@ -151,9 +151,10 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         metric = _followed(args)
         if metric is None or self.monitor is None:
             return
+        self.monitor.wait_for_reports()
         latest = self.monitor.latest
         summary = {} if latest is None else summary_scalars(latest, self._measures)
-        # Each process has looked at its own rows, and all must come to the same decision.
+        # All must come to the same decision, be it that one of them has not heard of the report.
         (value,) = broadcast_object_list([summary.get(metric, math.nan)])
         kwargs["metrics"][f"eval_{metric}"] = value
 

@@ -247,6 +247,7 @@ class DivergenceCallback(Callback):
         """Offer the summaries of new reports where callbacks and the progress bar look."""
         shown = {f"{m}_{WORST.get(m, 'max')}" for m in self._measures[:1] if self._prog_bar}
         for name, monitor in self.monitors.items():
+            monitor.wait_for_reports()
             report = monitor.latest
             if report is None or report is self._published.get(name):
                 continue

@@ -153,9 +153,8 @@ class Monitor:
         traceback: TracebackType | None,
     ) -> None:
         unstepped = self._course.saw_calls
-        if kind is not None:  # other processes may be gone as well
-            self._failures.safely(self._course.complete, 0.0)
-        self.close()
+        # Where this one raised, other processes may be gone as well.
+        self._close(patience=None if kind is None else 0.0)
         if kind is None and unstepped and self.latest is None:
             missing = "call of end_step()" if self._optimizer is None else "step of its optimizer"
             self._failures.warn(
@@ -188,13 +187,15 @@ class Monitor:
 
     def close(self) -> None:
         """Finish the report under way, remove every hook and close the sinks. Can be repeated."""
+        self._close(patience=None)
+
+    def _close(self, patience: float | None) -> None:
         if self._state == "closed":
             return
         self._state = "closed"
         try:
-            self.complete_report()
+            self._failures.safely(self._course.end, patience)
         finally:
-            self._course.leave()
             self._course.disarm()
             for handle in self._handles:
                 handle.remove()
@@ -223,6 +224,13 @@ class Monitor:
         In all processes, where several train together: it waits for their parts, but not for long.
         """
         self._failures.safely(self._course.complete)
+
+    def wait_for_reports(self) -> None:
+        """Complete the reports that only wait for other processes, which must call it as well.
+
+        Without several processes there are none.
+        """
+        self._failures.safely(self._course.wait)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs so that step numbers go on."""

@@ -4,9 +4,11 @@ Every process hands in its part when its own is complete, as its next forward pa
 on. When the first one comes to its next optimizer step, the gradients of all have been averaged:
 all have begun that forward pass, and handed in their parts. So nobody has to wait. Where a part has
 not come yet all the same (a GPU lags behind its process), the first process looks again at each
-step, and goes without when `_LATE` more reports are waiting. Only when a report is asked for now,
+step, and goes without when `_LATE` more reports are waiting. Only when reports are asked for now,
 or at the end, does it wait, for `PATIENCE` seconds at most, and never again for the same process
 until that is heard of. A process that ends, raises or has no monitor delays the others no more.
+The others look for the report in the same way; at the end, when the first process may need them
+elsewhere, for no longer than `_FAREWELL`.
 """
 
 import pickle
@@ -24,7 +26,7 @@ from adiv_monitor.step.part import Part
 from adiv_monitor.step.ranks import Exchange
 from adiv_monitor.step.together import prepared, together
 
-PATIENCE = 10.0  # seconds
+PATIENCE, _FAREWELL = 10.0, 2.0  # seconds
 _LATE = 4  # reports
 
 
@@ -99,11 +101,27 @@ class Assembly:
                 assert isinstance(chance, np.random.PCG64)
                 chance.advance(self._exchange.rank << 96)
 
-    def leave(self) -> None:
-        """The monitor is closed."""
+    def wait(self) -> None:
+        """Complete all reports now; all processes do."""
+        if self._waiting:  # the first may have to wait for a third one
+            self.collect(PATIENCE if self._is_first else 2 * PATIENCE)
+
+    def end(self, patience: float | None = None) -> None:
+        """The monitor is closed.
+
+        Args:
+            patience: for how many seconds to wait at most; None: as is usual.
+        """
+        if patience is None:
+            patience = PATIENCE if self._is_first else _FAREWELL
+        self.collect(patience)
         if self._exchange is not None:
             self._exchange.leave()
             self._exchange = None
+
+    @property
+    def _is_first(self) -> bool:
+        return self._exchange is None or self._exchange.rank == 0
 
     def add(self, step: int, part: Part) -> None:
         """This process's part of a step is complete."""
@@ -114,16 +132,20 @@ class Assembly:
         own = prepared(part, self._max_rows, processes(), self._generator)
         waiting = _Waiting(step, own, None)
         self._waiting.append(waiting)
-        if exchange is None:
-            return
         try:
-            waiting.meeting = exchange.meeting()
-            if exchange.rank == 0:
-                waiting.expected = set(exchange.present()) - self._silent
-            elif waiting.meeting is not None:
-                exchange.put(waiting.meeting, step, pickle.dumps(own, protocol=5))
+            if exchange is not None:
+                self._hand_in(exchange, waiting)
         except RuntimeError:  # the store is gone
             waiting.meeting = None
+        self.collect()
+
+    def _hand_in(self, exchange: Exchange, waiting: _Waiting) -> None:
+        waiting.meeting = exchange.meeting()
+        if exchange.rank == 0:
+            waiting.expected = set(exchange.present()) - self._silent
+        elif waiting.meeting is not None:
+            part = pickle.dumps(waiting.own, protocol=5)
+            exchange.put(waiting.meeting, waiting.step, part)
 
     def collect(self, patience: float | None = None) -> None:
         """Complete the reports whose parts are there, in their order.
@@ -132,8 +154,6 @@ class Assembly:
             patience: complete all of them, with what comes within so many seconds.
         """
         urgent, patience = patience is not None, patience or 0.0
-        if self._exchange is not None and self._exchange.rank:
-            patience *= 2  # the first process may have to wait for others
         end = time.monotonic() + patience
         while self._waiting:
             waiting = self._waiting[0]
@@ -158,8 +178,8 @@ class Assembly:
             return True
         if exchange.rank:
             return self._hear(exchange, waiting)
-        for rank in [*waiting.expected, *self._silent]:
-            data = exchange.take(waiting.step, rank)
+        for rank in range(1, exchange.world):  # those that have left since, too
+            data = None if rank in waiting.parts else exchange.take(waiting.step, rank)
             if data is not None:
                 waiting.parts[rank] = pickle.loads(data)
                 waiting.expected.discard(rank)

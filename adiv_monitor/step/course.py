@@ -20,7 +20,7 @@ from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.report import AlignmentReading, StepReport
-from adiv_monitor.step.assembly import PATIENCE, Assembly
+from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.outcome import understand
@@ -93,10 +93,6 @@ class Course:
             name: of what is measured, the same in all processes.
         """
         self._assembly.join(name)
-
-    def leave(self) -> None:
-        """The monitor is closed."""
-        self._assembly.leave()
 
     def refer(self) -> None:
         """The point that alignments are compared with is now."""
@@ -280,15 +276,25 @@ class Course:
         for path, reason in part.misdescribed.items():
             self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
 
-    def complete(self, patience: float = PATIENCE) -> None:
-        """Complete all reports now, with what other processes have to say of them.
+    def complete(self) -> None:
+        """Complete all reports now, with what other processes have to say of them."""
+        self.finish()
+        self._assembly.wait()
+
+    def wait(self) -> None:
+        """Complete those that only wait for other processes."""
+        self._assembly.wait()
+
+    def end(self, patience: float | None = None) -> None:
+        """The monitor is closed: complete all reports.
 
         Args:
-            patience: for how many seconds to wait for these.
+            patience: for how many seconds to wait for other processes at most; None: as is usual.
         """
-        self.finish()
-        if self._assembly:
-            self._assembly.collect(patience)
+        try:
+            self.finish()
+        finally:
+            self._assembly.end(patience)
 
     def _describe(self, part: Part, pending: "_Pending") -> None:
         """Which parameters it is of, and why there is nothing of others."""
@@ -301,6 +307,7 @@ class Course:
         part.unsupported = {**selection.unsupported, **unexplained, **known}
         part.unmeasured = selection.unmeasured(measured)
         part.coverage, part.elements = selection.coverage(measured), selection.elements
+        part.interval = self._schedule.interval
         part.rows_lost |= set(self._failures.switched_off)
         part.alignment = pending.alignment
         part.notes[:0] = self._failures.notes
@@ -314,7 +321,7 @@ class Course:
             layers=outcome.layers,
             unsupported=part.unsupported,
             coverage=part.coverage,
-            interval=self._schedule.interval,
+            interval=part.interval,
             notes=tuple(outcome.notes),
             realised_loss_change=part.loss_change,
             realised_loss_changes=part.loss_changes,

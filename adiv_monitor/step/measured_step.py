@@ -16,23 +16,26 @@ from torch import Tensor, nn
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.processes import processes
-from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.selection import Layer, listed
 from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import exact, joined
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths import dots, totals
+from adiv_monitor.maths.ceiling import Ceiling
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.measured_layer import MeasuredLayer
-from adiv_monitor.step.part import Looked, Part, learn, make_part
+from adiv_monitor.step.part import CEILING_SUMS, Looked, Part, learn, make_part
 from adiv_monitor.step.plain_step import act, added, changes, gram_is_less, probe, stretch
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.transfer import fetch
 
 # There is no mean feature, and no telling which of the parameters are a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
+# Numbers of a layer that a process sends for the ceiling: 8 MiB, eigenvectors in half a second.
+_MOST_SUMS = 2**20
 
 
 class MeasuredStep:
@@ -62,6 +65,7 @@ class MeasuredStep:
         )
         self._realised = realised
         self._unreached: dict[str, str] = {}
+        self._too_large: list[str] = []  # layers whose sums for the ceiling can't travel
         self._refused: set[str] = set()  # of those, layers that had rows
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
         self._moved: Tensor | None = None  # did the weights move before the gradient was there?
@@ -87,6 +91,7 @@ class MeasuredStep:
         """
         self._measured.clear()  # what an earlier attempt at this step, which raised, has left
         self._unreached.clear()
+        self._too_large.clear()
         self._all_rows.clear()
         self._flags.clear()
         # An optimizer that unscales AMP gradients itself writes them back.
@@ -252,6 +257,11 @@ class MeasuredStep:
                 "Gradients were zeroed before a step was taken (a step that an AMP scaler "
                 "skipped?): their rows are not in this report."
             )
+        if self._too_large:
+            notes.append(
+                f"attainable_cosine of {listed(self._too_large)} is missing: with several "
+                "processes it takes sums that are too large to be exchanged."
+            )
         return notes
 
     def _try(self, layer: Layer, function: Callable[..., None], *args: object) -> None:
@@ -305,7 +315,7 @@ class MeasuredStep:
         if replay_errors:
             values["replay_error"] = torch.stack(replay_errors).amax()
         if rows.ceiling is not None and rows.ceiling_is_whole:
-            values["attainable_cosine"] = rows.ceiling.cosine()
+            values |= self._of_ceiling(layer.path, rows.ceiling)
         self._add_all_rows(layer.path, calls, values)
         makings = [
             (made, sum(len(call.z) for call in alike))
@@ -331,6 +341,16 @@ class MeasuredStep:
         measured.add_scale(self._generator)
         self._measured[layer.path] = measured
         rows.calls.clear()
+
+    def _of_ceiling(self, path: str, ceiling: Ceiling) -> dict[str, Tensor]:
+        """What is to be known of it: its cosine, or of several processes, the sums for that."""
+        if processes() == 1:
+            return {"attainable_cosine": ceiling.cosine()}
+        sums = ceiling.sums()
+        if sum(part.numel() for part in sums) > _MOST_SUMS:
+            self._too_large.append(path)
+            return {}
+        return dict(zip(CEILING_SUMS, sums, strict=True))
 
     def _add_all_rows(self, path: str, calls: list[Call], values: dict[str, Tensor]) -> None:
         """What one pass said of all rows, if it did of all calls; else ‖G‖² alone."""

@@ -15,6 +15,9 @@ from adiv_monitor.step.attention_outcome import Attended
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
 RULE_TOLERANCE = 0.05
 
+# Of the rows of one of several processes: ΦᵀΦ, ΦᵀG and ‖G‖².
+CEILING_SUMS = ("ceiling_gram", "ceiling_cross", "ceiling_square")
+
 _REFUSED = {
     "skipped": "The optimizer skipped the step, because a gradient is not finite: not measured.",
     "moved": (
@@ -118,6 +121,7 @@ class Part:
         checked: layers whose rule was seen to hold (an output of zeros shows nothing).
         notes: what else a reader must know.
         unmeasured: as in `StepReport`.
+        interval: as in `StepReport`.
         elements: of all parameters that are trained.
         coverage: as in `StepReport`.
         loss_change: how the loss really changed, if that was measured.
@@ -137,6 +141,7 @@ class Part:
     checked: set[str]
     notes: list[str]
     unmeasured: dict[str, int] = field(default_factory=dict)
+    interval: int = 0
     elements: int = 0
     coverage: float = 0.0
     loss_change: float | None = None

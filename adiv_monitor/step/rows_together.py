@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from adiv_monitor.capture.sampling import Draw, winners
 from adiv_monitor.features.rows import Index
+from adiv_monitor.maths.ceiling import attainable_cosine
 from adiv_monitor.maths.readings import REALISED, Array
-from adiv_monitor.step.part import LayerPart, Looked
+from adiv_monitor.step.part import CEILING_SUMS, LayerPart, Looked
 
 Values = dict[str, Array]
 
@@ -72,6 +74,10 @@ def layer_together(
     values |= {n: np.concatenate([v[n] for v in several]) for n in _in_all(("stretch",), several)}
     values |= _of_all_rows(several, [part.looked for part in some], generator)
     values |= _of_entries(several)
+    if all(CEILING_SUMS[0] in own for own in several):
+        sums = (sum(torch.from_numpy(own[name]) for own in several) for name in CEILING_SUMS)
+        gram, cross, square = map(torch.as_tensor, sums)
+        values["attainable_cosine"] = attainable_cosine(gram, cross, square.sqrt()).numpy()
     looked = _looked([part.looked for part in some])
     if "scale_pivot" in several[0]:
         values |= _of_blocks(several, looked.groups)

@@ -70,7 +70,7 @@ def together(
     missing = processes > len(several)
     if missing:
         here = ", ".join(map(str, ranks))
-        notes.insert(0, f"Rows of process {here} alone: {processes} train together.")
+        notes.insert(0, f"Rows of process {here} alone: {processes} processes train together.")
     layers: dict[str, LayerPart] = {}
     for path in dict.fromkeys(path for part in several for path in part.layers):
         if path not in misdescribed:

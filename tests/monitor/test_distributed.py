@@ -3,7 +3,7 @@
 They measure the same steps, and none waits for a process without a monitor.
 """
 
-from collections.abc import Callable
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adiv_monitor import Monitor
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
+from adiv_monitor.step import assembly, times
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 SAMPLES, TOKENS = 8, 5
@@ -74,16 +75,18 @@ class Case:
     sync: bool = False
     branches: bool = False
     attention: bool = False
+    attainable: bool = False
     realised: bool = True
 
 
 CASES = {
-    "halves": Case(((4,), (4,)), attention=True),
+    "halves": Case(((4,), (4,)), attention=True, attainable=True),
     "uneven, clipped": Case(((5,), (3,)), clip=0.1),
     "one has none": Case(((8,), (0,)), realised=False),
     "micro-batches": Case(((2, 2), (1, 3)), realised=False),
     "micro-batches, each averaged": Case(((2, 2), (1, 3)), sync=True, realised=False),
     "a branch of its own": Case(((4,), (4,)), branches=True, realised=False),
+    "four": Case(((3,), (2,), (0,), (3,)), attention=True, realised=False),
 }
 
 
@@ -101,6 +104,7 @@ def step(case: Case, rank: int | None) -> Monitor:
         optimizer,
         max_rows=None,
         attention=case.attention,
+        attainable=case.attainable,
         realised=case.realised,
         sinks=[MemorySink()],
         on_error="raise",
@@ -123,27 +127,51 @@ def step(case: Case, rank: int | None) -> Monitor:
     return monitor
 
 
-def spawn(function: Callable[..., None], world: int, folder: Path) -> None:
-    multiprocessing.spawn(function, (world, free_port(), str(folder)), nprocs=world)
+Found = dict[str, Any]
 
 
-def begin(rank: int, world: int, port: int) -> None:
+def work(rank: int, world: int, port: int, folder: str) -> None:
+    """What one of the processes does, for all tests: to start it takes longer than that."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-
-
-def take_steps(rank: int, world: int, port: int, folder: str) -> None:
-    begin(rank, world, port)
-    found = {}
-    for name, case in CASES.items():
-        if len(case.parts) == world:
-            monitor = step(case, rank)
-            sink = monitor._sinks[0]
-            assert isinstance(sink, MemorySink)
-            found[name] = monitor.latest, len(sink.reports)
+    found = take_steps(world)
+    if world == 2:
+        found |= {task.__name__: task(rank) for task in TASKS}
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
+    """What the processes found, by their number and rank."""
+    folder = tmp_path_factory.mktemp("processes")
+    for world in (2, 4):
+        (folder / str(world)).mkdir()
+        arguments = (world, free_port(), str(folder / str(world)))
+        multiprocessing.spawn(work, arguments, nprocs=world)
+    return {
+        world: [
+            torch.load(folder / str(world) / f"{rank}.pt", weights_only=False)
+            for rank in range(world)
+        ]
+        for world in (2, 4)
+    }
+
+
+def take_steps(world: int) -> Found:
+    return {
+        name: (monitor.latest, written(monitor))
+        for name, case in CASES.items()
+        if len(case.parts) == world
+        for monitor in [step(case, dist.get_rank())]
+    }
+
+
+def written(monitor: Monitor) -> int:
+    (sink,) = monitor._sinks
+    assert isinstance(sink, MemorySink)
+    return len(sink.reports)
 
 
 def numbers(record: dict[str, Any], at: str = "") -> dict[str, Any]:
@@ -169,16 +197,193 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert found[name] == same, name
 
 
-def assert_speaks_for_all(report: StepReport, name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_the_report_is_that_of_one_process_with_all_rows(
+    name: str, found: dict[int, list[Found]]
+) -> None:
+    reports, counts = zip(*(own[name] for own in found[len(CASES[name].parts)]), strict=True)
+    assert all(report == reports[0] for report in reports), "all processes have it"
+    assert counts == (1, *(0 for _ in reports[1:])), "the first writes it"
     expected = step(CASES[name], None).latest
     assert expected is not None
-    assert_same(report.to_dict(quantiles=True), expected.to_dict(quantiles=True))
+    assert_same(reports[0].to_dict(quantiles=True), expected.to_dict(quantiles=True))
+    assert expected.layers["head"].standard_error == {}
 
 
-def test_the_report_is_that_of_one_process_with_all_rows(tmp_path: Path) -> None:
-    spawn(take_steps, 2, tmp_path)
-    first, second = (torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2))
-    for name in CASES:
-        assert first[name][0] == second[name][0], "all processes have the report"
-        assert (first[name][1], second[name][1]) == (1, 0), "the first writes it"
-        assert_speaks_for_all(first[name][0], name)
+# Nobody waits for long
+
+
+def small(rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    data = torch.randn(8, 5, dtype=torch.float64)[4 * rank : 4 * rank + 4]
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), data
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()
+
+
+def evaluation_by_the_first_alone(rank: int) -> tuple[list[tuple[str, ...]], float]:
+    """The first finishes its part while the other waits for it elsewhere."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    begin = time.monotonic()
+    with Monitor(net, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(3):
+            train(net, optimizer, x)
+            if rank == 0:
+                with torch.no_grad():
+                    model(x)
+            dist.barrier()
+    return [report.notes for report in monitor.reports], time.monotonic() - begin
+
+
+def monitor_that_leaves(rank: int) -> list[tuple[str, ...]]:
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    monitor = Monitor(net, optimizer, every_n_steps=1, on_error="raise")
+    monitor.attach()
+    for number in range(3):
+        train(net, optimizer, x)
+        if number == 0 and rank == 1:
+            monitor.close()
+    monitor.close()
+    return [report.notes for report in monitor.reports]
+
+
+def monitor_that_falls_silent(rank: int) -> tuple[list[tuple[str, ...]], float]:
+    """It has said that it is there, and hands in nothing more."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    monitor = Monitor(net, optimizer, every_n_steps=1, on_error="raise")
+    monitor.attach()
+    for number in range(3):
+        train(net, optimizer, x)
+        if number == 0 and rank == 1:
+            monitor.complete_report()
+            for handle in monitor._handles:
+                handle.remove()
+            monitor._course.disarm()
+        elif number == 0:
+            monitor.complete_report()
+    begin = time.monotonic()
+    if rank == 0:
+        monitor._course.end(0.5)
+    monitor.close()
+    return [report.notes for report in monitor.reports], time.monotonic() - begin
+
+
+def layer_that_fails_in_one(rank: int) -> StepReport | None:
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    monitor = Monitor(net, optimizer)
+    with monitor:
+        if rank == 1:
+            monitor._failures.switched_off["0"] = "a test"
+            monitor._course.disarm()
+            monitor._course.arm()
+        train(net, optimizer, x)
+    return monitor.latest
+
+
+def training_of_its_own(rank: int) -> tuple[StepReport | None, int]:
+    model, optimizer, x = small(rank)
+    sink = MemorySink()
+    with Monitor(model, optimizer, sinks=[sink], on_error="raise") as monitor:
+        train(model, optimizer, x)
+    return monitor.latest, len(sink.reports)
+
+
+FIRST = [(0, 16), (16, 16), (72, 36)]  # a cost of 4 plain steps at a bound of 1/10: 36
+# Which processes have a monitor, and the steps that each measures, with the interval.
+MONITORED = [([1], [[], FIRST[:2]]), ([0], [FIRST, []]), ([0, 1], [FIRST, FIRST])]
+
+
+def within_a_bound(rank: int) -> list[list[tuple[int, int | None]]]:
+    return [measured_steps(rank if rank in ranks else None) for ranks, _ in MONITORED]
+
+
+def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
+    """By clocks that differ: to the second process a measured step seems to cost more."""
+    model, optimizer, x = small(0)
+    net = DistributedDataParallel(model)
+    monitor = Monitor(net, optimizer, every_n_steps=16, max_overhead=0.1, on_error="raise")
+    seconds = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(times.HostClock, "now", lambda self: seconds)
+        if rank is not None:
+            monitor.attach()
+        for _ in range(100):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            seconds += 1 + 4 * bool(model[0]._forward_hooks) * (1 + (rank or 0))
+            optimizer.step()
+        if rank is not None:
+            monitor.close()
+    return [(report.step, report.interval) for report in monitor.reports]
+
+
+TASKS = (
+    evaluation_by_the_first_alone,
+    monitor_that_leaves,
+    monitor_that_falls_silent,
+    layer_that_fails_in_one,
+    training_of_its_own,
+    within_a_bound,
+)
+ALONE = ("Rows of process 0 alone: 2 processes train together.",)
+
+
+def test_an_evaluation_by_the_first_process_delays_none(found: dict[int, list[Found]]) -> None:
+    for own in found[2]:
+        notes, seconds = own["evaluation_by_the_first_alone"]
+        assert notes == [(), (), ()], "both speak in every report"
+        assert seconds < assembly.PATIENCE / 2
+
+
+def test_a_monitor_that_leaves_is_not_waited_for(found: dict[int, list[Found]]) -> None:
+    first, second = (own["monitor_that_leaves"] for own in found[2])
+    assert [notes[:1] for notes in first] == [(), ALONE, ALONE]
+    assert [notes[0] for notes in second] == [
+        "Rows of process 1 alone: 2 processes train together."
+    ]
+
+
+def test_a_monitor_that_falls_silent_is_waited_for_once(found: dict[int, list[Found]]) -> None:
+    notes, seconds = found[2][0]["monitor_that_falls_silent"]
+    assert [own[:1] for own in notes] == [(), ALONE, ALONE]
+    assert 0.5 < seconds < 1
+
+
+def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(
+    found: dict[int, list[Found]],
+) -> None:
+    first, second = (own["layer_that_fails_in_one"] for own in found[2])
+    assert first == second
+    assert first.notes == (
+        "Rows of 0 are missing from other processes: estimated from their rows alone.",
+    )
+    assert [reading.rows_seen for reading in first.layers.values()] == [4, 8]
+    assert first.unsupported == {}
+
+
+def test_processes_that_train_on_their_own_speak_for_themselves(
+    found: dict[int, list[Found]],
+) -> None:
+    for rank, own in enumerate(found[2]):
+        report, count = own["training_of_its_own"]
+        assert count == 1
+        model, optimizer, x = small(rank)
+        with Monitor(model, optimizer) as monitor:
+            train(model, optimizer, x)
+        assert monitor.latest is not None
+        for path, reading in monitor.latest.layers.items():
+            assert_same(report.layers[path].to_dict(), reading.to_dict())
+
+
+def test_processes_agree_on_the_interval_and_wait_for_none(found: dict[int, list[Found]]) -> None:
+    for rank, own in enumerate(found[2]):
+        assert own["within_a_bound"] == [expected[rank] for _, expected in MONITORED]

@@ -7,16 +7,23 @@ language model.
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from models import GPT, ViT
 from setups import EXACT
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.capture.updates import Watch
+from adiv_monitor.report import LayerReading
+from adiv_monitor.step.assembly import Assembly
+from adiv_monitor.step.outcome import understand
+from adiv_monitor.step.part import Part
+from adiv_monitor.step.together import prepared, together
 
 IDLE = -100  # what cross_entropy leaves out
 
@@ -142,3 +149,102 @@ def test_sampled_readings_know_how_far_off_they_are(case: str, optimizer: str) -
     for name, found in deviations.items():
         mean = sum(found) / len(found)
         assert abs(mean) < 4 / math.sqrt(draws), name
+
+
+# Several processes
+
+WORLD, MAX_ROWS = 2, 100
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Part]]:
+    """What monitors hand in that take themselves for one of two processes."""
+    handed_in: list[Part] = []
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: WORLD)
+    monkeypatch.setattr(Assembly, "join", lambda self, name: None)
+    monkeypatch.setattr(Assembly, "add", lambda self, number, part: handed_in.append(part))
+    yield handed_in
+
+
+class Divided(Step):
+    """A step of two processes: one has three quarters of the samples."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__(case, "adamw")
+        self.y[-len(self.y) // 8 :] = IDLE  # the second alone has idle rows
+        model = copy.deepcopy(self.model)
+        model.zero_grad()
+        loss_of(model, self.x, self.y).backward()
+        self.gradients = [0.3 * p.grad for p in model.parameters() if p.grad is not None]
+
+    def whole(self) -> dict[str, LayerReading]:
+        """What one process with all rows measures."""
+        model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        with Monitor(model, optimizer, max_rows=None, on_error="raise") as monitor:
+            optimizer.zero_grad()
+            loss_of(model, self.x, self.y).backward()
+            for parameter, gradient in zip(model.parameters(), self.gradients, strict=True):
+                parameter.grad.copy_(gradient)
+            optimizer.step()
+        assert monitor.latest is not None
+        return dict(monitor.latest.layers)
+
+    def hand_in(self, rank: int, seed: int) -> None:
+        """The part of one of the two."""
+        cut = 3 * len(self.x) // 4
+        mine = slice(cut) if rank == 0 else slice(cut, None)
+        share = int((self.y[mine] != IDLE).sum()) / int((self.y != IDLE).sum())
+        model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        options = {"max_rows": MAX_ROWS, "seed": WORLD * seed + rank, "on_error": "raise"}
+        with Monitor(model, optimizer, **options):
+            optimizer.zero_grad()
+            (WORLD * share * loss_of(model, self.x[mine], self.y[mine])).backward()
+            for parameter, gradient in zip(model.parameters(), self.gradients, strict=True):
+                parameter.grad.copy_(gradient)  # averaged over the two, then clipped
+            optimizer.step()
+
+
+def merged(parts: list[Part], seed: int) -> dict[str, LayerReading]:
+    generator = np.random.default_rng(seed)
+    own = {rank: prepared(part, MAX_ROWS, WORLD, generator) for rank, part in enumerate(parts)}
+    whole, ranks = together(own, WORLD, MAX_ROWS, generator)
+    assert ranks == [0, 1]
+    outcome = understand(whole, Watch())
+    assert outcome.notes == []
+    return outcome.layers
+
+
+@pytest.mark.parametrize("case", ["mlp", "cnn", "vit"])
+def test_sampled_readings_of_two_processes_know_how_far_off_they_are(
+    case: str, request: pytest.FixtureRequest
+) -> None:
+    """Invariants 6 and 9: a sample of all rows, however uneven the batches."""
+    step, draws = Divided(case), 30
+    truth = step.whole()
+    parts = request.getfixturevalue("parts")  # from here on there are two
+    deviations: dict[str, list[float]] = defaultdict(list)
+    for seed in range(draws):
+        parts.clear()
+        for rank in range(WORLD):
+            step.hand_in(rank, seed)
+        for path, reading in merged(parts, seed).items():
+            exact = truth[path]
+            if reading.kind == "embedding":  # of positions, which each process looks up once
+                continue
+            assert reading.rows_total == exact.rows_total
+            assert reading.rows_seen <= MAX_ROWS
+            for name, value in reading.measures().items():
+                error = reading.standard_error.get(name, 0.0)
+                if name.endswith(ROUGH):
+                    continue
+                if error == 0 or math.isnan(error):
+                    same = pytest.approx(getattr(exact, name), rel=1e-7, abs=1e-9)
+                    assert value == same, (path, name)
+                else:
+                    deviations[name].append((value - getattr(exact, name)) / error)
+    assert deviations.keys() >= {"update_cosine", "gradient_cosine", "interference_ratio"}
+    every = [d for found in deviations.values() for d in found]
+    assert sum(abs(d) > 3 for d in every) < 0.02 * len(every)
+    for name, found in deviations.items():
+        assert abs(sum(found) / len(found)) < 4 / math.sqrt(draws), name
