@@ -93,9 +93,14 @@ HEALTH: Mapping[str, Health] = MappingProxyType(
             "effective rate",
             "The rate at which activations move downhill. Even between layers is best.",
             True,
+            of_maps=True,
         ),
         "scale_mean": Health(
-            "Row scale, mean", "row scale", "Mean ‖φ‖² = ‖x‖² + 1: long rows make long steps.", True
+            "Row scale, mean",
+            "row scale",
+            "Mean ‖φ‖² = ‖x‖² + 1: long rows make long steps.",
+            True,
+            of_maps=True,
         ),
         "scale_cv": Health(
             "Spread of the row scales",

@@ -41,6 +41,11 @@ class Running:
         return number < 2 or number % self._stride == 0
 
     @property
+    def count(self) -> int:
+        """Reports that came."""
+        return self._count
+
+    @property
     def reports(self) -> tuple[StepReport, ...]:
         """Those that are kept, oldest first."""
         return tuple(report for _, report in self._kept)

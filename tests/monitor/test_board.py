@@ -182,7 +182,7 @@ def test_the_overview_names_what_to_mend() -> None:
     pictures = board.pictures(findings)
     assert "adiv/overview" in pictures
     tag = "adiv/per_layer/descent"
-    assert reddish(pictures[tag]) > 100 > reddish(board.pictures(())[tag]), "names"
+    assert reddish(pictures[tag]) > 20 > reddish(board.pictures(())[tag]), "names"
 
 
 def reddish(png: bytes) -> int:
