@@ -15,10 +15,11 @@ from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.lent import lent
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
-    asked_for,
+    Scalars,
     known_measures,
+    known_scalars,
     summary_scalars,
-    summary_tags,
+    tags_to_follow,
 )
 from adiv_monitor.sinks.trainer import TrainerSink
 
@@ -63,7 +64,8 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         attention: measure what the step does to attention scores too.
         realised: find out what each measured step really did, as in `Monitor`; with
             `lambda output: output["loss"]` also how the loss changed.
-        measures: what is logged.
+        measures: what is logged; None: in the history one per question, elsewhere a few.
+        scalars: "few": products get the summary and blocks of layers; "all": every layer, too.
         sinks: further sinks, which stay open; only the first process writes to them.
         on_error: what an error inside the monitor does: "warn" and go on, or "raise".
         seed: of the choice of rows.
@@ -88,7 +90,8 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         attainable: bool = False,
         attention: bool = False,
         realised: bool | LossOf = False,
-        measures: Iterable[str] = DEFAULT_MEASURES,
+        measures: Iterable[str] | None = None,
+        scalars: Scalars = "few",
         sinks: Sequence[Sink] = (),
         on_error: Literal["warn", "raise"] = "warn",
         seed: int = 0,
@@ -104,7 +107,9 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
             "on_error": on_error,
             "seed": seed,
         }
-        self._measures = known_measures(measures)
+        self._logged = None if measures is None else known_measures(measures)
+        self._measures = self._logged or DEFAULT_MEASURES  # what callbacks may follow
+        self._scalars = known_scalars(scalars)
         self._sinks = lent(sinks, "DivergenceTrainerCallback")
         self._lost: list[str] = []  # arguments that the checkpoint could not hold
         self._trainer: Trainer | None = None  # while it trains
@@ -123,7 +128,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         self.close()  # where the last training failed
         trainer = _calling_trainer()
         self._check(trainer)
-        log: list[Sink] = [TrainerSink(trainer, self._measures), *self._sinks]
+        log: list[Sink] = [TrainerSink(trainer, self._logged, self._scalars), *self._sinks]
         self.monitor = Monitor(
             kwargs["model"],
             kwargs["optimizer"],
@@ -202,7 +207,8 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
             "args": {
                 "every_n_steps": self._every_n_steps,
                 "layers": layers,
-                "measures": [*self._measures],
+                "measures": None if self._logged is None else [*self._logged],
+                "scalars": self._scalars,
                 **options,
             },
             "attributes": {
@@ -246,8 +252,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         metric = _followed(trainer.args)
         if metric is None:
             return
-        there = asked_for(self._measures, self._options)
-        tags = [tag for measure in there for tag in summary_tags(measure).values()]
+        tags = tags_to_follow(self._measures, self._options)
         if metric not in tags:
             raise ValueError(
                 f"DivergenceTrainerCallback: got metric_for_best_model={metric!r}, expected one of "

@@ -24,10 +24,11 @@ from adiv_monitor.sinks.lent import lent
 from adiv_monitor.sinks.logger import logger_sink
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
-    asked_for,
+    Scalars,
     known_measures,
+    known_scalars,
     summary_scalars,
-    summary_tags,
+    tags_to_follow,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ class DivergenceCallback(Callback):
         attention: measure what the step does to attention scores too.
         realised: find out what each measured step really did, as in `Monitor`.
         alignment: the batch on which alignments are read, as in `Monitor`.
-        measures: what goes to loggers and callbacks.
+        measures: what goes to loggers and callbacks; None: a few to loggers, to callbacks one per
+            question.
+        scalars: "few": loggers get the summary and blocks of layers; "all": every layer, too.
         sinks: further sinks, which stay open; only rank zero writes to them.
         prog_bar: show the worst value of the first of the measures in the progress bar.
         on_error: what an error inside the monitor does: "warn" and go on, or "raise".
@@ -103,7 +106,8 @@ class DivergenceCallback(Callback):
         attention: bool = False,
         realised: bool | LossOf = False,
         alignment: Probe | None = None,
-        measures: Iterable[str] = DEFAULT_MEASURES,
+        measures: Iterable[str] | None = None,
+        scalars: Scalars = "few",
         sinks: Sequence[Sink] = (),
         prog_bar: bool = False,
         on_error: Literal["warn", "raise"] = "warn",
@@ -121,7 +125,9 @@ class DivergenceCallback(Callback):
             "on_error": on_error,
             "seed": seed,
         }
-        self._measures = known_measures(measures)
+        self._logged = None if measures is None else known_measures(measures)
+        self._measures = self._logged or DEFAULT_MEASURES  # what callbacks may follow
+        self._scalars = known_scalars(scalars)
         self._sinks = lent(sinks, "DivergenceCallback")
         self._prog_bar = prog_bar
         self._restored: dict[str, Any] = {}
@@ -233,15 +239,16 @@ class DivergenceCallback(Callback):
     def _all_sinks(self, trainer: "Trainer", name: str) -> list[Sink]:
         if not trainer.is_global_zero:
             return []
-        loggers = [logger_sink(logger, self._measures, name) for logger in trainer.loggers]
+        loggers = [
+            logger_sink(logger, self._logged, name, self._scalars) for logger in trainer.loggers
+        ]
         return [*loggers, *self._sinks]
 
     def _announce(self, trainer: "Trainer") -> None:
         """A checkpoint refuses a metric that does not exist, and skips one that is None."""
         for name in self.monitors:
-            for measure in asked_for(self._measures, self._options):
-                for tag in summary_tags(measure, name).values():
-                    trainer.callback_metrics.setdefault(tag, None)  # type: ignore[arg-type]
+            for tag in tags_to_follow(self._measures, self._options, name):
+                trainer.callback_metrics.setdefault(tag, None)  # type: ignore[arg-type]
 
     def _publish(self, trainer: "Trainer") -> None:
         """Offer the summaries of new reports where callbacks and the progress bar look."""

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "maths": {"features", "report"},
     "capture": {"adiv_layers", "features", "maths"},
     "step": {"adiv_layers", "alignment", "capture", "features", "maths", "report"},
-    "sinks": {"report"},
+    "sinks": {"audit", "report"},  # what the audit's rules and page are made of: see LOWER
     "alignment": {"capture", "errors", "features", "report"},
     "max_lr": {"alignment", "capture", "errors", "report", "step"},
     "arguments": {"alignment", "capture", "sinks", "step"},
@@ -29,6 +29,8 @@ MAY_IMPORT = {
     "__init__": {"audit", "errors", "monitor", "report"},
     "__main__": {"audit"},
 }
+# Of the audit, what sinks may import: pure functions of reports, which know no sink but its words.
+LOWER = ("audit.diagnosis", "audit.finding", "audit.page", "audit.record")
 # What the audit needs only for what it is asked to do, so not when the package is imported.
 LATE = {"jinja2", "matplotlib", "rich", "safetensors", "timm", "torchvision"}
 LATE |= {"transformers", "yaml", "sklearn", "tensorboard"}
@@ -63,6 +65,26 @@ FILES = sorted((ROOT / "adiv_monitor").rglob("*.py"))
 def test_imports_point_down(path: Path) -> None:
     room = path.relative_to(ROOT / "adiv_monitor").parts[0].removesuffix(".py")
     assert imports(path) - {room} <= MAY_IMPORT[room]
+
+
+def modules(path: Path) -> set[str]:
+    """Our own modules that a file imports, by what follows the package's name."""
+    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
+    names = {f"{n.module}.{alias.name}" for n in nodes for alias in n.names}
+    return {name.partition(".")[2] for name in names if name.startswith("adiv_monitor.")}
+
+
+def test_sinks_know_of_the_audit_only_what_lies_below_them() -> None:
+    folder = ROOT / "adiv_monitor"
+    for path in (folder / "sinks").glob("*.py"):
+        audits = {name for name in modules(path) if name.startswith("audit")}
+        assert all(name.startswith(LOWER) for name in audits), path
+    lower = [file for name in LOWER for file in folder.glob(name.replace(".", "/") + "*")]
+    files = [f for found in lower for f in ([found] if found.is_file() else found.rglob("*.py"))]
+    assert len(files) > 20
+    for path in files:
+        known = {name for name in modules(path) if name.startswith("sinks")}
+        assert all(name.startswith(("sinks.scalars", "sinks.wording")) for name in known), path
 
 
 @pytest.mark.parametrize("name", PURE)

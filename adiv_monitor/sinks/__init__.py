@@ -3,10 +3,11 @@
 The packages that a sink needs are imported when it is constructed, not when this module is.
 """
 
+from adiv_monitor.sinks.html import HtmlSink
 from adiv_monitor.sinks.jsonl import JsonlSink
 from adiv_monitor.sinks.memory import MemorySink
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.sinks.table import TableSink
 from adiv_monitor.sinks.tensorboard import TensorBoardSink
 
-__all__ = ["JsonlSink", "MemorySink", "Sink", "TableSink", "TensorBoardSink"]
+__all__ = ["HtmlSink", "JsonlSink", "MemorySink", "Sink", "TableSink", "TensorBoardSink"]

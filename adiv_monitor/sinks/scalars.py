@@ -1,6 +1,9 @@
 """A report as flat scalars: what dashboards and loggers take."""
 
+import math
 from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Literal, get_args
 
 from adiv_monitor.report import (
     ALIGNMENT_MEASURES,
@@ -9,10 +12,31 @@ from adiv_monitor.report import (
     REALISED_MEASURES,
     StepReport,
 )
+from adiv_monitor.sinks.blocks import blocks
 
-# What is shown per layer unless the user chooses: twelve scalars, one per question; and where the
-# monitor was asked for them, the ceiling, what really happened, and those of attention and of
-# alignment.
+# Few: the summary over layers, and the front measures of each block; all: every layer, too.
+Scalars = Literal["few", "all"]
+
+# What a dashboard shows of many layers unless the user chooses: those by which most planted
+# illnesses can be told from healthy runs (tests/benchmarks/results/separation.md), the step's
+# cosine, and what the monitor was asked for.
+FRONT_MEASURES: tuple[str, ...] = (
+    "update_ratio",
+    "descent",
+    "idle_share",
+    "effective_lr",
+    "scale_mean",
+    "update_cosine",
+    "attainable_cosine",
+    *REALISED_MEASURES,
+    *ATTENTION_MEASURES,
+    *ALIGNMENT_MEASURES,
+)
+BLOCK_MEASURES: tuple[str, ...] = ("update_ratio", "descent", "update_cosine")
+
+# What is there of each layer unless the user chooses, and what callbacks may follow: one measure
+# per question; and where the monitor was asked for them, the ceiling, what really happened, and
+# those of attention and of alignment.
 DEFAULT_MEASURES: tuple[str, ...] = (
     "update_cosine",
     "gradient_cosine",
@@ -24,6 +48,8 @@ DEFAULT_MEASURES: tuple[str, ...] = (
     "row_cosine_p50",
     "harmed_fraction",
     "update_ratio",
+    "descent",
+    "idle_share",
     "parameter_cosine",
     "projection_cosine",
     "attainable_cosine",
@@ -92,12 +118,67 @@ def layer_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, floa
     }
 
 
+def block_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, float]:
+    """`adiv.<measure>/<block>` → the median of its layers, at most eight blocks of the network.
+
+    Layers that map features to features speak for the block, where it has any: the steps of gains
+    and offsets are not comparable with theirs. NaN where no layer has a direction.
+    """
+    found = {}
+    for measure in measures:
+        readings = report.readings(measure)
+        for block, paths in blocks(readings).items():
+            of_block = [readings[path] for path in paths]
+            maps = [r for r in of_block if getattr(r, "kind", "") not in _NO_MAPS] or of_block
+            values = [v for r in maps if (v := getattr(r, measure)) is not None]
+            if values:
+                told = [value for value in values if not math.isnan(value)]
+                found[f"adiv.{measure}/{block}"] = median(told) if told else math.nan
+    return found
+
+
+_NO_MAPS = ("gain", "offset", "embedding")
+
+
+def known_scalars(scalars: str) -> Scalars:
+    """The choice, if it is one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if scalars not in get_args(Scalars):
+        raise ValueError(f"scalars={scalars!r}: expected 'few' or 'all'")
+    return scalars  # type: ignore[return-value]
+
+
+def board_scalars(
+    report: StepReport, measures: Iterable[str] | None, scalars: Scalars, name: str = ""
+) -> dict[str, float]:
+    """What a dashboard gets: the summary, and of each block, or each layer if all are wanted.
+
+    Args:
+        report: of a step.
+        measures: which; None: `FRONT_MEASURES`, or `DEFAULT_MEASURES` of each layer if all are
+            wanted.
+        scalars: "few" or "all".
+        name: tells several monitors of one run apart, as in `summary_scalars`.
+    """
+    if scalars == "all":
+        chosen = DEFAULT_MEASURES if measures is None else tuple(measures)
+        parts = layer_scalars(report, chosen)
+    else:
+        chosen = FRONT_MEASURES if measures is None else tuple(measures)
+        parts = block_scalars(report, BLOCK_MEASURES if measures is None else chosen)
+    return {**parts, **summary_scalars(report, chosen, name)}
+
+
 def summary_scalars(
     report: StepReport, measures: Iterable[str], name: str = ""
 ) -> dict[str, float]:
     """`adiv.summary/<measure>_min`, `…_median` and `…_max` → value over the layers (NaN left out).
 
-    And where it is known, `adiv.summary/realised_loss_change` beside `adiv.summary/descent`.
+    And `adiv.summary/coverage`; and where it is known, `adiv.summary/realised_loss_change` beside
+    `adiv.summary/descent`.
 
     Args:
         report: what is summarised.
@@ -111,6 +192,7 @@ def summary_scalars(
         if measure in summary
         for end, tag in summary_tags(measure, name).items()
     }
+    scalars[f"{_group(name)}/coverage"] = report.coverage
     if report.realised_loss_change is not None and report.descent is not None:
         scalars[f"{_group(name)}/realised_loss_change"] = report.realised_loss_change
         scalars[f"{_group(name)}/descent"] = report.descent
@@ -120,6 +202,15 @@ def summary_scalars(
 def summary_tags(measure: str, name: str = "") -> dict[str, str]:
     """min, median and max → the tag that this end of the measure has in `summary_scalars`."""
     return {end: f"{_group(name)}/{measure}_{end}" for end in ("min", "median", "max")}
+
+
+def tags_to_follow(
+    measures: Iterable[str], options: Mapping[str, object], name: str = ""
+) -> tuple[str, ...]:
+    """What `summary_scalars` will have of a monitor with these options."""
+    there = asked_for(measures, options)
+    tags = [tag for measure in there for tag in summary_tags(measure, name).values()]
+    return (*tags, f"{_group(name)}/coverage")
 
 
 def _group(name: str) -> str:

@@ -1,70 +1,90 @@
-"""Reports in TensorBoard: scalars, histograms over rows, text, and charts of all layers in one."""
+"""Reports in TensorBoard: heat maps, findings, scalars, histograms over rows."""
 
-import html
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Union
+from weakref import WeakKeyDictionary
 
-from adiv_monitor.report import WORST, StepReport
+from adiv_monitor.report import StepReport
+from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text, plain, worst_layers
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
+    FRONT_MEASURES,
+    Scalars,
+    board_scalars,
     known_measures,
-    layer_scalars,
-    summary_scalars,
+    known_scalars,
+    summary_tags,
     taken,
 )
-from adiv_monitor.sinks.wording import listed, not_measured, percent
+from adiv_monitor.sinks.wording import not_measured, percent
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _ROUNDING = 1e-6  # a few units in the last place of float32
+# Histograms take half a kilobyte each: of so many layers they are written at each report, of more
+# layers more rarely, so that a run's file stays a few megabytes.
+_LAYERS_AT_EACH = 40
 
 
 class TensorBoardSink:
     """Writes reports for TensorBoard.
 
-    - Scalars: `adiv.<measure>/<module path>`, and `adiv.summary/<measure>_min`, `…_median` and
-      `…_max` over the layers. A measure that has no direction (NaN) is written as NaN, which
-      TensorBoard draws as a triangle where the line has a gap.
+    - Images: `adiv/overview`, with the verdict in words and the measures that tell most; and
+      `adiv/per_layer/<measure>`, layers × steps in the network's order, in colours of what healthy
+      networks read where that is known. They show the whole course: the last one counts.
+    - Text: `adiv.summary/findings`, what the audit's rules find in these reports alone, with the
+      remedies; the worst layers, where the standard errors tell which these are; what was not
+      measured, and notes. Each when it changes.
+    - Scalars: `adiv.summary/<measure>_min`, `…_median` and `…_max` over the layers, the coverage,
+      and `adiv.<measure>/<block>`, medians over the layers of at most eight blocks of the network;
+      with `scalars="all"`, `adiv.<measure>/<module path>` of every layer instead. A value without
+      direction is written as NaN.
     - Histograms: `adiv.row_scale/<module path>` and `adiv.row_cosine/<module path>`, rebuilt from
-      the report's quantiles.
-    - Text: the worst layer of each measure, where the standard errors tell which that is; what was
-      not measured, and notes, when they change.
-    - Custom scalars: one chart per measure with all layers in it.
+      the report's quantiles; of more than 40 layers not at every report.
+    - Custom scalars: one chart per measure, the median in the band from smallest to largest layer.
 
     Args:
         target: folder for the event files, or a `SummaryWriter` of yours, which stays open at
             `close`.
-        measures: which measures become scalars.
+        measures: which measures become scalars; None: those that tell ill runs from healthy ones,
+            or, of every layer, one per question.
+        scalars: "few", or "all" for every layer's.
         histograms: whether to write the histograms.
         name: tells several monitors that write into one run apart: the summary goes to
-            `adiv.summary.<name>/…`.
+            `adiv.summary.<name>/…`, pictures to `adiv.<name>/…`.
 
     Raises:
         ImportError: without the package tensorboard.
         TypeError: when the target is neither.
-        ValueError: when there is no measure of that name.
+        ValueError: when there is no measure of that name, or no such choice of scalars.
+
+    Warns:
+        UserWarning: without matplotlib, which draws the pictures.
     """
 
     def __init__(
         self,
         target: Union[str, os.PathLike[str], "SummaryWriter"],
-        measures: Iterable[str] = DEFAULT_MEASURES,
+        measures: Iterable[str] | None = None,
         *,
+        scalars: Scalars = "few",
         histograms: bool = True,
         name: str = "",
     ) -> None:
-        self._measures = known_measures(measures)
+        self._measures = None if measures is None else known_measures(measures)
+        self._scalars = known_scalars(scalars)
         self._histograms = histograms
         self._name = name
         self._owned = isinstance(target, str | os.PathLike)
         self._writer = _writer(target)
         self._texts: dict[str, str] = {}
-        self._has_layout = False
+        self._board = Board("TensorBoardSink")
+        self._written = 0
+        self._last: StepReport | None = None
 
     def write(self, report: StepReport) -> None:
         """Write the report and let TensorBoard see it."""
@@ -72,40 +92,73 @@ class TensorBoardSink:
             Summary,
         )
 
-        if not self._has_layout:
-            shown = taken(report, self._measures) or self._measures
-            self._writer.add_custom_scalars(_layout(shown))
-            self._has_layout = True
-        scalars = layer_scalars(report, self._measures)
-        scalars.update(summary_scalars(report, self._measures, self._name))
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        if self._histograms:
+        if not self._written:
+            self._write_layout(report)
+        scalars = board_scalars(report, self._measures, self._scalars, self._name)
+        values = [Summary.Value(tag=tag, simple_value=_rounded(v)) for tag, v in scalars.items()]
+        rarely = math.ceil(len(report.layers) / _LAYERS_AT_EACH) or 1
+        if self._histograms and self._written % rarely == 0:
             values += _histograms(report)
         # One event for all: the writer's own methods hand every single value to another thread,
         # which takes ten times as long.
-        file_writer = self._writer._get_file_writer()  # type: ignore[no-untyped-call]
-        file_writer.add_summary(Summary(value=values), report.step)
+        self._file_writer().add_summary(Summary(value=values), report.step)
         self._write_texts(report)
+        self._written += 1
+        self._last = report
+        if self._board.add(report):
+            self._write_board(report)
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file, if it is this sink's own."""
+        """Write the last pictures, and close the event file, if it is this sink's own."""
+        if self._last is not None and self._board.is_behind:
+            self._write_board(self._last)
+            self._writer.flush()
         if self._owned:
             self._writer.close()
 
+    def _file_writer(self) -> Any:
+        return self._writer._get_file_writer()  # type: ignore[no-untyped-call]
+
+    def _write_board(self, report: StepReport) -> None:
+        """Findings and pictures of the course so far."""
+        findings = self._board.findings()
+        self._write_text("findings", findings_text(findings), report.step)
+        if self._board.draws:
+            for tag, png in self._board.pictures(findings, self._name).items():
+                self._file_writer().add_summary(_image(tag, png), report.step)
+        else:
+            self._write_text("no_pictures", NO_PICTURES, report.step)
+        self._board.shown()
+
     def _write_texts(self, report: StepReport) -> None:
-        """The worst layers of every report; what seldom changes only when it does."""
-        group = f"adiv.summary.{self._name}" if self._name else "adiv.summary"
-        self._writer.add_text(
-            f"{group}/worst_layers", _worst_layers(report, self._measures), report.step
-        )
-        for tag, text in (
-            ("not_measured", _not_measured(report)),
-            ("notes", _bullets(report.notes)),
-        ):
-            if self._texts.get(tag, "") != text:
-                self._writer.add_text(f"{group}/{tag}", text or "none any more", report.step)
-                self._texts[tag] = text
+        measures = self._measures or (*FRONT_MEASURES, *DEFAULT_MEASURES)
+        self._write_text("worst_layers", worst_layers(report, measures), report.step)
+        self._write_text("not_measured", _not_measured(report), report.step)
+        self._write_text("notes", _bullets(report.notes), report.step)
+
+    def _write_text(self, tag: str, text: str, step: int) -> None:
+        """What seldom changes only when it does."""
+        if self._texts.get(tag, "") != text:
+            group = f"adiv.summary.{self._name}" if self._name else "adiv.summary"
+            self._writer.add_text(f"{group}/{tag}", text or "none any more", step)
+            self._texts[tag] = text
+
+    def _write_layout(self, report: StepReport) -> None:
+        """A run has one layout: that of all sinks that share its writer."""
+        front = FRONT_MEASURES if self._scalars == "few" else DEFAULT_MEASURES
+        tags = {m: summary_tags(m, self._name) for m in taken(report, self._measures or front)}
+        # The page shows the last one first.
+        charts = {
+            m: ["Margin", [t["median"], t["min"], t["max"]]] for m, t in reversed(tags.items())
+        }
+        title = "adiv: median of all layers, from the smallest to the largest"
+        layout = _LAYOUTS.setdefault(self._writer, {})
+        layout[f"{title} ({self._name})" if self._name else title] = charts
+        self._writer.add_custom_scalars(layout)
+
+
+_LAYOUTS: "WeakKeyDictionary[SummaryWriter, dict[str, dict[str, list[Any]]]]" = WeakKeyDictionary()
 
 
 def as_writer(found: object) -> Union["SummaryWriter", None]:
@@ -134,14 +187,17 @@ def _writer(target: object) -> "SummaryWriter":
     )
 
 
-def _layout(measures: tuple[str, ...]) -> dict[str, dict[str, list[Any]]]:
-    """One chart per measure, collecting the layers' scalars by the beginning of their tags."""
-    layers = {m: ["Multiline", [re.escape(f"adiv.{m}/")]] for m in measures}
-    summary = {
-        m: ["Multiline", [rf"adiv\.summary(\.[^/]+)?/{re.escape(m)}_(min|median|max)$"]]
-        for m in measures
-    }
-    return {"adiv: all layers": layers, "adiv: smallest, median and largest": summary}
+def _rounded(value: float) -> float:
+    """Without the digits behind the sixth, whose noise would fill the chart of a constant."""
+    return float(f"{value:.6g}")
+
+
+def _image(tag: str, png: bytes) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))  # of the header
+    image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+    return Summary(value=[Summary.Value(tag=tag, image=image)])
 
 
 def _histograms(report: StepReport) -> Iterator[Any]:
@@ -177,28 +233,6 @@ def _histogram(tag: str, quantiles: tuple[float, ...], rows: int) -> Any:
     )
 
 
-def _worst_layers(report: StepReport, measures: tuple[str, ...]) -> str:
-    """A Markdown table: per measure, the layer at its bad end (both ends where none is bad)."""
-    rows = []
-    for measure, summary in report.summary().items():
-        if measure not in measures:
-            continue
-        low = _extreme(report, measure, summary.min_layers, summary.min)
-        high = _extreme(report, measure, summary.max_layers, summary.max)
-        ends = {"min": low, "max": high, None: f"no bad end: from {low} to {high}"}
-        rows.append(f"| {measure} | {ends[WORST.get(measure)]} |")
-    return "\n".join(["| measure | worst layer |", "| --- | --- |", *rows])
-
-
-def _extreme(report: StepReport, measure: str, layers: tuple[str, ...], value: float) -> str:
-    """The layer and its value, or those that may be the one and what fits them."""
-    names = listed(list(layers), "`")
-    if len(layers) > 1:
-        return f"one of {names}, near {value:.3g}"
-    error = report.readings(measure)[layers[0]].standard_error.get(measure, 0.0)
-    return f"{names} {value:.3g}" + (f" ± {error:.1g}" if error else "")
-
-
 def _not_measured(report: StepReport) -> str:
     head = f"{percent(report.coverage)} of the trained parameters are in measured layers.\n\n"
     return head + _bullets(not_measured(report, quote="`"))
@@ -206,9 +240,4 @@ def _not_measured(report: StepReport) -> str:
 
 def _bullets(lines: Iterable[str]) -> str:
     """A Markdown list; between code, `__main__` and `<locals>` are neither bold nor a tag."""
-    items = []
-    for line in lines:
-        parts = line.split("`")
-        parts[::2] = [html.escape(p, quote=False).replace("_", r"\_") for p in parts[::2]]
-        items.append("- " + "`".join(parts))
-    return "\n".join(items)
+    return "\n".join(f"- {plain(line)}" for line in lines)

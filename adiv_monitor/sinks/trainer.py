@@ -4,7 +4,12 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 from adiv_monitor.report import StepReport
-from adiv_monitor.sinks.scalars import layer_scalars, summary_scalars
+from adiv_monitor.sinks.scalars import (
+    DEFAULT_MEASURES,
+    Scalars,
+    board_scalars,
+    summary_scalars,
+)
 from adiv_monitor.sinks.tensorboard import TensorBoardSink, as_writer
 
 if TYPE_CHECKING:
@@ -20,13 +25,17 @@ class TrainerSink:
 
     Args:
         trainer: the Trainer, which has begun to train.
-        measures: which measures, by name.
+        measures: which measures, by name; None: the defaults.
+        scalars: "few", or "all" for every layer's.
     """
 
-    def __init__(self, trainer: "Trainer", measures: tuple[str, ...]) -> None:
+    def __init__(
+        self, trainer: "Trainer", measures: tuple[str, ...] | None, scalars: Scalars
+    ) -> None:
         self._trainer = trainer
         self._state = trainer.state  # of this training: the next one has another
         self._measures = measures
+        self._scalars = scalars
         self._board: TensorBoardSink | None = None
 
     def write(self, report: StepReport) -> None:
@@ -35,23 +44,27 @@ class TrainerSink:
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
         products: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())
-        summary = summary_scalars(report, self._measures)
-        summary |= {"adiv.summary/coverage": report.coverage, "epoch": self._state.epoch}
-        layers = layer_scalars(report, self._measures)
+        summary = summary_scalars(report, self._measures or DEFAULT_MEASURES)
+        summary["epoch"] = self._state.epoch
+        shown = board_scalars(report, self._measures, self._scalars)
         # Not by `trainer.log`: trainers that override it log means, which would begin anew with it.
         self._state.log_history.append({**summary, "step": self._state.global_step})
         for callback in self._trainer.callback_handler.callbacks:
             writer = as_writer(getattr(callback, "tb_writer", None))
             if writer is not None:
-                self._board = self._board or TensorBoardSink(writer, self._measures)
+                self._board = self._board or TensorBoardSink(
+                    writer, self._measures, scalars=self._scalars
+                )
                 self._board.write(report)
             elif isinstance(callback, products):
-                self._tell(callback, {**summary, **layers})
+                self._tell(callback, {**shown, "epoch": self._state.epoch})
             elif not isinstance(callback, (PrinterCallback, ProgressCallback)):
                 self._tell(callback, dict(summary))
 
     def close(self) -> None:
-        """Nothing to finish: what is written to belongs to the Trainer."""
+        """Write the last pictures; what they are written to belongs to the Trainer."""
+        if self._board is not None:
+            self._board.close()
 
     def _tell(self, callback: "TrainerCallback", logs: dict[str, float]) -> None:
         """As the Trainer tells its callbacks of a log."""

@@ -283,7 +283,8 @@ def test_the_history_holds_every_reports_summary(make: Make) -> None:
         record = dict(records[step])
         epoch = record.pop("epoch")
         assert epoch == pytest.approx(step / STEPS)
-        expected = {**summary_scalars(report, DEFAULT_MEASURES), "adiv.summary/coverage": 1.0}
+        expected = summary_scalars(report, DEFAULT_MEASURES)
+        assert expected["adiv.summary/coverage"] == 1.0
         assert record == {**expected, "step": step}
     assert [r["step"] for r in trainer.state.log_history if "loss" in r] == [2, 4, 6, 8]
     assert "train_runtime" in trainer.state.log_history[-1]
@@ -330,13 +331,15 @@ def test_callbacks_get_the_summary_and_the_console_is_not_flooded(
 def test_tensorboard_gets_layers_and_histograms(make: Make, tmp_path: Path) -> None:
     board = tmp_path / "board"
     writer = SummaryWriter(str(board))
-    callback = DivergenceTrainerCallback(7, on_error="raise")
+    callback = DivergenceTrainerCallback(7, scalars="all", on_error="raise")
     make(TensorBoardCallback(writer), callback, logging_steps=4).train()
     (file,) = board.iterdir()  # a second one would be begun after the Trainer has closed the first
     found = EventAccumulator(str(file)).Reload()
     scalars = found.Tags()["scalars"]
     assert {"adiv.update_cosine/net.0", "adiv.summary/scale_cv_max", "train/loss"} <= set(scalars)
     assert "adiv.row_scale/net.3" in found.Tags()["histograms"]
+    assert "adiv/overview" in found.Tags()["images"]
+    assert found.Images("adiv/overview")[-1].step == 7, "the last one before the file is closed"
     assert [event.step for event in found.Scalars("adiv.scale_mean/net.0")] == [0, 7]
 
 

@@ -18,6 +18,7 @@ pytest.importorskip("pytorch_lightning")
 pytest.importorskip("lightning.pytorch")
 import lightning.pytorch as lpl
 import pytorch_lightning as pl
+from pytorch_lightning.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from adiv_monitor import Monitor, StepReport
@@ -259,13 +260,14 @@ def test_a_pattern_that_matches_nowhere_is_an_error(make: Callable[[], Any]) -> 
 def test_every_logger_gets_the_same_tags(tmp_path: Path) -> None:
     board = pl.loggers.TensorBoardLogger(str(tmp_path / "board"))
     table = pl.loggers.CSVLogger(str(tmp_path / "table"))
-    callback = DivergenceCallback(4, on_error="raise")
+    callback = DivergenceCallback(4, scalars="all", on_error="raise")
     trainer(callbacks=callback, logger=[board, table]).fit(module(pl), loader())
     found = EventAccumulator(board.log_dir).Reload()
     ours = {tag for tag in found.Tags()["scalars"] if tag.startswith("adiv.")}
     assert {"adiv.update_cosine/net.0", "adiv.summary/scale_cv_max"} <= ours
     assert "adiv.row_scale/net.0" in found.Tags()["histograms"]
     assert "custom_scalars__config__" in found.Tags()["tensors"]
+    assert {"adiv/overview", "adiv/per_layer/descent"} <= set(found.Tags()["images"])
     header, *rows = (Path(table.log_dir) / "metrics.csv").read_text().splitlines()
     columns = header.split(",")
     assert {column for column in columns if column.startswith("adiv.")} == ours
@@ -274,6 +276,90 @@ def test_every_logger_gets_the_same_tags(tmp_path: Path) -> None:
     (_, last) = found.Scalars("adiv.scale_mean/net.0")
     assert [step for step, value in reported.items() if value] == [0, 4]
     assert float(reported[4]) == pytest.approx(last.value)
+
+
+class Pictures(CSVLogger):
+    """Takes pictures and texts, as the loggers of W&B do, besides scalars."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.pictures: list[tuple[str, int, tuple[int, int]]] = []
+        self.texts: list[str] = []
+
+    def log_image(self, key: str, images: list[Any], step: int) -> None:
+        (image,) = images
+        self.pictures.append((key, step, image.size))
+
+    def log_text(self, key: str, columns: list[str], data: list[list[Any]]) -> None:
+        assert columns == ["step", "findings"]
+        self.texts.append(f"{key} {data[0][0]} {data[0][1]}")
+
+
+class Client:
+    """Takes them as MLflow's client does."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+
+    def log_image(self, run_id: str, image: Any, artifact_file: str) -> None:
+        assert image.size > (100, 100)
+        self.files.append(f"{run_id}/{artifact_file}")
+
+    def log_text(self, run_id: str, text: str, artifact_file: str) -> None:
+        assert text.startswith("###")
+        self.files.append(f"{run_id}/{artifact_file}")
+
+
+class Files(CSVLogger):
+    """Scalars to a file, pictures to a client."""
+
+    run_id = "run"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.client = Client()
+
+    @property
+    def experiment(self) -> Any:
+        return self.client
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Elsewhere."""
+
+    def save(self) -> None:
+        """Nothing is kept."""
+
+    def finalize(self, status: str) -> None:
+        """Nothing is kept."""
+
+
+def test_a_logger_that_takes_pictures_gets_them(tmp_path: Path) -> None:
+    logger = Pictures(tmp_path)
+    callback = DivergenceCallback(2, on_error="raise")
+    trainer(callbacks=callback, logger=logger).fit(module(pl), loader())
+    keys = {key for key, _, _ in logger.pictures}
+    assert {"adiv/overview", "adiv/per_layer/update_ratio"} <= keys
+    assert [step for key, step, _ in logger.pictures if key == "adiv/overview"] == [0, 6]
+    assert all(min(size) > 100 for _, _, size in logger.pictures)
+    assert logger.texts[0].startswith("adiv.summary/findings 0 ### ")
+
+
+def test_a_client_that_takes_files_gets_them(tmp_path: Path) -> None:
+    logger = Files(tmp_path)
+    trainer(callbacks=DivergenceCallback(4, on_error="raise"), logger=logger).fit(
+        module(pl), loader()
+    )
+    assert {"run/adiv/overview.png", "run/adiv.summary/findings.md"} <= set(logger.client.files)
+
+
+def test_few_scalars_are_logged_unless_all_are_asked_for(tmp_path: Path) -> None:
+    logger = CSVLogger(str(tmp_path))
+    run = trainer(callbacks=DivergenceCallback(4, on_error="raise"), logger=logger)
+    run.fit(module(pl), loader())
+    columns = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"adiv.update_ratio/net.0", "adiv.summary/coverage"} <= set(columns)
+    assert "adiv.scale_cv/net.0" not in columns
+    assert "adiv.summary/scale_cv_max" in run.callback_metrics, "what callbacks may follow"
 
 
 def test_the_interval_follows_the_trainer() -> None:
@@ -434,7 +520,7 @@ def test_only_what_will_be_measured_is_announced(attainable: bool) -> None:
         for index in (0, 1)
         for measure in measures[: 2 if attainable else 1]
         for end in ("min", "median", "max")
-    }
+    } | {f"adiv.summary.optimizer_{index}/coverage" for index in (0, 1)}
     assert announced == [expected] * len(BATCHES)
     assert None not in run.callback_metrics.values()
 

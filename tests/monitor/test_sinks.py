@@ -14,14 +14,18 @@ from pathlib import Path
 import pytest
 from example_reports import LAYERS, attention, reading, report
 
-from adiv_monitor.report import (
-    ALIGNMENT_MEASURES,
-    ATTENTION_MEASURES,
-    MEASURES,
-    REALISED_MEASURES,
-)
+from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES
 from adiv_monitor.sinks import JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
-from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, layer_scalars, summary_scalars
+from adiv_monitor.sinks.blocks import blocks
+from adiv_monitor.sinks.scalars import (
+    BLOCK_MEASURES,
+    DEFAULT_MEASURES,
+    FRONT_MEASURES,
+    block_scalars,
+    board_scalars,
+    layer_scalars,
+    summary_scalars,
+)
 from adiv_monitor.sinks.table import TABLE_MEASURES
 from adiv_monitor.sinks.wording import not_measured, percent
 
@@ -401,12 +405,65 @@ def test_the_realised_change_of_the_loss_stands_beside_the_expected_one() -> Non
     assert "adiv.summary/descent" not in summary_scalars(report(3), ["descent"])
 
 
-def test_by_default_at_most_twelve_scalars_per_layer() -> None:
-    scalars = layer_scalars(report(layers={"a": reading()}), DEFAULT_MEASURES)
-    asked_for = {f"adiv.{measure}/a" for measure in ("attainable_cosine", *REALISED_MEASURES)}
-    assert len(scalars.keys() - asked_for) == 12
-    known = {*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES}
-    assert set(TABLE_MEASURES) <= set(DEFAULT_MEASURES) <= known
+def test_what_is_in_front_is_among_what_there_is() -> None:
+    assert (
+        set(FRONT_MEASURES)
+        <= set(DEFAULT_MEASURES)
+        <= {*(*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)}
+    )
+    assert set(TABLE_MEASURES) <= set(DEFAULT_MEASURES)
+    assert set(BLOCK_MEASURES) <= set(FRONT_MEASURES)
+
+
+def test_few_scalars_however_many_layers_there_are() -> None:
+    layers = {f"encoder.{i}.{part}": reading(i) for i in range(100) for part in "abc"}
+    few = board_scalars(report(layers=layers), None, "few")
+    assert len(few) <= 3 * 8 + 3 * len(FRONT_MEASURES) + 1
+    everything = board_scalars(report(layers=layers), None, "all")
+    assert {f"adiv.scale_cv/{path}" for path in layers} <= set(everything)
+    chosen = board_scalars(report(layers=layers), ["scale_cv"], "few")
+    assert {tag.partition("/")[0] for tag in chosen} == {"adiv.scale_cv", "adiv.summary"}
+
+
+def test_maps_speak_for_their_block_in_its_median() -> None:
+    values = {"net.a.0": 1.0, "net.a.1": 5.0, "net.a.2": 2.0, "net.a.norm": 99.0, "net.b.norm": 7.0}
+    layers = {
+        path: reading(update_ratio=value, kind="gain" if path.endswith("norm") else "linear")
+        for path, value in values.items()
+    }
+    layers |= {f"net.c.{i}": reading(update_ratio=math.nan) for i in range(20)}
+    found = block_scalars(report(layers=layers), ["update_ratio"])
+    a = [value for tag, value in found.items() if tag.startswith("adiv.update_ratio/net.a")]
+    assert a == [2.0]
+    assert found["adiv.update_ratio/net.b.norm"] == 7.0
+    assert all(math.isnan(found[tag]) for tag in found if "net.c" in tag)
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["stem", *(f"h.{i}.{part}" for i in range(12) for part in ("attn.q", "mlp")), "head"],
+        [str(i) for i in range(300)],
+        ["only"],
+        ["a.b.c", "a.b.d"],
+    ],
+)
+def test_blocks_hold_each_layer_once_in_order(paths: list[str], most: int) -> None:
+    found = blocks(paths, most)
+    assert [path for block in found.values() for path in block] == paths
+    assert len(found) <= most
+
+
+def test_numbered_blocks_go_in_ranges() -> None:
+    paths = ["wte", *(f"h.{i}.{part}" for i in range(12) for part in "abcd"), "head"]
+    assert list(blocks(paths, 6)) == ["wte", "h.0-2", "h.3-5", "h.6-8", "h.9-11", "head"]
+
+
+def test_a_choice_of_scalars_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="scalars='many': expected 'few' or 'all'"):
+        TensorBoardSink(tmp_path / "board", scalars="many")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir()), "refused before a file was made"
 
 
 def test_scalars_are_named_by_measure_then_layer() -> None:
@@ -418,6 +475,7 @@ def test_scalars_are_named_by_measure_then_layer() -> None:
         "adiv.summary.critic/scale_cv_min": 0.5,
         "adiv.summary.critic/scale_cv_median": 0.5,
         "adiv.summary.critic/scale_cv_max": 0.5,
+        "adiv.summary.critic/coverage": 0.875,
     }
 
 

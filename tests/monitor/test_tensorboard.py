@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import socket
 import subprocess
@@ -52,10 +51,12 @@ def texts(accumulator: EventAccumulator, tag: str) -> list[tuple[int, str]]:
 
 def test_scalars_of_every_layer_and_of_the_summary(tmp_path: Path) -> None:
     reports = [report(0), report(50)]
-    found = write(tmp_path, *reports)
+    found = write(tmp_path, *reports, scalars="all")
     for layer in LAYERS:
         per_layer = [tag for tag in found.Tags()["scalars"] if tag.endswith(f"/{layer}")]
         assert per_layer == [f"adiv.{m}/{layer}" for m in DEFAULT_MEASURES if m in MEASURES]
+    (coverage, _) = found.Scalars("adiv.summary/coverage")
+    assert coverage.value == 0.875
     values = [(e.step, e.value) for e in found.Scalars(f"adiv.update_cosine/{ATTENTION}")]
     assert values == [
         (r.step, pytest.approx(r.layers[ATTENTION].update_cosine, rel=1e-6)) for r in reports
@@ -68,7 +69,7 @@ def test_scalars_of_every_layer_and_of_the_summary(tmp_path: Path) -> None:
 
 def test_no_direction_is_written_as_nan_and_not_taken_not_at_all(tmp_path: Path) -> None:
     layers = {"a": reading(update_cosine=math.nan, scale_cv=None)}
-    found = write(tmp_path, report(layers=layers))
+    found = write(tmp_path, report(layers=layers), scalars="all")
     (event,) = found.Scalars("adiv.update_cosine/a")
     assert math.isnan(event.value)
     assert "adiv.scale_cv/a" not in found.Tags()["scalars"]
@@ -127,15 +128,16 @@ def test_histograms_can_be_left_out(tmp_path: Path) -> None:
 
 def test_text_names_the_worst_layers(tmp_path: Path) -> None:
     layers = {
-        "low": reading(update_cosine=0.1, scale_cv=0.5, scale_mean=3.0),
-        "high": reading(update_cosine=0.9, scale_cv=2.0, scale_mean=70.0),
+        "low": reading(update_cosine=0.1, scale_cv=0.5, scale_mean=3.0, projection_cosine=1.0),
+        "high": reading(update_cosine=0.9, scale_cv=2.0, scale_mean=70.0, projection_cosine=0.9999),
     }
     found = write(tmp_path, report(4, layers=layers))
     ((step, text),) = texts(found, "adiv.summary/worst_layers")
     assert step == 4
-    assert "| update_cosine | `low` 0.1 |" in text
-    assert "| scale_cv | `high` 2 |" in text
-    assert "| scale_mean | no bad end: from `low` 3 to `high` 70 |" in text
+    assert "| update_cosine | `low` 0.1 | |" in text
+    assert "| scale_cv | `high` 2 | |" in text
+    assert "| scale_mean | `low` 3 | `high` 70 |" in text
+    assert "projection_cosine" not in text, "as good as can be"
 
 
 def test_text_names_no_worst_layer_that_the_errors_do_not_tell(tmp_path: Path) -> None:
@@ -150,10 +152,9 @@ def test_text_names_no_worst_layer_that_the_errors_do_not_tell(tmp_path: Path) -
         for layer, cosine in cosines.items()
     }
     ((_, text),) = texts(write(tmp_path, report(4, layers=layers)), "adiv.summary/worst_layers")
-    assert "| update_cosine | one of `a`, `c`, `b` and 1 more, near 0.115 |" in text
-    assert "| harmed_fraction | `e` 0.9 ± 0.01 |" in text
-    alike = "one of `a`, `b`, `c` and 2 more, near 3"
-    assert f"| scale_mean | no bad end: from {alike} to {alike} |" in text
+    assert "| update_cosine | one of `a`, `c`, `b` and 1 more, near 0.115 | |" in text
+    assert "| harmed_fraction | `e` 0.9 ± 0.01 | |" in text
+    assert "scale_mean" not in text, "nothing to be told"
 
 
 def test_text_of_what_is_missing_only_when_it_changes(tmp_path: Path) -> None:
@@ -186,17 +187,30 @@ def test_no_text_about_no_notes(tmp_path: Path) -> None:
     assert "adiv.summary/notes/text_summary" not in tags
 
 
-def test_layout_is_written_once(tmp_path: Path) -> None:
-    found = write(tmp_path, report(0), report(1), measures=["scale_cv", "row_cosine_p50"])
-    (event,) = found.Tensors("custom_scalars__config__")
-    layout = Layout.FromString(make_ndarray(event.tensor_proto).item())
-    titles = [[chart.title for chart in category.chart] for category in layout.category]
-    assert titles == [["scale_cv", "row_cosine_p50"]] * 2
-    for category in layout.category:
-        (pattern,) = category.chart[0].multiline.tag
-        tags = ["adiv.scale_cv/a", "adiv.summary/scale_cv_max", "adiv.summary.critic/scale_cv_max"]
-        assert any(re.match(pattern, tag) for tag in tags)
-        assert not any(re.match(pattern, tag.replace(".", "_")) for tag in tags)
+def layout(found: EventAccumulator) -> dict[str, list[tuple[str, str, str, str]]]:
+    """Category → title of each chart, and its tags: value, lower, upper."""
+    event = found.Tensors("custom_scalars__config__")[-1]
+    categories = Layout.FromString(make_ndarray(event.tensor_proto).item()).category
+    return {
+        category.title: [
+            (chart.title, series.value, series.lower, series.upper)
+            for chart in category.chart
+            for series in chart.margin.series
+        ]
+        for category in categories
+    }
+
+
+def test_a_chart_is_the_median_between_smallest_and_largest(tmp_path: Path) -> None:
+    measures = ["scale_cv", "row_cosine_p50"]
+    found = write(tmp_path, report(0), report(1), measures=measures)
+    assert len(found.Tensors("custom_scalars__config__")) == 1
+    (charts,) = layout(found).values()
+    assert charts == [
+        (m, *(f"adiv.summary/{m}_{end}" for end in ("median", "min", "max")))
+        for m in reversed(measures)
+    ]
+    assert {tag for chart in charts for tag in chart[1:]} <= set(found.Tags()["scalars"])
 
 
 def test_a_writer_of_the_users_stays_open(tmp_path: Path) -> None:
@@ -209,7 +223,10 @@ def test_a_writer_of_the_users_stays_open(tmp_path: Path) -> None:
     writer.close()
     tags = events(tmp_path).Tags()["scalars"]
     assert "loss" in tags
-    assert {"adiv.summary.generator/scale_cv_max", "adiv.summary.critic/scale_cv_max"} <= set(tags)
+    assert len(layout(events(tmp_path))) == 2, "of both"
+    pictures = events(tmp_path).Tags()["images"]
+    assert {"adiv.generator/overview", "adiv.critic/per_layer/descent"} <= set(pictures)
+    assert {"adiv.summary.generator/descent_max", "adiv.summary.critic/descent_max"} <= set(tags)
     assert len(list(tmp_path.iterdir())) == 1, "no second event file"
 
 
@@ -267,18 +284,21 @@ def _json(url: str) -> Any:
         return json.load(answer)
 
 
-def test_each_chart_shows_all_layers_of_one_measure(board: str) -> None:
-    categories = _json(f"{board}/data/plugin/custom_scalars/layout")["category"]
-    for category in categories:
-        for chart in category["chart"]:
-            (pattern,) = chart["multiline"]["tag"]
-            url = f"{board}/data/plugin/custom_scalars/scalars?run=run&tag={quote(pattern)}"
-            shown = sorted(_json(url)["tag_to_events"])
-            measure = chart["title"]
-            assert shown in (
-                sorted(f"adiv.{measure}/{layer}" for layer in LAYERS),
-                sorted(f"adiv.summary/{measure}_{end}" for end in ("min", "median", "max")),
-            )
+def test_each_chart_has_its_three_lines(board: str) -> None:
+    (category,) = _json(f"{board}/data/plugin/custom_scalars/layout")["category"]
+    assert [chart["title"] for chart in category["chart"]][-1] == "update_ratio"
+    for chart in category["chart"]:
+        (series,) = chart["margin"]["series"]
+        for tag in series.values():
+            url = f"{board}/data/plugin/custom_scalars/scalars?run=run&tag={quote(tag)}"
+            assert list(_json(url)["tag_to_events"]) == [tag]
+
+
+def test_the_server_has_the_pictures(board: str) -> None:
+    tags = _json(f"{board}/data/plugin/images/tags")["run"]
+    assert {"adiv/overview", "adiv/per_layer/update_ratio"} <= set(tags)
+    url = f"{board}/data/plugin/images/images?run=run&tag={quote('adiv/overview')}&sample=0"
+    assert _json(url)[-1]["step"] == 100
 
 
 def test_the_server_answers_nan_with_a_word_its_charts_know(board: str) -> None:
@@ -294,5 +314,5 @@ def test_a_browser_draws_the_run(board: str, tmp_path: Path) -> None:
     command += ["--disable-background-networking", f"--user-data-dir={tmp_path}"]
     command += ["--window-size=1400,1800", "--virtual-time-budget=20000", f"{board}/#timeseries"]
     page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    for layer in LAYERS:
-        assert f"adiv.diagonal_cosine/{layer}" in page
+    assert "adiv/overview" in page
+    assert "adiv.descent" in page

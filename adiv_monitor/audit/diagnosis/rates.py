@@ -44,9 +44,9 @@ def rate_too_low(record: Record) -> Iterator[Finding]:
 def suffers(record: Record) -> bool:
     """Whether the loss goes badly: it does not fall, or falls far further at another rate.
 
-    What other rules want to see before they say "act".
+    What other rules want to see before they say "act". A loss that nobody saw does not.
     """
-    if not is_long_enough(record):
+    if not record.losses or not is_long_enough(record):
         return False
     share_at_lower, share_at_higher = (
         1.0 if better is None else share_of_fall(record, better[1])
@@ -142,7 +142,7 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
         return
     share = risen / len(steps) if steps else math.nan
     yield _too_high(
-        "act" if not fell(record) else "watch",
+        "act" if suffers(record) else "watch",
         (
             *((Evidence("steps that raise their batch's loss", share, 0.5),) if often else ()),
             *((Evidence("update_ratio, median layer", moves, MOVES_TOO_FAR, step=0),)
@@ -202,7 +202,7 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         largest = max(moves, key=lambda path: moves[path].value)
         yield _too_low(
-            "watch" if fell(record) else "act",
+            "act" if suffers(record) else "watch",
             (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
             f"No layer's activations move by more than {moves[largest].value:.1g} of themselves in "
             "a step.",

@@ -2,5 +2,6 @@
 
 from adiv_monitor.audit.page.compare_page import compare
 from adiv_monitor.audit.page.report_page import page
+from adiv_monitor.audit.page.running_page import running_page
 
-__all__ = ["compare", "page"]
+__all__ = ["compare", "page", "running_page"]

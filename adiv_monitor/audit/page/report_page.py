@@ -50,7 +50,7 @@ def page(report: AuditReport) -> str:
     record = report.record
     last = last_told(record.reports)
     trials = all_trials(report.findings, record)
-    shown = [measure for measure in HEAT_MEASURES if _is_taken(record.reports, measure)]
+    shown = [measure for measure in HEAT_MEASURES if is_taken(record.reports, measure)]
     layers = None if last is None else layer_table(last)
     return render(
         "report.html",
@@ -58,13 +58,14 @@ def page(report: AuditReport) -> str:
         report=report,
         record=record,
         facts=record.facts,
+        findings=report.findings,
         headline=headline(report.findings),
-        strengths=_strengths(report.findings),
+        strengths=strengths_of(report.findings),
         strength_words=STRENGTH_WORDS,
         checks=checks(report.findings, record),
         last=last,
         not_measured=[] if last is None else not_measured(last),
-        notes=_notes(record),
+        notes=notes_of(record),
         worst=[] if last is None else worst(last),
         drives=None if last is None else drives(last),
         cosine_picture=cosine_picture(record.reports),
@@ -74,7 +75,7 @@ def page(report: AuditReport) -> str:
         heat=heat_map(record.reports, shown),
         layers=layers,
         anchors={} if last is None else {path: i for i, path in enumerate(last.layers)},
-        attention=None if last is None else _attention(last),
+        attention=None if last is None else attention_table(last),
         what_if=what_if_tables(report.what_if),
         settings=settings(record),
         size={"width": WIDTH, "height": HEIGHT},
@@ -156,21 +157,24 @@ def last_told(reports: Sequence[StepReport]) -> StepReport | None:
     return reports[-1] if reports else None
 
 
-def _is_taken(reports: Sequence[StepReport], measure: str) -> bool:
+def is_taken(reports: Sequence[StepReport], measure: str) -> bool:
+    """Whether some layer has the measure at some step."""
     return any(taken(report, (measure,)) for report in reports)
 
 
-def _strengths(findings: Sequence[Finding]) -> Mapping[str, int]:
+def strengths_of(findings: Sequence[Finding]) -> Mapping[str, int]:
+    """How many findings there are of each strength."""
     return {strength: sum(f.strength == strength for f in findings) for strength in STRENGTHS}
 
 
-def _notes(record: Record) -> list[str]:
+def notes_of(record: Record) -> list[str]:
     """What the record and its reports say, each once."""
     notes = [*record.notes, *(note for report in record.reports for note in report.notes)]
     return list(dict.fromkeys(notes))
 
 
-def _attention(report: StepReport) -> dict[str, Any] | None:
+def attention_table(report: StepReport) -> dict[str, Any] | None:
+    """A row for each module that attends; None where none was looked at."""
     if not report.attention:
         return None
     measures = taken(report, ATTENTION_MEASURES)

@@ -1,0 +1,90 @@
+"""The page of a training that goes on, from its reports alone."""
+
+import math
+from collections.abc import Sequence
+
+from adiv_monitor.audit.finding import Finding
+from adiv_monitor.audit.page.drives import drives
+from adiv_monitor.audit.page.findings import STRENGTH_WORDS, evidence_rows, significant, trial_words
+from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map
+from adiv_monitor.audit.page.layers import layer_table, worst
+from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH
+from adiv_monitor.audit.page.pictures import cosine_picture
+from adiv_monitor.audit.page.render import render
+from adiv_monitor.audit.page.report_page import (
+    attention_table,
+    headline,
+    is_taken,
+    last_told,
+    notes_of,
+    strengths_of,
+)
+from adiv_monitor.audit.page.titles import (
+    MEASURE_TITLES,
+    SHORT_TITLES,
+    finding_title,
+    measure_title,
+)
+from adiv_monitor.audit.record import Record
+from adiv_monitor.sinks.wording import not_measured
+
+# What a rule can find in reports alone.
+LOOKED_FOR = (
+    *("vanishing", "exploding", "uneven-rates", "rate-too-low", "row-spread"),
+    *("optimizer-turns", "projection-fights"),
+)
+
+
+def running_page(record: Record, findings: Sequence[Finding], count: int) -> str:
+    """A training as far as it has come, as one self-contained HTML page.
+
+    Args:
+        record: with one report at least, and nothing else that is known.
+        findings: what rules find in it.
+        count: how many steps were measured; the record may hold fewer reports.
+
+    Returns:
+        The text of the file, to be written as UTF-8.
+
+    Raises:
+        ImportError: without the packages jinja2 and matplotlib.
+    """
+    reports = record.reports
+    last = last_told(reports) or reports[-1]
+    shown = [measure for measure in HEAT_MEASURES if is_taken(reports, measure)]
+    extra = {finding.name: None for finding in findings}
+    if is_taken(reports, "attainable_cosine"):
+        extra["interference"] = None
+    if record.realised:
+        extra["rate-too-high"] = None
+    return render(
+        "running.html",
+        title=f"Training up to step {reports[-1].step:,}",
+        record=record,
+        findings=findings,
+        headline=headline(findings),
+        strengths=strengths_of(findings),
+        strength_words=STRENGTH_WORDS,
+        count=count,
+        newest=reports[-1],
+        last=last,
+        looked_for=tuple(dict.fromkeys((*LOOKED_FOR, *extra))),
+        not_measured=not_measured(last),
+        notes=notes_of(record),
+        worst=worst(last),
+        drives=drives(last),
+        cosine_picture=cosine_picture(reports),
+        heat=heat_map(reports, shown),
+        layers=layer_table(last),
+        attention=attention_table(last),
+        anchors={path: i for i, path in enumerate(last.layers)},
+        size={"width": WIDTH, "height": HEIGHT},
+        finding_title=finding_title,
+        measure_title=measure_title,
+        measure_titles=MEASURE_TITLES,
+        short_titles=SHORT_TITLES,
+        evidence_rows=evidence_rows,
+        trial_words=trial_words,
+        significant=significant,
+        isfinite=math.isfinite,
+    )

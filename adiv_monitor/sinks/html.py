@@ -1,0 +1,77 @@
+"""A running training as a page, which is written anew while it goes on."""
+
+import os
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from adiv_monitor.report import StepReport
+from adiv_monitor.sinks.running import Running
+
+_PATIENCE = 20
+
+
+class HtmlSink:
+    """Writes what the reports so far come to as one HTML page: verdict, heat map, layers.
+
+    It is the audit's page without what only an audit can know. The file holds everything, asks for
+    nothing over a network, and is replaced as a whole: at the first report, at those after it where
+    twenty times as long has passed as writing it took, and at `close`. To see how a training comes
+    on, load it again.
+
+    Args:
+        path: the file; missing folders are made, an existing file is replaced.
+
+    Raises:
+        ImportError: without the packages jinja2 and matplotlib.
+        IsADirectoryError: the path is a folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        missing = [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]
+        if missing:
+            raise ImportError(
+                f"HtmlSink needs the packages {' and '.join(missing)}: "
+                'pip install "adiv-monitor[audit]"'
+            )
+        self._path = Path(path)
+        if self._path.is_dir():
+            raise IsADirectoryError(f"HtmlSink: got the folder {path}, expected a file")
+        self._running = Running()
+        self._last: StepReport | None = None  # with its distributions
+        self._not_before = 0.0  # seconds, of the clock
+        self._is_behind = False
+
+    def write(self, report: StepReport) -> None:
+        """Take the report, and write the page if that is not too soon."""
+        self._running.add(report)
+        self._last = report
+        self._is_behind = True
+        if time.monotonic() >= self._not_before:
+            self._write_page()
+
+    def close(self) -> None:
+        """Write the page as the training ended."""
+        if self._is_behind:
+            self._write_page()
+
+    def _write_page(self) -> None:
+        from adiv_monitor.audit.page import running_page
+
+        began = time.monotonic()
+        record = self._running.record()
+        if self._last is not None:
+            record = replace(record, reports=(*record.reports[:-1], self._last))
+        text = running_page(record, self._running.findings(), self._running.count)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Under another name first: whoever loads it sees a whole page, the old one or the new one.
+        unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(self._path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        self._is_behind = False
+        now = time.monotonic()
+        self._not_before = now + _PATIENCE * (now - began)

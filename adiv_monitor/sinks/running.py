@@ -1,0 +1,79 @@
+"""A running training as its reports tell of it: what rules find, and what pictures show."""
+
+from dataclasses import replace
+from math import nan
+from typing import TYPE_CHECKING
+
+from adiv_monitor.report import StepReport
+
+if TYPE_CHECKING:
+    from adiv_monitor.audit.finding import Finding
+    from adiv_monitor.audit.record import Record
+
+MOST_REPORTS = 100
+
+
+class Running:
+    """The reports of a training so far, as many as a picture has room for.
+
+    Kept are the first two, by which rules judge the beginning, the last, and of those between every
+    so many-th: twice as many steps lie between them whenever there are more than `MOST_REPORTS`.
+    The distributions over rows are not kept, so that hundreds of layers stay within some ten MiB.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, StepReport]] = []  # with the number of the report
+        self._count = 0
+        self._stride = 1
+
+    def add(self, report: StepReport) -> None:
+        """Take the report of one more step."""
+        if self._kept and not self._stays(self._kept[-1][0]):
+            self._kept.pop()
+        self._kept.append((self._count, _lean(report)))
+        self._count += 1
+        while len(self._kept) > MOST_REPORTS:
+            self._stride *= 2
+            last = self._kept[-1]
+            self._kept = [pair for pair in self._kept[:-1] if self._stays(pair[0])] + [last]
+
+    def _stays(self, number: int) -> bool:
+        return number < 2 or number % self._stride == 0
+
+    @property
+    def count(self) -> int:
+        """Reports that came."""
+        return self._count
+
+    @property
+    def reports(self) -> tuple[StepReport, ...]:
+        """Those that are kept, oldest first."""
+        return tuple(report for _, report in self._kept)
+
+    def record(self) -> "Record":
+        """What the audit's rules judge. All that reports don't tell of is unknown in it."""
+        from adiv_monitor.audit.record import Facts, Record
+
+        unknown = Facts("", 0, 0, "", {}, 0, 0, 0, 1, 0, "", "", nan)
+        reports = self.reports
+        changes = {r.step: r.realised_loss_change for r in reports}
+        realised = {step: change for step, change in changes.items() if change is not None}
+        return Record(unknown, losses=(), gradient_norms=(), reports=reports, realised=realised)
+
+    def findings(self) -> tuple["Finding", ...]:
+        """What the audit's rules find in the reports alone; strongest first.
+
+        Rules that look at inputs, units, wiring, the loss or other learning rates find nothing
+        here. A rule that says "act" only where the loss goes badly says "watch".
+        """
+        from adiv_monitor.audit.diagnosis import diagnose
+
+        return diagnose(self.record())
+
+
+def _lean(report: StepReport) -> StepReport:
+    layers = {
+        path: replace(reading, scale_quantiles=(), row_cosine_quantiles=())
+        for path, reading in report.layers.items()
+    }
+    return replace(report, layers=layers)

@@ -1,0 +1,94 @@
+"""Which measures tell ill runs from healthy ones: what a dashboard should have in front.
+
+    python tests/benchmarks/separation.py [--seeds 1] [--write FILE]
+
+Every run of the audit's ward, healthy or with a planted illness, is watched for as many steps as an
+audit takes. Of each measure, the layers' typical values (medians over the measured steps; maps
+only) come to their smallest, median and largest. An illness shows in such an end where it lies
+outside all that healthy runs read. Illnesses that no measure of a step could show (parameters that
+the optimizer does not hold, labels that belong to other inputs) are in there, too.
+"""
+
+import argparse
+import math
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))  # where the package of the ward is
+
+from audit.ward.cases import CASES, HEALTHY
+from audit.ward.run import STEPS
+
+from adiv_monitor.audit.diagnosis.seen import by_layer
+from adiv_monitor.audit.observe import observe
+from adiv_monitor.report import MEASURES
+
+ENDS = {"smallest": min, "median": median, "largest": max}
+
+
+def typical_ends(name: str, seed: int) -> dict[tuple[str, str], float]:
+    """(measure, end) → value over the layers of one run."""
+    run = {**HEALTHY, **CASES}[name].build(seed)
+    record = observe(run.setup(STEPS, seed), every_n_steps=STEPS // 10)
+    found = {}
+    for measure in MEASURES:
+        values = [typical.value for typical in by_layer(record, measure).values()]
+        for end, of in ENDS.items():
+            if values:
+                found[measure, end] = of(values)
+    return found
+
+
+def table(runs: dict[str, list[dict[tuple[str, str], float]]]) -> list[str]:
+    """A row per measure and end, those that tell most illnesses first."""
+    healthy = [ends for name in HEALTHY for ends in runs.get(name, [])]
+    ill = [ends for name in CASES for ends in runs.get(name, [])]
+    rows = []
+    for key in sorted({key for ends in healthy for key in ends}):
+        values = [ends[key] for ends in healthy if key in ends]
+        low, high = min(values), max(values)
+        read = [ends.get(key, math.nan) for ends in ill]
+        told = sum(value < low or value > high for value in read)
+        rows.append((told, key, low, median(values), high))
+    rows.sort(key=lambda row: (-row[0], row[1]))
+    lines = ["| measure | end over layers | ill runs outside | healthy: least | median | most |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    for told, (measure, end), low, middle, high in rows:
+        cells = (
+            measure,
+            end,
+            f"{told} of {len(ill)}",
+            f"{low:.3g}",
+            f"{middle:.3g}",
+            f"{high:.3g}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    runs = defaultdict(list)
+    for name in (*HEALTHY, *CASES):
+        for seed in range(given.seeds):
+            runs[name].append(typical_ends(name, seed))
+            print(name, seed, file=sys.stderr, flush=True)
+    command = f"python tests/benchmarks/separation.py --seeds {given.seeds}"
+    head = ["# Which measures tell ill runs from healthy ones", "", f"`{command}`", ""]
+    head += [f"{len(HEALTHY)} healthy and {len(CASES)} ill runs, {given.seeds} seed(s), CPU.", ""]
+    text = "\n".join([*head, *table(runs)]) + "\n"
+    print(text)
+    if given.write:
+        given.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

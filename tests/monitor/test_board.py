@@ -1,0 +1,276 @@
+"""What dashboards show of a whole training: findings, pictures, and how much room they take."""
+
+import io
+import math
+import warnings
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from audited import cross_entropy, seen, sgd
+from example_reports import LAYERS, reading, report
+from torch import nn
+
+from adiv_monitor.audit.diagnosis import diagnose
+from adiv_monitor.audit.record import Record
+from adiv_monitor.report import LayerReading, StepReport
+from adiv_monitor.sinks import TensorBoardSink
+from adiv_monitor.sinks import board as board_module
+from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
+from adiv_monitor.sinks.health import GRADIENT, HEALTH, value_of
+from adiv_monitor.sinks.running import MOST_REPORTS, Running
+
+pytest.importorskip("matplotlib")
+from adiv_monitor.sinks.heat import grid, heat_picture
+
+
+def running(*reports: StepReport) -> Running:
+    found = Running()
+    for each in reports:
+        found.add(each)
+    return found
+
+
+def vanishing() -> Record:
+    """The gradient hardly gets through the weights in the middle."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 3))
+    with torch.no_grad():
+        model[2].weight.mul_(1e-5)
+    return seen(model, optimizer=sgd(0.01), loss=cross_entropy)
+
+
+# Which reports are kept
+
+
+@pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 102, 250, 1000])
+def test_the_beginning_the_end_and_every_so_many_are_kept(count: int) -> None:
+    lean = report(layers={"a": reading()})
+    steps = [
+        r.step for r in running(*(report(i, layers=lean.layers) for i in range(count))).reports
+    ]
+    assert len(steps) <= MOST_REPORTS
+    assert steps[:2] == list(range(min(count, 2)))
+    assert steps[-1] == count - 1
+    ways = {b - a for a, b in pairwise(steps[2:-1])}
+    assert len(ways) <= 1, "evenly"
+    assert len(steps) >= min(count, MOST_REPORTS // 2)
+
+
+def test_distributions_are_not_kept() -> None:
+    (kept,) = running(report()).reports
+    assert all(not r.scale_quantiles and not r.row_cosine_quantiles for r in kept.layers.values())
+    original, lean = report().layers[LAYERS[0]], kept.layers[LAYERS[0]]
+    assert lean.measures() == original.measures()
+
+
+# Findings
+
+
+def test_findings_are_the_audits_of_the_same_run() -> None:
+    """What needs no more than reports has the same name, layers, evidence and advice."""
+    record = vanishing()
+    ours = {f.name: f for f in running(*record.reports).findings()}
+    audits = {f.name: f for f in diagnose(record)}
+    assert "vanishing" in ours
+    assert set(ours) <= set(audits)
+    for name, finding in ours.items():
+        assert finding.layers == audits[name].layers
+        assert finding.evidence == audits[name].evidence
+        assert finding.advice == audits[name].advice
+
+
+def test_a_loss_that_nobody_saw_does_not_make_it_an_act() -> None:
+    record = vanishing()
+    (ours,) = [f for f in running(*record.reports).findings() if f.name == "vanishing"]
+    (audits,) = [f for f in diagnose(record) if f.name == "vanishing"]
+    assert (ours.strength, audits.strength) == ("watch", "act")
+
+
+def test_the_text_says_what_where_and_what_to_do() -> None:
+    record = vanishing()
+    text = findings_text(running(*record.reports).findings())
+    assert "**Vanishing gradients** (watch, `vanishing`, since step 0)" in text
+    assert "1. layer normalisation in front of the layers" in text
+    assert "`adiv-audit`" in text
+
+
+def test_a_healthy_run_has_nothing_to_mend() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 3))
+    record = seen(model, optimizer=sgd(), loss=cross_entropy)
+    assert findings_text(running(*record.reports).findings()).startswith("### Nothing to mend\n")
+
+
+# Pictures
+
+
+def pixels(png: bytes) -> np.ndarray[Any, Any]:
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+
+
+def share(png: bytes, colour: tuple[int, int, int]) -> float:
+    return float((np.abs(pixels(png) - colour).max(axis=-1) <= 2).mean())
+
+
+BLUE, RED, GREY, NO_DIRECTION = (8, 81, 156), (179, 0, 0), (227, 235, 223), (154, 154, 154)
+
+
+@pytest.mark.parametrize(
+    ("value", "colour"),
+    [(1e-4, BLUE), (1e-7, BLUE), (0.02, GREY), (0.5, GREY), (20.0, RED), (math.nan, NO_DIRECTION)],
+)
+def test_a_cell_has_the_colour_of_its_health(value: float, colour: tuple[int, int, int]) -> None:
+    layers = {f"layer{i}": reading(update_ratio=value if i < 3 else 0.1) for i in range(6)}
+    found = grid(
+        running(report(0, layers=layers), report(1, layers=layers)).record(), "update_ratio"
+    )
+    assert found is not None
+    cells = 0.3  # of the picture, at least: half of the grid
+    assert share(heat_picture(found), colour) > 0.7 * cells / 2
+
+
+def test_rows_are_in_the_networks_order_and_of_maps_only() -> None:
+    layers = {"z": reading(), "norm": reading(kind="gain"), "a": reading()}
+    record = running(report(layers=layers)).record()
+    rows, of_maps = grid(record, "descent"), grid(record, "update_ratio")
+    assert rows is not None and rows.layers == ("z", "norm", "a")
+    assert of_maps is not None and of_maps.layers == ("z", "a")
+
+
+def test_a_layer_that_is_measured_later_has_an_empty_beginning() -> None:
+    first, later = {"a": reading()}, {"a": reading(), "b": reading(descent=0.5)}
+    found = grid(running(report(0, layers=first), report(1, layers=later)).record(), "descent")
+    assert found is not None
+    assert found.layers == ("a", "b")
+    assert np.isnan(found.values[1, 0]) and found.values[1, 1] == 0.5
+
+
+def test_the_gradient_that_arrives_is_that_of_the_last_layer_at_the_end() -> None:
+    """‖G‖² = ⟨d, G⟩ / (⟨d, G⟩ / ‖G‖²) = descent / effective_lr."""
+    layers = {
+        "first": reading(descent=0.04, effective_lr=4.0),
+        "last": reading(descent=0.09, effective_lr=0.01),
+    }
+    one = report(layers=layers)
+    found = value_of(running(one).record(), one, GRADIENT)
+    assert found == {"first": pytest.approx(0.1 / 3), "last": 1.0}
+
+
+@pytest.mark.parametrize("measure", [m for m, health in HEALTH.items() if health.knots])
+def test_levels_rise_with_the_value_and_end_at_one(measure: str) -> None:
+    health = HEALTH[measure]
+    at = np.array([value for value, _ in health.knots])
+    assert health.level(at) == pytest.approx([level for _, level in health.knots])
+    many = health.level(np.linspace(0, 2 * at[-1], 200))
+    assert (np.diff(many) >= 0).all()
+    assert np.abs(many).max() <= 1
+    assert math.isnan(health.level(np.array([math.nan]))[0])
+
+
+def test_the_overview_names_what_to_mend() -> None:
+    board = Board("test")
+    for one in vanishing().reports:
+        board.add(one)
+    findings = board.findings()
+    pictures = board.pictures(findings)
+    assert "adiv/overview" in pictures
+    tag = "adiv/per_layer/descent"
+    assert reddish(pictures[tag]) > 20 > reddish(board.pictures(())[tag]), "names"
+
+
+def reddish(png: bytes) -> int:
+    red, green, blue = pixels(png)[..., :, :].transpose(2, 0, 1)
+    return int(((red - green > 80) & (red - blue > 80)).sum())
+
+
+# When they are drawn, and what that costs
+
+
+def drawings(monkeypatch: pytest.MonkeyPatch, reports: int) -> list[int]:
+    """At which of so many reports pictures are drawn, if that takes no time."""
+    monkeypatch.setattr(board_module, "_PATIENCE", 0)
+    board = Board("test")
+    drawn = []
+    for i in range(reports):
+        if board.add(report(i, layers={})):
+            drawn.append(i)
+            board.shown()
+    return drawn
+
+
+def test_pictures_are_drawn_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = drawings(monkeypatch, 200)
+    assert drawn[:3] == [0, 1, 2]
+    ways = [b - a for a, b in pairwise(drawn)]
+    assert ways == sorted(ways)
+    assert drawings(monkeypatch, 2000)[: len(drawn)] == drawn
+
+
+def test_drawing_waits_twenty_times_as_long_as_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(board_module.time, "monotonic", lambda: now[0])
+    board = Board("test")
+    assert board.add(report(0))
+    board.findings()
+    now[0] = 3.0  # seconds that it took
+    board.shown()
+    now[0] = 62.9
+    assert not board.add(report(1))
+    now[0] = 63.1
+    assert board.add(report(2))
+
+
+def many_layers(count: int = 300) -> StepReport:
+    draws = np.random.default_rng(0)
+
+    def one(i: int) -> LayerReading:
+        spread = tuple(map(float, np.sort(draws.random(33))))
+        return reading(i, scale_quantiles=spread, row_cosine_quantiles=spread)
+
+    return report(layers={f"blocks.{i // 6}.part{i % 6}": one(i) for i in range(count)})
+
+
+def test_a_run_of_300_layers_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 reports: below 20 MB, however fast pictures are drawn."""
+    sets = len(drawings(monkeypatch, 200)) + 1  # and when it is closed
+    one = many_layers()
+    board = Board("test")
+    for i in range(MOST_REPORTS):
+        board.add(replace(one, step=i))
+    pictures = sum(map(len, board.pictures(board.findings()).values()))
+    monkeypatch.setattr(board_module, "_GROWTH", math.inf)  # the first ones only
+    sink = TensorBoardSink(tmp_path)
+    sink.write(one)
+    first = sum(file.stat().st_size for file in tmp_path.iterdir())
+    for step in range(1, 21):
+        sink.write(replace(one, step=step))
+    more = sum(file.stat().st_size for file in tmp_path.iterdir()) - first
+    assert sets * pictures + 10 * more < 20e6
+
+
+def test_without_matplotlib_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr(board_module, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match=r"need matplotlib \(pip install .adiv-monitor\[audit\]"):
+        sink = TensorBoardSink(tmp_path)
+    sink.write(report())
+    sink.close()
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert not found.Tags()["images"]
+    (event,) = found.Tensors("adiv.summary/no_pictures/text_summary")
+    assert NO_PICTURES in str(event.tensor_proto.string_val)
+    assert "adiv.summary/findings/text_summary" in found.Tags()["tensors"]
+
+
+def test_with_matplotlib_nothing_is_warned_of(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TensorBoardSink(tmp_path).close()

@@ -1,0 +1,139 @@
+"""The page of a training that goes on."""
+
+import math
+from pathlib import Path
+
+import pytest
+from example_reports import LAYERS, attention, reading, report
+
+from adiv_monitor.sinks import HtmlSink
+from adiv_monitor.sinks import html as html_module
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+from adiv_monitor.audit.page.running_page import LOOKED_FOR
+from adiv_monitor.audit.page.titles import FINDING_TITLES
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the sink sees."""
+    now = [0.0]
+    monkeypatch.setattr(html_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_page_says_where_the_training_is(tmp_path: Path, clock: list[float]) -> None:
+    path = tmp_path / "new" / "run.html"
+    sink = HtmlSink(path)
+    for step in (0, 50, 1200):
+        sink.write(report(step))
+        text = path.read_text()
+        assert f"up to step {step:,}" in text
+    for layer in LAYERS:
+        assert layer.rpartition(".")[2] in text
+    assert "87.5%" in text, "coverage"
+    assert "The gradient was clipped to 0.5 of its length." in text
+    assert "3 <small>from step 0 on" in text
+    assert [file.name for file in path.parent.iterdir()] == ["run.html"]
+
+
+def test_findings_are_there_with_what_would_mend_them(tmp_path: Path) -> None:
+    layers = {f"layer{i}": reading(update_ratio=0.1) for i in range(5)}
+    layers["slow"] = reading(update_ratio=1e-5)
+    sink = HtmlSink(tmp_path / "run.html")
+    for step in (0, 1):
+        sink.write(report(step, layers=layers))
+    sink.close()
+    text = (tmp_path / "run.html").read_text()
+    assert "Layers learn at very different rates" in text
+    assert "give these layers learning rates of their own" in text
+    assert "Nothing to mend" not in text
+
+
+def test_a_page_that_takes_long_is_written_more_rarely(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.html"
+    from adiv_monitor.audit import page
+
+    whole = page.running_page
+
+    def slow(*given: object) -> str:
+        clock[0] += 2.0  # seconds
+        return whole(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(page, "running_page", slow)
+    sink = HtmlSink(path)
+    sink.write(report(0))
+    clock[0] = 41.9
+    sink.write(report(1))
+    assert "up to step 0" in path.read_text()
+    clock[0] = 42.1
+    sink.write(report(2))
+    assert "up to step 2" in path.read_text()
+    sink.write(report(3))
+    sink.close()
+    assert "up to step 3" in path.read_text(), "as it ended"
+    written = path.stat().st_mtime_ns
+    sink.close()
+    assert path.stat().st_mtime_ns == written, "a second close does nothing"
+
+
+def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.html"
+    sink = HtmlSink(path)
+    sink.write(report(0))
+    before = path.read_text()
+
+    def fails(self: Path, target: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "replace", fails)
+    sink._not_before = 0.0
+    with pytest.raises(OSError, match="full"):
+        sink.write(report(1))
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [{}, {"a": reading(**dict.fromkeys(("update_cosine", "gradient_cosine"), math.nan))}],
+)
+def test_a_step_without_numbers_has_a_page(tmp_path: Path, layers: dict[str, object]) -> None:
+    sink = HtmlSink(tmp_path / "run.html")
+    sink.write(report(layers=layers))
+    assert "</html>" in (tmp_path / "run.html").read_text()
+
+
+def test_attention_and_what_really_happened_are_in_it(tmp_path: Path) -> None:
+    sink = HtmlSink(tmp_path / "run.html")
+    sink.write(report(attention={"block.0": attention()}, realised_loss_change=-0.25))
+    text = (tmp_path / "run.html").read_text()
+    assert "block.<wbr>0" in text
+    assert "really -0.250" in text
+
+
+def test_nothing_is_written_without_a_report(tmp_path: Path) -> None:
+    HtmlSink(tmp_path / "run.html").close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match="expected a file"):
+        HtmlSink(tmp_path)
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    find = html_module.find_spec
+    monkeypatch.setattr(html_module, "find_spec", lambda n: None if n == package else find(n))
+    with pytest.raises(ImportError, match=rf"{package}.*pip install \"adiv-monitor\[audit\]\""):
+        HtmlSink(tmp_path / "run.html")
+
+
+def test_what_is_looked_for_are_findings() -> None:
+    assert set(LOOKED_FOR) <= set(FINDING_TITLES)
