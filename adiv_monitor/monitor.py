@@ -153,6 +153,8 @@ class Monitor:
         traceback: TracebackType | None,
     ) -> None:
         unstepped = self._course.saw_calls
+        if kind is not None:  # other processes may be gone as well
+            self._failures.safely(self._course.complete, 0.0)
         self.close()
         if kind is None and unstepped and self.latest is None:
             missing = "call of end_step()" if self._optimizer is None else "step of its optimizer"
@@ -179,6 +181,7 @@ class Monitor:
             before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
             self._handles.append(self._optimizer.register_step_pre_hook(Hook(before)))
             self._handles.append(self._optimizer.register_step_post_hook(Hook(after)))
+        self._failures.safely(self._course.join, self._paths)
         self._schedule.begin(self.step, trainable(self._model)[0], self._paths)
         self._failures.safely(self._course.refer)
         self._failures.safely(self._course.arm)
@@ -191,6 +194,7 @@ class Monitor:
         try:
             self.complete_report()
         finally:
+            self._course.leave()
             self._course.disarm()
             for handle in self._handles:
                 handle.remove()
@@ -214,8 +218,11 @@ class Monitor:
         self._count()
 
     def complete_report(self) -> None:
-        """Complete the report under way now, before the next forward pass begins."""
-        self._failures.safely(self._course.finish)
+        """Complete the report under way now, before the next forward pass begins.
+
+        In all processes, where several train together: it waits for their parts, but not for long.
+        """
+        self._failures.safely(self._course.complete)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs so that step numbers go on."""
@@ -253,10 +260,10 @@ class Monitor:
         if self._failures.safely(self._schedule.step_ended, self.step):
             self._failures.safely(self._course.arm)
 
-    def _emit(self, report: StepReport) -> None:
+    def _emit(self, report: StepReport, writes: bool) -> None:
         failures = [
             failure
-            for sink in self._sinks
+            for sink in (self._sinks if writes else ())
             if (failure := self._failures.guard_sink(sink, partial(sink.write, report))) is not None
         ]
         if failures:

@@ -6,6 +6,8 @@ from typing import Literal
 
 Strength = Literal["act", "watch", "note"]
 STRENGTHS: tuple[Strength, ...] = ("act", "watch", "note")  # strongest first
+# Findings that are so, whatever a short run gives. A learning rate mends no wiring.
+WIRING = frozenset({"not-held", "unreached", "frozen", "input-ignored"})
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,16 @@ class Trial:
     runs: int = 1
     falls: bool = False
 
+    def __str__(self) -> str:
+        without = "" if math.isinf(self.loss_without) else f" instead of {self.loss_without:.3g}"
+        if math.isinf(self.loss):
+            as_it_is = " as it does without" if math.isinf(self.loss_without) else without
+            return f"the loss diverges within {self.steps} steps{as_it_is}"
+        error = f" (± {self.error:.1g})" if self.error > 0 else ""
+        without = without or ", which diverges without"
+        pays = "" if self.pays else ", which does not pay"
+        return f"loss after {self.steps} steps {self.loss:.3g}{without}{error}{pays}"
+
     @property
     def gain(self) -> float:
         """How much lower the loss is with the mend."""
@@ -104,8 +116,7 @@ class Advice:
         if self.trial is None:
             return f"{self.text} (not tried{f': {self.untried}' if self.untried else ''})"
         rate = "" if self.trial.rate == 1 else f", learning rate × {self.trial.rate:g}"
-        after = f"loss after {self.trial.steps} steps {self.trial.loss:.3g}"
-        return f"{self.text}{rate}: {after} instead of {self.trial.loss_without:.3g}"
+        return f"{self.text}{rate}: {self.trial}"
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def observe(
         TypeError, ValueError: what the setup holds can't be trained; the message says why.
     """
     fork = setup.fork()
-    begin = weights(fork.model)
+    begin = weights(setup)
     mattered = input_matters(fork, _spread(setup.batches)[:EXCHANGED])
     trains = _trains_any(fork)
     monitor = Monitor(

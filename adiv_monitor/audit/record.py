@@ -104,11 +104,14 @@ class WeightStatistics:
             for entry. About 0.6 as torch initialises layers, 1.4 as He does, 1 as Xavier does.
         bias: rms of the bias; 0 without one.
         alike: share of its output units that equal another to the last digit.
+        normalised: whether its outputs go as they are into a normalisation, which takes their
+            length out.
     """
 
     gain: float
     bias: float
     alike: float
+    normalised: bool = False
 
 
 @dataclass(frozen=True)

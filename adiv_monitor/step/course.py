@@ -20,8 +20,11 @@ from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.report import AlignmentReading, StepReport
+from adiv_monitor.step.assembly import PATIENCE, Assembly
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.measured_step import MeasuredStep
+from adiv_monitor.step.outcome import understand
+from adiv_monitor.step.part import Part
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.schedule import Schedule
 
@@ -48,7 +51,7 @@ class Course:
         generator: the monitor's own source of chance.
         schedule: is told when the forward pass of a measured step begins.
         failures: knows what to do about exceptions.
-        report: gets every report.
+        report: gets every report, and whether this process is to write it.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Course:
         generator: np.random.Generator,
         schedule: Schedule,
         failures: Failures,
-        report: Callable[[StepReport], None],
+        report: Callable[[StepReport, bool], None],
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -69,8 +72,8 @@ class Course:
         self._generator = generator
         self._schedule = schedule
         self._failures = failures
-        self._report = report
         self._watch = Watch()
+        self._assembly = Assembly(asked.max_rows, generator, self._complete, report)
         self._checked: set[str] = set()  # layers whose rule was seen to hold
         self._compiled = False  # was the model called by compiled code, when last measured?
         self._armed: _Armed | None = None
@@ -82,6 +85,18 @@ class Course:
     def saw_calls(self) -> bool:
         """Whether layers were called in a step that was not taken yet."""
         return self._armed is not None and self._armed.capture.saw_calls()
+
+    def join(self, name: str) -> None:
+        """The monitor is attached; its reports are to speak for all processes that have one.
+
+        Args:
+            name: of what is measured, the same in all processes.
+        """
+        self._assembly.join(name)
+
+    def leave(self) -> None:
+        """The monitor is closed."""
+        self._assembly.leave()
 
     def refer(self) -> None:
         """The point that alignments are compared with is now."""
@@ -153,6 +168,8 @@ class Course:
         """An optimizer step begins; with a measured one's closure, it gets other arguments."""
         if self._pending is not None:
             self._failures.safely(self.finish)
+        if self._assembly:
+            self._failures.safely(self._assembly.collect)
         if self._armed is None:
             return None
         return self._read_gradients(self._armed, optimizer, args, kwargs)
@@ -248,42 +265,63 @@ class Course:
             armed.cleanup.close()
 
     def finish(self) -> None:
-        """Complete the pending report and hand it on."""
+        """Complete what this process knows of the pending step, and hand it on."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         pending.cleanup.close()
         pending.step.realise()
         pending.step.applied()
-        outcome = pending.step.outcome()
-        self._checked |= outcome.checked
-        self._failures.switched_off |= outcome.misdescribed
-        seen = pending.capture.layers
-        measured = [layer for path, layer in seen.items() if path in outcome.layers]
-        known = dict(outcome.unsupported)
+        part = pending.step.part()
+        self._checked |= part.checked
+        self._failures.switched_off |= part.misdescribed
+        self._describe(part, pending)
+        self._assembly.add(pending.number, part)
+        for path, reason in part.misdescribed.items():
+            self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
+
+    def complete(self, patience: float = PATIENCE) -> None:
+        """Complete all reports now, with what other processes have to say of them.
+
+        Args:
+            patience: for how many seconds to wait for these.
+        """
+        self.finish()
+        if self._assembly:
+            self._assembly.collect(patience)
+
+    def _describe(self, part: Part, pending: "_Pending") -> None:
+        """Which parameters it is of, and why there is nothing of others."""
+        selection, seen = pending.selection, pending.capture.layers
+        measured = [layer for path, layer in seen.items() if path in part.layers]
+        known = dict(part.unsupported)
         known |= {p: r for p, r in self._failures.switched_off.items() if p in seen}
         told = [*measured, *(layer for path, layer in seen.items() if path in known)]
-        report = StepReport(
-            step=pending.number,
-            layers=outcome.layers,
-            unsupported={
-                **pending.selection.unsupported,
-                **pending.selection.unexplained(told, known, pending.capture.why_unmeasured),
-                **known,
-            },
-            coverage=pending.selection.coverage(measured),
-            interval=self._schedule.interval,
-            notes=(*self._failures.notes, *outcome.notes),
-            realised_loss_change=outcome.loss_change,
-            realised_loss_changes=outcome.loss_changes,
-            unmeasured=pending.selection.unmeasured(measured),
-            attention=outcome.attention,
-            alignment=pending.alignment,
-        )
+        unexplained = selection.unexplained(told, known, pending.capture.why_unmeasured)
+        part.unsupported = {**selection.unsupported, **unexplained, **known}
+        part.unmeasured = selection.unmeasured(measured)
+        part.coverage, part.elements = selection.coverage(measured), selection.elements
+        part.rows_lost |= set(self._failures.switched_off)
+        part.alignment = pending.alignment
+        part.notes[:0] = self._failures.notes
         self._failures.notes.clear()
-        self._report(report)
-        for path, reason in outcome.misdescribed.items():
-            self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
+
+    def _complete(self, number: int, part: Part) -> StepReport:
+        """The report of a step."""
+        outcome = understand(part, self._watch)
+        return StepReport(
+            step=number,
+            layers=outcome.layers,
+            unsupported=part.unsupported,
+            coverage=part.coverage,
+            interval=self._schedule.interval,
+            notes=tuple(outcome.notes),
+            realised_loss_change=part.loss_change,
+            realised_loss_changes=part.loss_changes,
+            unmeasured=part.unmeasured,
+            attention=outcome.attention,
+            alignment=part.alignment,
+        )
 
 
 class _Armed:

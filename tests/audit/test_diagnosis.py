@@ -322,6 +322,35 @@ def test_what_is_still_falling_or_was_cut_short_may_yet_be_learnt_by_heart() -> 
     assert diagnose(record(overfit=replace(stuck, steps=20))) == ()
 
 
+def test_gains_in_front_of_a_normalisation_do_not_matter() -> None:
+    weights = record().weights
+    odd = replace(weights["a"], gain=0.01, normalised=True)
+    assert "bad-initialisation" not in found(record(weights={**weights, "a": odd}, losses=STILL))
+
+
+def test_a_first_loss_that_large_inputs_make_is_not_the_weights_doing() -> None:
+    high = (16.0, *WELL[1:])
+    assert "bad-initialisation" in found(record(losses=high))
+    large = found(record(losses=high, inputs={"0": replace(INPUTS, std=70.0)}))
+    assert "input-scale" in large and "bad-initialisation" not in large
+
+
+def test_queries_that_hear_little_are_no_vanishing_where_a_table_in_front_hears() -> None:
+    quiet = {"a": reading(descent=1e-10, effective_lr=1.0)}
+    assert "vanishing" in found(record(quiet))
+    tokens = reading(kind="embedding")
+    layers = {"tokens": tokens, "a": quiet["a"], "b": reading(), "c": reading()}
+    reports = tuple(StepReport(step, layers, {}, 1.0) for step in range(0, STEPS, 10))
+    assert "vanishing" not in found(record(reports=reports))
+
+
+def test_a_loss_that_rises_where_no_rate_learns_yet_has_too_high_a_rate() -> None:
+    risen = found(record(losses=RISING, rates=trials(own=3.0, x01=2.35, x10=40.0)))
+    assert risen["rate-too-high"].strength == "act"
+    still = found(record(losses=STILL, rates=trials(own=2.36, x01=2.32, x10=40.0)))
+    assert "rate-too-high" not in still
+
+
 def test_a_few_long_rows_are_no_common_scale() -> None:
     inputs = {"0": replace(INPUTS, std=6.0)}
     long_rows = {"a": reading(scale_mean=65.0, scale_p50=2.0, scale_cv=5.0)}

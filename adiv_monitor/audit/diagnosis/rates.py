@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from adiv_monitor.audit.diagnosis.course import FEWEST, end, fell, is_long_enough, start
+from adiv_monitor.audit.diagnosis.course import FEWEST, STILL, end, fell, is_long_enough, start
 from adiv_monitor.audit.diagnosis.seen import Typical, at_first, by_layer, worst_first
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength, Trial
 from adiv_monitor.audit.record import Record
@@ -60,11 +60,16 @@ def suffers(record: Record) -> bool:
 
 
 def share_of_fall(record: Record, trial: Trial) -> float:
-    """How far the loss falls at the rate as it is, over how far it falls in the trial."""
+    """How far the loss falls at the rate as it is, over how far it falls in the trial.
+
+    Where it falls in neither: 1; or −∞, if it rises as it is by more than standing still.
+    """
     if not math.isfinite(trial.loss_without):
         return -math.inf
-    best = start(record) - trial.loss
-    return (start(record) - trial.loss_without) / best if best > 0 else 1.0
+    fall, best = start(record) - trial.loss_without, start(record) - trial.loss
+    if best > 0:
+        return fall / best
+    return -math.inf if -fall > STILL * abs(start(record)) else 1.0
 
 
 def _lower(record: Record) -> tuple[float, Trial] | None:
@@ -116,9 +121,11 @@ def _by_trial(factor: float, trial: Trial, share: float, limit: float) -> tuple[
 
 
 def _said(factor: float, trial: Trial) -> str:
+    diverges = not math.isfinite(trial.loss_without)
+    instead = "where it diverges now" if diverges else f"instead of {trial.loss_without:.3g}"
     return (
-        f"At {factor:g} times the learning rate the loss is {trial.loss:.3g} instead of "
-        f"{trial.loss_without:.3g} after {trial.steps} steps."
+        f"At {factor:g} times the learning rate the loss is {trial.loss:.3g} {instead}, after "
+        f"{trial.steps} steps."
     )
 
 
