@@ -336,7 +336,7 @@ def test_a_first_loss_that_large_inputs_make_is_not_the_weights_doing() -> None:
 
 
 def test_queries_that_hear_little_are_no_vanishing_where_a_table_in_front_hears() -> None:
-    quiet = {"a": reading(descent=1e-10, effective_lr=1.0)}
+    quiet = {"a": reading(descent=1e-10, effective_lr=1.0, scale_mean=17.0)}
     assert "vanishing" in found(record(quiet))
     tokens = reading(kind="embedding")
     layers = {"tokens": tokens, "a": quiet["a"], "b": reading(), "c": reading()}
