@@ -377,6 +377,8 @@ def test_queries_and_keys_hear_little_of_the_loss_and_nothing_vanishes() -> None
     assert "vanishing" not in names()
     assert "vanishing" in names(v=quiet)
     assert "vanishing" in names(v=reading(scale_mean=34.0))  # which reads something else
+    unknown = reading(descent=1e-9, scale_mean=math.nan)
+    assert "vanishing" in names(q=unknown, v=reading(scale_mean=math.nan))
 
 
 def test_layers_that_move_unlike_the_others_once_are_noted() -> None:

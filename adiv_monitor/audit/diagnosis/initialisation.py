@@ -169,10 +169,10 @@ def _first(report: StepReport, norms: dict[str, float]) -> str:
         reading = report.layers[path]
         return reading.rows_total, reading.scale_mean or 0.0, reading.scale_cv or 0.0
 
-    paths = list(norms)[:3]
-    begin = scales(paths[0])
-    same = takewhile(lambda p: np.allclose(scales(p), begin, rtol=1e-4, atol=1e-6), paths)
-    return max(same, key=norms.__getitem__)
+    begin, *others = list(norms)[:3]
+    own = scales(begin)
+    same = takewhile(lambda p: np.allclose(scales(p), own, rtol=1e-4, atol=1e-6), others)
+    return max([begin, *same], key=norms.__getitem__)
 
 
 def _evidence(
