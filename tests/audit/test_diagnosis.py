@@ -133,8 +133,8 @@ HITS = {
         rates=trials(own=2.2, x01=0.5, x03=1.0, x3=9.0, x10=math.inf), losses=STILL
     ),
     "rate-too-low": record(rates=trials(own=2.28, x01=2.3, x03=2.29, x3=2.1, x10=1.0)),
-    "vanishing": record({"a": reading(descent=1e-9)}, losses=STILL),
-    "exploding": record({"a": reading(descent=1e6)}, losses=STILL),
+    "vanishing": record({"a": reading(descent=1e-9, scale_mean=17.0)}, losses=STILL),
+    "exploding": record({"a": reading(descent=1e6, scale_mean=17.0)}, losses=STILL),
     "dead-units": record(units={"relu": UnitStatistics("relu", 64, 40, 0.9, 20)}, losses=STILL),
     "saturated-units": record(units={"tanh": UnitStatistics("tanh", 64, 0, 0.8, 20)}, losses=STILL),
     "clipping-always": record(
@@ -336,7 +336,7 @@ def test_a_first_loss_that_large_inputs_make_is_not_the_weights_doing() -> None:
 
 
 def test_queries_that_hear_little_are_no_vanishing_where_a_table_in_front_hears() -> None:
-    quiet = {"a": reading(descent=1e-10, effective_lr=1.0)}
+    quiet = {"a": reading(descent=1e-10, effective_lr=1.0, scale_mean=17.0)}
     assert "vanishing" in found(record(quiet))
     tokens = reading(kind="embedding")
     layers = {"tokens": tokens, "a": quiet["a"], "b": reading(), "c": reading()}
@@ -364,6 +364,21 @@ def test_a_last_layer_that_begins_at_zero_is_well() -> None:
     reports[0] = StepReport(0, first, {}, 1.0)
     strengths = [f.strength for f in diagnose(record(reports=tuple(reports)))]
     assert strengths == ["note"]
+
+
+def test_queries_and_keys_hear_little_of_the_loss_and_nothing_vanishes() -> None:
+    quiet = reading(descent=1e-9, scale_mean=33.0)
+    layers = {"q": quiet, "k": quiet, "v": reading(scale_mean=33.0), "o": reading(), "h": reading()}
+
+    def names(**changed: LayerReading) -> set[str]:
+        reports = tuple(StepReport(s, {**layers, **changed}, {}, 1.0) for s in range(0, STEPS, 10))
+        return set(found(record(reports=reports, losses=STILL)))
+
+    assert "vanishing" not in names()
+    assert "vanishing" in names(v=quiet)
+    assert "vanishing" in names(v=reading(scale_mean=34.0))  # which reads something else
+    unknown = reading(descent=1e-9, scale_mean=math.nan)
+    assert "vanishing" in names(q=unknown, v=reading(scale_mean=math.nan))
 
 
 def test_layers_that_move_unlike_the_others_once_are_noted() -> None:

@@ -1,6 +1,9 @@
 """Rules about how signals pass through the layers as they were initialised."""
 
 from collections.abc import Iterator
+from itertools import takewhile
+
+import numpy as np
 
 from adiv_monitor.audit.diagnosis.inputs import LARGE_STD
 from adiv_monitor.audit.diagnosis.rates import suffers
@@ -8,6 +11,7 @@ from adiv_monitor.audit.diagnosis.seen import gradients, looked_up
 from adiv_monitor.audit.diagnosis.units import DEAD_ACT, dead_share
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
+from adiv_monitor.report import StepReport
 
 # First loss over that of knowing nothing. Initialisations as torch has them keep it below 1.5.
 FIRST_LOSS = 3.0
@@ -96,12 +100,12 @@ def vanishing(record: Record) -> Iterator[Finding]:
     ratios = gradient_ratios(record)
     if ratios and max(ratios) < VANISHED:
         norms = gradients(record, record.reports[0])
-        first, *_, last = norms
+        first, last = _first(record.reports[0], norms), list(norms)[-1]
         yield Finding(
             "vanishing",
             tuple(p for p in norms if norms[p] < VANISHED * norms[last]),
             "act" if suffers(record) else "watch",
-            _evidence(norms, max(ratios), VANISHED),
+            _evidence(norms, first, max(ratios), VANISHED),
             (
                 Advice("layer normalisation in front of the layers", "layer-norm"),
                 Advice("initialise the weights anew, by their fan-in", "reinitialise"),
@@ -119,12 +123,12 @@ def exploding(record: Record) -> Iterator[Finding]:
     ratios = gradient_ratios(record)
     if ratios and min(ratios) > EXPLODED:
         norms = gradients(record, record.reports[0])
-        first, *_, last = norms
+        first, last = _first(record.reports[0], norms), list(norms)[-1]
         yield Finding(
             "exploding",
             tuple(p for p in norms if norms[p] > EXPLODED * norms[last]),
             "act" if suffers(record) else "watch",
-            _evidence(norms, min(ratios), EXPLODED),
+            _evidence(norms, first, min(ratios), EXPLODED),
             (
                 Advice("initialise the weights anew, by their fan-in", "reinitialise"),
                 Advice("layer normalisation in front of the layers", "layer-norm"),
@@ -146,14 +150,35 @@ def gradient_ratios(record: Record) -> list[float]:
     """
     found = []
     for report in record.reports[:2]:
-        norms = list(gradients(record, report).values())
-        if len(norms) >= 3 and norms[-1] > 0:
-            found.append(max([norms[0], *looked_up(report).values()]) / norms[-1])
+        norms = gradients(record, report)
+        if len(norms) >= 3 and (last := list(norms.values())[-1]) > 0:
+            heard = (norms[_first(report, norms)], *looked_up(report).values())
+            found.append(max(heard) / last)
     return found
 
 
-def _evidence(norms: dict[str, float], ratio: float, limit: float) -> tuple[Evidence, ...]:
-    first, *_, last = norms
+def _first(report: StepReport, norms: dict[str, float]) -> str:
+    """Of the layers that read what the first one reads, the one that hears most of the loss.
+
+    Queries and keys come first in a transformer and hear little as long as attention is even; the
+    values beside them do. Rows of the same scales are taken for the same rows, of three layers at
+    most: behind a normalisation all rows have the same.
+    """
+
+    def scales(path: str) -> tuple[float, ...]:
+        reading = report.layers[path]
+        return reading.rows_total, reading.scale_mean or 0.0, reading.scale_cv or 0.0
+
+    begin, *others = list(norms)[:3]
+    own = scales(begin)
+    same = takewhile(lambda p: np.allclose(scales(p), own, rtol=1e-4, atol=1e-6), others)
+    return max([begin, *same], key=norms.__getitem__)
+
+
+def _evidence(
+    norms: dict[str, float], first: str, ratio: float, limit: float
+) -> tuple[Evidence, ...]:
+    last = list(norms)[-1]
     return (
         Evidence("gradient of the first over the last layer", ratio, limit),
         Evidence("gradient of the activations", norms[first], layer=first),
