@@ -1,6 +1,6 @@
 """The course of a measured step: hooks, the gradient, the optimizer's step, the finished report."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from adiv_monitor.alignment.instrument import Alignment
+from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
@@ -17,7 +19,7 @@ from adiv_monitor.capture.eager import forced_eager, in_compiled_code
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.updates import Watch
-from adiv_monitor.report import StepReport
+from adiv_monitor.report import AlignmentReading, StepReport
 from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.measured_step import MeasuredStep
@@ -35,6 +37,7 @@ class Asked:
     attainable: bool
     attention: bool
     realised: bool | LossOf
+    alignment: Probe | None = None
 
 
 class Course:
@@ -75,6 +78,8 @@ class Course:
         self._compiled = False  # was the model called by compiled code, when last measured?
         self._armed: _Armed | None = None
         self._pending: _Pending | None = None
+        self._alignment: Alignment | None = None
+        self._reference: dict[str, Any] | None = None
 
     @property
     def saw_calls(self) -> bool:
@@ -88,6 +93,25 @@ class Course:
             name: of what is measured, the same in all processes.
         """
         self._assembly.join(name)
+
+    def refer(self) -> None:
+        """The point that alignments are compared with is now."""
+        if self._asked.alignment is not None:
+            self._alignment = Alignment(self._model, self._asked.alignment)
+            if self._reference is not None:
+                self._alignment.load_state_dict(self._reference)
+
+    def reference(self) -> dict[str, Any] | None:
+        """What a resumed run needs to compare alignments with the same point."""
+        return self._reference if self._alignment is None else self._alignment.state_dict()
+
+    def resume(self, reference: dict[str, Any] | None) -> None:
+        """Compare alignments with this point; before `refer`."""
+        self._reference = reference
+
+    def _aligned(self) -> Mapping[str, AlignmentReading]:
+        """How weights and activations are aligned now, if that was asked for."""
+        return {} if self._alignment is None else self._alignment.read()
 
     def arm(self) -> None:
         """Put the hooks on, before the forward pass of a step to measure."""
@@ -206,7 +230,8 @@ class Course:
             armed.step.discard()
         elif self._optimizer is not None:
             armed.step.updated()
-        self._pending = _Pending(armed.step, armed.capture, armed.selection, number)
+        alignment = self._failures.safely(self._aligned) or {}
+        self._pending = _Pending(armed.step, armed.capture, armed.selection, number, alignment)
         if not self._compiled:  # a hook would become part of the compiled code
             modules = armed.selection.owners
             # An embedding that keeps its rows short changes them when it looks them up.
@@ -284,6 +309,7 @@ class Course:
         part.coverage, part.elements = selection.coverage(measured), selection.elements
         part.interval = self._schedule.interval
         part.rows_lost |= set(self._failures.switched_off)
+        part.alignment = pending.alignment
         part.notes[:0] = self._failures.notes
         self._failures.notes.clear()
 
@@ -301,6 +327,7 @@ class Course:
             realised_loss_changes=part.loss_changes,
             unmeasured=part.unmeasured,
             attention=outcome.attention,
+            alignment=part.alignment,
         )
 
 
@@ -327,10 +354,16 @@ class _Pending:
     """A measured step that waits for the next forward pass."""
 
     def __init__(
-        self, step: MeasuredStep, capture: Capture, selection: Selection, number: int
+        self,
+        step: MeasuredStep,
+        capture: Capture,
+        selection: Selection,
+        number: int,
+        alignment: Mapping[str, AlignmentReading],
     ) -> None:
         self.step = step
         self.capture = capture
         self.selection = selection
         self.number = number
+        self.alignment = alignment
         self.cleanup = ExitStack()

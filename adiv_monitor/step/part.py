@@ -9,6 +9,7 @@ from adiv_monitor.capture.sampling import Draw
 from adiv_monitor.capture.updates import APPLIED, STEPPED, Watch
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.readings import Array
+from adiv_monitor.report import AlignmentReading
 from adiv_monitor.step.attention_outcome import Attended
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
@@ -128,6 +129,7 @@ class Part:
         attended: by path, attentions.
         attention: by path, their numbers.
         no_attention: path → why there are none.
+        alignment: as in `StepReport`; of all processes already.
     """
 
     layers: dict[str, LayerPart]
@@ -147,6 +149,7 @@ class Part:
     attended: dict[str, Attended] = field(default_factory=dict)
     attention: dict[str, dict[str, Array]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
+    alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
 
 
 def make_part(
