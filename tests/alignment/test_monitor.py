@@ -77,7 +77,11 @@ def test_records_tables_and_charts(tmp_path: Path, capsys: pytest.CaptureFixture
     assert again.alignment == report.alignment
     assert [row["layer"] for row in report.alignment_rows()] == ["0", "2", "4"]
     assert "alpha" in report.summary()
-    sinks = [JsonlSink(tmp_path / "a.jsonl"), TableSink(), TensorBoardSink(tmp_path / "logs")]
+    sinks = [
+        JsonlSink(tmp_path / "a.jsonl"),
+        TableSink(),
+        TensorBoardSink(tmp_path / "logs", scalars="all"),
+    ]
     for sink in sinks:
         sink.write(report)
         sink.close()
