@@ -310,11 +310,15 @@ def smallest(estimates: Iterable[tuple[float, float, str]]) -> Extreme:
         estimates: (value, standard error, layer); a NaN error is one that may be anything.
     """
     kept: list[tuple[float, float, str]] = []
+    surest: list[tuple[float, float]] = []  # of those kept, each with a smaller error than before
     for value, error, layer in sorted(estimates, key=lambda estimate: estimate[0]):
         error = math.inf if math.isnan(error) else error
-        # What lies below a layer that lies below this one also lies below this one.
-        if not any(_is_below(v, e, value, error) for v, e, _ in kept):
+        # What lies below a layer that lies below this one also lies below this one; and what does
+        # so with a larger error and a larger value than another, the other does, too.
+        if not any(_is_below(v, e, value, error) for v, e in surest):
             kept.append((value, error, layer))
+            if not surest or error < surest[-1][1]:
+                surest.append((value, error))
     return Extreme(_common(kept), tuple(layer for _, _, layer in kept))
 
 

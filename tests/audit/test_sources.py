@@ -55,6 +55,7 @@ def test_a_function_wins_over_the_module_of_its_name() -> None:
         ("train.py:build", "such as train:build"),
         ("models/train.py", "such as models.train:NAME"),
         ("train", "expected an import path, such as train:NAME"),
+        ("resnet18", "; did you mean torchvision.models.resnet18?"),
         ("a b:c", "expected an import path"),
         ("os.system('x')", "expected an import path"),
     ],
@@ -91,7 +92,7 @@ def test_classes_functions_and_instances_are_models() -> None:
         ("net", {"a": 1}, "takes no --model-args"),
         ("no_module", {}, "got a dict, expected a torch.nn.Module"),
         ("no_model", {}, "calling it gave a dict"),
-        ("mlp", {"wdith": 1}, "'wdith'; it takes (inputs: int = 64, width"),
+        ("mlp", {"wdith": 1}, "'wdith'; it takes (inputs=64, width"),
         ("broken", {}, "raised KeyError: 'ouch' (command_models.py:"),
         ("nn.ReLU", {}, "ReLU has no parameters: nothing to audit"),
     ],
@@ -463,6 +464,13 @@ def test_a_half_written_checkpoint_is_told(suffix: str, share: float, tmp_path: 
     assert "\n" not in str(caught.value)
 
 
+def test_a_text_is_no_checkpoint_and_nobody_advises_to_run_it(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("# It was a dark night.")
+    with pytest.raises(UsageError, match="can't be read") as caught:
+        checkpoints.load(command_models.mlp(), str(tmp_path / "book.txt"))
+    assert "weights_only" not in str(caught.value)
+
+
 def test_weights_that_do_not_fit_are_told(tmp_path: Path) -> None:
     model, file = command_models.mlp(), tmp_path / "weights.pt"
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -551,6 +559,7 @@ def test_configurations_that_can_not_be_used_are_told(
         ("NoSuchModel", {}, "its architectures are ['NoSuchModel']"),
         ("PretrainedConfig", {}, "expected one class of transformers"),
         (None, {}, "its architectures are []"),
+        (None, {"model_type": "gpt2"}, 'such as "architectures": ["GPT2LMHeadModel"]'),
         ("BertForMaskedLM", {"hidden_size": 5, "num_attention_heads": 2}, "can't be made of it"),
     ):
         with pytest.raises(UsageError) as caught:

@@ -71,8 +71,14 @@ def _refusal(error: pickle.UnpicklingError) -> str | None:
 def _unreadable(path: str, error: Exception) -> UsageError:
     return UsageError(
         f"--checkpoint {path}: can't be read, it is damaged, unfinished, or no file of safetensors "
-        f"or torch.save: {said(error)}"
+        f"or torch.save: {_own_words(error)}"
     )
+
+
+def _own_words(error: Exception) -> str:
+    """What is wrong, without torch's advice to load the file all the same."""
+    found = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
+    return found[1] if found else said(error)
 
 
 def _state(content: Any, path: str) -> Mapping[str, Tensor]:

@@ -43,7 +43,7 @@ def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     if not is_model:
         raise UsageError(
             f"{where}: its architectures are {names}, expected one class of transformers "
-            f"{transformers.__version__}, such as BertForSequenceClassification"
+            f"{transformers.__version__}, such as {_heads(str(content.get('model_type', '')))}"
         )
     try:
         config = kind.config_class.from_dict({**content, **arguments})
@@ -51,6 +51,18 @@ def build(path: str, arguments: Mapping[str, Any]) -> nn.Module:
     except Exception as error:
         raise UsageError(f"{where}: {names[0]} can't be made of it: {said(error)}") from error
     return model
+
+
+def _heads(model_type: str) -> str:
+    """Models of that type that have a loss, as "architectures" would name one."""
+    from transformers.models.auto import modeling_auto as auto
+
+    tasks = ("CAUSAL_LM", "MASKED_LM", "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")
+    names = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES").get(model_type) for task in tasks]
+    known = dict.fromkeys(name for name in names if isinstance(name, str))
+    return " or ".join(f'"architectures": ["{name}"]' for name in known) or (
+        "BertForSequenceClassification"
+    )
 
 
 def _content(file: Path, where: str) -> dict[str, Any]:

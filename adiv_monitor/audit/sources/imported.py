@@ -1,6 +1,7 @@
 """Objects by their import path."""
 
 import importlib
+import inspect
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +31,7 @@ def imported(path: str, option: str) -> Any:
     if not colon and len(parts) == 1:
         raise UsageError(
             f"{option} {path}: expected an import path, such as {path}:NAME or package.module:name"
+            f"{_elsewhere(path, option)}"
         )
     if not all(part.isidentifier() for part in [*parts, *(names.split(".") if colon else [])]):
         raise UsageError(f"{option} {path}: expected an import path, such as package.module:name")
@@ -81,8 +83,31 @@ def _named(thing: object) -> str:
     return getattr(thing, "__qualname__", type(thing).__name__)
 
 
+def _elsewhere(name: str, option: str) -> str:
+    """Where a model of that name is."""
+    if option != "MODEL":
+        return ""
+    try:
+        from torchvision.models import list_models  # type: ignore[import-untyped]
+    except ImportError:
+        return ""
+    known = {model for model in list_models() if "/" not in model}
+    return f"; did you mean torchvision.models.{name}?" if name in known else ""
+
+
 def _close(name: str, known: list[str]) -> str:
     from difflib import get_close_matches
 
     matches = get_close_matches(name, known)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def signature(function: Any) -> str:
+    """What a class or function takes, for errors."""
+    try:
+        found = inspect.signature(function)
+    except (TypeError, ValueError):
+        return "arguments that it does not tell"
+    bare = inspect.Parameter.empty
+    named = [p.replace(annotation=bare) for p in found.parameters.values()]
+    return str(found.replace(parameters=named, return_annotation=bare))

@@ -1,7 +1,6 @@
 """Models by import path, from timm, or from a configuration of Hugging Face's transformers."""
 
 import copy
-import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from adiv_monitor.audit.sources import huggingface
-from adiv_monitor.audit.sources.imported import imported
+from adiv_monitor.audit.sources.imported import imported, signature
 from adiv_monitor.audit.usage import UsageError, needed, said
 
 
@@ -58,7 +57,7 @@ def _made(name: str, found: Any, arguments: Mapping[str, Any]) -> nn.Module:
     except Exception as error:
         raise UsageError(
             f"MODEL {name}: calling it with {_call(arguments)} raised {said(error)}; it takes "
-            f"{_signature(found)}"
+            f"{signature(found)}"
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -84,10 +83,3 @@ def _timm(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
 def _call(arguments: Mapping[str, Any]) -> str:
     return f"--model-args {dict(arguments)}" if arguments else "no --model-args"
-
-
-def _signature(function: Any) -> str:
-    try:
-        return str(inspect.signature(function))
-    except (TypeError, ValueError):
-        return "arguments that it does not tell"

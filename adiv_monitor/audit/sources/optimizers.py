@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adiv_monitor.audit.setup import OptimizerFactory
-from adiv_monitor.audit.sources.imported import imported
+from adiv_monitor.audit.sources.imported import imported, signature
 from adiv_monitor.audit.usage import UsageError, said
 
 _NAMED: Mapping[str, type[Optimizer]] = {
@@ -42,7 +42,8 @@ def factory(name: str, arguments: Mapping[str, Any]) -> OptimizerFactory:
             made_one = made(model.parameters() if takes_parameters else model, **arguments)
         except Exception as error:
             raise UsageError(
-                f"--optimizer {name} with --optimizer-args {dict(arguments)}: {said(error)}"
+                f"--optimizer {name} with --optimizer-args {dict(arguments)}: {said(error)}; it "
+                f"takes {signature(made)}"
             ) from error
         if not isinstance(made_one, Optimizer):
             raise UsageError(
