@@ -7,6 +7,7 @@ from functools import update_wrapper
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from adiv_monitor.alarms import Condition
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice
@@ -63,6 +64,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         attention: measure what the step does to attention scores too.
         realised: find out what each measured step really did, as in `Monitor`; with
             `lambda output: output["loss"]` also how the loss changed.
+        alarms: rules over measures, as in `Monitor`.
         measures: what is logged.
         sinks: further sinks, which stay open; only the first process writes to them.
         on_error: what an error inside the monitor does: "warn" and go on, or "raise".
@@ -88,6 +90,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         attainable: bool = False,
         attention: bool = False,
         realised: bool | LossOf = False,
+        alarms: Sequence[str | Condition] = (),
         measures: Iterable[str] = DEFAULT_MEASURES,
         sinks: Sequence[Sink] = (),
         on_error: Literal["warn", "raise"] = "warn",
@@ -101,6 +104,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
             "attainable": attainable,
             "attention": attention,
             "realised": realised,
+            "alarms": alarms,
             "on_error": on_error,
             "seed": seed,
         }
@@ -193,9 +197,11 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         """How far the monitor has counted; and this callback's arguments, as JSON can hold them."""
         layers = None if self._layers is None or callable(self._layers) else [*self._layers]
         options = {n: x for n, x in self._options.items() if not callable(x)}
+        options["alarms"] = [rule for rule in options["alarms"] if isinstance(rule, str)]
         lost = {
             "layers": callable(self._layers),
             "realised": "realised" not in options,
+            "alarms": len(options["alarms"]) < len(self._options["alarms"]),
             "sinks": bool(self._sinks),
         }
         return {

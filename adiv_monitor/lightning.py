@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adiv_monitor.alarms import Condition
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.capture.again.losses import LossOf
@@ -24,6 +25,7 @@ from adiv_monitor.sinks.lent import lent
 from adiv_monitor.sinks.logger import logger_sink
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
+    alarms_tag,
     asked_for,
     known_measures,
     summary_scalars,
@@ -76,6 +78,7 @@ class DivergenceCallback(Callback):
         attention: measure what the step does to attention scores too.
         realised: find out what each measured step really did, as in `Monitor`.
         alignment: the batch on which alignments are read, as in `Monitor`.
+        alarms: rules over measures, as in `Monitor`.
         measures: what goes to loggers and callbacks.
         sinks: further sinks, which stay open; only rank zero writes to them.
         prog_bar: show the worst value of the first of the measures in the progress bar.
@@ -102,6 +105,7 @@ class DivergenceCallback(Callback):
         attainable: bool = False,
         attention: bool = False,
         realised: bool | LossOf = False,
+        alarms: Sequence[str | Condition] = (),
         alignment: Probe | None = None,
         measures: Iterable[str] = DEFAULT_MEASURES,
         sinks: Sequence[Sink] = (),
@@ -117,6 +121,7 @@ class DivergenceCallback(Callback):
             "attainable": attainable,
             "attention": attention,
             "realised": realised,
+            "alarms": alarms,
             "alignment": alignment,
             "on_error": on_error,
             "seed": seed,
@@ -253,6 +258,8 @@ class DivergenceCallback(Callback):
                 continue
             self._published[name] = report
             summary = summary_scalars(report, self._measures, name)
+            if self._options["alarms"]:  # not the number of an earlier report
+                summary.setdefault(alarms_tag(name), 0.0)
             tensors = {tag: torch.tensor(value) for tag, value in summary.items()}
             trainer.callback_metrics.update(tensors)
             for tag, value in summary.items():

@@ -97,7 +97,8 @@ def summary_scalars(
 ) -> dict[str, float]:
     """`adiv.summary/<measure>_min`, `…_median` and `…_max` → value over the layers (NaN left out).
 
-    And where it is known, `adiv.summary/realised_loss_change` beside `adiv.summary/descent`.
+    And where it is known, `adiv.summary/realised_loss_change` beside `adiv.summary/descent`; where
+    there are any, `adiv.summary/alarms`, their number.
 
     Args:
         report: what is summarised.
@@ -114,12 +115,19 @@ def summary_scalars(
     if report.realised_loss_change is not None and report.descent is not None:
         scalars[f"{_group(name)}/realised_loss_change"] = report.realised_loss_change
         scalars[f"{_group(name)}/descent"] = report.descent
+    if report.alarms:
+        scalars[alarms_tag(name)] = len(report.alarms)
     return scalars
 
 
 def summary_tags(measure: str, name: str = "") -> dict[str, str]:
     """min, median and max → the tag that this end of the measure has in `summary_scalars`."""
     return {end: f"{_group(name)}/{measure}_{end}" for end in ("min", "median", "max")}
+
+
+def alarms_tag(name: str = "") -> str:
+    """The tag of the number of alarms in `summary_scalars`."""
+    return f"{_group(name)}/alarms"
 
 
 def _group(name: str) -> str:

@@ -33,7 +33,7 @@ class TensorBoardSink:
     - Histograms: `adiv.row_scale/<module path>` and `adiv.row_cosine/<module path>`, rebuilt from
       the report's quantiles.
     - Text: the worst layer of each measure, where the standard errors tell which that is; what was
-      not measured, and notes, when they change.
+      not measured, alarms and notes, when they change.
     - Custom scalars: one chart per measure with all layers in it.
 
     Args:
@@ -102,6 +102,7 @@ class TensorBoardSink:
         for tag, text in (
             ("not_measured", _not_measured(report)),
             ("notes", _bullets(report.notes)),
+            ("alarms", _bullets(map(str, report.alarms))),
         ):
             if self._texts.get(tag, "") != text:
                 self._writer.add_text(f"{group}/{tag}", text or "none any more", report.step)
