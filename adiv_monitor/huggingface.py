@@ -7,6 +7,7 @@ from functools import update_wrapper
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from adiv_monitor.alarms import Condition
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice
@@ -64,6 +65,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         attention: measure what the step does to attention scores too.
         realised: find out what each measured step really did, as in `Monitor`; with
             `lambda output: output["loss"]` also how the loss changed.
+        alarms: rules over measures, as in `Monitor`.
         measures: what is logged; None: in the history one per question, elsewhere a few.
         scalars: "few": products get the summary and blocks of layers; "all": every layer, too.
         sinks: further sinks, which stay open; only the first process writes to them.
@@ -90,6 +92,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         attainable: bool = False,
         attention: bool = False,
         realised: bool | LossOf = False,
+        alarms: Sequence[str | Condition] = (),
         measures: Iterable[str] | None = None,
         scalars: Scalars = "few",
         sinks: Sequence[Sink] = (),
@@ -104,6 +107,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
             "attainable": attainable,
             "attention": attention,
             "realised": realised,
+            "alarms": alarms,
             "on_error": on_error,
             "seed": seed,
         }
@@ -198,9 +202,11 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         """How far the monitor has counted; and this callback's arguments, as JSON can hold them."""
         layers = None if self._layers is None or callable(self._layers) else [*self._layers]
         options = {n: x for n, x in self._options.items() if not callable(x)}
+        options["alarms"] = [rule for rule in options["alarms"] if isinstance(rule, str)]
         lost = {
             "layers": callable(self._layers),
             "realised": "realised" not in options,
+            "alarms": len(options["alarms"]) < len(self._options["alarms"]),
             "sinks": bool(self._sinks),
         }
         return {

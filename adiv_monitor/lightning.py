@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adiv_monitor.alarms import Condition
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.capture.again.losses import LossOf
@@ -25,6 +26,7 @@ from adiv_monitor.sinks.logger import logger_sink
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
     Scalars,
+    alarms_tag,
     known_measures,
     known_scalars,
     summary_scalars,
@@ -77,6 +79,7 @@ class DivergenceCallback(Callback):
         attention: measure what the step does to attention scores too.
         realised: find out what each measured step really did, as in `Monitor`.
         alignment: the batch on which alignments are read, as in `Monitor`.
+        alarms: rules over measures, as in `Monitor`.
         measures: what goes to loggers and callbacks; None: a few to loggers, to callbacks one per
             question.
         scalars: "few": loggers get the summary and blocks of layers; "all": every layer, too.
@@ -105,6 +108,7 @@ class DivergenceCallback(Callback):
         attainable: bool = False,
         attention: bool = False,
         realised: bool | LossOf = False,
+        alarms: Sequence[str | Condition] = (),
         alignment: Probe | None = None,
         measures: Iterable[str] | None = None,
         scalars: Scalars = "few",
@@ -121,6 +125,7 @@ class DivergenceCallback(Callback):
             "attainable": attainable,
             "attention": attention,
             "realised": realised,
+            "alarms": alarms,
             "alignment": alignment,
             "on_error": on_error,
             "seed": seed,
@@ -260,6 +265,8 @@ class DivergenceCallback(Callback):
                 continue
             self._published[name] = report
             summary = summary_scalars(report, self._measures, name)
+            if self._options["alarms"]:  # not the number of an earlier report
+                summary.setdefault(alarms_tag(name), 0.0)
             tensors = {tag: torch.tensor(value) for tag, value in summary.items()}
             trainer.callback_metrics.update(tensors)
             for tag, value in summary.items():

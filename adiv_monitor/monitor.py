@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from adiv_monitor.alarms import Alarms, Condition
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import (
     DEFAULT_MAX_ROWS,
@@ -68,6 +69,10 @@ class Monitor:
         alignment: after each measured step, run this batch through the model and read how weights,
             updates and activations are aligned (`StepReport.alignment`): a `Probe`. They are
             compared with the weights at `attach`, or those of the run that is resumed.
+        alarms: rules such as "projection_cosine < 0" or "encoder.*: update_ratio > 0.5", layers as
+            a glob pattern, or functions of a layer's path and reading: where one holds, by more
+            than two standard errors, the report and every sink say so (`StepReport.alarms`), and
+            the first time a warning.
         sinks: where reports go; closed with the monitor.
         keep: how many reports `reports` holds.
         on_error: "warn": an exception inside the monitor switches the layer off with a warning and
@@ -102,6 +107,7 @@ class Monitor:
         attention: bool = False,
         realised: bool | LossOf = False,
         alignment: Probe | None = None,
+        alarms: Sequence[str | Condition] = (),
         sinks: Sequence[Sink] = (),
         keep: int = 100,
         on_error: Literal["warn", "raise"] = "warn",
@@ -116,6 +122,7 @@ class Monitor:
         self._optimizer = optimizer
         self._choice = layers
         self._sinks = tuple(sinks)
+        self._alarms = Alarms(alarms)
         self._generator = np.random.default_rng(seed)
         self._failures = Failures(on_error)
         self._schedule = make_schedule(every_n_steps, max_overhead)
@@ -269,6 +276,12 @@ class Monitor:
             self._failures.safely(self._course.arm)
 
     def _emit(self, report: StepReport, writes: bool) -> None:
+        alarms = self._failures.safely(self._alarms.of, report) or ()
+        report = replace(report, alarms=alarms)
+        for alarm in alarms if writes else ():
+            self._failures.warn(
+                f"{alarm.rule} {alarm.layer}", f"adiv_monitor: step {report.step}: {alarm}"
+            )
         failures = [
             failure
             for sink in (self._sinks if writes else ())

@@ -6,7 +6,7 @@ means "not asked for, or not defined for this layer". The definitions are in `me
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -338,6 +338,30 @@ def _common(kept: list[tuple[float, float, str]]) -> float:
 
 
 @dataclass(frozen=True)
+class Alarm:
+    """A rule of the user's that holds in a layer.
+
+    Attributes:
+        rule: as it was written; the name of a function.
+        layer: where it holds.
+        value: of the measure that the rule compares; None of a function.
+        standard_error: of the value.
+    """
+
+    rule: str
+    layer: str
+    value: float | None = None
+    standard_error: float = 0.0
+
+    def __str__(self) -> str:
+        place = f"{self.layer or 'the model itself'}: {self.rule}"
+        if self.value is None:
+            return place
+        error = f" ± {self.standard_error:.1g}" if self.standard_error else ""
+        return f"{place}: {self.value:.4g}{error}"
+
+
+@dataclass(frozen=True)
 class MeasureSummary:
     """One measure over all layers that have it (NaN left out).
 
@@ -390,6 +414,7 @@ class StepReport:
         realised_loss_changes: the same of each sample, in the order of the batches; empty where
             the loss says nothing of single samples.
         alignment: readings of the probe right after this step, by layer; empty unless asked for.
+        alarms: where a rule of the user's holds (`Monitor(alarms=…)`).
     """
 
     step: int
@@ -403,6 +428,7 @@ class StepReport:
     realised_loss_change: float | None = None
     realised_loss_changes: tuple[float, ...] = field(default=(), repr=False)
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
+    alarms: tuple[Alarm, ...] = ()
 
     @property
     def descent(self) -> float | None:
@@ -431,6 +457,7 @@ class StepReport:
             "realised_loss_change": self.realised_loss_change,
             "realised_loss_changes": list(self.realised_loss_changes),
             "alignment": {path: reading.to_dict() for path, reading in self.alignment.items()},
+            "alarms": [asdict(alarm) for alarm in self.alarms],
         }
 
     @staticmethod
@@ -456,6 +483,7 @@ class StepReport:
             alignment={
                 p: AlignmentReading.from_dict(r) for p, r in record.get("alignment", {}).items()
             },
+            alarms=tuple(_alarm(alarm) for alarm in record.get("alarms", ())),
         )
 
     def to_rows(self) -> list[dict[str, Any]]:
@@ -513,6 +541,16 @@ class StepReport:
             for path, reading in self.readings(measure).items()
             if (value := getattr(reading, measure)) is not None and not math.isnan(value)
         ]
+
+
+def _alarm(record: Mapping[str, Any]) -> Alarm:
+    value = record["value"]
+    return Alarm(
+        record["rule"],
+        record["layer"],
+        None if value is None else number(value),
+        number(record["standard_error"]),
+    )
 
 
 def _summary(estimates: list[tuple[float, float, str]]) -> MeasureSummary:

@@ -1,48 +1,20 @@
 """Rules by which an audit fails, for gates in continuous integration: parsed, never evaluated."""
 
-import math
-import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+from adiv_monitor import alarms
+from adiv_monitor.alarms import Rule
 from adiv_monitor.audit.finding import STRENGTHS
 from adiv_monitor.audit.page.titles import FINDING_TITLES
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.usage import UsageError
 from adiv_monitor.report import ATTENTION_MEASURES, MEASURES
 
-_COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-_RULE = re.compile(
-    r"""(?: (?P<layers> .+ ) : )? \s*
-        (?P<measure> \w+ ) \s* (?P<comparison> >=? | <=? ) \s*
-        (?P<limit> [-+]? (?: \d+ \.? \d* | \. \d+ ) (?: [eE] [-+]? \d+ )? )""",
-    re.VERBOSE,
-)
 _NAME = re.compile(r"(?:(?P<layers>.+):)?\s*(?P<finding>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
-# How far beyond the limit a value must lie, as wherever values are told apart.
-_ERRORS = 2
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One `--fail-if`.
-
-    Attributes:
-        text: as it was written.
-        layers: glob pattern over layers.
-        measure: that is compared; or of a finding: its name, or a strength.
-        comparison: ">", ">=", "<", "<="; "": the rule asks for a finding.
-        limit: with what the measure is compared.
-    """
-
-    text: str
-    layers: str
-    measure: str
-    comparison: str = ""
-    limit: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -62,17 +34,12 @@ def parse(text: str) -> Rule:
     Raises:
         UsageError: it is no such rule, or there is no such measure or finding.
     """
-    if (match := _RULE.fullmatch(text.strip())) is not None:
-        measure = match["measure"]
-        known = (*MEASURES, *ATTENTION_MEASURES)
-        if measure not in known:
-            close = get_close_matches(measure, known, 2) or known
-            raise UsageError(
-                f"{text!r}: there is no measure {measure!r}; expected one such as "
-                f"{', '.join(close)}"
-            )
-        layers = (match["layers"] or "*").strip()
-        return Rule(text, layers, measure, match["comparison"], float(match["limit"]))
+    try:
+        rule = alarms.parse(text, *MEASURES, *ATTENTION_MEASURES)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if rule is not None:
+        return rule
     if (match := _NAME.fullmatch(text.strip())) is not None:
         names = (*FINDING_TITLES, *STRENGTHS)
         if match["finding"] not in names:
@@ -108,18 +75,12 @@ def hits(rule: Rule, report: AuditReport) -> list[Hit]:
                 continue
             compared = True
             error = reading.standard_error.get(rule.measure, 0.0)
-            if _holds(rule, value, error):
+            if rule.holds(value, error):
                 shown = f"{value:.4g}" + (f" ± {error:.1g}" if error else "")
                 found.setdefault(layer, []).append(f"{shown} (step {step.step})")
     if not compared:
         raise UsageError(_nothing(rule, report))
     return [Hit(rule, f"{layer}: {', '.join(values)}") for layer, values in found.items()]
-
-
-def _holds(rule: Rule, value: float, error: float) -> bool:
-    compare = _COMPARISONS[rule.comparison]
-    towards_limit = -_ERRORS * error if rule.comparison.startswith(">") else _ERRORS * error
-    return not math.isnan(value + error) and compare(value + towards_limit, rule.limit)
 
 
 def _findings(rule: Rule, report: AuditReport) -> Iterator[Hit]:

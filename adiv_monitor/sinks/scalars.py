@@ -177,8 +177,8 @@ def summary_scalars(
 ) -> dict[str, float]:
     """`adiv.summary/<measure>_min`, `…_median` and `…_max` → value over the layers (NaN left out).
 
-    And `adiv.summary/coverage`; and where it is known, `adiv.summary/realised_loss_change` beside
-    `adiv.summary/descent`.
+    And `adiv.summary/coverage`; where it is known, `adiv.summary/realised_loss_change` beside
+    `adiv.summary/descent`; where there are any, `adiv.summary/alarms`, their number.
 
     Args:
         report: what is summarised.
@@ -196,6 +196,8 @@ def summary_scalars(
     if report.realised_loss_change is not None and report.descent is not None:
         scalars[f"{_group(name)}/realised_loss_change"] = report.realised_loss_change
         scalars[f"{_group(name)}/descent"] = report.descent
+    if report.alarms:
+        scalars[alarms_tag(name)] = len(report.alarms)
     return scalars
 
 
@@ -211,6 +213,11 @@ def tags_to_follow(
     there = asked_for(measures, options)
     tags = [tag for measure in there for tag in summary_tags(measure, name).values()]
     return (*tags, f"{_group(name)}/coverage")
+
+
+def alarms_tag(name: str = "") -> str:
+    """The tag of the number of alarms in `summary_scalars`."""
+    return f"{_group(name)}/alarms"
 
 
 def _group(name: str) -> str:

@@ -51,7 +51,8 @@ class TableSink:
     sign; "?" one whose error is not known; "–" stands for "no direction" (NaN), a blank for a
     measure that was not taken. `*` (in colour where the terminal has any) marks the worst value of
     a measure, where the errors tell which that is (see `StepReport.summary`). A terminal that is
-    too narrow gets the measures in several tables. The report's notes follow below, and, when they
+    too narrow gets the measures in several tables. The report's alarms and notes follow
+    below, and, when they
     are news, the layers and parameters that were not measured.
 
     Args:
@@ -86,6 +87,8 @@ class TableSink:
             if line not in self._said:
                 self._print(f"not measured: {line}")
                 self._said.add(line)
+        for alarm in report.alarms:
+            self._print(f"alarm: {alarm}")
         for note in report.notes:
             self._print(f"note: {note}")
 

@@ -38,7 +38,7 @@ class TensorBoardSink:
       networks read where that is known. They show the whole course: the last one counts.
     - Text: `adiv.summary/findings`, what the audit's rules find in these reports alone, with the
       remedies; the worst layers, where the standard errors tell which these are; what was not
-      measured, and notes. Each when it changes.
+      measured, alarms and notes. Each when it changes.
     - Scalars: `adiv.summary/<measure>_min`, `…_median` and `…_max` over the layers, the coverage,
       and `adiv.<measure>/<block>`, medians over the layers of at most eight blocks of the network;
       with `scalars="all"`, `adiv.<measure>/<module path>` of every layer instead. A value without
@@ -136,6 +136,7 @@ class TensorBoardSink:
         self._write_text("worst_layers", worst_layers(report, measures), report.step)
         self._write_text("not_measured", _not_measured(report), report.step)
         self._write_text("notes", _bullets(report.notes), report.step)
+        self._write_text("alarms", _bullets(map(str, report.alarms)), report.step)
 
     def _write_text(self, tag: str, text: str, step: int) -> None:
         """What seldom changes only when it does."""

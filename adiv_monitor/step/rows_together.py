@@ -18,6 +18,7 @@ Values = dict[str, Array]
 # Numbers of every row.
 _SCALES = ("scale", "scale_sums", "scale_norms", "scale_largest")
 _OF_ROWS = ("products", "realised", *_SCALES, "common", "weight_norms")
+_MATRICES = ("products", "realised")
 # What a pass over all rows summed up, where that adds up.
 _ADDED = ("active", "G_G", "own_G", "own_own", "scale_sum", "weight_squares")
 _OF_ALL = (*_ADDED, "scale_deviation", "scale_max", "scale_entries")
@@ -32,6 +33,29 @@ def with_common(values: Values) -> Values:
     active = values["products"][:, 0, 0] != 0
     squares = float((values["weight_norms"][active] ** 2).sum())
     return values | {"common_of": np.array([float(active.sum()), len(active), squares])}
+
+
+def packed(values: Values) -> Values:
+    """The same as it travels: a product of two vectors stands in their matrix twice."""
+    return values | {n: _triangle(values[n]) for n in _MATRICES if n in values}
+
+
+def _triangle(matrices: Array) -> Array:
+    rows, columns = np.triu_indices(matrices.shape[1])
+    found: Array = matrices[:, rows, columns]
+    return found
+
+
+def _unpacked(values: Values) -> Values:
+    return values | {n: _whole(values[n]) for n in _MATRICES if n in values}
+
+
+def _whole(triangles: Array) -> Array:
+    size = math.isqrt(2 * triangles.shape[1])
+    rows, columns = np.triu_indices(size)
+    found = np.empty((len(triangles), size, size))
+    found[:, rows, columns] = found[:, columns, rows] = triangles
+    return found
 
 
 def pick(layer: LayerPart, kept: Index) -> LayerPart:
@@ -68,7 +92,7 @@ def layer_together(
     draws = [part.draw for part in filled if part.draw is not None]
     kept = winners(draws, max_rows)
     some = [p if k is None else pick(p, k) for p, k in zip(filled, kept, strict=True)]
-    several = [part.values for part in some]
+    several = [_unpacked(part.values) for part in some]
     values = {n: np.concatenate([v[n] for v in several]) for n in _in_all(_OF_ROWS, several)}
     values |= {n: _largest([v[n] for v in several]) for n in _in_all(_LARGEST, several)}
     values |= {n: np.concatenate([v[n] for v in several]) for n in _in_all(("stretch",), several)}

@@ -40,7 +40,7 @@ def prepared(part: Part, max_rows: int | None, processes: int, generator: Genera
             share = max_rows / processes
             bound = min(chosen.bound, (share + 4 * math.sqrt(share)) / total)
             layer = _kept(replace(layer, draw=replace(chosen, bound=bound)), bound)
-        layers[path] = layer
+        layers[path] = replace(layer, values=rows_together.packed(layer.values))
     return replace(part, layers=layers)
 
 

@@ -228,6 +228,18 @@ BERT = BertConfig(
 )
 
 
+def test_alarms_stand_in_the_history_and_rules_in_the_checkpoint(make: Make) -> None:
+    rule = "net.0: scale_mean > 0"
+    callback = DivergenceTrainerCallback(2, alarms=[rule, lambda path, reading: False])
+    trainer = make(callback)
+    with pytest.warns(UserWarning, match="step 0: net.0: net.0: scale_mean > 0"):
+        trainer.train()
+    assert {record["adiv.summary/alarms"] for record in logged(trainer).values()} == {1}
+    state = callback.state()
+    assert state["args"]["alarms"] == [rule]
+    assert state["attributes"]["_lost"] == ["alarms"]
+
+
 def test_what_a_step_really_did(make: Make) -> None:
     """Readings of every layer, and the loss, which the model gives; training stays as it is."""
     losses = []

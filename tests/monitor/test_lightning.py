@@ -117,6 +117,17 @@ def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
             )
 
 
+@pytest.mark.parametrize("package", [pl, lpl])
+def test_alarms_reach_those_who_look_at_the_trainers_metrics(package: ModuleType) -> None:
+    memory = MemorySink()
+    alarms = ["net.0: scale_mean > 0", "scale_mean < 0"]
+    run = trainer(package, callbacks=DivergenceCallback(2, sinks=[memory], alarms=alarms))
+    with pytest.warns(UserWarning, match="step 0: net.0: net.0: scale_mean > 0"):
+        run.fit(module(package), loader())
+    assert run.callback_metrics["adiv.summary/alarms"] == 1
+    assert [len(report.alarms) for report in memory.reports] == [1, 1, 1, 1]
+
+
 # The same readings as in a plain loop
 
 

@@ -1,0 +1,116 @@
+"""Rules of the user's: where they hold, and that every sink says so."""
+
+import io
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.alarms import Alarms
+from adiv_monitor.report import Alarm, LayerReading
+from adiv_monitor.sinks import JsonlSink, TableSink, TensorBoardSink
+from adiv_monitor.sinks.scalars import summary_scalars
+
+
+def report(**values: float) -> StepReport:
+    """One layer for each value of update_cosine, known to ± 0.1."""
+    layers = {
+        name.replace("_", "."): LayerReading(
+            *("linear", 4, 8, 0, 1.0), update_cosine=value, standard_error={"update_cosine": 0.1}
+        )
+        for name, value in values.items()
+    }
+    return StepReport(7, layers, {}, 1.0)
+
+
+def raised(rule: Any, made: StepReport) -> list[str]:
+    return [alarm.layer for alarm in Alarms([rule]).of(made)]
+
+
+def test_a_rule_holds_beyond_two_standard_errors() -> None:
+    made = report(a=-0.19, b=-0.21, c=float("nan"), d=0.5)
+    assert raised("update_cosine < 0", made) == ["b"]
+    assert raised("update_cosine <= 0.4", made) == ["a", "b"]
+    assert raised("update_cosine > 0.29", made) == ["d"]
+    assert raised("scale_cv > 0", made) == [], "a measure that was not taken"
+
+
+def test_a_rule_may_be_for_some_layers() -> None:
+    made = report(encoder_a=-1.0, encoder_b=0.9, head=-1.0)
+    assert raised("encoder.*: update_cosine < 0", made) == ["encoder.a"]
+    assert raised(lambda path, reading: reading.update_cosine < 0, made) == ["encoder.a", "head"]
+
+
+def test_what_is_no_rule_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rule, error, message in (
+        ("update_cosin < 0", ValueError, "update_cosine"),
+        ("update_cosine < __import__('os')", ValueError, "expected .LAYERS:. MEASURE"),
+        ("too-deep", ValueError, "expected .LAYERS:. MEASURE"),
+        (3, TypeError, "a function"),
+    ):
+        with pytest.raises(error, match=message):
+            Monitor(model, optimizer, alarms=[rule])
+    with pytest.raises(TypeError, match="a list of rules"):
+        Monitor(model, optimizer, alarms="update_cosine < 0")
+
+
+def trained(rules: list[Any], **options: Any) -> Monitor:
+    """Three steps against the gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    with Monitor(model, optimizer, every_n_steps=1, alarms=rules, **options) as monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+    return monitor
+
+
+def test_it_warns_once_for_each_rule_and_layer() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = trained(["update_cosine < 0", "1: parameter_cosine < 0"])
+    said = [str(warning.message) for warning in caught]
+    assert [text.rpartition(":")[0] for text in said] == [
+        "adiv_monitor: step 0: 0: update_cosine < 0",
+        "adiv_monitor: step 0: 1: update_cosine < 0",
+        "adiv_monitor: step 0: 1: 1: parameter_cosine < 0",
+    ]
+    assert [len(made.alarms) for made in monitor.reports] == [3, 3, 3]
+
+
+def test_a_function_that_fails_is_said_and_nothing_is_lost() -> None:
+    with pytest.warns(UserWarning, match="ZeroDivisionError"):
+        monitor = trained([lambda path, reading: 1 / 0])
+    assert [len(made.layers) for made in monitor.reports] == [2, 2, 2]
+
+
+def test_every_sink_tells_them(tmp_path: Path) -> None:
+    table = io.StringIO()
+    sinks = [TableSink(file=table), JsonlSink(tmp_path / "run.jsonl"), TensorBoardSink(tmp_path)]
+    with pytest.warns(UserWarning):
+        latest = trained(["1: update_cosine < 0"], sinks=sinks).latest
+    assert latest is not None
+    (alarm,) = latest.alarms
+    assert alarm.layer == "1" and alarm.value == latest.layers["1"].update_cosine
+    assert table.getvalue().count(f"alarm: {alarm}") == 1
+    record = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
+    assert StepReport.from_dict(record).alarms == latest.alarms
+    assert summary_scalars(latest, ["update_cosine"])["adiv.summary/alarms"] == 1
+    events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
+    assert "adiv.summary/alarms/text_summary" in events.Tags()["tensors"]
+
+
+def test_alarms_come_back_from_a_record() -> None:
+    alarms = (Alarm("a rule", "a", float("inf"), 0.1), Alarm("a function", ""))
+    made = StepReport(0, {}, {}, 1.0, alarms=alarms)
+    assert StepReport.from_dict(made.to_dict()) == made
