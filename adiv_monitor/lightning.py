@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
@@ -75,6 +76,7 @@ class DivergenceCallback(Callback):
         attainable: measure the ceiling too, which looks at all rows.
         attention: measure what the step does to attention scores too.
         realised: find out what each measured step really did, as in `Monitor`.
+        alignment: the batch on which alignments are read, as in `Monitor`.
         measures: what goes to loggers and callbacks; None: a few to loggers, to callbacks one per
             question.
         scalars: "few": loggers get the summary and blocks of layers; "all": every layer, too.
@@ -103,6 +105,7 @@ class DivergenceCallback(Callback):
         attainable: bool = False,
         attention: bool = False,
         realised: bool | LossOf = False,
+        alignment: Probe | None = None,
         measures: Iterable[str] | None = None,
         scalars: Scalars = "few",
         sinks: Sequence[Sink] = (),
@@ -118,6 +121,7 @@ class DivergenceCallback(Callback):
             "attainable": attainable,
             "attention": attention,
             "realised": realised,
+            "alignment": alignment,
             "on_error": on_error,
             "seed": seed,
         }

@@ -14,11 +14,13 @@ MAY_IMPORT = {
     "features": {"adiv_layers"},
     "maths": {"features", "report"},
     "capture": {"adiv_layers", "features", "maths"},
-    "step": {"adiv_layers", "capture", "features", "maths", "report"},
+    "step": {"adiv_layers", "alignment", "capture", "features", "maths", "report"},
     "sinks": {"audit", "report"},  # what the audit's rules and page are made of: see LOWER
-    "arguments": {"capture", "sinks", "step"},
-    "monitor": {"arguments", "capture", "errors", "report", "sinks", "step"},
-    "lightning": {"arguments", "capture", "errors", "monitor", "report", "sinks"},
+    "alignment": {"capture", "errors", "features", "report"},
+    "max_lr": {"alignment", "capture", "errors", "report", "step"},
+    "arguments": {"alignment", "capture", "sinks", "step"},
+    "monitor": {"alignment", "arguments", "capture", "errors", "report", "sinks", "step"},
+    "lightning": {"alignment", "arguments", "capture", "errors", "monitor", "report", "sinks"},
     "huggingface": {"arguments", "capture", "monitor", "sinks"},
     "audit": {
         *{"adiv_layers", "arguments", "capture", "errors", "features", "maths", "monitor"},

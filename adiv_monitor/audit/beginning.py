@@ -9,23 +9,52 @@ from torch import Tensor, nn
 
 from adiv_monitor.audit.batches import copied
 from adiv_monitor.audit.record import WeightStatistics
-from adiv_monitor.audit.setup import Setup, seeded
+from adiv_monitor.audit.setup import Fork, Setup, seeded
 
 _MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _BATCHES = 4  # that the loss of knowing nothing is the mean of
 
 
-def weights(model: nn.Module) -> dict[str, WeightStatistics]:
+def weights(setup: Setup) -> dict[str, WeightStatistics]:
     """How the linear and convolutional layers of a model are initialised, by path."""
+    fork = setup.fork()
+    normalised = _normalised(fork, setup)
     return {
-        path: _statistics(module)
-        for path, module in model.named_modules()
+        path: _statistics(module, path in normalised)
+        for path, module in fork.model.named_modules()
         if isinstance(module, _MAPS) and module.weight.numel()
     }
 
 
+def _normalised(fork: Fork, setup: Setup) -> frozenset[str]:
+    """Layers whose outputs go as they are into a normalisation, which takes their length out."""
+    paths = {module: path for path, module in fork.model.named_modules()}
+    made: dict[int, tuple[Tensor, str]] = {}  # the tensor is held: no other gets its id
+    found: set[str] = set()
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            made[id(output)] = output, paths[module]
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        found.update(made[id(x)][1] for x in inputs[:1] if id(x) in made)
+
+    for module in paths:
+        if isinstance(module, _MAPS):
+            module.register_forward_hook(note)
+        elif isinstance(module, _NORMS):
+            module.register_forward_pre_hook(look)
+    with seeded(setup.seed), torch.no_grad():
+        try:
+            fork.loss(fork.model, copied(setup.batches[0]))
+        except Exception:  # whatever is wrong with the loss is the training run's to say
+            return frozenset()
+    return frozenset(found)
+
+
 @torch.no_grad()
-def _statistics(module: nn.Module) -> WeightStatistics:
+def _statistics(module: nn.Module, normalised: bool) -> WeightStatistics:
     weight: Any = module.weight
     bias: Any = module.bias
     rows = weight.detach().flatten(1).double()
@@ -33,7 +62,7 @@ def _statistics(module: nn.Module) -> WeightStatistics:
     gain = float(rows.square().mean().sqrt()) * math.sqrt(rows.shape[1])
     rms = 0.0 if bias is None else float(bias.detach().double().square().mean().sqrt())
     alike = (len(rows) - distinct) / (len(rows) - 1) if len(rows) > 1 else 0.0
-    return WeightStatistics(gain, rms, alike)
+    return WeightStatistics(gain, rms, alike, normalised)
 
 
 def chance(setup: Setup) -> float | None:
@@ -91,13 +120,13 @@ def double_softmax(setup: Setup) -> bool | None:
     with torch.no_grad():
         try:
             with seeded(setup.seed):
-                loss = float(fork.loss(fork.model, setup.batches[0]))
+                loss = float(fork.loss(fork.model, copied(setup.batches[0])))
             if not seen:
                 return None
             fork = setup.fork()
             fork.model.register_forward_hook(shift)
             with seeded(setup.seed):
-                shifted = float(fork.loss(fork.model, setup.batches[0]))
+                shifted = float(fork.loss(fork.model, copied(setup.batches[0])))
         except Exception:  # whatever is wrong with the loss is the training run's to say
             return None
     return all(seen) and math.isclose(loss, shifted, rel_tol=1e-5)

@@ -1,12 +1,13 @@
 """What the audit says: findings with their evidence, advice, and what trying the advice gave."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Strength = Literal["act", "watch", "note"]
 STRENGTHS: tuple[Strength, ...] = ("act", "watch", "note")  # strongest first
+# Findings that are so, whatever a short run gives. A learning rate mends no wiring.
+WIRING = frozenset({"not-held", "unreached", "frozen", "input-ignored"})
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Trial:
         rate: factor on the learning rate that the mend was the best with, of those it was tried
             with; 1: as it is.
         runs: with how many learning rates it was tried.
+        falls: of learning by heart only: whether the loss was still falling at the end.
     """
 
     mend: str
@@ -55,6 +57,17 @@ class Trial:
     error: float
     rate: float = 1.0
     runs: int = 1
+    falls: bool = False
+
+    def __str__(self) -> str:
+        without = "" if math.isinf(self.loss_without) else f" instead of {self.loss_without:.3g}"
+        if math.isinf(self.loss):
+            as_it_is = " as it does without" if math.isinf(self.loss_without) else without
+            return f"the loss diverges within {self.steps} steps{as_it_is}"
+        error = f" (± {self.error:.1g})" if self.error > 0 else ""
+        without = without or ", which diverges without"
+        pays = "" if self.pays else ", which does not pay"
+        return f"loss after {self.steps} steps {self.loss:.3g}{without}{error}{pays}"
 
     @property
     def gain(self) -> float:
@@ -72,10 +85,15 @@ class Trial:
 
     @property
     def beats_rate(self) -> bool:
-        """Whether the loss is also lower, by 2 %, than with another learning rate alone."""
+        """Whether the loss is also lower than with another learning rate alone.
+
+        By 2 %, and by more than two standard errors: those of `loss_without - loss`, over the same
+        steps, stand for those of this difference.
+        """
         if self.loss_by_rate is None or not math.isfinite(self.loss_by_rate):
             return math.isfinite(self.loss)
-        return self.loss_by_rate - self.loss > 0.02 * abs(self.loss_by_rate)
+        error = 0.0 if math.isnan(self.error) else self.error
+        return self.loss_by_rate - self.loss > max(2 * error, 0.02 * abs(self.loss_by_rate))
 
 
 @dataclass(frozen=True)
@@ -98,8 +116,7 @@ class Advice:
         if self.trial is None:
             return f"{self.text} (not tried{f': {self.untried}' if self.untried else ''})"
         rate = "" if self.trial.rate == 1 else f", learning rate × {self.trial.rate:g}"
-        after = f"loss after {self.trial.steps} steps {self.trial.loss:.3g}"
-        return f"{self.text}{rate}: {after} instead of {self.trial.loss_without:.3g}"
+        return f"{self.text}{rate}: {self.trial}"
 
 
 @dataclass(frozen=True)
@@ -125,19 +142,3 @@ class Finding:
     summary: str = ""
     not_advised: str = ""
     since: int | None = None
-
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> "Finding":
-        """The finding that `dataclasses.asdict` made a record of."""
-        advice = [
-            Advice(**{**a, "trial": None if a["trial"] is None else Trial(**a["trial"])})
-            for a in record["advice"]
-        ]
-        return Finding(
-            **{
-                **record,
-                "layers": tuple(record["layers"]),
-                "evidence": tuple(Evidence(**e) for e in record["evidence"]),
-                "advice": tuple(advice),
-            }
-        )

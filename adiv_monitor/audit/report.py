@@ -1,13 +1,14 @@
 """The audit's report: plain data, as JSON and back."""
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adiv_monitor.audit.finding import Finding, Strength
+from adiv_monitor.audit.finding import WIRING, Finding, Strength
 from adiv_monitor.audit.plain import from_plain, to_json, to_plain
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.what_if import Alternative
@@ -39,13 +40,19 @@ class AuditReport:
         """What it comes to, in one or two sentences."""
         act = [f for f in self.findings if f.strength == "act"]
         if not act:
-            rest = f" {_count(len(self.findings), 'lesser finding')} below." * bool(self.findings)
-            return f"Nothing was found that costs this run its training.{rest}"
+            return self._nothing()
         first = act[0]
         said = first.summary or f"{first.name}: {', '.join(first.layers) or 'the whole model'}."
-        advice = f" To mend it: {first.advice[0]}." if first.advice else ""
         others = f" And {_count(len(act) - 1, 'more finding')} to act on." * (len(act) > 1)
-        return said + advice + others
+        return said + _mended(act) + others
+
+    def _nothing(self) -> str:
+        """That nothing costs the run its training, unless its loss says that something does."""
+        rest = f" {_count(len(self.findings), 'lesser finding')} below." * bool(self.findings)
+        stuck = next((f for f in self.findings if f.name == "loss-stuck"), None)
+        if stuck is not None and stuck.strength == "watch":
+            return f"{stuck.summary} What was looked for does not say why.{rest}"
+        return f"Nothing was found that costs this run its training.{rest}"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as nested plain data; docs/report-schema.md says what is where."""
@@ -105,6 +112,20 @@ def _write_all(folder: Path, files: Mapping[str, str]) -> None:
     finally:
         for temporary in written.values():
             temporary.unlink(missing_ok=True)
+
+
+def _mended(act: Sequence[Finding]) -> str:
+    """How the first is mended; if nothing that was tried for it pays, what does for another."""
+    first = act[0].advice[:1]
+    if not first:
+        return ""
+    if first[0].trial is None or first[0].trial.pays or act[0].name in WIRING:
+        return f" To mend it: {first[0]}."
+    found = [a for finding in act[1:] for a in finding.advice if a.trial and a.trial.pays]
+    if not found:
+        return " No mend of it that was tried pays."
+    best = min(found, key=lambda advice: advice.trial.loss if advice.trial else math.inf)
+    return f" No mend of it that was tried pays; what does: {best}."
 
 
 def _count(n: int, what: str) -> str:

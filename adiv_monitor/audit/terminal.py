@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from adiv_monitor.audit.finding import Finding
+from adiv_monitor.audit.finding import Advice, Finding
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.table import TableSink
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-_MOST_LAYERS = 50  # in the table
+_MOST_LAYERS = 16  # in the table, so that the verdict stays on the screen
 _COLOURS = {"act": "bold red", "watch": "yellow", "note": "blue"}
 
 
@@ -59,9 +59,14 @@ def _lines(finding: Finding) -> "list[object]":
         (f"{finding.strength:5}", _COLOURS[finding.strength]), f"  {finding.name}{where}"
     )
     told = [finding.summary] if finding.summary else []
-    told += [f"→ {advice}" for advice in finding.advice]
+    told += [f"{_mark(advice)} {advice}" for advice in finding.advice]
     told += [f"not: {finding.not_advised}"] if finding.not_advised else []
     return [head, *(Padding(Text(line), (0, 0, 0, 7), expand=False) for line in told)]
+
+
+def _mark(advice: Advice) -> str:
+    """Tried and pays, tried and does not, or not tried."""
+    return "→" if advice.trial is None else "✓" if advice.trial.pays else "✗"
 
 
 def _shortened(step: StepReport, report: AuditReport) -> tuple[StepReport, int]:

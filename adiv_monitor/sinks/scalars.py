@@ -5,7 +5,13 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Literal, get_args
 
-from adiv_monitor.report import ATTENTION_MEASURES, MEASURES, REALISED_MEASURES, StepReport
+from adiv_monitor.report import (
+    ALIGNMENT_MEASURES,
+    ATTENTION_MEASURES,
+    MEASURES,
+    REALISED_MEASURES,
+    StepReport,
+)
 from adiv_monitor.sinks.blocks import blocks
 
 # Few: the summary over layers, and the front measures of each block; all: every layer, too.
@@ -24,12 +30,13 @@ FRONT_MEASURES: tuple[str, ...] = (
     "attainable_cosine",
     *REALISED_MEASURES,
     *ATTENTION_MEASURES,
+    *ALIGNMENT_MEASURES,
 )
 BLOCK_MEASURES: tuple[str, ...] = ("update_ratio", "descent", "update_cosine")
 
 # What is there of each layer unless the user chooses, and what callbacks may follow: one measure
 # per question; and where the monitor was asked for them, the ceiling, what really happened, and
-# those of attention.
+# those of attention and of alignment.
 DEFAULT_MEASURES: tuple[str, ...] = (
     "update_cosine",
     "gradient_cosine",
@@ -48,6 +55,7 @@ DEFAULT_MEASURES: tuple[str, ...] = (
     "attainable_cosine",
     *REALISED_MEASURES,
     *ATTENTION_MEASURES,
+    *ALIGNMENT_MEASURES,
 )
 
 # Option of the monitor → the measures that it is for.
@@ -55,6 +63,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "attainable": ("attainable_cosine",),
     "realised": REALISED_MEASURES,
     "attention": ATTENTION_MEASURES,
+    "alignment": ALIGNMENT_MEASURES,
 }
 
 
@@ -65,7 +74,7 @@ def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
         ValueError: when there is no measure of that name.
     """
     names = (measures,) if isinstance(measures, str) else tuple(measures)
-    known = (*MEASURES, *ATTENTION_MEASURES)
+    known = (*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"measures={names}: there is no measure {', '.join(map(repr, unknown))}. "
@@ -90,7 +99,7 @@ def asked_for(measures: Iterable[str], options: Mapping[str, object]) -> tuple[s
     absent = {
         measure
         for option, extra in _OPTIONAL.items()
-        if options.get(option, False) is False
+        if options.get(option, False) is False or options[option] is None
         for measure in extra
     }
     return tuple(measure for measure in measures if measure not in absent)

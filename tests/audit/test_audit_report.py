@@ -158,13 +158,59 @@ def test_what_an_earlier_or_a_later_version_wrote_can_be_read() -> None:
 
 def test_the_verdict() -> None:
     report = audited()
-    assert report.verdict.startswith("It is so. To mend it: Mend it: loss after 9 steps inf")
     act = report.findings[0]
+    assert report.verdict.startswith("It is so. No mend of it that was tried pays.")
+    pays = replace(act.advice[0], trial=Trial("rate*0.1", 9, 0.1, math.inf, None, math.nan))
+    paid = replace(report, findings=(replace(act, advice=(pays,)),)).verdict
+    assert paid.startswith(
+        "It is so. To mend it: Mend it: loss after 9 steps 0.1, which diverges without."
+    )
+    untried = replace(report, findings=(replace(act, advice=(Advice("Do"),)),)).verdict
+    assert untried.startswith("It is so. To mend it: Do (not tried).")
     assert "1 more finding to act on" in replace(report, findings=(act, act)).verdict
     well = replace(report, findings=(replace(act, strength="watch"),))
     assert well.verdict.startswith("Nothing was found")
     assert "1 lesser finding" in well.verdict
     assert (well.worst, replace(report, findings=()).worst) == ("watch", None)
+    stuck = replace(act, name="loss-stuck", strength="watch", summary="The loss does not fall.")
+    said = replace(report, findings=(stuck,)).verdict
+    assert said.startswith("The loss does not fall. What was looked for does not say why.")
+
+
+def test_the_verdict_never_advises_what_did_not_pay() -> None:
+    report = audited()
+    act = report.findings[0]
+
+    def advice(text: str, loss: float) -> Advice:
+        return Advice(text, "mend", Trial("mend", 9, loss, 1.0, None, 0.01))
+
+    lost = replace(act, advice=(advice("Lose", 1.5), advice("Burst", math.inf)))
+    won = replace(act, advice=(advice("Win", 0.5), advice("Win more", 0.25)))
+    assert "To mend it: Win: loss after 9 steps 0.5 instead of 1 (± 0.01)." in (
+        replace(report, findings=(won, lost)).verdict
+    )
+    assert "No mend of it that was tried pays; what does: Win more: loss after 9 steps 0.25" in (
+        replace(report, findings=(lost, won)).verdict
+    )
+    alone = replace(report, findings=(lost,)).verdict
+    assert "No mend of it that was tried pays." in alone and "Lose" not in alone
+    wiring = replace(report, findings=(replace(lost, name="not-held"), won)).verdict
+    assert "To mend it: Lose: loss after 9 steps 1.5 instead of 1" in wiring
+
+
+@pytest.mark.parametrize(
+    ("loss", "without", "said"),
+    [
+        (0.5, 1.0, "loss after 9 steps 0.5 instead of 1 (± 0.01)"),
+        (1.5, 1.0, "loss after 9 steps 1.5 instead of 1 (± 0.01), which does not pay"),
+        (0.5, math.inf, "loss after 9 steps 0.5, which diverges without"),
+        (math.inf, 1.0, "the loss diverges within 9 steps instead of 1"),
+        (math.inf, math.inf, "the loss diverges within 9 steps as it does without"),
+    ],
+)
+def test_a_trial_in_words(loss: float, without: float, said: str) -> None:
+    error = 0.01 if math.isfinite(loss + without) else math.nan
+    assert str(Trial("mend", 9, loss, without, None, error)) == said
 
 
 def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,15 +31,24 @@ def setup(model: nn.Module, loss: object = cross_entropy) -> Setup:
 
 def test_gains_are_those_that_initialisations_promise() -> None:
     model = net()
-    assert weights(model)["0"].gain == pytest.approx(3**-0.5, rel=0.02)
+    assert weights(setup(model))["0"].gain == pytest.approx(3**-0.5, rel=0.02)
     nn.init.kaiming_normal_(model[0].weight)  # type: ignore[index, arg-type]
-    assert weights(model)["0"].gain == pytest.approx(2**0.5, rel=0.02)
-    assert weights(model)["0"].alike == 0
+    assert weights(setup(model))["0"].gain == pytest.approx(2**0.5, rel=0.02)
+    assert weights(setup(model))["0"].alike == 0
     nn.init.constant_(model[0].weight, 0.1)  # type: ignore[index, arg-type]
     nn.init.constant_(model[0].bias, -3.0)  # type: ignore[index, arg-type]
-    constant = weights(model)["0"]
+    constant = weights(setup(model))["0"]
     assert constant.gain == pytest.approx(0.1 * math.sqrt(300))
     assert (constant.alike, constant.bias) == (1, 3)
+
+
+def test_layers_in_front_of_a_normalisation_are_told() -> None:
+    model = net()
+    model.insert(1, nn.BatchNorm1d(200))  # type: ignore[operator]
+    found = weights(setup(model))
+    assert [path for path, weight in found.items() if weight.normalised] == ["0"]
+    model.insert(1, nn.Tanh())  # type: ignore[operator]  # which knows how long its inputs are
+    assert not any(weight.normalised for weight in weights(setup(model)).values())
 
 
 @pytest.mark.parametrize("behind", [(), (nn.LogSoftmax(1),), (nn.Softmax(1),)])
@@ -70,3 +79,21 @@ def test_a_loss_that_fails_is_not_judged_here() -> None:
 
     assert chance(setup(net(), failing)) is None
     assert double_softmax(setup(net(), failing)) is None
+
+
+def test_batches_are_as_they_were() -> None:
+    """A model may write into what it is given."""
+
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x.mul_(2))
+
+    of = setup(Doubles())
+    before = of.batches[0][0].clone()
+    chance(of)
+    double_softmax(of)
+    assert torch.equal(of.batches[0][0], before)

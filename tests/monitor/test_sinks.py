@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from example_reports import LAYERS, attention, reading, report
 
-from adiv_monitor.report import ATTENTION_MEASURES, MEASURES
+from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES
 from adiv_monitor.sinks import JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.blocks import blocks
 from adiv_monitor.sinks.scalars import (
@@ -406,7 +406,8 @@ def test_the_realised_change_of_the_loss_stands_beside_the_expected_one() -> Non
 
 
 def test_what_is_in_front_is_among_what_there_is() -> None:
-    assert set(FRONT_MEASURES) <= set(DEFAULT_MEASURES) <= {*MEASURES, *ATTENTION_MEASURES}
+    known = {*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES}
+    assert set(FRONT_MEASURES) <= set(DEFAULT_MEASURES) <= known
     assert set(TABLE_MEASURES) <= set(DEFAULT_MEASURES)
     assert set(BLOCK_MEASURES) <= set(FRONT_MEASURES)
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from adiv_monitor.audit.diagnosis.inputs import LARGE_STD
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.seen import gradients
+from adiv_monitor.audit.diagnosis.seen import gradients, looked_up
 from adiv_monitor.audit.diagnosis.units import DEAD_ACT, dead_share
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
@@ -45,6 +46,9 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
 
 
 def _first_loss(record: Record) -> Iterator[Evidence]:
+    """What large inputs make of it is not the weights' doing."""
+    if any(seen.std > LARGE_STD for seen in record.inputs.values()):
+        return
     if record.chance is not None and record.chance > 0 and record.losses:
         limit = FIRST_LOSS * record.chance
         if record.losses[0] > limit:
@@ -52,8 +56,13 @@ def _first_loss(record: Record) -> Iterator[Evidence]:
 
 
 def _gains(record: Record) -> Iterator[Evidence]:
-    """Of all layers but the last, which may begin small; at zero may begin ends of branches."""
+    """Of all layers but the last, which may begin small; at zero may begin ends of branches.
+
+    In front of a normalisation any gain will do.
+    """
     for path, weight in list(record.weights.items())[:-1]:
+        if weight.normalised:
+            continue
         if weight.gain > LARGE_GAIN:
             yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)
         elif 0 < weight.gain < SMALL_GAIN:
@@ -130,14 +139,16 @@ def exploding(record: Record) -> Iterator[Finding]:
 def gradient_ratios(record: Record) -> list[float]:
     """‖gradient‖ of the first layer over that of the last, at the first measured steps.
 
-    Two steps, since a last layer that begins at zero lets no gradient through at first; later ones
-    say what training did.
+    Where a look-up table hears more than the first map, the table's: queries and keys, the first
+    maps of many a transformer, hear little as long as all tokens attend alike. Two steps, since a
+    last layer that begins at zero lets no gradient through at first; later ones say what training
+    did.
     """
     found = []
     for report in record.reports[:2]:
         norms = list(gradients(record, report).values())
         if len(norms) >= 3 and norms[-1] > 0:
-            found.append(norms[0] / norms[-1])
+            found.append(max([norms[0], *looked_up(report).values()]) / norms[-1])
     return found
 
 

@@ -96,6 +96,12 @@ def gradients(record: Record, report: StepReport) -> dict[str, float]:
     return {path: norm for path, norm in norms.items() if norm is not None}
 
 
+def looked_up(report: StepReport) -> dict[str, float]:
+    """The same of each look-up table."""
+    tables = {p: _gradient(r) for p, r in report.layers.items() if r.kind == "embedding"}
+    return {path: norm for path, norm in tables.items() if norm is not None}
+
+
 def _gradient(reading: LayerReading) -> float | None:
     if reading.idle_share == 1:
         return 0.0

@@ -1,5 +1,6 @@
 """What drives the loss of cosine: the causes, in words, with what each takes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -135,7 +136,8 @@ def _sentence(
     ]
     causes = ", ".join([*taking, *giving]) or "nothing takes more than its error"
     words = f"Of a cosine of 1, the mean layer's step keeps {number(kept)}: {causes}."
-    ceilings = [r.attainable_cosine for r in readings.values() if r.attainable_cosine is not None]
+    several = (reading.attainable_cosine for reading in readings.values())
+    ceilings = [c for c in several if c is not None and math.isfinite(c)]
     if ceilings:
         ceiling = sum(ceilings) / len(ceilings)
         words += f" No step of these layers could keep more than {number(ceiling)} in the mean."

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from adiv_monitor.audit.finding import STRENGTHS, Advice, Finding, Trial
+from adiv_monitor.audit.finding import STRENGTHS, WIRING, Advice, Finding, Trial
 from adiv_monitor.audit.observe import Progress
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.setup import Setup
@@ -15,8 +15,6 @@ from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import plain_losses
 
 FIRST = 3  # mends of a finding that are tried
-# What these say is so, whatever a short run gives. A learning rate mends no wiring.
-WIRING = frozenset({"not-held", "unreached", "frozen", "input-ignored"})
 PLAIN = WIRING | {"non-finite", "cannot-overfit"}
 
 _AS_GOOD = 0.1  # losses that differ by less than this share of them
