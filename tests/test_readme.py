@@ -36,9 +36,7 @@ def names() -> dict[str, Any]:
     }
 
 
-def test_every_block_runs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pytorch_lightning")
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)  # Trainers make folders for their logs
@@ -46,9 +44,7 @@ def test_every_block_runs(
     namespace = names()
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), namespace)
-    printed = capsys.readouterr().out
-    assert "encoder.0" in printed
-    assert "cosine" in printed
+    assert list(Path("runs/mine").iterdir()), "the first screen leaves a dashboard"
     assert namespace["report"].layers["encoder.0"].update_cosine is not None
 
 

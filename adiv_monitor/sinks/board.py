@@ -22,11 +22,11 @@ NO_PICTURES = (
 )
 _GROWTH = 1.4  # pictures are drawn anew when there are so many times as many reports
 _PATIENCE = 20
-_MOST_WORDS = 96  # in a line of the overview
+_MOST_WORDS = 92  # in a line of the overview
 _MOST_LINES = 14
 _LOOKED_AT = (
-    "Looked at are the measures of the steps alone; inputs, wiring, units and other learning rates "
-    "are for `adiv-audit`."
+    "Looked at are the measures of the steps alone, in which not all ills show: inputs, wiring, "
+    "units and other learning rates are for `adiv-audit`."
 )
 
 
@@ -81,7 +81,7 @@ class Board:
             findings: what the overview says.
             name: tells several monitors of one run apart: `adiv.<name>/…`.
         """
-        from adiv_monitor.audit.page.report_page import headline
+        from adiv_monitor.audit.page.running_page import running_headline
         from adiv_monitor.sinks.heat import grid, heat_picture, overview_picture
 
         record = self._running.record()
@@ -96,17 +96,19 @@ class Board:
         if front:
             lines = _lines(found)
             rows = [g.only(maps) for g in front]
-            pictures[f"{group}/overview"] = overview_picture(rows, headline(found), lines, named)
+            pictures[f"{group}/overview"] = overview_picture(
+                rows, running_headline(found), lines, named
+            )
         return pictures
 
 
 def findings_text(findings: Iterable["Finding"]) -> str:
     """Findings as Markdown: verdict, where, evidence, what would mend it."""
-    from adiv_monitor.audit.page.report_page import headline
+    from adiv_monitor.audit.page.running_page import running_headline
     from adiv_monitor.audit.page.titles import finding_title
 
     found = tuple(findings)
-    parts = [f"### {headline(found)}"]
+    parts = [f"### {running_headline(found)}"]
     for finding in found:
         where = f" Where: {listed(list(finding.layers), '`')}." if finding.layers else ""
         since = "" if finding.since is None else f", since step {finding.since:,}"
@@ -130,7 +132,7 @@ def _lines(findings: tuple["Finding", ...]) -> list[str]:
         advice = f" To mend it: {finding.advice[0].text}." if finding.advice else ""
         said = f"• {finding_title(finding.name)} ({finding.strength}). {finding.summary}{advice}"
         lines += textwrap.wrap(said, _MOST_WORDS, subsequent_indent="   ")
-    lines = lines or [_LOOKED_AT.replace("`", "")]
+    lines = lines or textwrap.wrap(_LOOKED_AT.replace("`", ""), _MOST_WORDS)
     return lines if len(lines) <= _MOST_LINES else [*lines[: _MOST_LINES - 1], "   … (see Text)"]
 
 

@@ -103,7 +103,9 @@ def test_a_healthy_run_has_nothing_to_mend() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 3))
     record = seen(model, optimizer=sgd(), loss=cross_entropy)
-    assert findings_text(running(*record.reports).findings()).startswith("### Nothing to mend\n")
+    assert findings_text(running(*record.reports).findings()).startswith(
+        "### The steps show nothing ill\n"
+    )
 
 
 # Pictures

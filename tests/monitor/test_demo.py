@@ -30,39 +30,38 @@ def demo(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(DEMO), run_name="__main__")
 
 
-def table(text: str) -> dict[str, list[str]]:
-    """The cells of each layer: what stands right of the name."""
-    rows = re.findall(r"^((?:MLP|CNN) \w+, \w+) +(.*)$", text, flags=re.MULTILINE)
-    return {name: cells.replace("*", "").split()[-7:] for name, cells in rows}
+def accuracies(text: str) -> tuple[float, float]:
+    """Of the mended run, and of the one before."""
+    ((mended, raw),) = re.findall(r"test accuracy ([\d.]+)% instead of ([\d.]+)%", text)
+    return float(mended), float(raw)
 
 
 def test_digits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     demo(monkeypatch)
     text = capsys.readouterr().out
-    rows = table(text)
-    assert len(rows) == 12, "two kinds of three layers of two nets"
-    for name, cells in rows.items():
-        _, _, diagonal, _, scale, cv, _ = map(float, cells)
-        if name.endswith("corrected"):
-            assert (diagonal, scale) == (1, 1)
-            assert cv < 1e-6
-        else:
-            assert diagonal < 1 < scale
-            assert cv > 0.1
     unwrapped = " ".join(text.split())
-    sentence = r"mean scale is between \S+ and \S+ in the standard layers and 1 in"
-    assert re.search(sentence, unwrapped)
-    assert len(re.findall(r"(?:standard|corrected) \d+\.\d%", text)) == 4
-    (log_dir,) = re.findall(r"tensorboard --logdir (\S+)", text)
-    assert sorted(path.name for path in Path(log_dir).iterdir()) == [
-        "CNN-corrected",
-        "CNN-standard",
-        "MLP-corrected",
-        "MLP-standard",
-    ]
-    tags = EventAccumulator(str(Path(log_dir) / "CNN-corrected")).Reload().Tags()
-    assert {"loss", "test_accuracy", "adiv.scale_cv/net.conv1"} <= set(tags["scalars"])
-    assert "adiv.row_cosine/net.output" in tags["histograms"]
+    assert "act: The entries of input 'input' have a standard deviation of 6" in unwrapped
+    assert "→ standardise the inputs" in unwrapped, "what part three tries is what is advised"
+    mended, raw = accuracies(text)
+    assert mended > raw
+    rows = re.findall(r"^(\w+, \w+) +(\d.*)$", text, flags=re.MULTILINE)
+    cells = {name: row.replace("*", "").split() for name, row in rows}
+    assert len(cells) == 12, "three layers of four runs"
+    for name, (*_, scale, cv) in cells.items():
+        if name.endswith("corrected"):
+            assert float(scale) == 1
+            assert float(cv) < 1e-6
+    assert float(cells["input, raw"][-2]) > 50 * float(cells["input, mended"][-2]) > 0
+    assert len(re.findall(r"^(?:standard|corrected): [\d.]+% ± ", text, flags=re.MULTILINE)) == 2
+    ((folder,),) = [re.findall(r"tensorboard --logdir (\S+)", text)]
+    kept = {path.name for path in Path(folder).iterdir()}
+    assert kept == {"audit", "mended", "mended.html", "raw", "raw.html"}
+    assert Path(folder, "audit", "report.html").exists()
+    assert "trainer = Trainer(callbacks=[DivergenceCallback()])" in text
+    assert "adiv-audit my_project.train:build --data my_project.train:batches" in text
+    tags = EventAccumulator(str(Path(folder) / "raw")).Reload().Tags()
+    assert {"loss", "adiv.update_ratio/net.input"} <= set(tags["scalars"])
+    assert "adiv/overview" in tags["images"]
 
 
 def colours(classes: int, per_class: int, side: int) -> tuple[np.ndarray, np.ndarray]:
@@ -95,7 +94,7 @@ def test_cifar10(
     monkeypatch.setattr(dataset, "test_list", [["test_batch", sums["test_batch"]]])
     monkeypatch.setattr(dataset, "meta", {**dataset.meta, "md5": sums["batches.meta"]})
     demo(monkeypatch, "--dataset", "cifar10", "--root", "data")
-    assert len(table(capsys.readouterr().out)) == 12
+    accuracies(capsys.readouterr().out)
 
 
 def pictures(root: Path, *classes: str) -> None:
@@ -112,7 +111,7 @@ def test_image_folder(
     for part in ("train", "test"):
         pictures(tmp_path / "pictures" / part, "cat", "dog", "emu")
     demo(monkeypatch, "--dataset", "imagefolder", "--root", "pictures", "--seed", "3")
-    assert len(table(capsys.readouterr().out)) == 12
+    accuracies(capsys.readouterr().out)
 
 
 def test_folders_must_hold_the_same_classes(

@@ -35,6 +35,16 @@ LOOKED_FOR = (
 )
 
 
+def running_headline(findings: Sequence[Finding]) -> str:
+    """What there is to do, in a few words; that nothing was found in steps does not say "well"."""
+    if any(finding.strength == "act" for finding in findings):
+        return headline(findings)
+    watch = sum(finding.strength == "watch" for finding in findings)
+    if not watch:
+        return "The steps show nothing ill"
+    return "One thing to watch" if watch == 1 else f"{watch} things to watch"
+
+
 def running_page(record: Record, findings: Sequence[Finding], count: int) -> str:
     """A training as far as it has come, as one self-contained HTML page.
 
@@ -62,7 +72,7 @@ def running_page(record: Record, findings: Sequence[Finding], count: int) -> str
         title=f"Training up to step {reports[-1].step:,}",
         record=record,
         findings=findings,
-        headline=headline(findings),
+        headline=running_headline(findings),
         strengths=strengths_of(findings),
         strength_words=STRENGTH_WORDS,
         count=count,
