@@ -44,6 +44,10 @@ class Monitor:
     (until then code may still change the weights), where compiled code calls the model when the
     next optimizer step begins, and at the latest when the monitor is closed.
 
+    With several processes that train together, each has a monitor, and a report speaks for the rows
+    of all of them. It is complete when the next optimizer step begins; all processes have it, and
+    the first one gives it to its sinks.
+
     Args:
         model: the model that is trained.
         optimizer: the optimizer whose steps are measured, any `torch.optim.Optimizer`, or a wrapper
@@ -54,7 +58,7 @@ class Monitor:
             are timed, and the interval between measured ones becomes the smallest, but not below
             `every_n_steps` nor 16, that keeps to it. None: no clock has a say in what is measured.
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
-        max_rows: rows to look at per layer and step, chosen at random; None: all of them.
+        max_rows: rows to look at per layer and step, of all processes, chosen at random; None: all.
         attainable: measure the ceiling `attainable_cosine` too, which looks at all rows.
         attention: measure what the step does to attention scores too (`StepReport.attention`), on
             a few samples, for which twins of the modules that attend are run.

@@ -80,6 +80,7 @@ class Assembly:
         self._generator = generator
         self._complete = complete
         self._emit = emit
+        self._name = ""
         self._exchange: Exchange | None = None
         self._silent: set[int] = set()  # processes that were waited for in vain
         self._waiting: deque[_Waiting] = deque()
@@ -94,12 +95,17 @@ class Assembly:
         Args:
             name: of what is measured, the same in all processes.
         """
+        self._name = name
         if processes() > 1:
-            self._exchange = Exchange(name)
-            if self._exchange.rank:  # the same rows of each would be a poorer choice
-                chance = self._generator.bit_generator
-                assert isinstance(chance, np.random.PCG64)
-                chance.advance(self._exchange.rank << 96)
+            self._meet()
+
+    def _meet(self) -> Exchange:
+        self._exchange = Exchange(self._name)
+        if self._exchange.rank:  # the same rows of each would be a poorer choice
+            chance = self._generator.bit_generator
+            assert isinstance(chance, np.random.PCG64)
+            chance.advance(self._exchange.rank << 96)
+        return self._exchange
 
     def wait(self) -> None:
         """Complete all reports now; all processes do."""
@@ -120,23 +126,24 @@ class Assembly:
             self._exchange = None
 
     @property
+    def _world(self) -> int:
+        """How many processes train together, or did when the step was measured."""
+        return processes() if self._exchange is None else self._exchange.world
+
+    @property
     def _is_first(self) -> bool:
         return self._exchange is None or self._exchange.rank == 0
 
     def add(self, step: int, part: Part) -> None:
         """This process's part of a step is complete."""
-        exchange = self._exchange
-        if processes() == 1:
+        if self._world == 1:
             self._emit(self._complete(step, part), True)
             return
-        own = prepared(part, self._max_rows, processes(), self._generator)
+        own = prepared(part, self._max_rows, self._world, self._generator)
         waiting = _Waiting(step, own, None)
         self._waiting.append(waiting)
-        try:
-            if exchange is not None:
-                self._hand_in(exchange, waiting)
-        except RuntimeError:  # the store is gone
-            waiting.meeting = None
+        with suppress(RuntimeError):  # the store is gone
+            self._hand_in(self._exchange or self._meet(), waiting)
         self.collect()
 
     def _hand_in(self, exchange: Exchange, waiting: _Waiting) -> None:
@@ -159,8 +166,8 @@ class Assembly:
             waiting = self._waiting[0]
             try:
                 is_complete = self._look(waiting)
-            except RuntimeError:
-                is_complete, waiting.meeting = True, None
+            except RuntimeError:  # the store is gone
+                is_complete = True
             if not is_complete:
                 if time.monotonic() < end:
                     time.sleep(_PAUSE)
@@ -201,7 +208,7 @@ class Assembly:
             self._emit(waiting.heard.report, False)
             return
         parts = {rank: waiting.own, **waiting.parts}
-        part, ranks = together(parts, processes(), self._max_rows, self._generator)
+        part, ranks = together(parts, self._world, self._max_rows, self._generator)
         report = self._complete(waiting.step, part)
         if self._exchange is not None and waiting.meeting is not None and rank == 0:
             with suppress(RuntimeError):

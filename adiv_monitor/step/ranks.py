@@ -123,7 +123,7 @@ class Exchange:
     def _write(self, key: str, data: bytes | str) -> None:
         store = _store()
         if store is None:
-            raise RuntimeError("the process group is gone")
+            raise RuntimeError(_GONE)
         if isinstance(data, bytes):
             pieces = [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]
             for number, piece in enumerate(pieces):
@@ -134,7 +134,9 @@ class Exchange:
     def _read(self, key: str, *, remove: bool = False) -> bytes | None:
         # Never removed by others than who reads it: `get` would wait for what is not there.
         store = _store()
-        if store is None or not store.check([key]) or not (count := store.get(key)):
+        if store is None:
+            raise RuntimeError(_GONE)
+        if not store.check([key]) or not (count := store.get(key)):
             return None
         keys = [f"{key}/{number}" for number in range(int(count))]
         data = b"".join(store.get(piece) for piece in keys)
@@ -145,6 +147,7 @@ class Exchange:
 
 _PIECE = 2**22  # bytes of one value: the store of torchrun takes no more than eight million
 _KEPT_REPORTS = 8
+_GONE = "the process group is gone"
 
 
 def _hashed(name: str) -> str:

@@ -138,8 +138,10 @@ def work(rank: int, world: int, port: int, folder: str) -> None:
     found = take_steps(world)
     if world == 2:
         found |= {task.__name__: task(rank) for task in TASKS}
+        found["group_that_is_gone"] = group_that_is_gone(rank)
+    else:
+        dist.destroy_process_group()
     torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -326,6 +328,17 @@ def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
     return [(report.step, report.interval) for report in monitor.reports]
 
 
+def group_that_is_gone(rank: int) -> tuple[StepReport | None, int]:
+    """It ends before the monitor does."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    sink = MemorySink()
+    with Monitor(net, optimizer, sinks=[sink], on_error="raise") as monitor:
+        train(net, optimizer, x)
+        dist.destroy_process_group()
+    return monitor.latest, len(sink.reports)
+
+
 TASKS = (
     evaluation_by_the_first_alone,
     monitor_that_leaves,
@@ -356,6 +369,15 @@ def test_a_monitor_that_falls_silent_is_waited_for_once(found: dict[int, list[Fo
     notes, seconds = found[2][0]["monitor_that_falls_silent"]
     assert [own[:1] for own in notes] == [(), ALONE, ALONE]
     assert 0.5 < seconds < 1
+
+
+def test_without_the_group_each_process_has_a_report_of_its_own(
+    found: dict[int, list[Found]],
+) -> None:
+    for rank, own in enumerate(found[2]):
+        report, _ = own["group_that_is_gone"]
+        assert report.notes[0] == ALONE[0].replace("0", str(rank))
+        assert report.layers["0"].rows_seen == 4
 
 
 def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(
