@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 from collections.abc import Collection, Sequence
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -153,6 +154,7 @@ def _name_rows(axes: "Axes", layers: tuple[str, ...], named: Collection[str]) ->
         axes.hlines([i - 0.5 for i in first[1:]], -0.5, axes.get_xlim()[1], color="white", lw=0.8)
         marked = [any(path in named for path in block) for block in groups.values()]
     for label, is_named in zip(axes.get_yticklabels(), marked, strict=True):
+        label.set_parse_math(False)  # a path may have a "$"
         if is_named:
             label.set_color(_BAD)
             label.set_fontweight("bold")
@@ -257,5 +259,8 @@ def _colour_bar(
 
 def _png(figure: "Figure") -> bytes:
     target = io.BytesIO()
-    figure.savefig(target, format="png")
+    with warnings.catch_warnings():
+        # Paths may have letters that the font lacks: they are boxes here, and whole in the texts.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure.savefig(target, format="png")
     return target.getvalue()

@@ -41,7 +41,7 @@ def vanishing() -> Record:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 3))
     with torch.no_grad():
         model[2].weight.mul_(1e-5)
-    return seen(model, optimizer=sgd(0.01), loss=cross_entropy)
+    return seen(model, optimizer=sgd(0.01), loss=cross_entropy, steps=14)
 
 
 # Which reports are kept
@@ -136,6 +136,15 @@ def test_a_cell_has_the_colour_of_its_health(value: float, colour: tuple[int, in
     assert found is not None
     cells = 0.3  # of the picture, at least: half of the grid
     assert share(heat_picture(found), colour) > 0.7 * cells / 2
+
+
+def test_letters_that_the_font_lacks_are_no_trouble() -> None:
+    layers = {"日本語": reading(), "$a_{b$": reading(), "x" * 200: reading()}
+    found = grid(running(report(layers=layers)).record(), "descent")
+    assert found is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert heat_picture(found)
 
 
 def test_rows_are_in_the_networks_order_and_of_maps_only() -> None:
