@@ -258,6 +258,9 @@ def test_runs_are_shorter_where_steps_are_slow() -> None:
     seen = record(healthy)
     slow = replace(seen, facts=replace(seen.facts, seconds_per_step=0.1))
     assert {t.steps for t in rate_trials(healthy, slow, seconds=7.6).values()} == {15}
+    few = rate_trials(healthy, slow, seconds=3.7)  # 7 steps of five runs would tell nothing
+    assert {0.1, 10.0} <= few.keys() and {t.steps for t in few.values()} == {12}
+    assert not few.keys() & {0.3, 3.0}
 
 
 def interrupting(at: int) -> Any:
