@@ -60,17 +60,22 @@ def share_of_fall(record: Record, trial: Trial) -> float:
     return -math.inf if -fall > STILL * abs(start(record)) else 1.0
 
 
-def _better(record: Record, factors: list[float]) -> tuple[float, Trial] | None:
-    """The best of these rates, if it is better by more than two standard errors."""
-    trials = [(f, record.rates[f]) for f in factors if math.isfinite(record.rates[f].loss)]
+def _better(record: Record, *, higher: bool) -> tuple[float, Trial] | None:
+    """The best rate of all, if it lies on that side, and is better by two standard errors.
+
+    Of a rate that is far too high, a higher one may be better as well, by chance.
+    """
+    trials = [(f, trial) for f, trial in record.rates.items() if math.isfinite(trial.loss)]
     if not trials:
         return None
     factor, trial = min(trials, key=lambda pair: pair[1].loss)
+    if (factor > 1) is not higher:
+        return None
     return (factor, trial) if not trial.gain <= 2 * trial.error else None
 
 
 def _too_high_by_trial(record: Record) -> Iterator[Finding]:
-    better = _better(record, [factor for factor in record.rates if factor < 1])
+    better = _better(record, higher=False)
     if better is None:
         return
     factor, trial = better
@@ -144,7 +149,7 @@ def _too_high(
 
 
 def _too_low_by_trial(record: Record) -> Iterator[Finding]:
-    better = _better(record, [factor for factor in record.rates if factor > 1])
+    better = _better(record, higher=True)
     if better is None:
         return
     factor, trial = better
