@@ -3,8 +3,16 @@
 from adiv_monitor.audit import audit
 from adiv_monitor.errors import AdivError
 from adiv_monitor.monitor import Monitor
-from adiv_monitor.report import AttentionReading, LayerReading, StepReport
+from adiv_monitor.report import AlignmentReading, AttentionReading, LayerReading, StepReport
 
 __version__ = "0.1.0"
 
-__all__ = ["AdivError", "AttentionReading", "LayerReading", "Monitor", "StepReport", "audit"]
+__all__ = [
+    "AdivError",
+    "AlignmentReading",
+    "AttentionReading",
+    "LayerReading",
+    "Monitor",
+    "StepReport",
+    "audit",
+]

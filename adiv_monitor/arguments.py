@@ -7,6 +7,7 @@ from typing import TypeGuard
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.stepping import runs_hooks
@@ -39,6 +40,7 @@ def check_arguments(
     layers: object,
     max_rows: int | None,
     realised: object,
+    alignment: object,
     sinks: Sequence[object],
     keep: int,
     on_error: str,
@@ -48,6 +50,7 @@ def check_arguments(
     _check_optimizer(optimizer)
     _check_numbers(every_n_steps, max_overhead, max_rows, keep)
     _check_realised(realised, optimizer)
+    _check_alignment(alignment)
     _check_layers(layers)
     if on_error not in ("warn", "raise"):
         raise ValueError(f"Monitor(on_error=…): got {on_error!r}, expected 'warn' or 'raise'")
@@ -105,6 +108,14 @@ def _check_realised(realised: object, optimizer: object) -> None:
         raise ValueError(
             "Monitor(realised=…): got it with optimizer=None, expected the optimizer whose steps "
             "are to be followed"
+        )
+
+
+def _check_alignment(alignment: object) -> None:
+    if alignment is not None and not isinstance(alignment, Probe):
+        raise TypeError(
+            f"Monitor(alignment=…): got {type(alignment).__name__}, expected a "
+            "adiv_monitor.alignment.Probe of the batch to run, or None"
         )
 
 

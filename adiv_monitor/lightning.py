@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
@@ -74,6 +75,7 @@ class DivergenceCallback(Callback):
         attainable: measure the ceiling too, which looks at all rows.
         attention: measure what the step does to attention scores too.
         realised: find out what each measured step really did, as in `Monitor`.
+        alignment: the batch on which alignments are read, as in `Monitor`.
         measures: what goes to loggers and callbacks.
         sinks: further sinks, which stay open; only rank zero writes to them.
         prog_bar: show the worst value of the first of the measures in the progress bar.
@@ -100,6 +102,7 @@ class DivergenceCallback(Callback):
         attainable: bool = False,
         attention: bool = False,
         realised: bool | LossOf = False,
+        alignment: Probe | None = None,
         measures: Iterable[str] = DEFAULT_MEASURES,
         sinks: Sequence[Sink] = (),
         prog_bar: bool = False,
@@ -114,6 +117,7 @@ class DivergenceCallback(Callback):
             "attainable": attainable,
             "attention": attention,
             "realised": realised,
+            "alignment": alignment,
             "on_error": on_error,
             "seed": seed,
         }

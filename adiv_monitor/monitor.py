@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import (
     DEFAULT_MAX_ROWS,
     check_arguments,
@@ -64,6 +65,9 @@ class Monitor:
             of the model gave → its loss, one number or one of each sample. Forward hooks run again
             too; random numbers, buffers and attributes of modules, gradients, modes and weights
             are as if nothing had run. It takes two forward passes and a copy of the parameters.
+        alignment: after each measured step, run this batch through the model and read how weights,
+            updates and activations are aligned (`StepReport.alignment`): a `Probe`. They are
+            compared with the weights at `attach`, or those of the run that is resumed.
         sinks: where reports go; closed with the monitor.
         keep: how many reports `reports` holds.
         on_error: "warn": an exception inside the monitor switches the layer off with a warning and
@@ -97,6 +101,7 @@ class Monitor:
         attainable: bool = False,
         attention: bool = False,
         realised: bool | LossOf = False,
+        alignment: Probe | None = None,
         sinks: Sequence[Sink] = (),
         keep: int = 100,
         on_error: Literal["warn", "raise"] = "warn",
@@ -105,7 +110,7 @@ class Monitor:
         optimizer = stepping(optimizer)
         check_arguments(
             *(model, optimizer, every_n_steps, max_overhead, layers, max_rows),
-            *(realised, sinks, keep, on_error),
+            *(realised, alignment, sinks, keep, on_error),
         )
         self._model = model
         self._optimizer = optimizer
@@ -118,7 +123,7 @@ class Monitor:
             model,
             optimizer,
             self._select,
-            Asked(max_rows, attainable, attention, realised),
+            Asked(max_rows, attainable, attention, realised, alignment),
             self._generator,
             self._schedule,
             self._failures,
@@ -148,6 +153,8 @@ class Monitor:
         traceback: TracebackType | None,
     ) -> None:
         unstepped = self._course.saw_calls
+        if kind is not None:  # other processes may be gone as well
+            self._failures.safely(self._course.complete, 0.0)
         self.close()
         if kind is None and unstepped and self.latest is None:
             missing = "call of end_step()" if self._optimizer is None else "step of its optimizer"
@@ -174,7 +181,9 @@ class Monitor:
             before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
             self._handles.append(self._optimizer.register_step_pre_hook(Hook(before)))
             self._handles.append(self._optimizer.register_step_post_hook(Hook(after)))
+        self._failures.safely(self._course.join, self._paths)
         self._schedule.begin(self.step, trainable(self._model)[0], self._paths)
+        self._failures.safely(self._course.refer)
         self._failures.safely(self._course.arm)
 
     def close(self) -> None:
@@ -185,6 +194,7 @@ class Monitor:
         try:
             self.complete_report()
         finally:
+            self._course.leave()
             self._course.disarm()
             for handle in self._handles:
                 handle.remove()
@@ -208,8 +218,11 @@ class Monitor:
         self._count()
 
     def complete_report(self) -> None:
-        """Complete the report under way now, before the next forward pass begins."""
-        self._failures.safely(self._course.finish)
+        """Complete the report under way now, before the next forward pass begins.
+
+        In all processes, where several train together: it waits for their parts, but not for long.
+        """
+        self._failures.safely(self._course.complete)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs so that step numbers go on."""
@@ -217,6 +230,7 @@ class Monitor:
             "step": self.step,
             "generator": self._generator.bit_generator.state,
             "costs": self._schedule.costs(),
+            "alignment": self._course.reference(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -224,6 +238,7 @@ class Monitor:
         self.step = int(state["step"])
         self._generator.bit_generator.state = state["generator"]
         self._schedule.resume(state.get("costs", ()))
+        self._course.resume(state.get("alignment"))
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -245,10 +260,10 @@ class Monitor:
         if self._failures.safely(self._schedule.step_ended, self.step):
             self._failures.safely(self._course.arm)
 
-    def _emit(self, report: StepReport) -> None:
+    def _emit(self, report: StepReport, writes: bool) -> None:
         failures = [
             failure
-            for sink in self._sinks
+            for sink in (self._sinks if writes else ())
             if (failure := self._failures.guard_sink(sink, partial(sink.write, report))) is not None
         ]
         if failures:

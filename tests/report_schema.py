@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import fields
 from pathlib import Path
 
-from adiv_monitor import AttentionReading, LayerReading, StepReport
+from adiv_monitor import AlignmentReading, AttentionReading, LayerReading, StepReport
 from adiv_monitor.audit import AuditReport, finding, record, what_if
 from adiv_monitor.audit.report import SCHEMA
 
@@ -15,7 +15,7 @@ CLASSES = (
     *(AuditReport, finding.Finding, finding.Evidence, finding.Advice, finding.Trial),
     *(record.Record, record.Facts, record.InputStatistics, record.UnitStatistics),
     *(record.WeightStatistics, record.Wiring, what_if.Alternative),
-    *(StepReport, LayerReading, AttentionReading),
+    *(StepReport, LayerReading, AttentionReading, AlignmentReading),
 )
 COMPUTED = {
     "AuditReport": {

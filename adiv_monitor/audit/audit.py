@@ -122,6 +122,7 @@ class _Diagnosis:
 
     def _run(self, seconds: float, what_if: bool) -> None:
         """Of the time for trials, learning rates and mends get two parts each, learning one."""
+        seconds = seconds if self._record.repeats else 0.0
         setup, progress, part = self._setup, self._progress, seconds / 5
         if seconds:
             rates = trials.rate_trials(setup, self._record, seconds=2 * part, progress=progress)

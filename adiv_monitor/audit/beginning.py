@@ -120,13 +120,13 @@ def double_softmax(setup: Setup) -> bool | None:
     with torch.no_grad():
         try:
             with seeded(setup.seed):
-                loss = float(fork.loss(fork.model, setup.batches[0]))
+                loss = float(fork.loss(fork.model, copied(setup.batches[0])))
             if not seen:
                 return None
             fork = setup.fork()
             fork.model.register_forward_hook(shift)
             with seeded(setup.seed):
-                shifted = float(fork.loss(fork.model, setup.batches[0]))
+                shifted = float(fork.loss(fork.model, copied(setup.batches[0])))
         except Exception:  # whatever is wrong with the loss is the training run's to say
             return None
     return all(seen) and math.isclose(loss, shifted, rel_tol=1e-5)

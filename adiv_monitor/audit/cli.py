@@ -156,6 +156,7 @@ def _report(prepared: Prepared) -> AuditReport:
             realised=config.realised,
             attention=config.attention,
             try_mends=config.try_mends,
+            try_seconds=config.try_seconds,
             seed=config.seed,
             progress=terminal.ProgressBars(bars),
         )

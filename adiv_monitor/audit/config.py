@@ -1,6 +1,7 @@
 """Everything that an audit is told: options of the command line and keys of a YAML file alike."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -60,6 +61,13 @@ def _positive(value: Any) -> float:
     number = _number(value)
     if not number > 0:
         raise ValueError("a number above 0")
+    return number
+
+
+def _finite(value: Any) -> float:
+    number = _number(value)
+    if not 0 < number < math.inf:
+        raise ValueError("a finite number above 0")
     return number
 
 
@@ -165,7 +173,7 @@ class Config:
     optimizer_args: Mapping[str, Any] = _option(
         dict, _arguments, """arguments of the optimizer, such as '{"lr": 0.1}'""", "JSON"
     )
-    clip_norm: float | None = _option(None, _positive, "clip the gradient to this norm", "NORM")
+    clip_norm: float | None = _option(None, _finite, "clip the gradient to this norm", "NORM")
     steps: int = _option(60, _whole(1), "steps to train a copy for", "N")
     seed: int = _option(0, _whole(0), "of initial weights, data and training", "N")
     device: str | None = _option(
@@ -178,6 +186,13 @@ class Config:
     attention: bool = _option(False, _flag, "measure attention scores too")
     try_mends: bool = _option(
         True, _flag, "try the first mends in short runs before advising them (on by default)"
+    )
+    try_seconds: float = _option(
+        40.0,
+        _positive,
+        "roughly how long trying may take; what is tried then depends on the clock where steps are "
+        "slow, with inf it never does",
+        "SECONDS",
     )
     fail_if: tuple[str, ...] = _option(
         tuple,

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from adiv_monitor.audit.finding import STRENGTHS
+from adiv_monitor.audit.page.titles import FINDING_TITLES
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.usage import UsageError
 from adiv_monitor.report import ATTENTION_MEASURES, MEASURES
@@ -59,7 +60,7 @@ def parse(text: str) -> Rule:
     `[LAYERS:] NAME` of a finding, or `act`, `watch`, `note`: a finding of this strength or more.
 
     Raises:
-        UsageError: it is no such rule, or there is no such measure.
+        UsageError: it is no such rule, or there is no such measure or finding.
     """
     if (match := _RULE.fullmatch(text.strip())) is not None:
         measure = match["measure"]
@@ -73,6 +74,13 @@ def parse(text: str) -> Rule:
         layers = (match["layers"] or "*").strip()
         return Rule(text, layers, measure, match["comparison"], float(match["limit"]))
     if (match := _NAME.fullmatch(text.strip())) is not None:
+        names = (*FINDING_TITLES, *STRENGTHS)
+        if match["finding"] not in names:
+            close = get_close_matches(match["finding"], names, 2) or sorted(names)
+            raise UsageError(
+                f"{text!r}: there is no finding {match['finding']!r}; expected one such as "
+                f"{', '.join(close)}"
+            )
         return Rule(text, (match["layers"] or "*").strip(), match["finding"])
     raise UsageError(
         f"{text!r}: expected [LAYERS:] MEASURE > NUMBER with one of > >= < <=, such as 'encoder.*: "

@@ -1,9 +1,8 @@
 """What the audit says: findings with their evidence, advice, and what trying the advice gave."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Strength = Literal["act", "watch", "note"]
 STRENGTHS: tuple[Strength, ...] = ("act", "watch", "note")  # strongest first
@@ -47,6 +46,7 @@ class Trial:
         rate: factor on the learning rate that the mend was the best with, of those it was tried
             with; 1: as it is.
         runs: with how many learning rates it was tried.
+        falls: of learning by heart only: whether the loss was still falling at the end.
     """
 
     mend: str
@@ -57,6 +57,7 @@ class Trial:
     error: float
     rate: float = 1.0
     runs: int = 1
+    falls: bool = False
 
     def __str__(self) -> str:
         without = "" if math.isinf(self.loss_without) else f" instead of {self.loss_without:.3g}"
@@ -84,10 +85,15 @@ class Trial:
 
     @property
     def beats_rate(self) -> bool:
-        """Whether the loss is also lower, by 2 %, than with another learning rate alone."""
+        """Whether the loss is also lower than with another learning rate alone.
+
+        By 2 %, and by more than two standard errors: those of `loss_without - loss`, over the same
+        steps, stand for those of this difference.
+        """
         if self.loss_by_rate is None or not math.isfinite(self.loss_by_rate):
             return math.isfinite(self.loss)
-        return self.loss_by_rate - self.loss > 0.02 * abs(self.loss_by_rate)
+        error = 0.0 if math.isnan(self.error) else self.error
+        return self.loss_by_rate - self.loss > max(2 * error, 0.02 * abs(self.loss_by_rate))
 
 
 @dataclass(frozen=True)
@@ -136,19 +142,3 @@ class Finding:
     summary: str = ""
     not_advised: str = ""
     since: int | None = None
-
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> "Finding":
-        """The finding that `dataclasses.asdict` made a record of."""
-        advice = [
-            Advice(**{**a, "trial": None if a["trial"] is None else Trial(**a["trial"])})
-            for a in record["advice"]
-        ]
-        return Finding(
-            **{
-                **record,
-                "layers": tuple(record["layers"]),
-                "evidence": tuple(Evidence(**e) for e in record["evidence"]),
-                "advice": tuple(advice),
-            }
-        )

@@ -1,10 +1,10 @@
 """One fork, trained under a monitor: all that is seen of it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,17 +15,19 @@ from adiv_monitor.audit import non_finite
 from adiv_monitor.audit.again import Again
 from adiv_monitor.audit.batches import copied, size_of
 from adiv_monitor.audit.beginning import chance, double_softmax, weights
+from adiv_monitor.audit.diagnosis.course import FEWEST
 from adiv_monitor.audit.given import Given
 from adiv_monitor.audit.inputs import Inputs
-from adiv_monitor.audit.record import Facts, Record
+from adiv_monitor.audit.record import Facts, Record, Wiring
 from adiv_monitor.audit.setup import Fork, Setup, seeded
 from adiv_monitor.audit.train import Course, Watch, gradient_norm, held, train
 from adiv_monitor.audit.units import Units
-from adiv_monitor.audit.wiring import Gradients, input_matters
+from adiv_monitor.audit.wiring import Gradients, input_matters, unused
 from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.monitor import Monitor
 
 Progress = Callable[[str, int, int], None]
+T = TypeVar("T")
 # Batches that the trained model is looked at with: at least so many, and so many samples.
 BATCHES, SAMPLES, MOST_BATCHES = 8, 512, 32
 EXCHANGED = 2  # of these: batches whose inputs are exchanged between samples
@@ -79,27 +81,53 @@ def observe(
     finally:
         monitor.close()
         watch.remove()
+    ran = watch.gradients.ran
     record = Record(
         facts=_facts(setup, fork, every_n_steps, course),
         losses=tuple(course.losses),
         gradient_norms=tuple(course.gradient_norms),
-        reports=tuple(monitor.reports),
+        reports=tuple(replace(r, layers=in_order(r.layers, ran)) for r in monitor.reports),
         realised=watch.realised,
         inputs=watch.inputs.statistics(),
         wiring=watch.gradients.wiring(mattered),
         first_non_finite=watch.first_non_finite,
         parameter_norms=tuple(course.parameter_norms),
-        weights=begin,
+        weights=in_order(begin, list(filter(None, ran))),  # the root's own parts are no layers
         notes=(*_notes(setup), *watch.notes()),
         interrupted=course.interrupted,
     )
     return record if course.interrupted else _looked_at(record, setup, fork)
 
 
+def in_order(layers: Mapping[str, T], ran: Sequence[str]) -> dict[str, T]:
+    """What is known of layers, by path, in the order in which their modules first ran.
+
+    Modules are registered in any order; what comes first or last is told by the forward pass. What
+    did not run comes last; a part of a module (`attention.q`) runs when it does.
+    """
+    places = {path: place for place, path in enumerate(ran)}
+
+    def place(path: str) -> int:
+        while path not in places and path:
+            path = path.rpartition(".")[0]
+        return places.get(path, len(places))
+
+    return {path: layers[path] for path in sorted(layers, key=place)}
+
+
 def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
     """With what forward passes of the trained fork say, and one that knows nothing."""
     try:
-        record = replace(record, chance=chance(setup), double_softmax=double_softmax(setup))
+        if not _repeats(record, setup):
+            note = (
+                "A copy that begins anew has another first loss than the run had: the loss, or "
+                "what it calls, keeps something from call to call. Runs can't be compared, so "
+                "nothing was tried."
+            )
+            record = replace(record, repeats=False, notes=(*record.notes, note))
+        else:
+            record = replace(record, chance=chance(setup), double_softmax=double_softmax(setup))
+        record = replace(record, wiring=_with_unused(record.wiring, setup))
         if not all(bool(p.isfinite().all()) for p in fork.model.parameters()):
             note = "Activation functions were not looked at: the weights are not finite at the end."
             return replace(record, notes=(*record.notes, note))
@@ -111,6 +139,24 @@ def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
     # A model that died in training looked at its inputs once: that is another illness.
     most = max((x for x in matters if not math.isnan(x)), default=math.nan)
     return replace(record, units=units, wiring=replace(record.wiring, input_matters=most))
+
+
+def _repeats(record: Record, setup: Setup) -> bool:
+    """Whether a copy begins with the same loss, or neither with a finite one."""
+    fork = setup.fork()
+    with seeded(setup.seed), torch.enable_grad():
+        again = float(fork.loss(fork.model, copied(setup.batches[0])).detach())
+    first = record.losses[0]
+    # On the CPU but for the order of sums; other devices may choose other kernels for a copy.
+    exact = 1e-6 if torch.device(record.facts.device).type == "cpu" else 1e-3
+    is_same = math.isclose(again, first, rel_tol=exact, abs_tol=1e-12)
+    return is_same or not (math.isfinite(again) or math.isfinite(first))
+
+
+def _with_unused(wiring: Wiring, setup: Setup) -> Wiring:
+    if not wiring.unreached:
+        return wiring
+    return replace(wiring, unused=unused(setup.fork(), setup.batches[0], wiring.unreached))
 
 
 def _units(fork: Fork, batches: Sequence[Any]) -> Any:
@@ -211,15 +257,23 @@ def _notes(setup: Setup) -> list[str]:
     found = []
     if not setup.model.training:
         found.append("The model was given in evaluation mode; it is trained in training mode.")
+    if setup.steps < FEWEST:
+        found.append(
+            f"{setup.steps} steps are too few to judge how the loss goes: give at least {FEWEST}."
+        )
     optimizer = setup.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             found.append("The optimizer's step hooks do not run: copies of it have none.")
-        if optimizer.state:
+        if _is_resumed(setup):
             found.append("The optimizer has taken steps before; the run goes on from its state.")
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             found.append("No scheduler runs: learning rates stay as they stood.")
     return found
+
+
+def _is_resumed(setup: Setup) -> bool:
+    return isinstance(setup.optimizer, torch.optim.Optimizer) and bool(setup.optimizer.state)
 
 
 def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Facts:
@@ -240,8 +294,9 @@ def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Fact
         seed=setup.seed,
         device=str(parameters[0].device),
         torch=str(torch.__version__),
-        seconds_per_step=median(plain) if plain else math.nan,
+        seconds_per_step=median(plain or course.seconds or [math.nan]),
         clip_norm=setup.clip_norm,
+        resumed=_is_resumed(setup),
     )
 
 

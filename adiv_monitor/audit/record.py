@@ -26,8 +26,9 @@ class Facts:
         seed: of random numbers.
         device: where it ran.
         torch: version.
-        seconds_per_step: median over the plain steps; NaN where there is none.
+        seconds_per_step: median over the plain steps; over all, where each was measured.
         clip_norm: gradients were clipped to this norm; None: they were not.
+        resumed: the optimizer had taken steps before, and remembered them.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Facts:
     torch: str
     seconds_per_step: float
     clip_norm: float | None = None
+    resumed: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class UnitStatistics:
             weights that the run ended with.
         saturated: share of entries that lie where the function is flat (its slope is below 2 % of
             the largest).
-        batches: batches that were seen.
+        batches: batches that it ran in; a part that few samples are sent to may sit some out.
     """
 
     function: str
@@ -124,7 +126,8 @@ class Wiring:
         input_matters: ‖outputs − outputs where inputs are exchanged between samples‖ / ‖outputs‖,
             before training or with the weights that it ended with, whichever is more; 0: the model
             ignores its inputs. NaN where it can't be told.
-        unused: those of `unreached` whose module never ran.
+        unused: those of `unreached` that the loss does not depend on at all: their modules never
+            ran, or what they gave was not used.
     """
 
     not_held: tuple[str, ...] = ()
@@ -143,7 +146,7 @@ class Record:
         facts: what was run.
         losses: of each step's batch before the step; ends with the first that is not finite.
         gradient_norms: ‖gradient of all trained parameters‖ at each step, before clipping.
-        reports: of the measured steps.
+        reports: of the measured steps; layers in the order in which they first ran.
         realised: measured step → how much larger its batch's loss is after the step.
         inputs: by the argument's name or number.
         units: by path of the module in which the activation function ran (several: `path#2`, …).
@@ -157,10 +160,12 @@ class Record:
             cross-entropy; None: not known.
         parameter_norms: ‖all parameters that the optimizer holds‖ before each step; empty: not
             looked at.
-        weights: by path of the module, as they were before training.
+        weights: by path of the module, as they were before training, in the same order.
         double_softmax: the model's outputs are probabilities, and the loss takes their softmax once
             more; None: can't be told.
         interrupted: whether the keyboard ended the run early.
+        repeats: whether a copy that begins anew has the same first loss. If not, the loss keeps
+            something from call to call: runs can't be compared, and nothing is tried.
     """
 
     facts: Facts
@@ -180,3 +185,4 @@ class Record:
     weights: Mapping[str, WeightStatistics] = field(default_factory=dict)
     interrupted: bool = False
     double_softmax: bool | None = None
+    repeats: bool = True

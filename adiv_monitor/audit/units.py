@@ -50,11 +50,7 @@ class Units:
 
     def statistics(self) -> dict[str, UnitStatistics]:
         """Of each function, by path; several in one module: `path`, `path#2`, …."""
-        return {
-            key: sums.statistics(self._batches)
-            for key, sums in self._sums.items()
-            if sums is not None
-        }
+        return {key: sums.statistics() for key, sums in self._sums.items() if sums is not None}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -112,7 +108,7 @@ class Units:
         unit = x.ndim - 1 - places if x.ndim > places else x.ndim - 1
         flat = ((x <= ends[0]) | (x >= ends[1])).movedim(unit, -1).flatten(0, -2)
         sums = self._sums.setdefault(key, _Sums(name, flat.shape[-1]))
-        if sums is not None and not sums.add(name, flat):
+        if sums is not None and not sums.add(name, flat, self._batches):
             self._sums[key] = None
 
 
@@ -124,9 +120,11 @@ class _Sums:
         self._awake = torch.zeros(units, dtype=torch.bool)
         self._flat = 0
         self._entries = 0
+        self._batches: set[int] = set()
 
-    def add(self, name: str, flat: Tensor) -> bool:
+    def add(self, name: str, flat: Tensor, batch: int) -> bool:
         """Rows (rows, units) of one call; False if they are not of this function or these units."""
+        self._batches.add(batch)
         if name != self._name or flat.shape[-1] != len(self._awake):
             return False
         self._awake |= (~flat).any(0).cpu()
@@ -134,14 +132,14 @@ class _Sums:
         self._entries += flat.numel()
         return True
 
-    def statistics(self, batches: int) -> UnitStatistics:
+    def statistics(self) -> UnitStatistics:
         """What was added up."""
         return UnitStatistics(
             function=self._name,
             units=len(self._awake),
             dead=int((~self._awake).sum()),
             saturated=self._flat / max(self._entries, 1),
-            batches=batches,
+            batches=len(self._batches),
         )
 
 

@@ -1,6 +1,8 @@
 """Whether all that should take part in training does."""
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,23 +13,31 @@ from adiv_monitor.audit.again import Again
 from adiv_monitor.audit.batches import mapped, size_of, tensors
 from adiv_monitor.audit.inputs import is_input, names_by_place
 from adiv_monitor.audit.record import Wiring
-from adiv_monitor.audit.setup import Fork
+from adiv_monitor.audit.setup import Fork, seeded
 from adiv_monitor.audit.train import held
+from adiv_monitor.features.rows import exact
+
+LOOKED = 32  # forward passes, at most, that tell which parameters the loss depends on
 
 
 class Gradients:
-    """Watches which parameters of a fork receive gradients, and which modules run."""
+    """Watches which parameters of a fork receive gradients, and which modules run, in what order.
+
+    Attributes:
+        ran: paths of the modules that hold parameters, in the order in which they first ran.
+    """
 
     def __init__(self, fork: Fork) -> None:
         self._fork = fork
         self._named = dict(fork.model.named_parameters())
         self._unreached = {name for name, p in self._named.items() if p.requires_grad}
         self._zero = set(self._unreached)
-        self._idle = {path for path, module in fork.model.named_modules() if _holds_any(module)}
-        self._handles: dict[str, RemovableHandle] = {}
-        for path in self._idle:
-            module = fork.model.get_submodule(path)
-            self._handles[path] = module.register_forward_pre_hook(self._noted(path))
+        self.ran: list[str] = []
+        self._handles: dict[str, RemovableHandle] = {
+            path: module.register_forward_pre_hook(self._noted(path))
+            for path, module in fork.model.named_modules()
+            if _holds_any(module)
+        }
 
     def look(self) -> None:
         """The gradients of a step are complete."""
@@ -57,12 +67,11 @@ class Gradients:
             zero_gradient=tuple(n for n in reached if n in self._zero),
             frozen=tuple(n for n, p in self._named.items() if not p.requires_grad),
             input_matters=input_matters,
-            unused=tuple(n for n in unreached if n.rpartition(".")[0] in self._idle),
         )
 
     def _noted(self, path: str) -> Any:
         def note(module: nn.Module, args: Any) -> None:
-            self._idle.discard(path)
+            self.ran.append(path)
             self._handles.pop(path).remove()
 
         return note
@@ -70,6 +79,46 @@ class Gradients:
 
 def _holds_any(module: nn.Module) -> bool:
     return any(parameter is not None for parameter in module._parameters.values())
+
+
+def unused(fork: Fork, batch: Any, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of these parameters that the loss of a batch does not depend on, whatever they are.
+
+    Noise as large as they are is added to all of them, then, if the loss is another, to halves of
+    them, and so on; those that this does not get to are none.
+    """
+    again, parameters = Again(fork), dict(fork.model.named_parameters())
+    as_it_is = again.loss(batch)
+    found: set[str] = set()
+    groups = [list(names)] if names else []
+    for _ in range(LOOKED):
+        if not groups:
+            break
+        group = groups.pop(0)
+        with _noisy([parameters[name] for name in group], fork.seed):
+            is_same = math.isclose(again.loss(batch), as_it_is, rel_tol=1e-6)
+        if is_same:
+            found.update(group)
+        elif len(group) > 1:
+            half = len(group) // 2
+            groups += [group[:half], group[half:]]
+    return tuple(name for name in names if name in found)
+
+
+@contextmanager
+def _noisy(parameters: Sequence[Tensor], seed: int) -> Iterator[None]:
+    """Within, normal noise of their own rms, at least 0.1, is added to them."""
+    before = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad(), seeded(seed):
+        for parameter in parameters:
+            rms = float(parameter.float().square().mean().sqrt())
+            parameter.add_(max(rms, 0.1) * torch.randn_like(parameter))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in zip(parameters, before, strict=True):
+                parameter.copy_(values)
 
 
 def input_matters(fork: Fork, batches: list[Any]) -> float:
@@ -113,8 +162,8 @@ class _Exchange:
         if not self._is_other:
             return
         for x, y in zip(own, others, strict=True):
-            self._difference += float((x - y).square().sum())
-            self._length += float(x.square().sum())
+            self._difference += float((exact(x) - exact(y)).square().sum())
+            self._length += float(exact(x).square().sum())
 
     def ratio(self) -> float:
         """Over all batches."""
@@ -150,6 +199,6 @@ class _Exchange:
         return tuple(changed[n] for n in names), {n: changed[n] for n in kwargs}
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        found = [x.detach().cpu().double() for x in tensors(output) if x.is_floating_point()]
+        found = [x.detach().clone() for x in tensors(output) if x.is_floating_point()]
         whole = [x for x in found if x.ndim]
         self._outputs += whole or found

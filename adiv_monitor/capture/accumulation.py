@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import is_small, some
 from adiv_monitor.maths import dots
 
@@ -158,7 +159,7 @@ class Accumulation:
         for rows in self._users():
             if held is None:
                 rows.reset()
-            elif left is not None:
+            elif left is not None and processes() == 1:  # of several it is what all of them left
                 rows.rescale(_ratio(held, left))
             rows.fold()
         if held is None:

@@ -162,9 +162,14 @@ class Selection:
         missing = self._missing(measured)
         return {self.names[key]: n for key, n in missing.items() if key in self.names}
 
+    @property
+    def elements(self) -> int:
+        """Of all parameters that are trained."""
+        return sum(map(_elements, self.trained))
+
     def coverage(self, measured: Iterable[Layer]) -> float:
         """Share of the trained elements that lie in the measured layers, 0 to 1."""
-        whole = sum(map(_elements, self.trained))
+        whole = self.elements
         return (whole - sum(self._missing(measured).values())) / whole if whole else 0.0
 
     def _missing(self, measured: Iterable[Layer]) -> dict[int, int]:

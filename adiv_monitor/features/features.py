@@ -53,6 +53,10 @@ class Averaged(Protocol):
         """φ_W,r·Σ_k a_k φ_W,k of every row."""
         ...
 
+    def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
+        """Σ_k a_k φ_W,k, in one dimension, where there are products."""
+        ...
+
     def weight_norms(self) -> Float[Tensor, " rows"]:
         """‖φ_W,r‖ of every row."""
         ...
@@ -196,10 +200,12 @@ class DenseFeatures:
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
         """φ_W,r·Σ_k a_k φ_W,k of every row: how much of it is common to the active rows."""
-        if self.phi is None:
-            return None
-        flat = self.phi.flatten(1)
-        return flat @ (active @ flat)
+        return None if self.phi is None else self.phi.flatten(1) @ self.weight_sum(active)
+
+    def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
+        """Σ_k a_k φ_W,k over all groups."""
+        assert self.phi is not None
+        return active @ self.phi.flatten(1)
 
     def weight_norms(self) -> Float[Tensor, " rows"]:
         """‖φ_W,r‖ of every row, over all groups."""
@@ -263,9 +269,12 @@ class OneHotFeatures:
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
         """How often the row's token comes among the active rows."""
+        return self.weight_sum(active)[self.token] * self.trained
+
+    def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " vocabulary"]:
+        """How often each token comes."""
         weights = active * self.trained
-        counts = weights.new_zeros(self.vocabulary).index_add_(0, self.token, weights)
-        return counts[self.token] * self.trained
+        return weights.new_zeros(self.vocabulary).index_add_(0, self.token, weights)
 
     def weight_norms(self) -> Float[Tensor, " rows"]:
         """1 for every token that is trained."""

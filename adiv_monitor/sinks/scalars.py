@@ -2,10 +2,17 @@
 
 from collections.abc import Iterable, Mapping
 
-from adiv_monitor.report import ATTENTION_MEASURES, MEASURES, REALISED_MEASURES, StepReport
+from adiv_monitor.report import (
+    ALIGNMENT_MEASURES,
+    ATTENTION_MEASURES,
+    MEASURES,
+    REALISED_MEASURES,
+    StepReport,
+)
 
 # What is shown per layer unless the user chooses: twelve scalars, one per question; and where the
-# monitor was asked for them, the ceiling, what really happened, and those of attention.
+# monitor was asked for them, the ceiling, what really happened, and those of attention and of
+# alignment.
 DEFAULT_MEASURES: tuple[str, ...] = (
     "update_cosine",
     "gradient_cosine",
@@ -22,6 +29,7 @@ DEFAULT_MEASURES: tuple[str, ...] = (
     "attainable_cosine",
     *REALISED_MEASURES,
     *ATTENTION_MEASURES,
+    *ALIGNMENT_MEASURES,
 )
 
 # Option of the monitor → the measures that it is for.
@@ -29,6 +37,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "attainable": ("attainable_cosine",),
     "realised": REALISED_MEASURES,
     "attention": ATTENTION_MEASURES,
+    "alignment": ALIGNMENT_MEASURES,
 }
 
 
@@ -39,7 +48,7 @@ def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
         ValueError: when there is no measure of that name.
     """
     names = (measures,) if isinstance(measures, str) else tuple(measures)
-    known = (*MEASURES, *ATTENTION_MEASURES)
+    known = (*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"measures={names}: there is no measure {', '.join(map(repr, unknown))}. "
@@ -64,7 +73,7 @@ def asked_for(measures: Iterable[str], options: Mapping[str, object]) -> tuple[s
     absent = {
         measure
         for option, extra in _OPTIONAL.items()
-        if options.get(option, False) is False
+        if options.get(option, False) is False or options[option] is None
         for measure in extra
     }
     return tuple(measure for measure in measures if measure not in absent)

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING
 
 from adiv_monitor.report import (
+    ALIGNMENT_MEASURES,
     ATTENTION_MEASURES,
     MEASURES,
     REALISED_MEASURES,
     WORST,
+    AlignmentReading,
     AttentionReading,
     LayerReading,
     StepReport,
@@ -32,13 +34,17 @@ TABLE_MEASURES: tuple[str, ...] = (
     "attainable_cosine",
     *REALISED_MEASURES,
     *ATTENTION_MEASURES,
+    *("alpha", "omega", "u", "cumulative", "kappa_alpha"),
 )
 
+Reading = LayerReading | AttentionReading | AlignmentReading
 _ENDLESS = 10_000  # characters
 
 
 class TableSink:
-    """Prints every report as a table: a row per layer, a column per measure; attention below it.
+    """Prints every report as a table: a row per layer, a column per measure.
+
+    Measures of attention and of alignment have tables of their own, below.
 
     Values that rest on sampled rows are printed to the digits that their standard errors leave:
     0.0431 ± 0.012 reads 0.04. "≈0" is a value that lies closer to zero than its error, which has no
@@ -69,7 +75,7 @@ class TableSink:
         share = percent(report.coverage)
         self._print(f"step {report.step} · {share} of the trained parameters measured")
         shown = taken(report, self._measures)
-        for kind in (MEASURES, ATTENTION_MEASURES):
+        for kind in (MEASURES, ATTENTION_MEASURES, ALIGNMENT_MEASURES):
             of_kind = tuple(measure for measure in shown if measure in kind)
             for table in _tables(report, of_kind, self._console):
                 self._console.print(table)
@@ -151,7 +157,7 @@ def _worst(report: StepReport) -> dict[str, str | None]:
     }
 
 
-def _cell(reading: LayerReading | AttentionReading, measure: str, starred: bool) -> str:
+def _cell(reading: Reading, measure: str, starred: bool) -> str:
     """The value, its mark, and blanks for the decimals that are missing to three."""
     value = getattr(reading, measure)
     if value is None:
@@ -163,9 +169,11 @@ def _cell(reading: LayerReading | AttentionReading, measure: str, starred: bool)
     return shown + ("*" if starred else " ") + " " * missing
 
 
-def _looked_at(reading: LayerReading | AttentionReading) -> str:
+def _looked_at(reading: Reading) -> str:
     if isinstance(reading, AttentionReading):
         seen, total = reading.samples_seen, reading.samples_total
+    elif isinstance(reading, AlignmentReading):
+        seen = total = reading.rows
     else:
         seen, total = reading.rows_seen, reading.rows_total
     return f"{total:,}" if seen == total else f"{seen:,} of {total:,}"

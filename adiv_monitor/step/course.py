@@ -1,6 +1,6 @@
 """The course of a measured step: hooks, the gradient, the optimizer's step, the finished report."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from adiv_monitor.alignment.instrument import Alignment
+from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
@@ -17,9 +19,12 @@ from adiv_monitor.capture.eager import forced_eager, in_compiled_code
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.updates import Watch
-from adiv_monitor.report import StepReport
+from adiv_monitor.report import AlignmentReading, StepReport
+from adiv_monitor.step.assembly import PATIENCE, Assembly
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.measured_step import MeasuredStep
+from adiv_monitor.step.outcome import understand
+from adiv_monitor.step.part import Part
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.schedule import Schedule
 
@@ -32,6 +37,7 @@ class Asked:
     attainable: bool
     attention: bool
     realised: bool | LossOf
+    alignment: Probe | None = None
 
 
 class Course:
@@ -45,7 +51,7 @@ class Course:
         generator: the monitor's own source of chance.
         schedule: is told when the forward pass of a measured step begins.
         failures: knows what to do about exceptions.
-        report: gets every report.
+        report: gets every report, and whether this process is to write it.
     """
 
     def __init__(
@@ -57,7 +63,7 @@ class Course:
         generator: np.random.Generator,
         schedule: Schedule,
         failures: Failures,
-        report: Callable[[StepReport], None],
+        report: Callable[[StepReport, bool], None],
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -66,17 +72,50 @@ class Course:
         self._generator = generator
         self._schedule = schedule
         self._failures = failures
-        self._report = report
         self._watch = Watch()
+        self._assembly = Assembly(asked.max_rows, generator, self._complete, report)
         self._checked: set[str] = set()  # layers whose rule was seen to hold
         self._compiled = False  # was the model called by compiled code, when last measured?
         self._armed: _Armed | None = None
         self._pending: _Pending | None = None
+        self._alignment: Alignment | None = None
+        self._reference: dict[str, Any] | None = None
 
     @property
     def saw_calls(self) -> bool:
         """Whether layers were called in a step that was not taken yet."""
         return self._armed is not None and self._armed.capture.saw_calls()
+
+    def join(self, name: str) -> None:
+        """The monitor is attached; its reports are to speak for all processes that have one.
+
+        Args:
+            name: of what is measured, the same in all processes.
+        """
+        self._assembly.join(name)
+
+    def leave(self) -> None:
+        """The monitor is closed."""
+        self._assembly.leave()
+
+    def refer(self) -> None:
+        """The point that alignments are compared with is now."""
+        if self._asked.alignment is not None:
+            self._alignment = Alignment(self._model, self._asked.alignment)
+            if self._reference is not None:
+                self._alignment.load_state_dict(self._reference)
+
+    def reference(self) -> dict[str, Any] | None:
+        """What a resumed run needs to compare alignments with the same point."""
+        return self._reference if self._alignment is None else self._alignment.state_dict()
+
+    def resume(self, reference: dict[str, Any] | None) -> None:
+        """Compare alignments with this point; before `refer`."""
+        self._reference = reference
+
+    def _aligned(self) -> Mapping[str, AlignmentReading]:
+        """How weights and activations are aligned now, if that was asked for."""
+        return {} if self._alignment is None else self._alignment.read()
 
     def arm(self) -> None:
         """Put the hooks on, before the forward pass of a step to measure."""
@@ -129,6 +168,8 @@ class Course:
         """An optimizer step begins; with a measured one's closure, it gets other arguments."""
         if self._pending is not None:
             self._failures.safely(self.finish)
+        if self._assembly:
+            self._failures.safely(self._assembly.collect)
         if self._armed is None:
             return None
         return self._read_gradients(self._armed, optimizer, args, kwargs)
@@ -193,7 +234,8 @@ class Course:
             armed.step.discard()
         elif self._optimizer is not None:
             armed.step.updated()
-        self._pending = _Pending(armed.step, armed.capture, armed.selection, number)
+        alignment = self._failures.safely(self._aligned) or {}
+        self._pending = _Pending(armed.step, armed.capture, armed.selection, number, alignment)
         if not self._compiled:  # a hook would become part of the compiled code
             modules = armed.selection.owners
             # An embedding that keeps its rows short changes them when it looks them up.
@@ -223,41 +265,63 @@ class Course:
             armed.cleanup.close()
 
     def finish(self) -> None:
-        """Complete the pending report and hand it on."""
+        """Complete what this process knows of the pending step, and hand it on."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         pending.cleanup.close()
         pending.step.realise()
         pending.step.applied()
-        outcome = pending.step.outcome()
-        self._checked |= outcome.checked
-        self._failures.switched_off |= outcome.misdescribed
-        seen = pending.capture.layers
-        measured = [layer for path, layer in seen.items() if path in outcome.layers]
-        known = dict(outcome.unsupported)
+        part = pending.step.part()
+        self._checked |= part.checked
+        self._failures.switched_off |= part.misdescribed
+        self._describe(part, pending)
+        self._assembly.add(pending.number, part)
+        for path, reason in part.misdescribed.items():
+            self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
+
+    def complete(self, patience: float = PATIENCE) -> None:
+        """Complete all reports now, with what other processes have to say of them.
+
+        Args:
+            patience: for how many seconds to wait for these.
+        """
+        self.finish()
+        if self._assembly:
+            self._assembly.collect(patience)
+
+    def _describe(self, part: Part, pending: "_Pending") -> None:
+        """Which parameters it is of, and why there is nothing of others."""
+        selection, seen = pending.selection, pending.capture.layers
+        measured = [layer for path, layer in seen.items() if path in part.layers]
+        known = dict(part.unsupported)
         known |= {p: r for p, r in self._failures.switched_off.items() if p in seen}
         told = [*measured, *(layer for path, layer in seen.items() if path in known)]
-        report = StepReport(
-            step=pending.number,
-            layers=outcome.layers,
-            unsupported={
-                **pending.selection.unsupported,
-                **pending.selection.unexplained(told, known, pending.capture.why_unmeasured),
-                **known,
-            },
-            coverage=pending.selection.coverage(measured),
-            interval=self._schedule.interval,
-            notes=(*self._failures.notes, *outcome.notes),
-            realised_loss_change=outcome.loss_change,
-            realised_loss_changes=outcome.loss_changes,
-            unmeasured=pending.selection.unmeasured(measured),
-            attention=outcome.attention,
-        )
+        unexplained = selection.unexplained(told, known, pending.capture.why_unmeasured)
+        part.unsupported = {**selection.unsupported, **unexplained, **known}
+        part.unmeasured = selection.unmeasured(measured)
+        part.coverage, part.elements = selection.coverage(measured), selection.elements
+        part.rows_lost |= set(self._failures.switched_off)
+        part.alignment = pending.alignment
+        part.notes[:0] = self._failures.notes
         self._failures.notes.clear()
-        self._report(report)
-        for path, reason in outcome.misdescribed.items():
-            self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
+
+    def _complete(self, number: int, part: Part) -> StepReport:
+        """The report of a step."""
+        outcome = understand(part, self._watch)
+        return StepReport(
+            step=number,
+            layers=outcome.layers,
+            unsupported=part.unsupported,
+            coverage=part.coverage,
+            interval=self._schedule.interval,
+            notes=tuple(outcome.notes),
+            realised_loss_change=part.loss_change,
+            realised_loss_changes=part.loss_changes,
+            unmeasured=part.unmeasured,
+            attention=outcome.attention,
+            alignment=part.alignment,
+        )
 
 
 class _Armed:
@@ -283,10 +347,16 @@ class _Pending:
     """A measured step that waits for the next forward pass."""
 
     def __init__(
-        self, step: MeasuredStep, capture: Capture, selection: Selection, number: int
+        self,
+        step: MeasuredStep,
+        capture: Capture,
+        selection: Selection,
+        number: int,
+        alignment: Mapping[str, AlignmentReading],
     ) -> None:
         self.step = step
         self.capture = capture
         self.selection = selection
         self.number = number
+        self.alignment = alignment
         self.cleanup = ExitStack()

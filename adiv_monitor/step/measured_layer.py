@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.capture.again.again import Calls
+from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Averaged, Features
 from adiv_monitor.features.rows import to_device
 from adiv_monitor.maths import totals
-from adiv_monitor.step.outcome import Looked
+from adiv_monitor.step.part import Looked
 from adiv_monitor.step.plain_step import Making
 
 
@@ -87,7 +88,7 @@ class MeasuredLayer:
 
     def add_common(self) -> None:
         """How alike the active rows are."""
-        features = self.features
+        features, self.looked.asked_common = self.features, True
         if not isinstance(features, Averaged):
             return
         active = self.values["products"][:, 0, 0].sign()  # of ‖g_r‖²
@@ -95,3 +96,5 @@ class MeasuredLayer:
         if products is not None:
             self.values["common"] = products
             self.values["weight_norms"] = features.weight_norms()
+            if processes() > 1:
+                self.values["common_sum"] = features.weight_sum(active)

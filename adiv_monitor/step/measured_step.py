@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
@@ -23,10 +24,9 @@ from adiv_monitor.features.rows import exact, joined
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths import dots, totals
 from adiv_monitor.maths.totals import AllRows
-from adiv_monitor.step.attention_outcome import attention_outcome
 from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.measured_layer import MeasuredLayer
-from adiv_monitor.step.outcome import Looked, Outcome, refusals, understand
+from adiv_monitor.step.part import Looked, Part, learn, make_part
 from adiv_monitor.step.plain_step import act, added, changes, gram_is_less, probe, stretch
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.transfer import fetch
@@ -62,6 +62,7 @@ class MeasuredStep:
         )
         self._realised = realised
         self._unreached: dict[str, str] = {}
+        self._refused: set[str] = set()  # of those, layers that had rows
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
         self._moved: Tensor | None = None  # did the weights move before the gradient was there?
         self._parameters = parameters
@@ -107,9 +108,11 @@ class MeasuredStep:
             self._measured[path].values |= found
         self._all_rows.clear()
         if self._weight_sums:
-            norms = torch._foreach_norm(list(self._weight_sums.values()))
-            for path, norm in zip(self._weight_sums, norms, strict=True):
-                self._measured[path].values["weight_sum"] = norm
+            sums = list(self._weight_sums.values())
+            if processes() == 1:  # of several, the sums add up before their norm is taken
+                sums = list(torch._foreach_norm(sums))
+            for path, found_sum in zip(self._weight_sums, sums, strict=True):
+                self._measured[path].values["weight_sum"] = found_sum
         self._weight_sums.clear()
         if self._attention is not None:
             self._attention.gradient_is_final(self._steps, updates=steps)
@@ -134,12 +137,8 @@ class MeasuredStep:
     def _factors(self, layers: list[Layer], scale: Tensor | None) -> dict[str, Tensor]:
         """‖gradient now‖ / ‖gradient that backward left‖ of the layers where it is known."""
         assert self._steps is not None
-        if _processes() > 1:  # the gradient is averaged; what else was done to it can't be told
-            shares = {
-                layer.path: torch.full((), 1 / _processes(), device=layer.parameters[0].device)
-                for layer in layers
-            }
-            return {path: s if scale is None else s / scale for path, s in shares.items()}
+        if processes() > 1:  # only all of them together know
+            return {}
         left = {x: self._capture.accumulation_of(x).left() for x in layers}
         known = {layer: parts for layer, parts in left.items() if parts is not None}
         if not known:
@@ -211,8 +210,8 @@ class MeasuredStep:
             self._attention.discard()
 
     @torch.no_grad()
-    def outcome(self) -> Outcome:
-        """Bring everything to the host at once, and say what it means."""
+    def part(self) -> Part:
+        """Bring everything to the host at once: what this process knows of the step."""
         for name, flag in (("skipped", self.skipped), ("moved", self._moved)):
             if flag is not None:
                 self._flags[name] = flag
@@ -224,22 +223,22 @@ class MeasuredStep:
             {} if self._steps is None else self._steps.norms,
             {path: found.values for path, found in attended.items()},
         )
-        found = understand(
+        part = make_part(
             {path: m.looked for path, m in self._measured.items()},
             values,
             flags,
             products,
             unreached=self._unreached,
-            watch=self._watch,
+            notes=[*self._capture_notes(), *self._notes],
             keeps_gradient=self._steps is not None and self._steps.has_copies,
         )
-        notes = [*self._capture_notes(), *self._notes, *found.notes]
-        found = replace(found, notes=notes)
+        part.rows_lost |= self._refused
+        learn(self._watch, part)
         calls = self._capture.attention
-        if calls is None or refusals(flags):
-            return found
-        readings, notes = attention_outcome(attended, of_attention, calls.refused)
-        return replace(found, attention=readings, notes=[*found.notes, *notes])
+        if calls is not None and not part.refused:
+            part.attended = {path: replace(seen, values={}) for path, seen in attended.items()}
+            part.attention, part.no_attention = of_attention, dict(calls.refused)
+        return part
 
     def _capture_notes(self) -> list[str]:
         notes = self._capture.notes()
@@ -253,11 +252,6 @@ class MeasuredStep:
                 "Gradients were zeroed before a step was taken (a step that an AMP scaler "
                 "skipped?): their rows are not in this report."
             )
-        if _processes() > 1:
-            notes.append(
-                f"One of {_processes()} processes: the rows are its own, the gradient is taken to "
-                "be the average over all of them, and clipping or AMP scaling since are not seen."
-            )
         return notes
 
     def _try(self, layer: Layer, function: Callable[..., None], *args: object) -> None:
@@ -270,6 +264,7 @@ class MeasuredStep:
             self._weight_sums.pop(layer.path, None)
             if isinstance(error, Refused):
                 self._unreached[layer.path] = str(error)
+                self._refused.add(layer.path)
             else:
                 self._fail(layer.path, error)
 
@@ -319,7 +314,9 @@ class MeasuredStep:
         gamma = {piece.key: piece.gradient() for piece in layer.pieces}
         if gradient_scale is not None:
             gamma = {key: g / gradient_scale for key, g in gamma.items()}
-        trusted = not looked.from_rows and layer.path not in self._watch.distrusted
+        # With several processes γ holds other rows, too.
+        trusted = processes() == 1 and not looked.from_rows
+        trusted = trusted and layer.path not in self._watch.distrusted
         if looked.rows_seen == looked.rows_total and trusted and gram_is_less(features, layer, G):
             e = features.gram() @ G
             values["probe"] = probe(layer, features, G, gamma, self._generator)
@@ -379,26 +376,20 @@ class MeasuredStep:
         if self._realised is not None and "d" in vectors:
             rows = vectors["G"], vectors["d"], vectors["z"]
             self._realised.keep(path, *rows, measured.calls)
-        if self._watch.expects_idle(path) or "weight_sum" not in values:
+        expected = self._watch.expects_idle(path) or "weight_sum" not in values
+        if expected or processes() > 1:  # idle rows may be another process's
             measured.add_common()
         measured.release()
 
 
 def _why_from_rows(features: Features, *, shared: bool) -> str:
     """Why γ is not GᵀΦ of this layer's rows, as far as that is known beforehand."""
-    if _processes() > 1:
-        return "processes"
     if shared:
         return "shared"
     weighs = isinstance(features, DenseFeatures) and (
         features.mixes_rows or features.weight_gain is not None
     )
     return "weighed" if weighs else ""  # gradient-only layers do so on purpose
-
-
-def _processes() -> int:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if distributed else 1
 
 
 def _why_unreached(layer: Layer, *, called: bool) -> str:

@@ -7,25 +7,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from adiv_monitor.capture.selection import listed
-from adiv_monitor.capture.updates import APPLIED, STEPPED, Watch
-from adiv_monitor.features.rows import Index
+from adiv_monitor.capture.updates import Watch
 from adiv_monitor.maths.readings import REALISED, Array, Measured, Numbers, measure
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
+from adiv_monitor.step.attention_outcome import attention_outcome
+from adiv_monitor.step.part import Facts, LayerPart, Looked, Part
 
-# A rule that does not describe its layer is wrong by much more than half precision's rounding.
-_RULE_TOLERANCE = 0.05
 # The cosine of two gradients that are alike but for a factor is 1 but for rounding.
-_LIKENESS_TOLERANCE = 1e-3
-
-_REFUSED = {
-    "skipped": "The optimizer skipped the step, because a gradient is not finite: not measured.",
-    "moved": (
-        "The optimizer moved the weights before it asked for the gradient (as SAM does), so its "
-        "update does not start where the gradient was taken: not measured."
-    ),
-}
+LIKENESS_TOLERANCE = 1e-3
 # Why what the parameters say does not hold for the rows, so that all is estimated from rows.
 _FROM_ROWS = {
+    "processes": "Rows of {} are missing from other processes",
     "shared": "The weights of {} are used by other layers too",
     "unknown": "The gradient of {} was set by hand, in units that are not known",
     "edited": "The gradient of {} was changed since the backward pass, by more than a factor",
@@ -42,212 +34,86 @@ class Outcome:
 
     Attributes:
         layers: the readings.
-        unsupported: path → why there is no reading of a layer that was watched.
-        misdescribed: path → why a layer must not be watched again: its rule does not hold.
-        checked: layers whose rule was seen to hold (an output of zeros shows nothing).
         notes: what else a reader must know.
-        loss_change: how the loss really changed, and that of every sample, if that was measured.
-        loss_changes: see loss_change.
         attention: the readings of attentions.
     """
 
     layers: dict[str, LayerReading]
-    unsupported: dict[str, str]
-    misdescribed: dict[str, str]
-    checked: set[str]
     notes: list[str]
-    loss_change: float | None = None
-    loss_changes: tuple[float, ...] = ()
     attention: dict[str, AttentionReading] = field(default_factory=dict)
 
 
-@dataclass
-class Looked:
-    """What was looked at in a layer.
-
-    Attributes:
-        path: of the layer.
-        kind: of the layer.
-        pieces: keys of the trained ones.
-        bias_alone: no weight is trained.
-        rows_seen: rows that were looked at.
-        rows_total: rows that received a gradient.
-        groups: groups of the layer.
-        precision: rounding of the coarsest number that a gradient went through.
-        from_rows: why the parameters do not speak for the rows, if that is known beforehand.
-        undefined: measures that such a layer does not have.
-        vectors: names of the matrices whose row products were taken.
-        entry_rows: see `Numbers`.
-    """
-
-    path: str
-    kind: str
-    pieces: list[int]
-    bias_alone: bool
-    rows_seen: int
-    rows_total: int
-    groups: int
-    precision: float
-    from_rows: str
-    undefined: tuple[str, ...] = ()
-    vectors: tuple[str, ...] = ()
-    entry_rows: Index | None = field(default=None, repr=False)
-
-
-def refusals(flags: Mapping[str, Array]) -> list[str]:
-    """Why the step can't be measured at all; empty if it can."""
-    return [reason for name, reason in _REFUSED.items() if flags.get(name, np.zeros(1)).any()]
-
-
-def understand(
-    looked: Mapping[str, Looked],
-    values: dict[str, dict[str, Array]],
-    flags: Mapping[str, Array],
-    products: Mapping[str, Mapping[int, Array]],
-    *,
-    unreached: Mapping[str, str],
-    watch: Watch,
-    keeps_gradient: bool,
-) -> Outcome:
+def understand(part: Part, watch: Watch) -> Outcome:
     """Readings, and what goes with them.
 
     Args:
-        looked: path → what was looked at there.
-        values: path → name → numbers.
-        flags: name → what is so of the step as a whole.
-        products: name → key of a piece → numbers that add up to a dot product.
-        unreached: path → why there are no numbers.
-        watch: is told what happened to gradients and weights.
-        keeps_gradient: γ was copied, so that the optimizer could not change it.
+        part: of the whole step, be it of one process or of all.
+        watch: is told which gradients hold more than their rows.
     """
-    if refused := refusals(flags):
-        return Outcome({}, {}, {}, set(), refused)
-    errors = {p: float(v["rule_error"]) for p, v in values.items() if "rule_error" in v}
-    misdescribed, lost = _misdescribed(errors), _lost(looked, values)
-    kept = {path: seen for path, seen in looked.items() if path not in {**misdescribed, **lost}}
-    step = _Step(flags, products, keeps_gradient)
+    if part.refused:
+        return Outcome({}, [*part.notes, *part.refused])
+    kept, facts = part.layers, part.facts
     numbers: dict[str, Numbers] = {}
     reasons: dict[str, str] = {}
-    for path, seen in kept.items():
-        suspected = path in watch.suspected
-        numbers[path], reasons[path] = step.numbers(seen, values[path], suspected=suspected)
+    for path, layer in kept.items():
+        numbers[path], reasons[path] = _numbers(layer, facts, suspected=path in watch.suspected)
     measured = measure(numbers)
     reasons |= {path: "more" for path, found in measured.items() if found.holds_more}
-    readings = {
-        p: _reading(seen, numbers[p], measured[p], step, stretched=_is_stretched(values[p], seen))
-        for p, seen in kept.items()
-    }
+    readings = {p: _reading(layer, numbers[p], measured[p], facts) for p, layer in kept.items()}
+    watch.distrusted |= {path for path, reason in reasons.items() if reason}
+    watch.suspected = {path for path, found in measured.items() if found.suspected}
+    attention, of_attention = attention_outcome(part.attended, part.attention, part.no_attention)
     notes = [
+        *part.notes,
         *_not_finite(numbers),
         *_from_rows(reasons),
-        *step.notes(list(kept)),
-        *_without_common(readings, kept, watch),
+        *_unforeseen(facts, list(kept)),
+        *_without_common(readings, kept),
         *_rounded(numbers, kept),
+        *of_attention,
     ]
-    _learn(watch, step, readings, reasons)
-    watch.suspected = {path for path, found in measured.items() if found.suspected}
-    checked = {path for path, error in errors.items() if error <= _RULE_TOLERANCE}
-    return Outcome(
-        readings,
-        {**unreached, **lost, **misdescribed},
-        misdescribed,
-        checked,
-        notes,
-        float(flags["loss_change"]) if "loss_change" in flags else None,
-        tuple(flags.get("loss_changes", np.empty(0)).tolist()),
+    return Outcome(readings, notes, attention)
+
+
+def _numbers(layer: LayerPart, facts: Facts, *, suspected: bool) -> tuple[Numbers, str]:
+    """What the measures of one layer need; and why they must rest on its rows alone, if so."""
+    seen, values, dots = layer.looked, layer.values, layer.dots
+    factor = float(values.get("gradient_factor", math.nan))
+    reason = seen.from_rows or _speaks_against(values, dots["gamma_gamma"], factor, seen)
+    found = Numbers(
+        rows_seen=seen.rows_seen,
+        rows_total=seen.rows_total,
+        groups=seen.groups,
+        vectors=seen.vectors,
+        values={name: v for name, v in values.items() if name not in _JUDGED},
+        exact=not reason and not facts.gradient_lost,
+        suspected=suspected,
+        shared=seen.from_rows == "shared",
+        bias_alone=seen.bias_alone,
+        tolerance=seen.tolerance,
+        factor=factor,
+        entry_rows=seen.entry_rows,
+        dots=dots,
     )
+    return found, reason
 
 
-def _misdescribed(errors: Mapping[str, float]) -> dict[str, str]:
-    return {
-        path: f"its output is not what its rule says (relative error {error:.2g}): a hook "
-        "or a subclass changes it, or the registered rule is wrong"
-        for path, error in errors.items()
-        if error > _RULE_TOLERANCE
-    }
-
-
-def _lost(
-    looked: Mapping[str, Looked], values: Mapping[str, Mapping[str, Array]]
-) -> dict[str, str]:
-    return {
-        path: f"a replay of its call does not give what the call gave (relative error {error:.2g}),"
-        " so its rows are not known"
-        for path, v in values.items()
-        if (error := float(v.get("replay_error", 0.0))) > 10 * _tolerance(looked[path])
-    }
-
-
-class _Step:
-    """What is known of the step as a whole."""
-
-    def __init__(
-        self,
-        flags: Mapping[str, Array],
-        products: Mapping[str, Mapping[int, Array]],
-        keeps_gradient: bool,
-    ) -> None:
-        self._products = products
-        self.updated = "w_w" in products  # not without an optimizer
-        self._scale = float(flags["gradient_scale"]) if "gradient_scale" in flags else 1.0
-        self.gradient_changed = bool(flags.get("gradient_changed", np.zeros(1)).any())
-        self.gradient_lost = self.gradient_changed and not keeps_gradient
-        # Where a = u is expected there is only what proves it.
-        self.has_applied = "a_w" in products
-        self.weights_changed = self.updated and self._applied_differs()
-
-    def _applied_differs(self) -> bool:
-        # Taken in the same way they are equal to the last bit, unless θ has changed.
-        names = ("w_w", "a_a") if self.has_applied else (STEPPED, APPLIED)
-        before, after = (self._products[name] for name in names)
-        # A layer that failed to be measured has no part in the first of them.
-        return not all(_alike(before[key], a) for key, a in after.items() if key in before)
-
-    def numbers(
-        self, seen: Looked, values: dict[str, Array], *, suspected: bool
-    ) -> tuple[Numbers, str]:
-        """What the measures of one layer need; and why they must rest on its rows alone, if so."""
-        dots = {
-            name: sum(float(parts[key].sum()) for key in seen.pieces)
-            / self._scale ** name.count("gamma")
-            for name, parts in self._products.items()
-            if name not in (STEPPED, APPLIED)
-        }
-        factor = float(values.get("gradient_factor", math.nan))
-        reason = seen.from_rows or _speaks_against(values, dots["gamma_gamma"], factor, seen)
-        found = Numbers(
-            rows_seen=seen.rows_seen,
-            rows_total=seen.rows_total,
-            groups=seen.groups,
-            vectors=seen.vectors,
-            values={name: v for name, v in values.items() if name not in _JUDGED},
-            exact=not reason and not self.gradient_lost,
-            suspected=suspected,
-            shared=seen.from_rows == "shared",
-            bias_alone=seen.bias_alone,
-            tolerance=_tolerance(seen),
-            factor=factor,
-            entry_rows=seen.entry_rows,
-            dots=dots,
+def _unforeseen(facts: Facts, paths: list[str]) -> list[str]:
+    """What of this step was not foreseen, and is therefore missing."""
+    notes = []
+    if facts.gradient_lost:
+        notes.append(
+            "The optimizer changed .grad during its step, unlike before: parameter_cosine, "
+            f"applied_cosine and descent are missing for {listed(paths)}, from the next "
+            "report on they are there."
         )
-        return found, reason
-
-    def notes(self, paths: list[str]) -> list[str]:
-        """What of this step was not foreseen, and is therefore missing."""
-        notes = []
-        if self.gradient_lost:
-            notes.append(
-                "The optimizer changed .grad during its step, unlike before: parameter_cosine, "
-                f"applied_cosine and descent are missing for {listed(paths)}, from the next "
-                "report on they are there."
-            )
-        if self.weights_changed and not self.has_applied:
-            notes.append(
-                "The weights changed after the optimizer's step, unlike before: projection_cosine "
-                f"and applied_cosine are missing for {listed(paths)}, from the next report on "
-                "they are there."
-            )
-        return notes
+    if facts.weights_changed and not facts.has_applied:
+        notes.append(
+            "The weights changed after the optimizer's step, unlike before: projection_cosine "
+            f"and applied_cosine are missing for {listed(paths)}, from the next report on "
+            "they are there."
+        )
+    return notes
 
 
 # What is looked at by `_speaks_against` and the like, and is no part of any measure.
@@ -267,28 +133,17 @@ def _speaks_against(values: Mapping[str, Array], gamma: float, factor: float, se
         then, now = (values[name] / (np.abs(values[name]).max() or 1) for name in ("then", "now"))
         lengths = float(np.linalg.norm(then) * np.linalg.norm(now))
         # Entries that are all zero tell nothing.
-        if lengths > 0 and then @ now < (1 - _LIKENESS_TOLERANCE) * lengths:
+        if lengths > 0 and then @ now < (1 - LIKENESS_TOLERANCE) * lengths:
             return "edited"
     # The gradient as a whole is ‖γ‖; what was there before the rows is in units of its own.
     held = float(values.get("foreign", 0.0))
-    if held * factor > _tolerance(seen) * math.sqrt(gamma):
+    if held * factor > seen.tolerance * math.sqrt(gamma):
         return "more"
     if "probe" in values:
         difference, whole = np.linalg.norm(values["probe"], axis=1)
-        if difference > 10 * _tolerance(seen) * whole:
+        if difference > 10 * seen.tolerance * whole:
             return "more"
     return ""
-
-
-def _alike(a: Array, b: Array) -> bool:
-    """Equal to the last bit, NaN to NaN, which takes long to compare."""
-    return np.array_equal(a, b) or np.array_equal(a, b, equal_nan=True)
-
-
-def _tolerance(seen: Looked) -> float:
-    """How far rounding may take two sums apart that should be equal, relative to their terms."""
-    # Matrix products of float32 may be taken with fewer digits (TensorFloat-32).
-    return 1e-9 if seen.precision < 1e-15 else max(1e-3, 4 * seen.precision)
 
 
 def _not_finite(numbers: Mapping[str, Numbers]) -> list[str]:
@@ -311,13 +166,14 @@ def _from_rows(reasons: Mapping[str, str]) -> list[str]:
 
 
 def _without_common(
-    readings: Mapping[str, LayerReading], looked: Mapping[str, Looked], watch: Watch
+    readings: Mapping[str, LayerReading], layers: Mapping[str, LayerPart]
 ) -> list[str]:
     paths = [
         path
         for path, reading in readings.items()
-        if reading.idle_share and reading.common_share is None and not watch.expects_idle(path)
-        if "common_share" not in looked[path].undefined
+        if reading.idle_share and reading.common_share is None
+        if not layers[path].looked.asked_common
+        if "common_share" not in layers[path].looked.undefined
     ]
     if not paths:
         return []
@@ -327,7 +183,7 @@ def _without_common(
     ]
 
 
-def _rounded(numbers: Mapping[str, Numbers], looked: Mapping[str, Looked]) -> list[str]:
+def _rounded(numbers: Mapping[str, Numbers], layers: Mapping[str, LayerPart]) -> list[str]:
     paths = []
     for path, found in numbers.items():
         if "realised" in found.values:
@@ -335,7 +191,7 @@ def _rounded(numbers: Mapping[str, Numbers], looked: Mapping[str, Looked]) -> li
             moved = math.sqrt(found.values["realised"][:, at, at].sum())
             length = math.sqrt(found.values["products"][:, of_z, of_z].sum())
             # The difference of two numbers of this precision is off by 0.3 of its last digit.
-            if 0 < moved < looked[path].precision * length:
+            if 0 < moved < layers[path].looked.precision * length:
                 paths.append(path)
     if not paths:
         return []
@@ -345,38 +201,28 @@ def _rounded(numbers: Mapping[str, Numbers], looked: Mapping[str, Looked]) -> li
     ]
 
 
-def _learn(
-    watch: Watch, step: _Step, readings: Mapping[str, LayerReading], reasons: Mapping[str, str]
-) -> None:
-    watch.distrusted |= {path for path, reason in reasons.items() if reason}
-    watch.idle |= {path for path, reading in readings.items() if reading.idle_share}
-    if step.updated and readings:
-        watch.learn(gradient_changed=step.gradient_changed, weights_changed=step.weights_changed)
-
-
 def _is_stretched(values: Mapping[str, Array], seen: Looked) -> bool:
     """Whether a gradient changes its length on its way from the parameters to the weight.
 
     If so, e is no plain step of the weight itself, and what other rows do to a row can't be told
     from what it does to itself.
     """
-    return bool((np.abs(values.get("stretch", np.ones(1)) - 1) > _tolerance(seen)).any())
+    return bool((np.abs(values.get("stretch", np.ones(1)) - 1) > seen.tolerance).any())
 
 
-def _reading(
-    seen: Looked, numbers: Numbers, found: Measured, step: _Step, *, stretched: bool
-) -> LayerReading:
+def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) -> LayerReading:
+    seen = layer.looked
     values = dict(found.values)
-    if stretched:
+    if _is_stretched(layer.values, seen):
         values.pop("interference_ratio", None)
     if found.common_unknown:
         values.pop("common_share", None)
     for name in seen.undefined:
         values.pop(name, None)
-    if step.gradient_lost:  # what was read for γ is not what the optimizer saw
+    if facts.gradient_lost:  # what was read for γ is not what the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)
-    elif step.updated and not step.weights_changed and not step.has_applied:  # a = u
+    elif facts.updated and not facts.weights_changed and not facts.has_applied:  # a = u
         values["projection_cosine"] = 1.0 if numbers.dots["w_w"] > 0 else math.nan
         values["applied_cosine"] = values["parameter_cosine"]
     return LayerReading(

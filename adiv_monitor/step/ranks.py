@@ -1,7 +1,15 @@
-"""What one process decides, for all that train together, without any of them ever waiting."""
+"""What processes that train together tell each other, without any of them ever waiting for long.
+
+Through the store by which they all met, and not by a collective: that would wait for ever for a
+process that has no monitor, raised, or skipped the step, and would come between the collectives of
+the training. Whoever looks for what is not there goes on without.
+"""
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections import Counter, deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, ClassVar
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -12,15 +20,15 @@ if TYPE_CHECKING:
 class Ranks:
     """Passes numbers on from the first process, through the store by which they all met.
 
-    Not by a collective: that would wait for ever for a process without a monitor. One that reads
-    before anything is there, or after the store is gone, gets nothing and decides by itself.
+    One that reads before anything is there, or after the store is gone, gets nothing and decides by
+    itself.
 
     Args:
         name: what is decided about, the same in all processes.
     """
 
     def __init__(self, name: str) -> None:
-        self._key = f"adiv_monitor/{hashlib.sha256(name.encode()).hexdigest()}"
+        self._key = f"adiv_monitor/{_hashed(name)}"
 
     def tell(self, *numbers: int) -> None:
         """Where this is the first of several processes, let the others know."""
@@ -41,6 +49,106 @@ class Ranks:
         except RuntimeError:
             return own
         return own if heard is None else tuple(int(number) for number in heard.split())
+
+
+class Exchange:
+    """Brings what all processes know of a step to the first, and its report back to them.
+
+    Only between monitors that are there: each says so when it joins, and when it leaves. No method
+    waits for another process; all raise RuntimeError when the store is gone.
+
+    Args:
+        name: what is measured, the same in all processes.
+
+    Attributes:
+        rank: of this process.
+        world: how many processes there are.
+    """
+
+    _attached: ClassVar[Counter[str]] = Counter()  # monitors of the same name in this process
+
+    def __init__(self, name: str) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._name = _hashed(name)
+        self._key = f"adiv_monitor/{self._name}/{Exchange._attached[self._name]}"
+        Exchange._attached[self._name] += 1
+        self._meeting = uuid4().hex  # so that nothing of an earlier monitor is taken for this one's
+        self._published: deque[str] = deque()
+        self._write(f"{self._key}/{self.rank}", self._meeting)
+
+    def leave(self) -> None:
+        """This process has no monitor any more."""
+        Exchange._attached[self._name] -= 1
+        with suppress(RuntimeError):
+            self._write(f"{self._key}/{self.rank}", "")
+
+    def present(self) -> list[int]:
+        """The other processes that have a monitor."""
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        keys = [f"{self._key}/{rank}" for rank in others]
+        store = _store()
+        if store is None:
+            return []
+        if not store.check(keys):  # of few at once, one by one only where one is missing
+            others = [r for r, key in zip(others, keys, strict=True) if store.check([key])]
+        return [rank for rank in others if store.get(f"{self._key}/{rank}")]
+
+    def meeting(self) -> str | None:
+        """Where the first process collects; None if it has no monitor."""
+        store, key = _store(), f"{self._key}/0"
+        if self.rank == 0:
+            return self._meeting
+        return (store.get(key).decode() or None) if store and store.check([key]) else None
+
+    def put(self, meeting: str, step: int, part: bytes) -> None:
+        """Let the first process have this one's part of a step."""
+        self._write(f"{self._key}/{meeting}/{step}/{self.rank}", part)
+
+    def take(self, step: int, rank: int) -> bytes | None:
+        """The part of another process, if it has come."""
+        return self._read(f"{self._key}/{self._meeting}/{step}/{rank}", remove=True)
+
+    def publish(self, step: int, report: bytes) -> None:
+        """Let the other processes have the report of a step."""
+        key = f"{self._key}/{self._meeting}/{step}/report"
+        self._write(key, report)
+        self._published.append(key)
+        if len(self._published) > _KEPT_REPORTS:
+            self._write(self._published.popleft(), "")
+
+    def published(self, meeting: str, step: int) -> bytes | None:
+        """The report of a step, if it is there."""
+        return self._read(f"{self._key}/{meeting}/{step}/report")
+
+    def _write(self, key: str, data: bytes | str) -> None:
+        store = _store()
+        if store is None:
+            raise RuntimeError("the process group is gone")
+        if isinstance(data, bytes):
+            pieces = [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]
+            for number, piece in enumerate(pieces):
+                store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # takes bytes, too
+            data = str(len(pieces))
+        store.set(key, data)  # last: what is there is whole
+
+    def _read(self, key: str, *, remove: bool = False) -> bytes | None:
+        # Never removed by others than who reads it: `get` would wait for what is not there.
+        store = _store()
+        if store is None or not store.check([key]) or not (count := store.get(key)):
+            return None
+        keys = [f"{key}/{number}" for number in range(int(count))]
+        data = b"".join(store.get(piece) for piece in keys)
+        for each in (key, *keys) if remove else ():
+            store.delete_key(each)
+        return data
+
+
+_PIECE = 2**22  # bytes of one value: the store of torchrun takes no more than eight million
+_KEPT_REPORTS = 8
+
+
+def _hashed(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _store() -> "Store | None":

@@ -14,6 +14,8 @@ from audited import batches, cross_entropy, mlp, seen, sgd
 from torch import Tensor, nn
 
 from adiv_monitor import audit
+from adiv_monitor.audit.diagnosis.seen import maps
+from adiv_monitor.audit.observe import in_order
 from adiv_monitor.audit.setup import Setup
 from adiv_monitor.audit.train import Watch, train
 
@@ -359,3 +361,67 @@ def test_an_optimizer_of_frozen_parameters_alone_is_found() -> None:
 def test_time_for_trials_is_checked() -> None:
     with pytest.raises(ValueError, match="try_seconds"):
         audit(mlp(), batches(), loss=cross_entropy, steps=2, try_seconds=0)
+
+
+class HeadFirst(nn.Module):
+    """Registers its layers in another order than the one in which they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(6))
+        self.never = nn.Linear(6, 12)
+        self.head = nn.Linear(12, 3)
+        self.late = nn.Linear(12, 12)
+        self.early = nn.Linear(6, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.late(self.early(x + self.bias).relu()).relu())
+
+
+def test_layers_stand_in_the_order_in_which_they_run() -> None:
+    record = seen(HeadFirst())
+    for report in record.reports:
+        assert list(report.layers)[1:] == ["early", "late", "head"]
+    assert list(record.weights) == ["early", "late", "head", "never"]
+    assert maps(record) == ("early", "late", "head")
+
+
+def test_parts_of_a_module_run_with_it() -> None:
+    layers = {"head": 0, "a.q": 1, "a.k": 2, "never": 3, "first": 4}
+    assert list(in_order(layers, ["first", "a", "head"])) == [
+        *("first", "a.q", "a.k", "head", "never")
+    ]
+
+
+def test_a_loss_that_keeps_something_from_call_to_call_is_told_and_nothing_is_tried() -> None:
+    calls = 0
+
+    def annealed(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return cross_entropy(model, batch) / (1 + calls / 20)
+
+    report = audit(mlp(), batches(), loss=annealed, steps=12, what_if=False)
+    assert not report.record.repeats and not report.record.rates
+    assert report.record.overfit is None and report.record.chance is None
+    assert any("from call to call" in note for note in report.record.notes)
+    sound = audit(mlp(nn.Dropout()), batches(), loss=cross_entropy, steps=12, what_if=False)
+    assert sound.record.repeats and sound.record.rates
+
+
+def test_an_optimizer_that_has_steps_behind_it_is_told() -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    for batch in batches():
+        optimizer.zero_grad()
+        cross_entropy(model, batch).backward()
+        optimizer.step()
+    before = optimizer.state_dict()
+    report = audit(model, batches(), optimizer=optimizer, **QUICK)
+    assert report.record.facts.resumed and not seen(mlp()).facts.resumed
+    assert str(optimizer.state_dict()) == str(before)
+
+
+def test_steps_that_are_all_measured_are_timed_too() -> None:
+    record = seen(mlp(), every_n_steps=1)
+    assert record.facts.seconds_per_step > 0

@@ -159,6 +159,14 @@ def test_what_an_earlier_or_a_later_version_wrote_can_be_read() -> None:
 def test_the_verdict() -> None:
     report = audited()
     act = report.findings[0]
+    assert report.verdict.startswith("It is so. No mend of it that was tried pays.")
+    pays = replace(act.advice[0], trial=Trial("rate*0.1", 9, 0.1, math.inf, None, math.nan))
+    paid = replace(report, findings=(replace(act, advice=(pays,)),)).verdict
+    assert paid.startswith(
+        "It is so. To mend it: Mend it: loss after 9 steps 0.1, which diverges without."
+    )
+    untried = replace(report, findings=(replace(act, advice=(Advice("Do"),)),)).verdict
+    assert untried.startswith("It is so. To mend it: Do (not tried).")
     assert "1 more finding to act on" in replace(report, findings=(act, act)).verdict
     well = replace(report, findings=(replace(act, strength="watch"),))
     assert well.verdict.startswith("Nothing was found")

@@ -79,3 +79,21 @@ def test_a_loss_that_fails_is_not_judged_here() -> None:
 
     assert chance(setup(net(), failing)) is None
     assert double_softmax(setup(net(), failing)) is None
+
+
+def test_batches_are_as_they_were() -> None:
+    """A model may write into what it is given."""
+
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x.mul_(2))
+
+    of = setup(Doubles())
+    before = of.batches[0][0].clone()
+    chance(of)
+    double_softmax(of)
+    assert torch.equal(of.batches[0][0], before)

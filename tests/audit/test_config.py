@@ -1,5 +1,6 @@
 """Options: one meaning, whether the command line or a YAML file gives them."""
 
+import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -31,6 +32,7 @@ ALL = Config(
     realised=True,
     attention=True,
     try_mends=False,
+    try_seconds=7.0,
     fail_if=("scale_cv > 1", "act"),
     out="elsewhere",
 )
@@ -56,12 +58,14 @@ def test_numbers_of_yaml_without_a_point_are_numbers(tmp_path: Path) -> None:
 
 def test_text_of_the_command_line_becomes_values() -> None:
     given = {"input_shape": "3,8,8", "optimizer_args": '{"lr": 0.1}', "steps": "5", "try": False}
+    given |= {"try_seconds": "inf"}
     values = read(given, str)
     assert values == {
         "input_shape": (3, 8, 8),
         "optimizer_args": {"lr": 0.1},
         "steps": 5,
         "try_mends": False,
+        "try_seconds": math.inf,
     }
 
 
@@ -77,6 +81,8 @@ def test_text_of_the_command_line_becomes_values() -> None:
         ("seed", "-1", "at least 0"),
         ("clip_norm", "0", "above 0"),
         ("clip_norm", "nan", "above 0"),
+        ("clip_norm", "inf", "finite"),
+        ("try_seconds", "0", "above 0"),
         ("input_shape", "a", "such as 3,64,64"),
         ("input_shape", [3, 0], "such as 3,64,64"),
         ("model_args", "{'a': 1}", "JSON"),

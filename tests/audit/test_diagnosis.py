@@ -10,6 +10,7 @@ import pytest
 from adiv_monitor.audit.diagnosis import diagnose
 from adiv_monitor.audit.diagnosis.diagnose import RULES
 from adiv_monitor.audit.finding import Finding, Trial
+from adiv_monitor.audit.page.titles import FINDING_TITLES
 from adiv_monitor.audit.record import (
     Facts,
     InputStatistics,
@@ -248,9 +249,46 @@ def test_without_trials_of_rates_the_loss_that_steps_leave_behind_decides() -> N
     assert found(record(realised=worse))["rate-too-high"].strength == "watch"
 
 
+def test_a_rate_is_low_only_where_next_to_nothing_is_learnt() -> None:
+    def strength(own: float) -> str | None:
+        rates = trials(own=own, x01=2.29, x03=2.28, x3=1.6, x10=1.3)  # falls by 1 at the best
+        low = found(record(rates=rates)).get("rate-too-low")
+        return None if low is None else low.strength
+
+    assert strength(2.25) == "act"  # 0.05 of the fall
+    assert strength(2.0) == "watch"  # 0.3: ten times the steps get there, too
+    assert strength(1.6) == "note"
+    assert strength(1.4) is None
+
+
+def test_a_gain_that_is_next_to_nothing_makes_no_rate_too_low_or_too_high() -> None:
+    low = record(losses=STILL, rates=trials(own=2.295, x3=2.29, x10=2.27, error=0.001))
+    high = record(losses=STILL, rates=trials(own=2.295, x01=2.27, error=0.001))
+    assert list(found(low)) == list(found(high)) == ["loss-stuck"]
+
+
+def test_no_rate_is_both_too_high_and_too_low() -> None:
+    burst = record(losses=(*WELL, math.nan), rates=trials(own=math.inf, x03=0.3, x3=1.6))
+    names = list(found(burst))
+    assert "rate-too-high" in names and "rate-too-low" not in names
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 11])
+def test_a_few_steps_tell_nothing_of_the_loss(steps: int) -> None:
+    rates = {
+        10.0: Trial("rate*10", steps, 1.0, 2.2, None, 0.01),
+        0.1: Trial("rate*0.1", steps, 1.5, 2.2, None, 0.01),
+    }
+    units = {"relu": UnitStatistics("relu", 64, 40, 0.9, 20)}
+    short = record(losses=STILL[:steps], rates=rates, units=units)
+    assert [(f.name, f.strength) for f in diagnose(short)] == [("dead-units", "watch")]
+
+
 def test_a_first_step_that_does_not_follow_its_gradient_was_turned_by_other_code() -> None:
     turned = {name: reading(parameter_cosine=0.05) for name in "abc"}
     assert diagnose(record(turned, losses=STILL))[0].name == "projection-fights"
+    resumed = record(turned, facts=replace(FACTS, resumed=True), losses=STILL)
+    assert "projection-fights" not in found(resumed)  # it remembers steps before
 
 
 def test_long_momentum_is_named_where_it_goes_on_regardless() -> None:
@@ -275,6 +313,13 @@ def test_weights_that_begin_badly() -> None:
     assert "bad-initialisation" not in found(first_layer(gain=1.5, bias=0.3))
     alike = {name: WeightStatistics(0.6, 0.0, 1.0) for name in "abc"}
     assert diagnose(record(weights=alike, losses=STILL))[0].name == "bad-initialisation"
+
+
+def test_what_is_still_falling_or_was_cut_short_may_yet_be_learnt_by_heart() -> None:
+    stuck = Trial("overfit", 100, 2.0, 2.3, None, 0.01)
+    assert found(record(overfit=stuck))["cannot-overfit"].strength == "act"
+    assert found(record(overfit=replace(stuck, falls=True)))["cannot-overfit"].strength == "watch"
+    assert diagnose(record(overfit=replace(stuck, steps=20))) == ()
 
 
 def test_gains_in_front_of_a_normalisation_do_not_matter() -> None:
@@ -328,6 +373,13 @@ def test_a_last_layer_that_begins_at_zero_is_well() -> None:
     assert strengths == ["note"]
 
 
+def test_layers_that_move_unlike_the_others_once_are_noted() -> None:
+    far = {"c": reading(update_ratio=9.0)}
+    once = record(far)
+    assert found(once)["uneven-rates"].strength == "act"
+    assert found(replace(once, reports=once.reports[:1]))["uneven-rates"].strength == "note"
+
+
 def test_frozen_parameters_are_for_you_to_judge() -> None:
     frozen = found(record(wiring=Wiring(frozen=("a.weight",), input_matters=0.5)))
     assert frozen["frozen"].strength == "watch"
@@ -370,7 +422,7 @@ def test_every_finding_has_its_page() -> None:
                 assert isinstance(node.args[0], ast.Constant)
                 names.add(node.args[0].value)
     pages = {path.stem for path in (ROOT / "docs" / "findings").glob("*.md")} - {"README"}
-    assert names == pages
+    assert names == pages == set(FINDING_TITLES)
     assert names >= set(HITS)
     index = (ROOT / "docs" / "findings" / "README.md").read_text()
     assert all(f"[{name}]({name}.md)" in index for name in names)

@@ -63,6 +63,13 @@ def test_an_unknown_measure_is_told_with_its_neighbours() -> None:
         parse("scale_cvv > 1")
 
 
+def test_an_unknown_finding_is_no_gate_that_never_fails() -> None:
+    with pytest.raises(UsageError, match=r"rate-to-high.*rate-too-high"):
+        parse("rate-to-high")
+    with pytest.raises(UsageError, match="expected one such as"):
+        parse("head.*: acts-up")
+
+
 def test_every_hit_is_listed_with_its_steps() -> None:
     made = report(
         {"a": reading(-0.5), "b": reading(0.5)}, {"a": reading(-0.25), "b": reading(-0.1)}

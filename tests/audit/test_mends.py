@@ -446,6 +446,22 @@ def test_weights_are_drawn_anew_by_their_fan_in() -> None:
     assert fork.model[2].weight.std().item() == pytest.approx((1 / 4000) ** 0.5, rel=0.05)
 
 
+def test_the_last_layer_is_the_one_that_runs_last() -> None:
+    class HeadFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.body = nn.Linear(4000, 3), nn.Linear(12, 4000)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x).relu())
+
+    of = setup(model=HeadFirst(), steps=2)
+    fork = of.fork()
+    MENDS["reinitialise"].apply(fork, (), record(of))
+    assert fork.model.head.weight.std().item() == pytest.approx((1 / 4000) ** 0.5, rel=0.05)
+    assert fork.model.body.weight.std().item() == pytest.approx((2 / 12) ** 0.5, rel=0.05)
+
+
 @pytest.mark.parametrize("name", MENDS)
 def test_the_users_model_and_randomness_stay_as_they_are(name: str) -> None:
     ill = setup(optimizer=sgd(momentum=0.9, weight_decay=0.1), clip_norm=1.0, steps=6)

@@ -1,9 +1,8 @@
 """Trials: short runs of forks, compared with the run as it is."""
 
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -356,6 +355,21 @@ def test_what_cannot_learn_is_not_learnt_by_heart() -> None:
     assert trial.loss > 0.5 * trial.loss_without
 
 
+def test_another_rate_is_tried_before_a_batch_is_called_unlearnable() -> None:
+    rates = {lr: overfit(setup(optimizer=sgd(lr=lr)), record(setup())) for lr in (0.01, 1, 20)}
+    assert {lr: (trial.runs, trial.rate) for lr, trial in rates.items()} == {
+        0.01: (2, 3.0),
+        1: (1, 1.0),
+        20: (3, 0.3),
+    }
+
+
+def test_a_loss_that_still_falls_at_the_end_is_told_from_one_that_stands() -> None:
+    runs = [setup(optimizer=sgd(lr=lr)) for lr in (1e-3, 0)]
+    slow, standing = (overfit(run, record(run)) for run in runs)
+    assert slow.falls and not standing.falls
+
+
 def test_dropout_does_not_hinder_learning_by_heart() -> None:
     model = nn.Sequential(nn.Dropout(0.99), *mlp())
     dropping = setup(model=model)
@@ -397,10 +411,3 @@ def test_an_optimizer_without_a_rate_has_no_rate_trials() -> None:
 
     fixed = setup(optimizer=lambda m: Fixed(m.parameters()))
     assert rate_trials(fixed, record(fixed)) == {}
-
-
-def test_tried_findings_are_plain_data() -> None:
-    healthy = setup()
-    findings = [finding("affine-like", "no-decay")]
-    found = tried(findings, healthy, record(healthy), seconds=math.inf)
-    assert [Finding.from_dict(json.loads(json.dumps(asdict(f)))) for f in found] == list(found)

@@ -161,3 +161,22 @@ def test_a_transformer() -> None:
         "0.layers.0": 16,
         "0.layers.1": 16,
     }
+
+
+def test_batches_that_a_part_sits_out_do_not_count() -> None:
+    class Expert(nn.Module):
+        """Runs for positive samples only, of which there are some in every fourth batch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Sequential(nn.Linear(2, 4), nn.ReLU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(x) if x[0, 0] > 0 else x
+
+    model = Expert()
+    units = Units(model)
+    for number in range(8):
+        with units.watching():
+            model(torch.ones(3, 2) if number % 4 == 0 else -torch.ones(3, 2))
+    assert units.statistics()["part.1"].batches == 2

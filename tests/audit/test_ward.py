@@ -8,6 +8,7 @@ import torch
 from audit.ward.cases import CASES, HEALTHY
 from audit.ward.course import course
 from audit.ward.judge import diagnosed, judge
+from audit.ward.page import page
 from audit.ward.run import BATCHES
 
 ILL = (
@@ -58,3 +59,17 @@ def test_advice_is_judged_on_another_seed_beside_chance() -> None:
     row = judge(CASES["blobs-sgd: inputs × 100"], 0)
     assert row["advice"]["pays"] and row["advice"]["loss"] < row["without"]
     assert {"random", "search", "rate"} <= row.keys()
+
+
+def test_the_page_counts_what_was_named_and_what_paid() -> None:
+    ill = {"part": "audit", "name": "blobs-sgd: inputs × 100", "words": False, "without": 1.0}
+    paid, failed = ({"change": "x", "loss": loss, "pays": loss < 1} for loss in (0.5, 1.0))
+    right = {**ill, "findings": [["input-scale", "act"]], "advice": paid, "random": failed}
+    wrong = {**ill, "findings": [["dead-units", "act"]], "advice": failed, "random": failed}
+    well = {"part": "audit", "name": "mlp-sgd", "words": False, "findings": [["frozen", "act"]]}
+    lines = page([right, right, right, wrong, well], []).splitlines()
+    assert "| planted illness named first | 75 % ± 22 (3 of 4) |" in lines
+    assert "| first advice pays, of all sick runs | 75 % ± 22 (3 of 4) |" in lines
+    assert "| … one random change | 0 % ± 0 (0 of 4) |" in lines
+    assert "| healthy runs with an alarm (a finding to act on) | 100 % ± 0 (1 of 1) |" in lines
+    assert "| blobs-sgd: inputs × 100 | 1 of 4 | not at all 1× |" in lines

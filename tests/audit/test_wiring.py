@@ -9,6 +9,8 @@ from audited import Batch, batches, cross_entropy, dying, mlp, seen, sgd
 from torch import Tensor, nn
 
 from adiv_monitor.audit.record import Wiring
+from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.wiring import LOOKED, unused
 
 
 class Net(nn.Module):
@@ -139,3 +141,49 @@ def test_a_model_that_died_while_it_was_trained_does_not_ignore_its_inputs() -> 
     record = seen(model, batches(6, 64), loss=loss, optimizer=sgd(1e3))
     assert record.units["1"].dead == 9
     assert record.wiring.input_matters > 0.1
+
+
+def test_what_the_loss_does_not_depend_on_is_not_cut_off() -> None:
+    class Pooled(nn.Module):
+        """As encoders are: a pooler whose output nobody uses, and a token for masked places."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(6))
+            self.body, self.pooler = nn.Linear(6, 3), nn.Linear(6, 4)
+            self.read = nn.Linear(6, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.pooler(x)
+            return self.body(x) + nn.functional.linear(x, self.read.weight.detach())
+
+    wiring = seen(Pooled()).wiring
+    assert wiring.unused == ("token", "pooler.weight", "pooler.bias")
+    assert wiring.unreached == (*wiring.unused, "read.weight")
+
+
+def test_looking_for_what_is_used_ends() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.ModuleList(nn.Linear(6, 6) for _ in range(30))
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.body:
+                x = x + 0.1 * layer(x)
+            return self.head(x.detach())
+
+    calls = 0
+
+    def counting(model: nn.Module, batch: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return cross_entropy(model, batch)
+
+    model = Deep()
+    fork = Setup(model, sgd(), counting, tuple(batches()), 1).fork()
+    names = tuple(name for name, _ in model.named_parameters() if name.startswith("body"))
+    before = [p.clone() for p in fork.model.parameters()]
+    assert unused(fork, fork.batches[0], names) == () and calls <= LOOKED + 1
+    assert all(map(torch.equal, fork.model.parameters(), before))

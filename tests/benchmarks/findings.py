@@ -279,7 +279,8 @@ PICTURES: dict[str, Picture] = {
         sick(rate=1e-4),
         {"loss at the best of higher rates": of_rates(lambda f: f > 1),
          "largest update_ratio": extreme("update_ratio")},
-        (rates, ("SHARE_OF_FALL_TOO_LOW_WATCH", "SHARE_OF_FALL_TOO_LOW_ACT", "HARDLY_MOVES")),
+        (rates, (*(f"SHARE_OF_FALL_TOO_LOW_{s}" for s in ("NOTE", "WATCH", "ACT")),
+                 "HARDLY_MOVES")),
     ),
     "uneven-rates": Picture(
         "the second layer's learning rate × 0.001",
@@ -339,7 +340,7 @@ PICTURES: dict[str, Picture] = {
         with_setup(loss=shuffled),
         {"loss of 16 samples, after learning them by heart": lambda r: (
             math.nan if r.overfit is None else r.overfit.loss)},
-        (loss_rules, ("NOT_BY_HEART",)),
+        (loss_rules, ("NOT_BY_HEART", "LEAST_STEPS")),
     ),
     "loss-stuck": Picture(
         "the loss compares with other samples' targets",

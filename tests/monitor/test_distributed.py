@@ -1,112 +1,184 @@
-"""Two processes: each looks at its own rows, and at what the averaged gradient does to them.
+"""Several processes that train together: one report speaks for the rows of all of them.
 
 They measure the same steps, and none waits for a process without a monitor.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from setups import free_port
-from torch import multiprocessing, nn
+from torch import Tensor, multiprocessing, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from adiv_monitor import Monitor
-from adiv_monitor.step import times
+from adiv_monitor.report import StepReport
+from adiv_monitor.sinks import MemorySink
 
-WORLD = 2
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
+SAMPLES, TOKENS = 8, 5
 
 
-def model_and_data() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+class Net(nn.Module):
+    """Some of everything; a branch that only the samples of one sort go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6, padding_idx=0)
+        self.conv = nn.Conv1d(6, 6, 3, padding=1, groups=2)
+        self.norm = nn.LayerNorm(6)
+        self.attend = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, tokens: Tensor, branches: tuple[int, ...] = (0, 1)) -> Tensor:
+        x = self.embed(tokens)
+        x = self.norm(x + torch.tanh(self.conv(x.mT).mT))
+        x = x + self.attend(x, x, x, need_weights=False)[0]
+        x = sum((torch.relu(self.branches[branch](x)) for branch in branches), x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def make() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    return model, torch.randn(8, 5, dtype=torch.float64), torch.randint(3, (8,))
+    tokens, targets = torch.randint(7, (SAMPLES, TOKENS)), torch.randint(4, (SAMPLES, TOKENS))
+    targets[:, :2] = torch.where(torch.rand(SAMPLES, 2) < 0.5, -100, targets[:, :2])  # idle rows
+    return Net().double(), tokens, targets
 
 
-def train(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
-    model, x, y = model_and_data()
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mine = slice(4 * rank, 4 * rank + 4)
-    with Monitor(parallel, optimizer, realised=True, on_error="raise") as monitor:
-        functional.cross_entropy(parallel(x[mine]), y[mine]).backward()
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step, as one process takes it or several.
+
+    Attributes:
+        parts: samples of each micro-batch, for each process.
+        clip: the largest norm of the gradient.
+        sync: gradients are averaged after every micro-batch, not only after the last.
+        branches: every process has its own.
+        options: of the monitor.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    clip: float | None = None
+    sync: bool = False
+    branches: bool = False
+    attention: bool = False
+    realised: bool = True
+
+
+CASES = {
+    "halves": Case(((4,), (4,)), attention=True),
+    "uneven, clipped": Case(((5,), (3,)), clip=0.1),
+    "one has none": Case(((8,), (0,)), realised=False),
+    "micro-batches": Case(((2, 2), (1, 3)), realised=False),
+    "micro-batches, each averaged": Case(((2, 2), (1, 3)), sync=True, realised=False),
+    "a branch of its own": Case(((4,), (4,)), branches=True, realised=False),
+}
+
+
+def step(case: Case, rank: int | None) -> Monitor:
+    """Take the step of one of the processes, or of all of them in one."""
+    model, tokens, targets = make()
+    world = len(case.parts)
+    net = model
+    if rank is not None:
+        net = DistributedDataParallel(model, find_unused_parameters=case.branches)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    every = range(world) if rank is None else (rank,)
+    monitor = Monitor(
+        net,
+        optimizer,
+        max_rows=None,
+        attention=case.attention,
+        realised=case.realised,
+        sinks=[MemorySink()],
+        on_error="raise",
+    )
+    with monitor:
+        for process in every:
+            first = sum(map(sum, case.parts[:process]))
+            for i, size in enumerate(case.parts[process]):
+                mine = slice(first, first + size)
+                first += size
+                last = case.sync or i == len(case.parts[process]) - 1
+                alone = nullcontext() if rank is None or last else net.no_sync()
+                with alone:
+                    branch = {"branches": (process,)} if case.branches else {}
+                    loss = loss_of(net(tokens[mine], **branch), targets[mine])
+                    (loss * (1 if rank is None else world)).backward()
+        if case.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
-    assert monitor.latest is not None
-    torch.save(monitor.latest, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return monitor
 
 
-FIRST = [(0, 16), (16, 16), (72, 36)]  # a cost of 4 plain steps at a bound of 1/10: 36
-# Which processes have a monitor, and the steps that each measures, with the interval.
-MONITORED = [([1], [[], FIRST[:2]]), ([0], [FIRST, []]), ([0, 1], [FIRST, FIRST])]
+def spawn(function: Callable[..., None], world: int, folder: Path) -> None:
+    multiprocessing.spawn(function, (world, free_port(), str(folder)), nprocs=world)
 
 
-def train_within_a_bound(rank: int, port: int, folder: str) -> None:
+def begin(rank: int, world: int, port: int) -> None:
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
-    steps = [measured_steps(rank if rank in ranks else None) for ranks, _ in MONITORED]
-    torch.save(steps, Path(folder) / f"{rank}.pt")
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+
+
+def take_steps(rank: int, world: int, port: int, folder: str) -> None:
+    begin(rank, world, port)
+    found = {}
+    for name, case in CASES.items():
+        if len(case.parts) == world:
+            monitor = step(case, rank)
+            sink = monitor._sinks[0]
+            assert isinstance(sink, MemorySink)
+            found[name] = monitor.latest, len(sink.reports)
+    torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-def measured_steps(rank: int | None) -> list[tuple[int, int | None]]:
-    """By clocks that differ: to the second process a measured step seems to cost more."""
-    model, x, y = model_and_data()
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = Monitor(parallel, optimizer, every_n_steps=16, max_overhead=0.1, on_error="raise")
-    seconds = 0.0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(times.HostClock, "now", lambda self: seconds)
-        if rank is not None:
-            monitor.attach()
-        for _ in range(100):
-            optimizer.zero_grad()
-            functional.cross_entropy(parallel(x), y).backward()
-            seconds += 1 + 4 * bool(model[0]._forward_hooks) * (1 + (rank or 0))
-            optimizer.step()
-    return [(report.step, report.interval) for report in monitor.reports]
+def numbers(record: dict[str, Any], at: str = "") -> dict[str, Any]:
+    """Nested data with one name for each number."""
+    found: dict[str, Any] = {}
+    for key, value in record.items():
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        found |= numbers(value, f"{at}{key}.") if isinstance(value, dict) else {f"{at}{key}": value}
+    return found
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
-def test_processes_agree_on_the_interval_and_wait_for_none(tmp_path: Path) -> None:
-    multiprocessing.spawn(train_within_a_bound, (free_port(), str(tmp_path)), nprocs=WORLD)
-    for rank in range(WORLD):
-        found = torch.load(tmp_path / f"{rank}.pt")
-        assert found == [expected[rank] for _, expected in MONITORED]
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal, but for what the gradient was multiplied by on its way."""
+    found, expected = (
+        {name: n for name, n in numbers(x).items() if "gradient_factor" not in name}
+        for x in (found, expected)
+    )
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        exact = isinstance(value, int | str | None)
+        same = value if exact else pytest.approx(value, rel=1e-9, abs=1e-9, nan_ok=True)
+        assert found[name] == same, name
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
-def test_each_process_measures_its_rows_under_the_averaged_gradient(tmp_path: Path) -> None:
-    multiprocessing.spawn(train, (free_port(), str(tmp_path)), nprocs=WORLD)
-    model, x, y = model_and_data()
-    hidden = torch.tanh(model[0](x)).detach().requires_grad_()
-    z = model[2](hidden)
-    G = torch.autograd.grad(functional.cross_entropy(z, y), z, retain_graph=True)[0]
-    features = torch.cat([hidden.detach(), torch.ones(8, 1)], dim=1)
-    e = features @ (G.T @ features).T
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    functional.cross_entropy(model(x), y).backward()
-    sgd.step()
-    really = (z - model(x)).detach()
-    for rank in range(WORLD):
-        report = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
-        assert report.layers.keys() == {"0", "2"}
-        assert "One of 2 processes" in report.notes[0]
-        mine = slice(4 * rank, 4 * rank + 4)
-        own = features.square().sum(1)[mine, None] * G[mine]
-        reading = report.layers["2"]
-        cosine = functional.cosine_similarity(really[mine].flatten(), G[mine].flatten(), dim=0)
-        assert reading.realised_cosine == pytest.approx(cosine.item(), rel=1e-9)
-        cosine = functional.cosine_similarity(e[mine].flatten(), G[mine].flatten(), dim=0)
-        assert reading.gradient_cosine == pytest.approx(cosine.item(), rel=1e-9)
-        ratio = (e[mine] - own).norm() / own.norm()
-        assert reading.interference_ratio == pytest.approx(ratio.item(), rel=1e-9)
-        descent = 0.1 * (G.T @ features).square().sum()
-        assert reading.descent == pytest.approx(descent.item(), rel=1e-9)
+def assert_speaks_for_all(report: StepReport, name: str) -> None:
+    expected = step(CASES[name], None).latest
+    assert expected is not None
+    assert_same(report.to_dict(quantiles=True), expected.to_dict(quantiles=True))
+
+
+def test_the_report_is_that_of_one_process_with_all_rows(tmp_path: Path) -> None:
+    spawn(take_steps, 2, tmp_path)
+    first, second = (torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2))
+    for name in CASES:
+        assert first[name][0] == second[name][0], "all processes have the report"
+        assert (first[name][1], second[name][1]) == (1, 0), "the first writes it"
+        assert_speaks_for_all(first[name][0], name)

@@ -14,7 +14,12 @@ from pathlib import Path
 import pytest
 from example_reports import LAYERS, attention, reading, report
 
-from adiv_monitor.report import ATTENTION_MEASURES, MEASURES, REALISED_MEASURES
+from adiv_monitor.report import (
+    ALIGNMENT_MEASURES,
+    ATTENTION_MEASURES,
+    MEASURES,
+    REALISED_MEASURES,
+)
 from adiv_monitor.sinks import JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, layer_scalars, summary_scalars
 from adiv_monitor.sinks.table import TABLE_MEASURES
@@ -400,7 +405,8 @@ def test_by_default_at_most_twelve_scalars_per_layer() -> None:
     scalars = layer_scalars(report(layers={"a": reading()}), DEFAULT_MEASURES)
     asked_for = {f"adiv.{measure}/a" for measure in ("attainable_cosine", *REALISED_MEASURES)}
     assert len(scalars.keys() - asked_for) == 12
-    assert set(TABLE_MEASURES) <= set(DEFAULT_MEASURES) <= {*MEASURES, *ATTENTION_MEASURES}
+    known = {*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES}
+    assert set(TABLE_MEASURES) <= set(DEFAULT_MEASURES) <= known
 
 
 def test_scalars_are_named_by_measure_then_layer() -> None:

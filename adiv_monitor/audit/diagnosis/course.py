@@ -8,6 +8,12 @@ from adiv_monitor.audit.record import Record
 # A loss that moves by less than this share of itself over the whole run stands still; the same
 # share per window is TheDeepChecker's (A. Ben Braiek, F. Khomh, TOSEM 2022).
 STILL = 0.05
+FEWEST = 12  # steps of a run that can tell anything
+
+
+def is_long_enough(record: Record) -> bool:
+    """Whether the loss can be judged: of a few steps only that they burst can be told."""
+    return len(record.losses) >= FEWEST or not all(map(math.isfinite, record.losses))
 
 
 def start(record: Record) -> float:

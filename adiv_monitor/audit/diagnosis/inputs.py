@@ -160,13 +160,14 @@ def target_scale(record: Record) -> Iterator[Finding]:
             (
                 Advice("standardise the targets, or take the loss's mean instead of its sum"),
                 Advice("learning rate × 0.1", "rate*0.1"),
-                Advice("an optimizer that does not depend on the gradient's length", "adamw"),
+                Advice("AdamW of learning rate 0.001, whose steps do not depend on the gradient's "
+                       "length", "adamw"),
             ),
             f"A model that gives zeros has a loss of {record.chance:.3g}: targets in large units, "
             "or a loss that is a sum; gradients are as much too long.",
             "Clipping the gradient's norm makes all steps equally long.",
             0,
-        )
+        )  # fmt: skip
 
 
 def _first(record: Record) -> str | None:

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterator
 
-from adiv_monitor.audit.diagnosis.course import end, fell, rose, start
+from adiv_monitor.audit.diagnosis.course import end, fell, is_long_enough, rose, start
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 
 # Of the first loss, what is left after learning one small batch by heart.
 NOT_BY_HEART = 0.5
+LEAST_STEPS = 50  # in which it must be learnt; where steps are slow, fewer are tried
 
 
 def double_softmax(record: Record) -> Iterator[Finding]:
@@ -30,29 +31,30 @@ def double_softmax(record: Record) -> Iterator[Finding]:
 def cannot_overfit(record: Record) -> Iterator[Finding]:
     """The model can't even learn one small batch by heart."""
     trial = record.overfit
-    if trial is None or not math.isfinite(start(record)):
+    if trial is None or trial.steps < LEAST_STEPS or not math.isfinite(start(record)):
         return
     left = trial.loss / start(record) if start(record) > 0 else math.nan
     if left > NOT_BY_HEART:
         yield Finding(
             "cannot-overfit",
             (),
-            "act",
+            "watch" if trial.falls else "act",
             (Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * start(record)),),
             (
                 Advice("look for labels that do not belong to their inputs, a loss that is not "
                        "about them, and activation functions on the outputs that the loss has "
                        "already"),
             ),
-            f"After {trial.steps} steps on one small batch its loss is still {trial.loss:.3g}: the "
-            "model cannot learn it by heart.",
+            f"After {trial.steps} steps on one small batch its loss is still {trial.loss:.3g}"
+            + (", if falling: the model is slow to learn it by heart." if trial.falls
+               else ": the model cannot learn it by heart."),
             "More data: the few there are can't be learnt.",
         )  # fmt: skip
 
 
 def loss_stuck(record: Record) -> Iterator[Finding]:
     """The loss does not fall."""
-    if not record.losses or fell(record) or not math.isfinite(end(record)):
+    if not is_long_enough(record) or fell(record) or not math.isfinite(end(record)):
         return
     yield Finding(
         "loss-stuck",

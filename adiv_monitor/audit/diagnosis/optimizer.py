@@ -42,6 +42,7 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
     if not against and not stale:
         return
     layers = worst_first(turned)
+    by_default = record.facts.optimizer != "SGD"  # whose rate says nothing of plain descent's
     yield Finding(
         "optimizer-turns",
         layers,
@@ -53,13 +54,9 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
             *(Evidence("parameter_cosine", cosines[p].value, 0, p) for p in layers[:3]),
         ),
         (
-            *(
-                (Advice("look for maximize=True, or a loss with the wrong sign"),)
-                if against
-                else ()
-            ),
+            *((_WRONG_SIGN,) if against else ()),
             Advice("less momentum (smaller β₁)", "less-momentum"),
-            Advice("plain gradient descent", "plain-sgd"),
+            Advice("plain gradient descent" + by_default * " of learning rate 0.1", "plain-sgd"),
         ),
         f"{uphill:.0%} of the measured steps go uphill, as their own batch's gradient sees it."
         if against
@@ -177,7 +174,12 @@ def projection_fights(record: Record) -> Iterator[Finding]:
 
 
 def _first_cosines(record: Record) -> dict[str, Typical]:
-    """`parameter_cosine` of the first step: 1 for gradient descent, Adam's is ‖g‖₁/(√n·‖g‖₂)."""
+    """`parameter_cosine` of the first step: 1 for gradient descent, Adam's is ‖g‖₁/(√n·‖g‖₂).
+
+    None of an optimizer that remembers steps before it.
+    """
+    if record.facts.resumed:
+        return {}
     first = at_first(record, "parameter_cosine")
     return first[0] if first and record.reports[0].step == 0 else {}
 

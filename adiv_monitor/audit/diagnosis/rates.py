@@ -4,14 +4,17 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from adiv_monitor.audit.diagnosis.course import STILL, end, fell, start
+from adiv_monitor.audit.diagnosis.course import FEWEST, STILL, end, fell, is_long_enough, start
 from adiv_monitor.audit.diagnosis.seen import Typical, at_first, by_layer, worst_first
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength, Trial
 from adiv_monitor.audit.record import Record
 
 # How far the loss falls at the rate as it is, over how far it falls at a better one.
 SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
-SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH = 0.5, 0.8
+# In few steps a higher rate gets further, as more steps would, and need not be better in the end:
+# AdamW's usual 1e-3 reads 0.15 to 0.75 on a small LSTM and GPT; 100 times too low, below 0.11.
+SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH, SHARE_OF_FALL_TOO_LOW_NOTE = 0.125, 0.5, 0.8
+SHARE_OF_FALL_SUFFERS = 0.5
 # ‖Δz‖ / ‖z‖ of the first step, in the median layer: activations that move by as much as they are
 # long are not those that the gradient was taken at. Healthy runs read 0.02 to 0.7 (RMSprop 4).
 MOVES_TOO_FAR = 1.0
@@ -43,8 +46,17 @@ def suffers(record: Record) -> bool:
 
     What other rules want to see before they say "act".
     """
-    by_rates = (*_too_high_by_trial(record), *_too_low_by_trial(record))
-    return not fell(record) or any(finding.strength == "act" for finding in by_rates)
+    if not is_long_enough(record):
+        return False
+    share_at_lower, share_at_higher = (
+        1.0 if better is None else share_of_fall(record, better[1])
+        for better in (_lower(record), _higher(record))
+    )
+    return (
+        not fell(record)
+        or share_at_lower < SHARE_OF_FALL_ACT
+        or share_at_higher < SHARE_OF_FALL_SUFFERS
+    )
 
 
 def share_of_fall(record: Record, trial: Trial) -> float:
@@ -60,22 +72,33 @@ def share_of_fall(record: Record, trial: Trial) -> float:
     return -math.inf if -fall > STILL * abs(start(record)) else 1.0
 
 
-def _better(record: Record, *, higher: bool) -> tuple[float, Trial] | None:
-    """The best rate of all, if it lies on that side, and is better by two standard errors.
+def _lower(record: Record) -> tuple[float, Trial] | None:
+    """The best of the rates that were tried and its trial, if it is lower than the run's."""
+    better = _better(record)
+    return better if better is not None and better[0] < 1 else None
 
-    Of a rate that is far too high, a higher one may be better as well, by chance.
-    """
-    trials = [(f, trial) for f, trial in record.rates.items() if math.isfinite(trial.loss)]
+
+def _higher(record: Record) -> tuple[float, Trial] | None:
+    """The same if it is higher: one rate is best, so that no run's is both too high and too low."""
+    better = _better(record)
+    return better if better is not None and better[0] > 1 else None
+
+
+def _better(record: Record) -> tuple[float, Trial] | None:
+    """The best rate, if it pays: is better by more than two standard errors, and by 2 %."""
+    trials = [
+        (factor, trial)
+        for factor, trial in record.rates.items()
+        if trial.steps >= FEWEST and math.isfinite(trial.loss)
+    ]
     if not trials:
         return None
     factor, trial = min(trials, key=lambda pair: pair[1].loss)
-    if (factor > 1) is not higher:
-        return None
-    return (factor, trial) if not trial.gain <= 2 * trial.error else None
+    return (factor, trial) if trial.pays else None
 
 
 def _too_high_by_trial(record: Record) -> Iterator[Finding]:
-    better = _better(record, higher=False)
+    better = _lower(record)
     if better is None:
         return
     factor, trial = better
@@ -83,17 +106,21 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
     if share < SHARE_OF_FALL_WATCH:
         yield _too_high(
             "act" if share < SHARE_OF_FALL_ACT else "watch",
-            (
-                Evidence("loss", trial.loss_without),
-                Evidence(f"loss at rate × {factor:g}", trial.loss),
-                Evidence("share of the fall", share, SHARE_OF_FALL_WATCH),
-            ),
-            _at(factor, trial),
+            _by_trial(factor, trial, share, SHARE_OF_FALL_WATCH),
+            _said(factor, trial),
             factor,
         )
 
 
-def _at(factor: float, trial: Trial) -> str:
+def _by_trial(factor: float, trial: Trial, share: float, limit: float) -> tuple[Evidence, ...]:
+    return (
+        Evidence("loss", trial.loss_without),
+        Evidence(f"loss at rate × {factor:g}", trial.loss),
+        Evidence("share of the fall", share, limit),
+    )
+
+
+def _said(factor: float, trial: Trial) -> str:
     diverges = not math.isfinite(trial.loss_without)
     instead = "where it diverges now" if diverges else f"instead of {trial.loss_without:.3g}"
     return (
@@ -149,20 +176,23 @@ def _too_high(
 
 
 def _too_low_by_trial(record: Record) -> Iterator[Finding]:
-    better = _better(record, higher=True)
+    better = _higher(record)
     if better is None:
         return
     factor, trial = better
     share = share_of_fall(record, trial)
-    if share < SHARE_OF_FALL_TOO_LOW_WATCH:
+    limits: dict[Strength, float] = {
+        "act": SHARE_OF_FALL_TOO_LOW_ACT,
+        "watch": SHARE_OF_FALL_TOO_LOW_WATCH,
+        "note": SHARE_OF_FALL_TOO_LOW_NOTE,
+    }
+    strength = next((name for name, limit in limits.items() if share < limit), None)
+    if strength is not None:
+        short = " A run this short favours high rates: look at a longer one."
         yield _too_low(
-            "act" if share < SHARE_OF_FALL_TOO_LOW_ACT else "watch",
-            (
-                Evidence("loss", trial.loss_without),
-                Evidence(f"loss at rate × {factor:g}", trial.loss),
-                Evidence("share of the fall", share, SHARE_OF_FALL_TOO_LOW_WATCH),
-            ),
-            _at(factor, trial),
+            strength,
+            _by_trial(factor, trial, share, limits[strength]),
+            _said(factor, trial) + short * (strength != "act"),
             factor,
         )
 
@@ -205,6 +235,8 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
     steps = [_off_the_middle(ratios) for ratios in at_first(record, "update_ratio")]
     off = steps[0] if steps else {}
     lasting = {path: by for path, by in off.items() if all(path in later for later in steps)}
+    if len(steps) < 2:  # whether it lasts is not known
+        lasting = {}
     if not off:
         return
     strength: Strength = "watch" if lasting else "note"
@@ -226,7 +258,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
         ),
         (
             Advice("give these layers learning rates of their own", "rate-per-layer"),
-            Advice("an optimizer that scales each parameter's step", "adamw"),
+            Advice("AdamW of learning rate 0.001, which scales each parameter's step", "adamw"),
         ),
         f"In one step the activations of {', '.join(layers[:3])} "
         f"{'hardly move' if starved else 'move unlike the others'}: by a factor of "

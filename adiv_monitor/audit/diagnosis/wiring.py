@@ -57,18 +57,19 @@ def unreached(record: Record) -> Iterator[Finding]:
                 Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax on the way "
                        "from these layers to the loss"),
             ),
-            f"The loss sends no gradient to {_several(names)}, though their modules run: the way "
-            "back to them is cut.",
+            f"The loss depends on {_several(names)}, but sends no gradient to them: the way back "
+            "to them is cut.",
             "No optimizer and no learning rate can train what has no gradient.",
         )  # fmt: skip
-    if unused:
+    unused_names = record.wiring.unused
+    if unused_names:
         yield Finding(
             "unreached",
-            tuple(n for n in record.wiring.unreached if n in unused),
+            unused_names,
             "watch",
-            (Evidence("parameters of modules that never ran", len(unused), 0),),
-            (Advice("call these modules in forward(), or take them out"),),
-            f"{_several(tuple(unused))} belong to modules that never ran.",
+            (Evidence("parameters that the loss does not depend on", len(unused_names), 0),),
+            (Advice("use in forward() what these modules give, or take them out"),),
+            f"The loss does not depend on {_several(unused_names)}: they never train.",
         )
 
 

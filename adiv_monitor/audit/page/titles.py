@@ -147,6 +147,8 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "decay-fights": "Weight decay fights the gradient",
         "projection-fights": "A projection fights the update",
         "clipping-always": "Clipping is always at work",
+        "double-softmax": "The softmax is taken twice",
+        "target-scale": "A loss that is large by nature",
     }
 )
 

@@ -4,10 +4,9 @@ import math
 import time
 from dataclasses import replace
 
+from adiv_monitor.audit.diagnosis.course import FEWEST
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.setup import Setup
-
-FEWEST = 12  # steps of a run that can tell anything
 
 
 def within(setup: Setup, record: Record, runs: int, seconds: float) -> Setup | None:

@@ -6,10 +6,12 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
+from adiv_monitor.audit.diagnosis.course import FEWEST
 from adiv_monitor.audit.finding import Trial
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.setup import Fork, Setup
-from adiv_monitor.audit.trials.budget import FEWEST, step_seconds
+from adiv_monitor.audit.trials.budget import step_seconds
+from adiv_monitor.audit.trials.mends import DoesNotApply
 from adiv_monitor.audit.trials.mends.rates import scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.samples import first
@@ -17,12 +19,17 @@ from adiv_monitor.audit.trials.trial import at_the_end, losses_of
 
 SAMPLES = 16
 STEPS = 100
+FACTORS = (1.0, 3.0, 0.3)  # on the best rate of many batches
+LEARNT = 0.5  # of the first loss: no other rate need be tried
+STANDS = 0.01  # of the first loss: what falls less from one quarter of the steps to the next
 
 
 def overfit(setup: Setup, record: Record, *, seconds: float = 10.0) -> Trial | None:
     """A fork learns one small batch, without dropout, at the best learning rate that was tried.
 
-    The batch is the first 16 samples of the first one, or all of it, where it can't be cut.
+    The batch is the first 16 samples of the first one, or all of it, where it can't be cut. Where
+    it is not learnt, three times and 0.3 times that rate are tried too: a rate that is right for
+    many batches may be wrong for one.
 
     Args:
         setup: what is trained.
@@ -30,35 +37,53 @@ def overfit(setup: Setup, record: Record, *, seconds: float = 10.0) -> Trial | N
         seconds: roughly how long it may take, of steps that take as long as a whole batch.
 
     Returns:
-        A trial whose `loss_without` is the first loss, and whose error is that of the mean of the
-        last quarter; None where steps are too slow.
+        The best trial, whose `loss_without` is the first loss, and whose error is that of the mean
+        of the last quarter; None where steps are too slow.
 
     Raises:
         KeyboardInterrupt: the keyboard ended the run.
     """
     each = step_seconds(record)
-    steps = STEPS if each == 0 else min(STEPS, int(min(seconds / each, STEPS)))
+    affordable = seconds / each if each else math.inf
+    steps = int(min(STEPS, affordable))
     if steps < FEWEST:
         return None
     batch = setup.batches[0]
-    rate = best_rate(record.rates)
     small = first(batch, SAMPLES)
-    try:
-        losses = losses_of(_fork(setup, small, steps, rate))
-    except Exception:
-        if small is batch:
-            raise
-        losses = losses_of(_fork(setup, batch, steps, rate))  # it can't be cut
-    quarter = np.array(losses[-max(2, math.ceil(steps / 4)) :])
+    trials: list[Trial] = []
+    for factor in FACTORS[: int(min(len(FACTORS), affordable // steps))]:
+        rate = factor * best_rate(record.rates)
+        try:
+            trials.append(_trial(setup, small, steps, rate))
+        except DoesNotApply:  # the optimizer has no rate
+            break
+        except Exception:
+            if small is batch:
+                raise
+            small = batch  # it can't be cut
+            trials.append(_trial(setup, small, steps, rate))
+        if trials[-1].loss < LEARNT * trials[-1].loss_without:
+            break
+    best = min(trials, key=lambda trial: trial.loss)
+    return replace(best, runs=len(trials))
+
+
+def _trial(setup: Setup, batch: object, steps: int, rate: float) -> Trial:
+    losses = losses_of(_fork(setup, batch, steps, rate))
     ended = math.isfinite(at_the_end(losses, steps))
+    n = max(2, math.ceil(steps / 4))
+    quarter, before = np.array(losses[-n:]), np.array(losses[-2 * n : -n])
+    error = float(quarter.std(ddof=1) / math.sqrt(n)) if ended else math.nan
+    fell = float(before.mean() - quarter.mean()) if ended else 0.0
     return Trial(
         mend="overfit",
         steps=steps,
         loss=at_the_end(losses, steps),
         loss_without=losses[0],
         loss_by_rate=None,
-        error=float(quarter.std(ddof=1) / math.sqrt(len(quarter))) if ended else math.nan,
+        error=error,
         rate=rate,
+        falls=fell > max(2 * error, STANDS * abs(losses[0])),
     )
 
 

@@ -13,6 +13,7 @@ from adiv_monitor.capture.again.graph import leaves_of
 from adiv_monitor.capture.again.outputs import Outputs
 from adiv_monitor.capture.again.replay import Arguments, Replay, pattern, tolerance
 from adiv_monitor.capture.forwards import Forward
+from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import Rows, exact_type, to_device
@@ -121,7 +122,7 @@ class Leftovers:
         length = float(torch.linalg.vector_norm(expected))
         if not math.isfinite(length):
             raise Refused("its output is not finite")
-        if _several_processes():
+        if processes() > 1:
             raise Refused(
                 "no rule describes what it computes, and it is not run again in one of several "
                 "processes, since it may wait for the others; register_features can teach the "
@@ -153,11 +154,6 @@ class Leftovers:
         """Whether a module inside this one claimed the parameter."""
         inner = self._claims.get(key, set()) - {module}
         return bool(inner) and not inner.isdisjoint(module.modules())
-
-
-def _several_processes() -> bool:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return distributed and torch.distributed.get_world_size() > 1
 
 
 def _held(selection: Selection) -> dict[nn.Module, set[int]]:

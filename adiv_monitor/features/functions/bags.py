@@ -66,9 +66,12 @@ class BagFeatures:
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
         """φ_r·Σ_k a_k φ_k of every row."""
-        weights = active.new_zeros(self.bags).index_add_(0, self.rows, active)
-        products = self.share * self.sum(weights)[self.token]
+        products = self.share * self.weight_sum(active)[self.token]
         return self._sums(products, self.bag)[self.rows]
+
+    def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " vocabulary"]:
+        """Σ_k a_k φ_k."""
+        return self.sum(active.new_zeros(self.bags).index_add_(0, self.rows, active))
 
     def weight_norms(self) -> Float[Tensor, " rows"]:
         """‖φ_r‖ of every row."""

@@ -55,9 +55,16 @@ class BlockFeatures:
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
         """φ_r·Σ_k a_k φ_k of every row: of the rows of its block."""
-        summed = sums_of_blocks(self.phi * active[:, None], self.block, self.count)
+        summed = self._sums(active)
         products: Tensor = torch.linalg.vecdot(self.phi, summed[self.block])
         return products
+
+    def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
+        """Σ_k a_k φ_k, block by block."""
+        return self._sums(active)[: self.count].flatten()
+
+    def _sums(self, active: Float[Tensor, " rows"]) -> Float[Tensor, "count_plus_1 n_feat"]:
+        return sums_of_blocks(self.phi * active[:, None], self.block, self.count)
 
     def weight_norms(self) -> Float[Tensor, " rows"]:
         """‖φ_r‖ of every row."""

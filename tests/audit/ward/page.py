@@ -275,7 +275,7 @@ def _validity(courses: dict[str, list[Row]]) -> list[str]:
         case = CASES[name]
         twins = {row["seed"]: row for row in courses[case.twin.name]}
         pairs = [(twins[r["seed"]][case.judged_by], r[case.judged_by]) for r in rows]
-        worse = sum(ill > max(1.05 * well, well + 0.005) for well, ill in pairs)
+        worse = sum(ill > max(1.25 * well, well + 0.01) for well, ill in pairs)
         lines.append(
             (
                 name,
@@ -289,7 +289,7 @@ def _validity(courses: dict[str, list[Row]]) -> list[str]:
         "## That the ill are ill",
         "",
         f"After {STEPS} steps, without the audit: medians over seeds, and in how many the ill run "
-        "is worse by 5 %. Error: share of wrong answers, or of targets' variance not explained.",
+        "is worse by a quarter. Error: share of wrong answers, or of variance not explained.",
         "",
         *table(("case", "by", "healthy twin", "ill", "worse"), lines),
         "Tried and left out, since they do not harm, or are not what they were meant to be:",

@@ -45,7 +45,8 @@ def _held_too(fork: Fork, parameters: Sequence[Tensor]) -> bool:
 def _reinitialise(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     """N(0, gain²/fan-in), bias 0 (He et al. 2015; Glorot and Bengio 2010); others as torch does.
 
-    The gain is √2, but 1 where the model has saturating activations, and for its last layer.
+    The gain is √2, but 1 where the model has saturating activations, and for the layer that runs
+    last; where that is not known, the one that is registered last.
     """
     saturating = any(isinstance(m, (nn.Tanh, nn.Sigmoid)) for m in fork.model.modules())
     named = list(modules_at(fork.model, layers).values()) if layers else []
@@ -54,13 +55,20 @@ def _reinitialise(fork: Fork, layers: Sequence[str], record: Record | None) -> N
         module.reset_parameters()  # type: ignore[operator]
     if others and len(others) == len(named):
         return
-    last = [m for m in fork.model.modules() if isinstance(m, AFFINE)][-1:]
+    last = _last(fork.model, record)
     for module in affine_at(fork.model, layers):
         assert isinstance(module, AFFINE)
-        linear = saturating or module in last
+        linear = saturating or module is last
         nn.init.kaiming_normal_(module.weight, nonlinearity="linear" if linear else "relu")
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def _last(model: nn.Module, record: Record | None) -> nn.Module | None:
+    affine = {path: m for path, m in model.named_modules() if isinstance(m, AFFINE)}
+    ran = [] if record is None or not record.reports else list(record.reports[0].layers)
+    order = [path for path in ran if path in affine] or list(affine)
+    return affine[order[-1]] if order else None
 
 
 MENDS = [

@@ -1,0 +1,204 @@
+"""The instrument: readings of a model's alignments on a probe, against a reference point."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.alignment.layers import AlignedLayer, with_roles
+from adiv_monitor.alignment.probe import Probe
+from adiv_monitor.alignment.sharding import present, summed
+from adiv_monitor.alignment.snapshot import Seen, Snapshot, look
+from adiv_monitor.alignment.sums import Sums, embedding_sums, layer_sums
+from adiv_monitor.capture.selection import trainable
+from adiv_monitor.errors import AdivError
+from adiv_monitor.report import AlignmentReading
+
+
+class Alignment:
+    """Reads alpha, omega, u and A(W, z) of a model's layers, as often as it is asked to.
+
+    A reading is one forward pass of the probe and four products per layer. It changes nothing of
+    the model or the run.
+
+    Args:
+        model: the model; lazy layers must have run.
+        probe: what it is run on, and with what it is compared.
+
+    Raises:
+        AdivError: the forward pass shows no layer.
+        ValueError: the probe's patterns fit nothing.
+
+    Attributes:
+        layers: what is measured, in the order in which it runs.
+
+    Example:
+        >>> import torch
+        >>> from adiv_monitor.alignment import Alignment, Probe
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 4))
+        >>> alignment = Alignment(model, Probe(torch.randn(64, 32)))
+        >>> _ = torch.nn.init.ones_(model[0].weight)
+        >>> round(alignment.read()["0"].alpha, 1)
+        0.5
+    """
+
+    def __init__(self, model: nn.Module, probe: Probe) -> None:
+        self._model = model
+        self._probe = probe
+        seen = self._look(model)
+        self._shapes = {path: layer.shapes for path, layer in seen.items()}
+        self.layers: tuple[AlignedLayer, ...] = with_roles(
+            [
+                AlignedLayer(p, s.slot, s.held.module, s.held.name, s.predecessors)
+                for p, s in seen.items()
+            ],
+            probe.roles,
+        )
+        self._snapshots: deque[Snapshot] = deque(maxlen=probe.window or 1)
+        if probe.reference is None:
+            self._snapshots.append(Snapshot.of(seen))
+        else:
+            self._regenerated()  # that it can be
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """Names of trained matrices that no layer here uses."""
+        used = {id(p) for layer in self.layers for p in layer.parameters}
+        return [
+            name
+            for name, p in self._model.named_parameters()
+            if p.requires_grad and p.dim() > 1 and id(p) not in used
+        ]
+
+    def read(self) -> dict[str, AlignmentReading]:
+        """The present readings by layer.
+
+        Raises:
+            AdivError: the model calls its layers otherwise than it did at the reference point.
+        """
+        with torch.inference_mode(False):
+            return self._read()
+
+    def _read(self) -> dict[str, AlignmentReading]:
+        seen = self._look(self._model)
+        self._check(seen)
+        reference = self._regenerated() if self._probe.reference else self._snapshots[0]
+        weights = _Whole(reference)
+        sums = torch.stack(
+            [_sums(layer, seen[layer.path], reference, weights) for layer in self.layers]
+        )
+        values = summed(sums, self._probe.process_group).tolist()
+        if self._probe.window is not None:
+            self._snapshots.append(Snapshot.of(seen))
+        return {
+            layer.path: Sums(*of_layer).reading(
+                role=layer.role,
+                kind=layer.slot.kind,
+                fan_in=layer.slot.fan_in,
+                fan_out=layer.slot.fan_out,
+                predecessors=layer.predecessors,
+            )
+            for layer, of_layer in zip(self.layers, values, strict=True)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The reference point, to go on with in a resumed run."""
+        return {
+            "probe": self._probe.fingerprint,
+            "snapshots": [
+                {
+                    "rows": {path: rows.cpu() for path, rows in snapshot.rows.items()},
+                    "weights": {name: kept.values for name, kept in snapshot.weights.items()},
+                }
+                for snapshot in self._snapshots
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Compare with the saved reference point from now on.
+
+        Raises:
+            ValueError: it is that of another probe, or of other layers.
+        """
+        if state["probe"] != self._probe.fingerprint:
+            raise ValueError(
+                "Alignment.load_state_dict: the saved reference point is that of another probe, "
+                "expected the same batch: z − z₀ of different samples is no change"
+            )
+        device = trainable(self._model)[0].device
+        kept = self._snapshots[0].weights if self._snapshots else {}
+        loaded = []
+        for saved in state["snapshots"]:
+            if saved["rows"].keys() != self._shapes.keys():
+                raise ValueError(
+                    "Alignment.load_state_dict: the saved reference point has the layers "
+                    f"{list(saved['rows'])}, expected {list(self._shapes)}"
+                )
+            loaded.append(
+                Snapshot(
+                    {path: rows.to(device) for path, rows in saved["rows"].items()},
+                    {n: replace(kept[n], values=values) for n, values in saved["weights"].items()},
+                )
+            )
+        self._snapshots.clear()
+        self._snapshots.extend(loaded)
+
+    def _look(self, model: nn.Module) -> dict[str, Seen]:
+        return look(model, self._probe)
+
+    def _regenerated(self) -> Snapshot:
+        assert self._probe.reference is not None
+        parameter = trainable(self._model)[0]
+        with torch.random.fork_rng(devices=_devices(self._model)):
+            model = self._probe.reference()
+        seen = self._look(model.to(parameter.device))
+        self._check(seen)
+        return Snapshot.of(seen)
+
+    def _check(self, seen: Mapping[str, Seen]) -> None:
+        shapes = {path: layer.shapes for path, layer in seen.items()}
+        if shapes != self._shapes:
+            paths = {**shapes, **self._shapes}
+            path = next(p for p in paths if shapes.get(p) != self._shapes.get(p))
+            raise AdivError(
+                f"Alignment: '{path}' was called with rows {shapes.get(path)}, expected "
+                f"{self._shapes.get(path)} as at the reference point: z − z₀ has to be of the same "
+                "samples"
+            )
+
+
+class _Whole:
+    """Weights now and at the reference point, each gathered once, one after the other."""
+
+    def __init__(self, reference: Snapshot) -> None:
+        self._reference = reference
+        self._name: str | None = None
+        self._pair: tuple[Tensor, Tensor] | None = None
+
+    def of(self, layer: Seen) -> tuple[Tensor, Tensor]:
+        """(W₀, W) of the weight that holds a layer."""
+        held = layer.held
+        if self._name != held.full_name or self._pair is None:
+            kept = self._reference.weights[layer.slot.weight]
+            device = layer.rows.device
+            self._pair = kept.whole(device), present(held.module, held.name, held.tensor)
+            self._name = held.full_name
+        return self._pair
+
+
+def _sums(layer: AlignedLayer, seen: Seen, reference: Snapshot, weights: _Whole) -> Tensor:
+    before, now = weights.of(seen)
+    slot = layer.slot
+    with torch.no_grad(), torch.autocast(now.device.type, enabled=False):
+        if slot.kind == "embedding":
+            return embedding_sums(before, now, seen.rows)
+        z0 = reference.rows[layer.path]
+        return layer_sums(slot.matrices(before), slot.matrices(now), z0, seen.rows)
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    devices = {p.device for p in model.parameters()}
+    return [device for device in devices if device.type == "cuda"]

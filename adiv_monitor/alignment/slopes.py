@@ -1,0 +1,135 @@
+"""How measures go with width: slopes in log-log, with intervals, and what they mean."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["grows", "stays", "vanishes", "unclear"]
+_TOLERANCE = 0.1  # a slope this small is nothing of order one, at the widths that there are
+_CERTAIN = 0.25  # half an interval beyond which a slope near zero is not known
+RATIOS = ("alpha", "omega", "u", "cumulative")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Readings of one training run.
+
+    Attributes:
+        width: of the model.
+        readings: step → layer → measures, as `AlignmentReading.to_dict` has them.
+    """
+
+    width: int
+    readings: Mapping[int, Mapping[str, Mapping[str, float]]]
+
+
+@dataclass(frozen=True)
+class Slope:
+    """d log(value) / d log(width), by least squares.
+
+    Attributes:
+        value: the slope.
+        half: half its 95 % interval; ∞ from two points alone.
+        points: (width, value) of every run.
+    """
+
+    value: float
+    half: float
+    points: tuple[tuple[float, float], ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """What becomes of it with width."""
+        if self.value - self.half > _TOLERANCE:
+            return "grows"
+        if self.value + self.half < -_TOLERANCE:
+            return "vanishes"
+        return "stays" if abs(self.value) + self.half <= _TOLERANCE + _CERTAIN else "unclear"
+
+
+@dataclass(frozen=True)
+class LayerWidths:
+    """One layer at several widths.
+
+    Attributes:
+        path: the layer.
+        step: after which step.
+        size: of RMS(W z), the layer's output.
+        move: of the RMS of its change since the reference point: −r of the theory.
+        exponents: of RMS(W z)/(RMS W · RMS z) for alpha, omega, u and A(W, z), against the fan-in:
+            the alignment that is left when the width grows.
+        kappas: n^(A − 1), the geometric mean over widths: what is constant of less than full
+            alignment.
+    """
+
+    path: str
+    step: int
+    size: Slope | None
+    move: Slope | None
+    exponents: Mapping[str, Slope]
+    kappas: Mapping[str, float]
+
+    @property
+    def verdict(self) -> Verdict:
+        """What becomes of the layer's move: "stays" is what muP is for."""
+        return "unclear" if self.move is None else self.move.verdict
+
+
+def slope(points: Iterable[tuple[float, float]]) -> Slope | None:
+    """Of log(value) against log(width); None with fewer than two widths.
+
+    Raises:
+        ImportError: without scipy (pip install "adiv-monitor[lr]").
+    """
+    kept = tuple((n, value) for n, value in points if n > 0 and value > 0)
+    if len({n for n, _ in kept}) < 2:
+        return None
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise ImportError(
+            'Slopes over widths need scipy: pip install "adiv-monitor[lr]"'
+        ) from error
+    logs = [(math.log(n), math.log(value)) for n, value in kept]
+    found = stats.linregress(*zip(*logs, strict=True))
+    free = len(kept) - 2
+    half = float(stats.t.ppf(0.975, free) * found.stderr) if free else math.inf
+    return Slope(float(found.slope), half, kept)
+
+
+def layer_widths(runs: Sequence[Run], step: int | None = None) -> list[LayerWidths]:
+    """Slopes of every layer after a step, the last that all runs have if None is given.
+
+    Raises:
+        ValueError: fewer than two widths, or runs without a step in common.
+    """
+    if len({run.width for run in runs}) < 2:
+        raise ValueError(
+            f"layer_widths: got runs of widths {sorted({run.width for run in runs})}, expected two "
+            "widths at least"
+        )
+    common = set.intersection(*(set(run.readings) for run in runs))
+    if not common or (step is not None and step not in common):
+        raise ValueError(f"layer_widths: step {step}: expected one that all runs have: {common}")
+    step = max(common) if step is None else step
+    return [_of_layer(runs, path, step) for path in runs[0].readings[step]]
+
+
+def _of_layer(runs: Sequence[Run], path: str, step: int) -> LayerWidths:
+    records = [(r.width, r.readings[step][path]) for r in runs if path in r.readings[step]]
+
+    def of(name: str) -> Slope | None:
+        return slope((width, record.get(name, 0.0)) for width, record in records)
+
+    exponents, kappas = {}, {}
+    for name in RATIOS:
+        # A log n is the logarithm of the ratio of sizes, n^A.
+        known = [(r["fan_in"], r["fan_in"] ** r[name]) for _, r in records if name in r]
+        found = slope(known)
+        if found is not None:
+            exponents[name] = found
+        shares = [math.log(r[f"kappa_{name}"]) for _, r in records if name in r]
+        if shares:
+            kappas[name] = math.exp(math.fsum(shares) / len(shares))
+    return LayerWidths(path, step, of("output_rms"), of("output_change_rms"), exponents, kappas)

@@ -1,0 +1,120 @@
+"""The sums of squares that all measures of a layer are made of: they add up over processes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from adiv_monitor.alignment.ratio import effective_rank, kappa, log_ratio
+from adiv_monitor.report import AlignmentReading
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of one layer, over rows of a probe, with z₀, W₀ the reference, dz = z − z₀, dW = W − W₀.
+
+    A numerator sums the mean square of outputs, a denominator the mean square of the weight times
+    that of the inputs: each group of a weight with its own, so that no ratio exceeds 1.
+    """
+
+    rows: float
+    scale: float  # the denominator of W₀ z₀
+    alpha: float  # dW z₀
+    alpha_bound: float
+    omega: float  # W₀ dz
+    omega_bound: float
+    u: float  # dW dz
+    u_bound: float
+    cumulative: float  # W z
+    cumulative_bound: float
+    change: float  # W z − W₀ z₀
+
+    def reading(
+        self, *, role: str, kind: str, fan_in: int, fan_out: int, predecessors: Sequence[str]
+    ) -> AlignmentReading:
+        """What they say of a layer. Of an embedding there is no alignment."""
+        base = 0 if kind == "embedding" else fan_in
+        ratios = {
+            name: log_ratio(getattr(self, name), getattr(self, f"{name}_bound"), base, self.scale)
+            for name in ("alpha", "omega", "u", "cumulative")
+        }
+        return AlignmentReading(
+            role=role,
+            kind=kind,
+            fan_in=fan_in,
+            fan_out=fan_out,
+            predecessors=tuple(predecessors),
+            rows=round(self.rows),
+            **ratios,
+            **{f"kappa_{name}": kappa(ratio, fan_in) for name, ratio in ratios.items()},
+            effective_rank=effective_rank(ratios["cumulative"], fan_in),
+            output_rms=_root_mean(self.cumulative, self.rows),
+            output_change_rms=_root_mean(self.change, self.rows),
+        )
+
+
+COUNT = len(fields(Sums))
+
+
+def layer_sums(
+    W0: Float[Tensor, "groups out n"],
+    W: Float[Tensor, "groups out n"],
+    z0: Float[Tensor, "rows groups n"],
+    z: Float[Tensor, "rows groups n"],
+) -> Float[Tensor, " sums"]:
+    """`Sums` of a linear layer or convolution, in float64 where the device has it."""
+    W0, W = (weight.to(z.dtype) for weight in (W0, W))
+    dW, dz = W - W0, z - z0
+    terms = (dW, z0), (W0, dz), (dW, dz), (W, z)
+    products = [_product(*term) for term in terms]
+    change = sum(products[1:3], products[0])
+    measured = [_of_rows(W0, z0)]
+    for product, (weight, rows) in zip(products, terms, strict=True):
+        measured += [_mean_square(product).sum(), _of_rows(weight, rows)]
+    rows = torch.tensor(float(len(z)), dtype=measured[0].dtype, device=z.device)
+    return torch.stack([rows, *measured, _mean_square(change).sum()])
+
+
+def embedding_sums(
+    W0: Float[Tensor, "tokens n"], W: Float[Tensor, "tokens n"], rows: Tensor
+) -> Float[Tensor, " sums"]:
+    """`Sums` of an embedding: its outputs alone."""
+    before, now = W0[rows], W[rows]
+    sums = _wide(now).new_zeros(COUNT)
+    sums[0] = len(rows)
+    sums[8] = _wide(now).square().mean(1).sum()
+    sums[10] = _wide(now - before).square().mean(1).sum()
+    return sums
+
+
+def _product(weight: Tensor, rows: Tensor) -> Tensor:
+    """(rows, groups, outputs)."""
+    if len(weight) == 1:
+        return (rows[:, 0] @ weight[0].t())[:, None]
+    return torch.einsum("rgn,gon->rgo", rows, weight)
+
+
+def _of_rows(weight: Tensor, rows: Tensor) -> Tensor:
+    """Σ over rows, mean over groups, of the weight's mean square times the row's."""
+    wide = torch.float32 if weight.device.type == "mps" else torch.float64
+    norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=wide)
+    of_groups = norms.square() / weight[0].numel()
+    of_rows = _wide(torch.linalg.vector_norm(rows, dim=2)).square() / rows.shape[2]
+    total: Tensor = (of_rows @ of_groups).sum() / len(weight)
+    return total
+
+
+def _mean_square(product: Tensor) -> Tensor:
+    """Of every row."""
+    flat = product.flatten(1)
+    return _wide(torch.linalg.vector_norm(flat, dim=1)).square() / flat.shape[1]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type == "mps" else tensor.double()
+
+
+def _root_mean(total: float, rows: float) -> float | None:
+    return (total / rows) ** 0.5 if rows else None

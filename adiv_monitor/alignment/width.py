@@ -1,0 +1,149 @@
+"""The coordinate check: what becomes of a model's activations, and of their moves, with width.
+
+    python -m adiv_monitor.alignment.width my_module:build --widths 64 256 1024 --plot widths.png
+    python -m adiv_monitor.alignment.width --runs 64=small.jsonl 256=large.jsonl
+
+`build(width, seed)` gives an `Experiment`. Runs are files of a `JsonlSink`, of a monitor with
+`alignment=Probe(...)`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from torch import nn
+
+from adiv_monitor.alignment.instrument import Alignment
+from adiv_monitor.alignment.probe import Probe
+from adiv_monitor.alignment.slopes import RATIOS, LayerWidths, Run, Slope, layer_widths
+from adiv_monitor.alignment.width_plot import plot_widths
+
+
+@dataclass(frozen=True, eq=False)
+class Experiment:
+    """A model with a way to train it, in whatever parametrization and by whatever optimizer.
+
+    Attributes:
+        model: the model.
+        step: takes one training step.
+        probe: on which it is measured; the same samples at each width.
+    """
+
+    model: nn.Module
+    step: Callable[[], object]
+    probe: Probe
+
+
+Build = Callable[[int, int], Experiment]
+
+
+def measure_widths(
+    build: Build, widths: Sequence[int], *, steps: int = 10, seeds: int = 3
+) -> list[Run]:
+    """Train at each width and seed for some steps, and read all layers after each.
+
+    Args:
+        build: (width, seed) → an experiment.
+        widths: two at least.
+        steps: how many.
+        seeds: runs per width, from seed 0 on.
+    """
+    runs = []
+    for width in widths:
+        for seed in range(seeds):
+            experiment = build(width, seed)
+            alignment = Alignment(experiment.model, experiment.probe)
+            readings = {}
+            for step in range(1, steps + 1):
+                experiment.step()
+                readings[step] = {p: r.to_dict() for p, r in alignment.read().items()}
+            runs.append(Run(width, readings))
+    return runs
+
+
+def runs_of(files: Iterable[tuple[int, Path]]) -> list[Run]:
+    """Runs from files of a `JsonlSink`, one line per report.
+
+    Raises:
+        ValueError: a file has no reading of alignments.
+    """
+    runs = []
+    for width, file in files:
+        reports = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+        readings = {r["step"]: r["alignment"] for r in reports if r.get("alignment")}
+        if not readings:
+            raise ValueError(
+                f"{file}: holds no alignments, expected a file of a monitor with alignment=Probe(…)"
+            )
+        runs.append(Run(width, readings))
+    return runs
+
+
+def described(layers: Sequence[LayerWidths]) -> str:
+    """The report as text: slopes with 95 % intervals, κ, and a verdict per layer."""
+    name = max(len("layer"), *(len(layer.path) for layer in layers))
+    lines = [
+        f"after step {layers[0].step}; slopes against width ± half of their 95 % interval",
+        f"{'layer':{name}}  {'verdict':8}  {'move':>13}  {'size':>13}  exponent ± (κ)",
+    ]
+    for layer in layers:
+        known = [
+            f"{ratio} {_slope(layer.exponents[ratio]).strip()} (κ {layer.kappas[ratio]:.2f})"
+            for ratio in RATIOS
+            if ratio in layer.exponents
+        ]
+        lines.append(
+            f"{layer.path:{name}}  {layer.verdict:8}  {_slope(layer.move):>13}  "
+            f"{_slope(layer.size):>13}  {', '.join(known)}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _slope(slope: Slope | None) -> str:
+    return "–" if slope is None else f"{slope.value:+.2f} ± {slope.half:.2f}"
+
+
+def _found(name: str) -> Build:
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise SystemExit(f"width: got {name!r}, expected module:function")
+    sys.path.insert(0, "")
+    build: Build = getattr(import_module(module), function)
+    return build
+
+
+def _file(given: str) -> tuple[int, Path]:
+    width, _, file = given.partition("=")
+    return int(width), Path(file)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m adiv_monitor.alignment.width")
+    parser.add_argument("build", nargs="?", help="module:function of (width, seed)")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--runs", type=_file, nargs="+", default=[], help="WIDTH=FILE.jsonl")
+    parser.add_argument("--plot", type=Path)
+    given = parser.parse_args(arguments)
+    if bool(given.build) == bool(given.runs):
+        parser.error("expected either module:function or --runs")
+    if given.runs:
+        runs = runs_of(given.runs)
+    else:
+        runs = measure_widths(
+            _found(given.build), given.widths, steps=given.steps, seeds=given.seeds
+        )
+    layers = layer_widths(runs)
+    print(described(layers))
+    if given.plot is not None:
+        plot_widths(layers, given.plot, given.build or "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""A model's layers as the solver's network: who feeds whom, what is shared or left alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adiv_monitor.alignment.layers import AlignedLayer
+from adiv_monitor.max_lr.exponents import Exponents, Parametrization, parametrization_named
+from adiv_monitor.max_lr.optimizers import UpdateRule
+from adiv_monitor.max_lr.solver import MaxLRSolution, solve_max_lr
+from adiv_monitor.report import AlignmentReading
+
+Ratios = tuple[float | None, float | None, float | None]  # alpha, omega, u
+
+
+@dataclass(frozen=True, eq=False)
+class ModelNetwork:
+    """Layers of a model in the order in which they run.
+
+    Attributes:
+        layers: those that feed or are fed by another.
+        a: exponents of their multipliers.
+        b: exponents of their initialisation.
+        rule: the optimizer's.
+        tied: places of layers whose weights share a parameter (tied, or packed projections).
+    """
+
+    layers: tuple[AlignedLayer, ...]
+    a: Exponents
+    b: Exponents
+    rule: UpdateRule
+    tied: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[AlignedLayer],
+        parametrization: str | Parametrization,
+        rule: UpdateRule,
+    ) -> "ModelNetwork":
+        """The network of these layers in a parametrization.
+
+        Weights that are used twice are initialised as in their first use; where another use asks
+        for another b, its multiplier makes up for that: (a + t, b − t) is the same function.
+
+        Raises:
+            ValueError: no layer feeds another.
+        """
+        feeding = {path for layer in layers for path in layer.predecessors}
+        kept = tuple(x for x in layers if x.predecessors or x.path in feeding)
+        if len(kept) < 2:
+            raise ValueError(
+                f"max_lr: got layers {[x.path for x in layers]}, of which none feeds another, "
+                "expected an embedding and a readout at least"
+            )
+        chosen = parametrization_named(parametrization)
+        kinds = [0 if not x.predecessors else 1 if x.path in feeding else 2 for x in kept]
+        a, b = ([float(part[kind]) for kind in kinds] for part in (chosen.a, chosen.b))
+        tied = _tied(kept)
+        for first, *others in tied:
+            for i in others:
+                a[i], b[i] = a[i] + b[i] - b[first], b[first]
+        return cls(kept, tuple(a), tuple(b), rule, tied)
+
+    @property
+    def paths(self) -> list[str]:
+        """What reports call the layers."""
+        return [layer.path for layer in self.layers]
+
+    def solve(self, ratios: Mapping[str, Ratios], **options: Any) -> MaxLRSolution:
+        """`solve_max_lr` with these alignments; full alignment where there are none.
+
+        Args:
+            ratios: layer → (alpha, omega, u).
+            options: further arguments of `solve_max_lr`.
+        """
+        places = {path: i for i, path in enumerate(self.paths)}
+        # Of an excluded layer nothing is known that a logarithm could tell.
+        known = [
+            (None,) * 3 if layer.role == "excluded" else ratios.get(layer.path, (None,) * 3)
+            for layer in self.layers
+        ]
+        alpha, omega, u = (list(values) for values in zip(*known, strict=True))
+        return solve_max_lr(
+            optimizer=self.rule,
+            a=self.a,
+            b=self.b,
+            alpha=alpha,
+            omega=omega,
+            u=u,
+            predecessors=[[places[p] for p in x.predecessors] for x in self.layers],
+            tied=self.tied,
+            frozen=[i for i, layer in enumerate(self.layers) if not layer.parameters],
+            fixed=[i for i, layer in enumerate(self.layers) if layer.role == "excluded"],
+            **options,
+        )
+
+
+def ratios_of(readings: Mapping[str, AlignmentReading]) -> dict[str, Ratios]:
+    """What the solver needs of readings."""
+    return {path: (r.alpha, r.omega, r.u) for path, r in readings.items()}
+
+
+def _tied(layers: Sequence[AlignedLayer]) -> tuple[tuple[int, ...], ...]:
+    groups: dict[int, list[int]] = {}
+    for i, layer in enumerate(layers):
+        shared = next((groups[id(p)] for p in layer.parameters if id(p) in groups), [])
+        shared.append(i)
+        for p in layer.parameters:
+            groups[id(p)] = shared
+    unique = {id(group): group for group in groups.values() if len(group) > 1}
+    return tuple(tuple(group) for group in unique.values())

@@ -1,0 +1,58 @@
+"""How large an optimizer's update is, as an exponent of width."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """The size of multiplier × update of a layer is n^(−k), k = p + c + s·G.
+
+    p = from_a·a + from_b·b + h, c is the exponent of the learning rate, and G that of the gradient
+    of the features, on which the update depends (s = 1) only where it is proportional to the
+    gradient, and then in all layers but readouts.
+
+    Attributes:
+        name: what it is called.
+        from_a: how often the multiplier enters: 1 by itself, 2 where the gradient's comes on top.
+        from_b: 1 where learning rates are relative to the size of the weights.
+        follows_gradient: whether the update is proportional to the gradient.
+        h: (embedding, hidden, readout): the update's RMS at rate 1 is n^(−h).
+        relative: whether a rate that grows with width (c < 0) would outgrow the weights themselves.
+    """
+
+    name: str
+    from_a: int = 1
+    from_b: int = 0
+    follows_gradient: bool = False
+    h: tuple[float, float, float] = (0, 0, 0)
+    relative: bool = False
+
+
+SGD = UpdateRule("sgd", from_a=2, follows_gradient=True)  # with momentum too
+ADAM = UpdateRule("adam")  # and all others whose updates have an RMS near 1: sign, Lion, …
+ADAFACTOR = UpdateRule("adafactor", from_b=1, relative=True)
+MUON = UpdateRule("muon", h=(0, 0.5, 0))  # hidden updates of unit spectral norm, others by Adam
+_RULES: Mapping[str, UpdateRule] = MappingProxyType(
+    {rule.name: rule for rule in (SGD, ADAM, ADAFACTOR, MUON)}
+)
+
+
+def update_rule(given: str | UpdateRule | Sequence[float]) -> UpdateRule:
+    """An optimizer's rule, by its name or by exponents (embedding, hidden, readout) of its updates.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(given, UpdateRule):
+        return given
+    if isinstance(given, str):
+        if given in _RULES:
+            return _RULES[given]
+    elif len(given) == 3:
+        return UpdateRule("updates", h=(float(given[0]), float(given[1]), float(given[2])))
+    raise ValueError(
+        f"optimizer={given!r}: expected one of {', '.join(map(repr, _RULES))}, an UpdateRule, or "
+        "three exponents h (embedding, hidden, readout) of updates with an RMS of n^(−c−h)"
+    )

@@ -1,0 +1,1 @@
+"""The schedule that acts on measured alignments."""

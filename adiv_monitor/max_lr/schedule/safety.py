@@ -1,0 +1,28 @@
+"""A watch over the loss, that takes gains back when it goes astray."""
+
+import math
+from collections import deque
+from statistics import median
+
+_REMEMBERED, _ENOUGH = 100, 10
+_ASTRAY = 3.0
+
+
+class LossWatch:
+    """Knows when a loss is not finite, or more than three times its running median.
+
+    The median is that of the last hundred losses; before there are ten it says nothing.
+    """
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def is_astray(self, loss: float) -> bool:
+        """Whether this loss is; it is remembered if it is not."""
+        if not math.isfinite(loss):
+            return True
+        usual = median(self.losses) if len(self.losses) >= _ENOUGH else math.inf
+        if loss > _ASTRAY * usual > 0:
+            return True
+        self.losses.append(loss)
+        return False

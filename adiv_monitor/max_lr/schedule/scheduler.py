@@ -1,0 +1,346 @@
+"""`MaxLRScheduler`: per-layer factors of the learning rate that follow measured alignments."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from adiv_monitor.alignment.instrument import Alignment
+from adiv_monitor.alignment.probe import Probe
+from adiv_monitor.capture.hook import Hook
+from adiv_monitor.max_lr.exponents import Parametrization
+from adiv_monitor.max_lr.model import ModelNetwork, Ratios, ratios_of
+from adiv_monitor.max_lr.optimizers import UpdateRule, update_rule
+from adiv_monitor.max_lr.schedule.gains import Smoothing, all_finite, clipped, factors, usable
+from adiv_monitor.max_lr.schedule.safety import LossWatch
+from adiv_monitor.max_lr.schedule.steps import ScaledSteps, rule_of
+from adiv_monitor.max_lr.solver import Objective, Status
+from adiv_monitor.report import AlignmentReading
+from adiv_monitor.step.stepping import is_within_own_step, stepping
+
+Mode = Literal["monitor", "static", "dynamic"]
+_HOLD = 5  # readings
+
+
+@dataclass(frozen=True)
+class MaxLRReading:
+    """What was read and concluded after a step.
+
+    Attributes:
+        step: optimizer steps taken.
+        alignment: the readings, by layer.
+        status: of the solution; "skipped" where a reading was not finite.
+        c: exponents solved for, by layer; empty unless the status is "optimal".
+        proposed: factors of the learning rate that follow, smoothed.
+    """
+
+    step: int
+    alignment: Mapping[str, AlignmentReading]
+    status: Status | Literal["skipped"]
+    c: Mapping[str, float] = field(default_factory=dict)
+    proposed: Mapping[str, float] = field(default_factory=dict)
+
+
+class MaxLRScheduler:
+    """Multiplies each layer's learning rate by m = n^(c_full − c), as far as alignments allow.
+
+    c is solved for from alignments that are measured every so many steps, c_full under full
+    alignment: without a measured difference all factors stay 1. Whatever other scheduler there is
+    sets the rates; they are multiplied when the optimizer's step begins and put back when it ends,
+    so that no scheduler ever sees the factors. Steps are counted as the optimizer takes them.
+
+    Modes: "monitor" (default) only tells what it would do (`proposed`); "dynamic" does it; "static"
+    takes the factors of another, short run (`gains`) and measures nothing.
+
+    Args:
+        optimizer: whose steps are scaled.
+        model: the model that it trains.
+        probe: the batch on which alignments are read; its reference point is now. None: "static".
+        mode: see above.
+        parametrization: "sp" (how torch's own layers are initialised), "ntk", "mup", "mfp", or
+            one of yours.
+        rule: how updates grow with width, see `solve_max_lr`; None: that of torch's optimizers.
+        every_n_steps: between readings.
+        warm_up: no reading before so many steps, nor while the learning rate rises: alignments
+            of the first steps are far below what they come to be.
+        freeze_at: the step from which factors stay as they are, such as the beginning of the decay.
+        objective: of `solve_max_lr`.
+        epsilon: of `solve_max_lr`.
+        beta: share of the logarithm of a factor that stays at each reading.
+        cap: the largest factor up and down.
+        limit: the largest change of a factor from one reading to the next.
+        clip: keep alpha and u within [½, 1], omega within [0, 1].
+        normalise: divide factors by their geometric mean: only ratios between layers change.
+        compensate_decay: divide weight decay by the factor, where decay is rate × decay, so that a
+            larger rate does not raise it.
+        gains: layer → factor, for "static".
+
+    Raises:
+        AdivError, ValueError, TypeError: what can't be worked with; while training it never raises.
+        ImportError: without scipy (pip install "adiv-monitor[lr]").
+
+    Attributes:
+        gains: layer → the factor in force.
+        proposed: layer → the factor that "dynamic" would have in force.
+        latest: the last reading; None before the first.
+        failures: readings that gave nothing: no solution, values that are not finite, errors.
+        step: optimizer steps so far.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        probe: Probe | None,
+        *,
+        mode: Mode = "monitor",
+        parametrization: str | Parametrization = "sp",
+        rule: str | UpdateRule | Sequence[float] | None = None,
+        every_n_steps: int = 25,
+        warm_up: int = 100,
+        freeze_at: int | None = None,
+        objective: Objective = "pareto",
+        epsilon: float = 0.0,
+        beta: float = 0.8,
+        cap: float = 8.0,
+        limit: float = 1.25,
+        clip: bool = True,
+        normalise: bool = False,
+        compensate_decay: bool = True,
+        gains: Mapping[str, float] | None = None,
+    ) -> None:
+        followed = stepping(optimizer)
+        _check(followed, probe, mode, every_n_steps, warm_up, freeze_at, gains)
+        assert followed is not None
+        self._optimizer = followed
+        self._mode = mode
+        self._every = every_n_steps
+        self._warm_up = warm_up
+        self._freeze_at = math.inf if freeze_at is None else freeze_at
+        self._options = {"objective": objective, "epsilon": epsilon}
+        self._smoothing = Smoothing(beta, cap, limit)
+        self._clip, self._normalise = clip, normalise
+        self.step = self.failures = 0
+        self.latest: MaxLRReading | None = None
+        self._losses = LossWatch()
+        self._held_until = 0
+        self._last_lr, self._rises = -math.inf, False
+        self._warned: set[str] = set()
+        self._known: dict[str, Ratios] = {}
+        alignment = None if mode == "static" or probe is None else Alignment(model, probe)
+        self._alignment = alignment
+        self.gains: dict[str, float] = dict(gains or {})
+        self._log: dict[str, float] = {}
+        if alignment is None:
+            owners = _parameters_of(model, self.gains)
+        else:
+            update = rule_of(followed) if rule is None else update_rule(rule)
+            self._network = ModelNetwork.of(alignment.layers, parametrization, update)
+            full = self._network.solve({}, **self._options)
+            if full.status != "optimal":
+                raise ValueError(f"MaxLRScheduler: {full.status}: {full.message}")
+            self.c_full = dict(zip(self._network.paths, full.c_full, strict=True))
+            self._reset()
+            owners = {id(p): x.path for x in self._network.layers for p in x.parameters}
+        self._scaled = ScaledSteps(followed, owners, compensate_decay=compensate_decay)
+        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
+        self._handles: list[RemovableHandle] = [
+            followed.register_step_pre_hook(Hook(before)),
+            followed.register_step_post_hook(Hook(after)),
+        ]
+
+    @property
+    def proposed(self) -> dict[str, float]:
+        """Layer → the factor that alignments so far would allow."""
+        if self._alignment is None:
+            return dict(self.gains)
+        return factors(self._log, normalise=self._normalise)
+
+    def see_loss(self, loss: float | Tensor) -> None:
+        """Watch the training loss: if it goes astray, all factors are 1 for a while.
+
+        Astray: not finite, or more than three times its running median. For five intervals between
+        readings no factor but 1 is then taken. Reads the value, for which a GPU has to finish.
+        """
+        if self._losses.is_astray(float(loss)) and self._mode != "static":
+            self._held_until = self.step + _HOLD * self._every
+            self._reset()
+
+    def close(self) -> None:
+        """Take the hooks off the optimizer. Can be repeated."""
+        self._scaled.end()
+        for handle in self._handles:
+            handle.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to go on as if there had been no break."""
+        return {
+            "step": self.step,
+            "failures": self.failures,
+            "mode": self._mode,
+            "gains": dict(self.gains),
+            "log_gains": dict(self._log),
+            "c_full": {} if self._alignment is None else dict(self.c_full),
+            "known": dict(self._known),
+            "held_until": self._held_until,
+            "last_lr": self._last_lr,
+            "rises": self._rises,
+            "losses": list(self._losses.losses),
+            "alignment": None if self._alignment is None else self._alignment.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the saved scheduler was.
+
+        Without its reference point, or with that of other layers, all factors begin at 1, and a
+        warning says so.
+        """
+        self.step, self.failures = int(state["step"]), int(state["failures"])
+        self._held_until = int(state["held_until"])
+        self._last_lr, self._rises = float(state["last_lr"]), bool(state["rises"])
+        self._losses.losses.clear()
+        self._losses.losses.extend(state["losses"])
+        if self._alignment is None:
+            self.gains = dict(state["gains"]) if state["mode"] == "static" else self.gains
+            return
+        try:
+            if state["log_gains"].keys() != self._log.keys():
+                raise ValueError(f"it has the layers {list(state['log_gains'])}")
+            if state.get("alignment") is None:
+                raise ValueError("it has no reference point")
+            self._alignment.load_state_dict(state["alignment"])
+        except (ValueError, KeyError) as error:
+            self._reset()
+            warnings.warn(
+                f"MaxLRScheduler.load_state_dict: factors begin at 1, because of the saved state: "
+                f"{error}",
+                stacklevel=2,
+            )
+            return
+        self._log = dict(state["log_gains"])
+        self._known = {path: tuple(values) for path, values in state["known"].items()}
+        self.gains = self.proposed if self._mode == "dynamic" else dict.fromkeys(self._log, 1.0)
+        if self._mode == "dynamic" and state["mode"] == "dynamic":
+            self.gains = dict(state["gains"])
+
+    def _reset(self) -> None:
+        self._log = dict.fromkeys(self._network.paths, 0.0)
+        self.gains = dict.fromkeys(self._network.paths, 1.0)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not is_within_own_step(optimizer):
+            self._scaled.begin({} if self._mode == "monitor" else self.gains)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_within_own_step(optimizer):
+            return
+        self._scaled.end()
+        rate = max(float(group["lr"]) for group in optimizer.param_groups)
+        self._rises, self._last_lr = rate > self._last_lr > -math.inf, rate
+        self.step += 1
+        if self._alignment is not None and self._is_due():
+            try:
+                self._measure(self._alignment)
+            except Exception as error:
+                self.failures += 1
+                self._warn(f"{type(error).__name__}: {error}")
+
+    def _is_due(self) -> bool:
+        """Whether to read after this step: neither too early nor too late, nor on hold."""
+        warm = max(self._warm_up, self._held_until)
+        if self._rises or self.step % self._every:
+            return False
+        return warm <= self.step < self._freeze_at
+
+    def _measure(self, alignment: Alignment) -> None:
+        readings = alignment.read()
+        ratios = ratios_of(readings)
+        if not all_finite(ratios):
+            self.failures += 1
+            self.latest = MaxLRReading(self.step, readings, "skipped", proposed=self.proposed)
+            return
+        self._known = usable(ratios, self._known)
+        given = clipped(self._known) if self._clip else self._known
+        solution = self._network.solve(given, **self._options)
+        c = dict(zip(self._network.paths, solution.c, strict=False))
+        if solution.status == "optimal":
+            for layer, exponent in zip(self._network.layers, solution.gains, strict=True):
+                old = self._log[layer.path]
+                self._log[layer.path] = self._smoothing.next(old, exponent, layer.width)
+            if self._mode == "dynamic":
+                self.gains = self.proposed
+        else:
+            self.failures += 1
+            self._warn(f"{solution.status}: {solution.message}")
+        self.latest = MaxLRReading(self.step, readings, solution.status, c, self.proposed)
+
+    def _warn(self, what: str) -> None:
+        """Once each: training goes on with the factors as they are."""
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(f"MaxLRScheduler: step {self.step}: {what}; factors stay", stacklevel=2)
+
+
+def _parameters_of(model: nn.Module, gains: Mapping[str, float]) -> dict[int, str]:
+    """Id of a parameter → the layer with a factor that it belongs to."""
+    owners: dict[int, str] = {}
+    names = dict(model.named_parameters())
+    for path in gains:
+        held = [p for name, p in names.items() if name == path or _is_weight_of(name, path)]
+        if not held:
+            raise ValueError(
+                f"MaxLRScheduler(gains=…): got {path!r}, expected layers such as "
+                f"{', '.join(name.removesuffix('.weight') for name in list(names)[:4])}"
+            )
+        owners |= {id(p): path for p in held}
+    return owners
+
+
+def _is_weight_of(name: str, path: str) -> bool:
+    packed, _, part = path.rpartition(".")
+    if part in ("q", "k", "v") and name == f"{packed}.in_proj_weight".lstrip("."):
+        return True
+    start = f"{path}." if path else ""
+    return name in (f"{start}weight", f"{start}parametrizations.weight.original")
+
+
+def _check(
+    optimizer: object,
+    probe: object,
+    mode: str,
+    every_n_steps: int,
+    warm_up: int,
+    freeze_at: int | None,
+    gains: Mapping[str, float] | None,
+) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"MaxLRScheduler(optimizer=…): got {type(optimizer).__name__}, expected a "
+            "torch.optim.Optimizer"
+        )
+    if mode not in get_args(Mode):
+        raise ValueError(f"MaxLRScheduler(mode=…): got {mode!r}, expected one of {get_args(Mode)}")
+    if (mode == "static") != (gains is not None):
+        raise ValueError(
+            f"MaxLRScheduler(mode={mode!r}, gains={gains!r}): expected gains with 'static', and "
+            "only then: the `proposed` of another run"
+        )
+    if gains is not None and not all(math.isfinite(m) and m > 0 for m in gains.values()):
+        raise ValueError(f"MaxLRScheduler(gains=…): got {dict(gains)}, expected factors above 0")
+    if mode != "static" and not isinstance(probe, Probe):
+        raise TypeError(f"MaxLRScheduler(probe=…): got {type(probe).__name__}, expected a Probe")
+    for name, value, least in (
+        ("every_n_steps", every_n_steps, 1),
+        ("warm_up", warm_up, 0),
+        ("freeze_at", 0 if freeze_at is None else freeze_at, 0),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(
+                f"MaxLRScheduler({name}=…): got {value!r}, expected an integer of at least {least}"
+            )

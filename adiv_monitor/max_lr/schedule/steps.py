@@ -1,0 +1,96 @@
+"""Gains during an optimizer's step, and only then: no other scheduler ever sees them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import optim
+from torch.optim import Optimizer
+
+from adiv_monitor.max_lr.optimizers import ADAFACTOR, ADAM, MUON, SGD, UpdateRule
+
+Group = dict[str, Any]
+_OURS = ("params", "lr", "weight_decay")
+_BY_CLASS: Mapping[str, UpdateRule] = {
+    **dict.fromkeys(("SGD",), SGD),
+    **dict.fromkeys(
+        ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lion", "AdamW8bit"), ADAM
+    ),
+    "Adafactor": ADAFACTOR,
+}
+# Their weight decay is part of the gradient, and so no longer rate × decay after normalising.
+_COUPLED = (optim.Adam, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop)
+
+
+def rule_of(optimizer: Optimizer) -> UpdateRule:
+    """The update rule of an optimizer of torch's, or of one that is named as these are.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _BY_CLASS:
+            return _BY_CLASS[kind.__name__]
+        if kind.__name__ == "Muon":
+            adjusted = {group.get("adjust_lr_fn") for group in optimizer.param_groups}
+            return ADAM if adjusted == {"match_rms_adamw"} else MUON
+    raise ValueError(
+        f"rule=None: how updates of {type(optimizer).__name__} grow with width is not known, "
+        "expected its rule: 'sgd', 'adam', 'adafactor', 'muon', an UpdateRule, or three exponents"
+    )
+
+
+class ScaledSteps:
+    """Splits the optimizer's groups by layer when a step begins, and puts them back when it ends.
+
+    Args:
+        optimizer: the optimizer.
+        layers: id of a parameter → its layer.
+        compensate_decay: divide weight decay by the gain where rate × decay is what decays.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, layers: Mapping[int, str], *, compensate_decay: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._layers = layers
+        self._compensate = compensate_decay
+        self._whole: list[Group] | None = None
+        self._split: list[tuple[Group, list[Group]]] = []
+
+    def begin(self, gains: Mapping[str, float]) -> None:
+        """Let the coming step take these factors of the rates."""
+        self.end()  # a step that raised has ended without saying so
+        if all(gain == 1 for gain in gains.values()):
+            return
+        self._whole = self._optimizer.param_groups
+        self._split = [(group, self._parts(group, gains)) for group in self._whole]
+        self._optimizer.param_groups = [part for _, parts in self._split for part in parts]
+
+    def end(self) -> None:
+        """The groups are what they were, with what the optimizer has noted in them."""
+        if self._whole is None:
+            return
+        self._optimizer.param_groups = self._whole
+        for group, parts in self._split:
+            noted = {key: value for key, value in parts[0].items() if key not in _OURS}
+            group.update(noted)
+        self._whole, self._split = None, []
+
+    def _parts(self, group: Group, gains: Mapping[str, float]) -> list[Group]:
+        by_gain: dict[float, list[Any]] = {}
+        for parameter in group["params"]:
+            gain = gains.get(self._layers.get(id(parameter), ""), 1.0)
+            by_gain.setdefault(gain, []).append(parameter)
+        if not by_gain:
+            return [group]
+        return [self._part(group, gain, held) for gain, held in by_gain.items()]
+
+    def _part(self, group: Group, gain: float, parameters: Sequence[Any]) -> Group:
+        part = {**group, "params": list(parameters), "lr": group["lr"] * gain}
+        if self._compensate and "weight_decay" in group and not self._is_coupled(group):
+            part["weight_decay"] = group["weight_decay"] / gain
+        return part
+
+    def _is_coupled(self, group: Group) -> bool:
+        decoupled = group.get("decoupled_weight_decay", type(self._optimizer) is optim.AdamW)
+        return isinstance(self._optimizer, _COUPLED) and not decoupled

@@ -1,0 +1,194 @@
+"""Reports that speak for all processes: parts are gathered at the first one, which makes them one.
+
+Every process hands in its part when its own is complete, as its next forward pass begins, and goes
+on. When the first one comes to its next optimizer step, the gradients of all have been averaged:
+all have begun that forward pass, and handed in their parts. So nobody has to wait. Where a part has
+not come yet all the same (a GPU lags behind its process), the first process looks again at each
+step, and goes without when `_LATE` more reports are waiting. Only when a report is asked for now,
+or at the end, does it wait, for `PATIENCE` seconds at most, and never again for the same process
+until that is heard of. A process that ends, raises or has no monitor delays the others no more.
+"""
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from adiv_monitor.capture.processes import processes
+from adiv_monitor.report import StepReport
+from adiv_monitor.step.part import Part
+from adiv_monitor.step.ranks import Exchange
+from adiv_monitor.step.together import prepared, together
+
+PATIENCE = 10.0  # seconds
+_LATE = 4  # reports
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """A report of the first process, and of which processes it is."""
+
+    report: StepReport
+    ranks: list[int]
+
+
+@dataclass
+class _Waiting:
+    """A report that is not complete.
+
+    Attributes:
+        step: its number.
+        own: this process's part.
+        meeting: where the first process collects; None: this one speaks for itself.
+        parts: by rank, those that have come.
+        expected: the processes whose part has not.
+        heard: what the first process made of them.
+    """
+
+    step: int
+    own: Part
+    meeting: str | None
+    parts: dict[int, Part] = field(default_factory=dict)
+    expected: set[int] = field(default_factory=set)
+    heard: _Heard | None = None
+
+
+class Assembly:
+    """Completes the reports of one monitor, with those of the same name in other processes.
+
+    Args:
+        max_rows: rows to look at per layer, of all processes together.
+        generator: the monitor's own source of chance.
+        complete: makes the report of a step from a part of it, be it of one process or of all.
+        emit: gets every report, and whether this process is to write it.
+    """
+
+    def __init__(
+        self,
+        max_rows: int | None,
+        generator: np.random.Generator,
+        complete: Callable[[int, Part], StepReport],
+        emit: Callable[[StepReport, bool], None],
+    ) -> None:
+        self._max_rows = max_rows
+        self._generator = generator
+        self._complete = complete
+        self._emit = emit
+        self._exchange: Exchange | None = None
+        self._silent: set[int] = set()  # processes that were waited for in vain
+        self._waiting: deque[_Waiting] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether a report waits for other processes."""
+        return bool(self._waiting)
+
+    def join(self, name: str) -> None:
+        """The monitor is attached; others may count on it.
+
+        Args:
+            name: of what is measured, the same in all processes.
+        """
+        if processes() > 1:
+            self._exchange = Exchange(name)
+            if self._exchange.rank:  # the same rows of each would be a poorer choice
+                chance = self._generator.bit_generator
+                assert isinstance(chance, np.random.PCG64)
+                chance.advance(self._exchange.rank << 96)
+
+    def leave(self) -> None:
+        """The monitor is closed."""
+        if self._exchange is not None:
+            self._exchange.leave()
+            self._exchange = None
+
+    def add(self, step: int, part: Part) -> None:
+        """This process's part of a step is complete."""
+        exchange = self._exchange
+        if processes() == 1:
+            self._emit(self._complete(step, part), True)
+            return
+        own = prepared(part, self._max_rows, processes(), self._generator)
+        waiting = _Waiting(step, own, None)
+        self._waiting.append(waiting)
+        if exchange is None:
+            return
+        try:
+            waiting.meeting = exchange.meeting()
+            if exchange.rank == 0:
+                waiting.expected = set(exchange.present()) - self._silent
+            elif waiting.meeting is not None:
+                exchange.put(waiting.meeting, step, pickle.dumps(own, protocol=5))
+        except RuntimeError:  # the store is gone
+            waiting.meeting = None
+
+    def collect(self, patience: float | None = None) -> None:
+        """Complete the reports whose parts are there, in their order.
+
+        Args:
+            patience: complete all of them, with what comes within so many seconds.
+        """
+        urgent, patience = patience is not None, patience or 0.0
+        if self._exchange is not None and self._exchange.rank:
+            patience *= 2  # the first process may have to wait for others
+        end = time.monotonic() + patience
+        while self._waiting:
+            waiting = self._waiting[0]
+            try:
+                is_complete = self._look(waiting)
+            except RuntimeError:
+                is_complete, waiting.meeting = True, None
+            if not is_complete:
+                if time.monotonic() < end:
+                    time.sleep(_PAUSE)
+                    continue
+                if not urgent and len(self._waiting) <= _LATE:
+                    return
+                self._silent |= waiting.expected
+            self._waiting.popleft()
+            self._finish(waiting)
+
+    def _look(self, waiting: _Waiting) -> bool:
+        """See what has come; whether that is all."""
+        exchange = self._exchange
+        if exchange is None or waiting.meeting is None:
+            return True
+        if exchange.rank:
+            return self._hear(exchange, waiting)
+        for rank in [*waiting.expected, *self._silent]:
+            data = exchange.take(waiting.step, rank)
+            if data is not None:
+                waiting.parts[rank] = pickle.loads(data)
+                waiting.expected.discard(rank)
+                self._silent.discard(rank)
+        return not waiting.expected
+
+    def _hear(self, exchange: Exchange, waiting: _Waiting) -> bool:
+        """Whether the first process has said all that it will."""
+        left = exchange.meeting() != waiting.meeting  # after its last report, if at all
+        data = exchange.published(waiting.meeting or "", waiting.step)
+        if data is not None:
+            waiting.heard = pickle.loads(data)
+        return left or data is not None
+
+    def _finish(self, waiting: _Waiting) -> None:
+        """Make the report, or take the one that the first process made."""
+        rank = 0 if self._exchange is None else self._exchange.rank
+        if waiting.heard is not None and rank in waiting.heard.ranks:
+            self._emit(waiting.heard.report, False)
+            return
+        parts = {rank: waiting.own, **waiting.parts}
+        part, ranks = together(parts, processes(), self._max_rows, self._generator)
+        report = self._complete(waiting.step, part)
+        if self._exchange is not None and waiting.meeting is not None and rank == 0:
+            with suppress(RuntimeError):
+                heard = pickle.dumps(_Heard(report, ranks), protocol=5)
+                self._exchange.publish(waiting.step, heard)
+        # Where another process is there to write, this one was merely not heard in time.
+        self._emit(report, rank == 0 or waiting.meeting is None or waiting.heard is not None)
+
+
+_PAUSE = 0.002  # seconds

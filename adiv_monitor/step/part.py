@@ -1,0 +1,266 @@
+"""What one process knows of a measured step: numbers alone, which can travel to another one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from adiv_monitor.capture.sampling import Draw
+from adiv_monitor.capture.updates import APPLIED, STEPPED, Watch
+from adiv_monitor.features.rows import Index
+from adiv_monitor.maths.readings import Array
+from adiv_monitor.report import AlignmentReading
+from adiv_monitor.step.attention_outcome import Attended
+
+# A rule that does not describe its layer is wrong by much more than half precision's rounding.
+RULE_TOLERANCE = 0.05
+
+_REFUSED = {
+    "skipped": "The optimizer skipped the step, because a gradient is not finite: not measured.",
+    "moved": (
+        "The optimizer moved the weights before it asked for the gradient (as SAM does), so its "
+        "update does not start where the gradient was taken: not measured."
+    ),
+}
+
+
+@dataclass
+class Looked:
+    """What was looked at in a layer.
+
+    Attributes:
+        path: of the layer.
+        kind: of the layer.
+        pieces: keys of the trained ones.
+        bias_alone: no weight is trained.
+        rows_seen: rows that were looked at.
+        rows_total: rows that received a gradient.
+        groups: groups of the layer.
+        precision: rounding of the coarsest number that a gradient went through.
+        from_rows: why the parameters do not speak for the rows, if that is known beforehand.
+        undefined: measures that such a layer does not have.
+        vectors: names of the matrices whose row products were taken.
+        entry_rows: see `Numbers`.
+        asked_common: whether the rows were asked how alike they are.
+    """
+
+    path: str
+    kind: str
+    pieces: list[int]
+    bias_alone: bool
+    rows_seen: int
+    rows_total: int
+    groups: int
+    precision: float
+    from_rows: str
+    undefined: tuple[str, ...] = ()
+    vectors: tuple[str, ...] = ()
+    entry_rows: Index | None = field(default=None, repr=False)
+    asked_common: bool = False
+
+    @property
+    def tolerance(self) -> float:
+        """How far rounding may take two equal sums apart, relative to their terms."""
+        # Matrix products of float32 may be taken with fewer digits (TensorFloat-32).
+        return 1e-9 if self.precision < 1e-15 else max(1e-3, 4 * self.precision)
+
+
+@dataclass
+class LayerPart:
+    """One layer.
+
+    Attributes:
+        looked: what was looked at.
+        values: numbers by name.
+        dots: dot products of vectors that hold all its parameters, as in `Numbers`.
+        draw: which of the process's rows these are, where they are to be part of a larger sample.
+    """
+
+    looked: Looked
+    values: dict[str, Array]
+    dots: dict[str, float]
+    draw: Draw | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is so of the step as a whole.
+
+    Attributes:
+        updated: an optimizer has stepped.
+        gradient_scale: what a fused optimizer divided the gradients by.
+        gradient_changed: the optimizer changed `.grad` during its step.
+        gradient_lost: it did, and there was no copy.
+        has_applied: the applied update was kept. Where a = u is expected there is only what proves
+            it.
+        weights_changed: the weights changed after the optimizer's step.
+    """
+
+    updated: bool
+    gradient_scale: float
+    gradient_changed: bool
+    gradient_lost: bool
+    has_applied: bool
+    weights_changed: bool
+
+
+@dataclass
+class Part:
+    """A process's part of a report.
+
+    Attributes:
+        layers: by path, those whose rows are known.
+        facts: of the step as a whole.
+        refused: why the step can't be measured at all; empty if it can.
+        unsupported: path → why there is no reading.
+        misdescribed: path → why a layer must not be watched again: its rule does not hold.
+        rows_lost: paths of layers that had rows here which are not among `layers`.
+        checked: layers whose rule was seen to hold (an output of zeros shows nothing).
+        notes: what else a reader must know.
+        unmeasured: as in `StepReport`.
+        elements: of all parameters that are trained.
+        coverage: as in `StepReport`.
+        loss_change: how the loss really changed, if that was measured.
+        loss_changes: of every sample.
+        attended: by path, attentions.
+        attention: by path, their numbers.
+        no_attention: path → why there are none.
+        alignment: as in `StepReport`; of all processes already.
+    """
+
+    layers: dict[str, LayerPart]
+    facts: Facts
+    refused: list[str]
+    unsupported: dict[str, str]
+    misdescribed: dict[str, str]
+    rows_lost: set[str]
+    checked: set[str]
+    notes: list[str]
+    unmeasured: dict[str, int] = field(default_factory=dict)
+    elements: int = 0
+    coverage: float = 0.0
+    loss_change: float | None = None
+    loss_changes: tuple[float, ...] = ()
+    attended: dict[str, Attended] = field(default_factory=dict)
+    attention: dict[str, dict[str, Array]] = field(default_factory=dict)
+    no_attention: dict[str, str] = field(default_factory=dict)
+    alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
+
+
+def make_part(
+    looked: Mapping[str, Looked],
+    values: dict[str, dict[str, Array]],
+    flags: Mapping[str, Array],
+    products: Mapping[str, Mapping[int, Array]],
+    *,
+    unreached: Mapping[str, str],
+    notes: list[str],
+    keeps_gradient: bool,
+) -> Part:
+    """What the numbers of a step say before any measure is taken.
+
+    Args:
+        looked: path → what was looked at there.
+        values: path → name → numbers.
+        flags: name → what is so of the step as a whole.
+        products: name → key of a piece → numbers that add up to a dot product.
+        unreached: path → why there are no numbers.
+        notes: what a reader must know.
+        keeps_gradient: γ was copied, so that the optimizer could not change it.
+    """
+    facts = _facts(flags, products, keeps_gradient)
+    if refused := [why for name, why in _REFUSED.items() if flags.get(name, np.zeros(1)).any()]:
+        return Part({}, facts, refused, {}, {}, set(), set(), notes)
+    errors = {p: float(v["rule_error"]) for p, v in values.items() if "rule_error" in v}
+    misdescribed, lost = _misdescribed(errors), _lost(looked, values)
+    return Part(
+        layers={
+            path: LayerPart(seen, values[path], _dots(products, seen, facts.gradient_scale))
+            for path, seen in looked.items()
+            if path not in misdescribed and path not in lost
+        },
+        facts=facts,
+        refused=[],
+        unsupported={**unreached, **lost, **misdescribed},
+        misdescribed=misdescribed,
+        rows_lost={*misdescribed, *lost},
+        checked={path for path, error in errors.items() if error <= RULE_TOLERANCE},
+        notes=notes,
+        loss_change=float(flags["loss_change"]) if "loss_change" in flags else None,
+        loss_changes=tuple(flags.get("loss_changes", np.empty(0)).tolist()),
+    )
+
+
+def learn(watch: Watch, part: Part) -> None:
+    """Let the coming steps know what this one was seen to do."""
+    watch.idle |= {path for path, layer in part.layers.items() if _has_idle_rows(layer)}
+    if part.facts.updated and part.layers:
+        watch.learn(
+            gradient_changed=part.facts.gradient_changed,
+            weights_changed=part.facts.weights_changed,
+        )
+
+
+def _has_idle_rows(layer: LayerPart) -> bool:
+    if "active" in layer.values:
+        return float(layer.values["active"].sum()) < layer.looked.rows_total
+    return bool((layer.values["products"][:, 0, 0] == 0).any())
+
+
+def _facts(
+    flags: Mapping[str, Array], products: Mapping[str, Mapping[int, Array]], keeps_gradient: bool
+) -> Facts:
+    updated, has_applied = "w_w" in products, "a_w" in products  # no updates without an optimizer
+    changed = bool(flags.get("gradient_changed", np.zeros(1)).any())
+    return Facts(
+        updated=updated,
+        gradient_scale=float(flags["gradient_scale"]) if "gradient_scale" in flags else 1.0,
+        gradient_changed=changed,
+        gradient_lost=changed and not keeps_gradient,
+        has_applied=has_applied,
+        weights_changed=updated and _applied_differs(products, has_applied),
+    )
+
+
+def _applied_differs(products: Mapping[str, Mapping[int, Array]], has_applied: bool) -> bool:
+    # Taken in the same way they are equal to the last bit, unless θ has changed.
+    names = ("w_w", "a_a") if has_applied else (STEPPED, APPLIED)
+    before, after = (products[name] for name in names)
+    # A layer that failed to be measured has no part in the first of them.
+    return not all(_alike(before[key], a) for key, a in after.items() if key in before)
+
+
+def _alike(a: Array, b: Array) -> bool:
+    """Equal to the last bit, NaN to NaN, which takes long to compare."""
+    return np.array_equal(a, b) or np.array_equal(a, b, equal_nan=True)
+
+
+def _dots(
+    products: Mapping[str, Mapping[int, Array]], seen: Looked, gradient_scale: float
+) -> dict[str, float]:
+    return {
+        name: sum(float(parts[key].sum()) for key in seen.pieces)
+        / gradient_scale ** name.count("gamma")
+        for name, parts in products.items()
+        if name not in (STEPPED, APPLIED)
+    }
+
+
+def _misdescribed(errors: Mapping[str, float]) -> dict[str, str]:
+    return {
+        path: f"its output is not what its rule says (relative error {error:.2g}): a hook "
+        "or a subclass changes it, or the registered rule is wrong"
+        for path, error in errors.items()
+        if error > RULE_TOLERANCE
+    }
+
+
+def _lost(
+    looked: Mapping[str, Looked], values: Mapping[str, Mapping[str, Array]]
+) -> dict[str, str]:
+    return {
+        path: f"a replay of its call does not give what the call gave (relative error {error:.2g}),"
+        " so its rows are not known"
+        for path, v in values.items()
+        if (error := float(v.get("replay_error", 0.0))) > 10 * looked[path].tolerance
+    }

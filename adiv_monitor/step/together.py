@@ -1,0 +1,189 @@
+"""The parts of all processes, made one: of sums, the sum; of samples, a sample of all rows.
+
+Every process has chosen its rows evenly. So each gets a key, as if it had been chosen by it, and
+those with the smallest keys of all processes are as even a choice of all rows
+(`capture/sampling.py`). What is then measured is what one process with all rows would measure.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from adiv_monitor.capture.sampling import draw, winners
+from adiv_monitor.maths.readings import Array
+from adiv_monitor.step import rows_together
+from adiv_monitor.step.attention_together import attention_together
+from adiv_monitor.step.outcome import LIKENESS_TOLERANCE
+from adiv_monitor.step.part import LayerPart, Part
+
+Generator = np.random.Generator
+
+
+def prepared(part: Part, max_rows: int | None, processes: int, generator: Generator) -> Part:
+    """A process's part as it travels: with no more rows than may be in the sample of all.
+
+    Args:
+        part: what the process knows.
+        max_rows: how many rows all of them together look at, per layer; None: all.
+        processes: how many there are.
+        generator: the source of chance.
+    """
+    layers = {}
+    for path, layer in part.layers.items():
+        seen, total = layer.looked.rows_seen, layer.looked.rows_total
+        chosen = draw(total, None if max_rows is None else seen, np.inf, generator)
+        layer = replace(layer, values=rows_together.with_common(layer.values), draw=chosen)
+        if max_rows is not None and total:
+            # More than this share of the sample is not one process's but by chance.
+            share = max_rows / processes
+            bound = min(chosen.bound, (share + 4 * math.sqrt(share)) / total)
+            layer = _kept(replace(layer, draw=replace(chosen, bound=bound)), bound)
+        layers[path] = layer
+    return replace(part, layers=layers)
+
+
+def together(
+    parts: Mapping[int, Part], processes: int, max_rows: int | None, generator: Generator
+) -> tuple[Part, list[int]]:
+    """One part for all processes, and which of them it is of.
+
+    Those whose gradients are not those of the first train something else.
+
+    Args:
+        parts: by rank, as they came.
+        processes: how many there are.
+        max_rows: see `prepared`.
+        generator: the source of chance.
+    """
+    ranks = sorted(parts)
+    first = parts[ranks[0]]
+    ranks = [rank for rank in ranks if rank == ranks[0] or _trains_with(first, parts[rank])]
+    several = [parts[rank] for rank in ranks]
+    refused = list(dict.fromkeys(why for part in several for why in part.refused))
+    notes = list(dict.fromkeys(note for part in several for note in part.notes))
+    if refused:
+        return replace(first, layers={}, refused=refused, notes=notes), ranks
+    misdescribed = {p: why for part in several for p, why in part.misdescribed.items()}
+    rows_lost = {path for part in several for path in part.rows_lost}
+    missing = processes > len(several)
+    if missing:
+        here = ", ".join(map(str, ranks))
+        notes.insert(0, f"Rows of process {here} alone: {processes} train together.")
+    layers: dict[str, LayerPart] = {}
+    for path in dict.fromkeys(path for part in several for path in part.layers):
+        if path not in misdescribed:
+            own = [part.layers[path] for part in several if path in part.layers]
+            alike = [layer for layer in own if rows_together.is_alike(own[0], layer)]
+            if len(alike) < len(own):
+                rows_lost.add(path)
+            layers[path] = rows_together.layer_together(alike, max_rows, generator)
+    scale = first.facts.gradient_scale
+    _to_units(layers, scale, processes, rows_lost, missing=missing)
+    changes = [part.loss_change for part in several if part.loss_change is not None]
+    unmeasured = _fewest([part.unmeasured for part in several])
+    recovered = sum(first.unmeasured.values()) - sum(
+        unmeasured.get(name, 0) for name in first.unmeasured
+    )
+    whole = replace(
+        first,
+        layers=layers,
+        unsupported=_unsupported(several, layers, rows_lost),
+        misdescribed=misdescribed,
+        rows_lost=rows_lost,
+        notes=notes,
+        unmeasured=unmeasured,
+        coverage=first.coverage + recovered / max(first.elements, 1),
+        loss_change=sum(changes) / len(changes) if changes else None,
+        loss_changes=tuple(change for part in several for change in part.loss_changes),
+        facts=replace(
+            first.facts,
+            gradient_changed=any(part.facts.gradient_changed for part in several),
+            gradient_lost=any(part.facts.gradient_lost for part in several),
+            has_applied=all(part.facts.has_applied for part in several),
+            weights_changed=any(part.facts.weights_changed for part in several),
+        ),
+    )
+    return attention_together(whole, several, generator), ranks
+
+
+def _kept(layer: LayerPart, bound: float) -> LayerPart:
+    assert layer.draw is not None
+    kept = winners([replace(layer.draw, bound=bound)], None)[0]
+    return layer if kept is None else rows_together.pick(layer, kept)
+
+
+def _trains_with(first: Part, other: Part) -> bool:
+    """Whether two processes hand the same gradients to their optimizers."""
+    common = [path for path in first.layers if path in other.layers]
+    pairs = [[part.layers[p].dots["gamma_gamma"] for p in common] for part in (first, other)]
+    mine, others = (np.array(pair) for pair in pairs)
+    with np.errstate(invalid="ignore"):
+        differ = np.abs(mine - others) > LIKENESS_TOLERANCE * np.maximum(mine, others)
+    return not bool(differ.any())
+
+
+def _to_units(
+    layers: dict[str, LayerPart],
+    gradient_scale: float,
+    processes: int,
+    rows_lost: set[str],
+    *,
+    missing: bool,
+) -> None:
+    """Bring the rows of every layer to the units of the gradient that the optimizer saw.
+
+    By what became of some entries of the gradients that the backward passes left: their sum over
+    the processes, times a factor, is what the optimizer saw, if no rows are missing.
+    """
+    factors: dict[str, float] = {}
+    for path, layer in layers.items():
+        factor, alike = _factor(layer.values)
+        if alike or not (missing or path in rows_lost):
+            factors[path] = factor / gradient_scale
+        elif not layer.looked.from_rows:
+            layer.looked.from_rows = "processes"
+    known = [factor for factor in factors.values() if math.isfinite(factor)]
+    agreed = math.nan
+    if known and max(known) - min(known) <= LIKENESS_TOLERANCE * max(known):
+        agreed = known[0]
+    for path, layer in layers.items():
+        factor = factors.get(path, math.nan)
+        if math.isnan(factor):  # entries that are all zero tell nothing; nor do they without others
+            factor = 1 / processes if missing and math.isnan(agreed) else agreed
+        layer.values = rows_together.in_units(layer, factor)
+
+
+def _factor(values: Mapping[str, Array]) -> tuple[float, bool]:
+    """‖gradient now‖ / ‖gradient that was left‖ of some entries; is one a multiple of the other?"""
+    if "then" not in values or len(values["then"]) != len(values["now"]):
+        return math.nan, False
+    then, now = (values[name] / (np.abs(values[name]).max() or 1) for name in ("then", "now"))
+    lengths = float(np.linalg.norm(then) * np.linalg.norm(now))
+    if not lengths > 0:
+        return math.nan, False
+    ratio = float(np.linalg.norm(values["now"]) / np.linalg.norm(values["then"]))
+    return ratio, bool(then @ now >= (1 - LIKENESS_TOLERANCE) * lengths)
+
+
+def _fewest(several: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Of each parameter, as few elements as any process left unmeasured."""
+    return {
+        name: fewest
+        for name in several[0]
+        if (fewest := min(unmeasured.get(name, 0) for unmeasured in several))
+    }
+
+
+def _unsupported(
+    several: Sequence[Part], layers: Mapping[str, LayerPart], rows_lost: set[str]
+) -> dict[str, str]:
+    """Why there is no reading: what some process says, unless another has one."""
+    found = {path: why for part in several for path, why in part.unsupported.items()}
+    everywhere = set.intersection(*(set(part.unsupported) for part in several))
+    return {
+        path: why
+        for path, why in found.items()
+        if path in everywhere or (path in rows_lost and path not in layers)
+    }

@@ -1,0 +1,36 @@
+"""The examples run, as small as they can be."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("scipy")
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "alignment"
+COMMANDS = {
+    "landscape": ["--side", "3"],
+    "data_noise": ["--steps", "20", "--seeds", "1"],
+    "grid": ["--quick", "--names", "mup"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_it_leaves_a_picture(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *COMMANDS[name], "--out", str(tmp_path)])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    (picture,) = tmp_path.glob("*.png")
+    assert picture.stat().st_size > 10_000
+    assert capsys.readouterr().out
+
+
+def test_every_example_is_tried() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(COMMANDS)

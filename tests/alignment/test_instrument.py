@@ -1,0 +1,539 @@
+"""Readings of models against the definitions, computed here by hand from unfolded inputs."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
+
+from adiv_monitor.alignment import Alignment, Probe, log_alignment
+from adiv_monitor.errors import AdivError
+
+
+def perturbed(model: nn.Module) -> nn.Module:
+    """A copy after some training, as far as weights are concerned."""
+    moved = copy.deepcopy(model)
+    for p in moved.parameters():
+        p.data += 0.3 * torch.randn_like(p) * p.abs().mean()
+    return moved
+
+
+def move(model: nn.Module, to: nn.Module) -> None:
+    with torch.no_grad():
+        for p, new in zip(model.parameters(), to.parameters(), strict=True):
+            p.copy_(new)
+
+
+def inputs(model: nn.Module, module: nn.Module, x: Tensor) -> Tensor:
+    """What a module is called with."""
+    seen: list[Tensor] = []
+    handle = module.register_forward_pre_hook(lambda m, args: seen.append(args[0].detach().clone()))
+    with torch.no_grad():
+        model.eval()(x)
+    handle.remove()
+    return seen[0]
+
+
+def expected(W0: Tensor, W: Tensor, z0: Tensor, z: Tensor) -> dict[str, float | None]:
+    terms = {"alpha": (W - W0, z0), "omega": (W0, z - z0), "u": (W - W0, z - z0)}
+    return {n: log_alignment(*term) for n, term in (terms | {"cumulative": (W, z)}).items()}
+
+
+def check(reading: object, values: dict[str, float | None]) -> None:
+    for name, value in values.items():
+        found = getattr(reading, name)
+        assert (found is None) == (value is None), name
+        assert value is None or found == pytest.approx(value, abs=1e-9), name
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(20, 32), nn.ReLU(inplace=True), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 3)
+    ).double()
+
+
+def test_linear_layers() -> None:
+    model, x = mlp(), torch.randn(16, 20, dtype=torch.float64)
+    before, after = copy.deepcopy(model), perturbed(model)
+    alignment = Alignment(model, Probe(x))
+    move(model, after)
+    readings = alignment.read()
+    assert list(readings) == ["0", "2", "4"]
+    for path in readings:
+        i = int(path)
+        z0, z = inputs(before, before[i], x), inputs(after, after[i], x)
+        W0, W = before[i].weight.detach(), after[i].weight.detach()
+        check(readings[path], expected(W0, W, z0, z))
+        y, y0 = z @ W.t(), z0 @ W0.t()
+        assert readings[path].output_rms == pytest.approx(y.square().mean().sqrt())
+        assert readings[path].output_change_rms == pytest.approx((y - y0).square().mean().sqrt())
+    assert readings["0"].omega is None  # its input never changes
+    assert readings["0"].u is None
+    assert [r.role for r in readings.values()] == ["embedding", "hidden", "readout"]
+    assert [r.fan_in for r in readings.values()] == [20, 32, 24]
+
+
+CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "1d": (lambda: nn.Conv1d(6, 8, 3, stride=2, padding=1), (6, 11)),
+    "2d": (lambda: nn.Conv2d(6, 8, (3, 2), stride=2, padding=(1, 0), dilation=(2, 1)), (6, 9, 8)),
+    "3d": (lambda: nn.Conv3d(6, 8, 2, padding=1), (6, 4, 3, 5)),
+    "circular": (lambda: nn.Conv2d(6, 8, 3, padding=1, padding_mode="circular"), (6, 5, 5)),
+    "pointwise": (lambda: nn.Conv2d(20, 8, 1), (20, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_against_products_with_patches(name: str) -> None:
+    build, shape = CONVOLUTIONS[name]
+    first = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(shape) - 1](shape[0], shape[0], 1)
+    model = nn.Sequential(first, build(), nn.Flatten(), nn.LazyLinear(3)).double()
+    x = torch.randn(4, *shape, dtype=torch.float64)
+    model(x)
+    before, after = copy.deepcopy(model), perturbed(model)
+    alignment = Alignment(model, Probe(x, max_rows=None))
+    move(model, after)
+    reading = alignment.read()["1"]
+
+    def patches(of: nn.Module) -> Tensor:
+        """(rows, fan-in), by a convolution with ones and zeros that picks single entries."""
+        z, conv = inputs(of, of[1], x), of[1]
+        n = conv.weight[0].numel()
+        pick = copy.deepcopy(conv)
+        pick.weight = nn.Parameter(torch.eye(n, dtype=z.dtype).view(n, *conv.weight.shape[1:]))
+        pick.bias = None
+        return pick(z).detach().movedim(1, -1).reshape(-1, n)
+
+    W0, W = before[1].weight.detach().flatten(1), after[1].weight.detach().flatten(1)
+    check(reading, expected(W0, W, patches(before), patches(after)))
+    assert reading.fan_in == W.shape[1]
+    # The patches' RMS by a convolution of squares, as it is defined.
+    z = inputs(after, after[1], x)
+    squares = copy.deepcopy(after[1])
+    squares.weight = nn.Parameter(torch.full_like(squares.weight, 1 / reading.fan_in))
+    squares.bias = None
+    rms = squares(z.square()).mean().sqrt()
+    assert patches(after).square().mean().sqrt() == pytest.approx(rms.item(), rel=1e-12)
+
+
+def test_groups_of_a_convolution_never_align_above_one() -> None:
+    """All of weight and input in one of eight groups: by RMS over all groups it would be 1.37."""
+    model = nn.Sequential(nn.Conv1d(16, 16, 1), nn.Conv1d(16, 8, 8, groups=8), nn.Flatten())
+    model.append(nn.Linear(8, 2))
+    nn.init.zeros_(model[1].weight)
+    nn.init.ones_(model[1].weight[:1])
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.zero_()[:2] = 1
+    alignment = Alignment(model, Probe(torch.ones(2, 16, 8)))
+    reading = alignment.read()["1"]
+    assert reading.fan_in == 16
+    assert reading.cumulative == pytest.approx(1, abs=1e-6)
+
+
+class Attention(nn.Module):
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(10, 24)
+        width = {} if packed else {"kdim": 24, "vdim": 24}
+        self.attend = nn.MultiheadAttention(24, 2, batch_first=True, **width)
+        if not packed:
+            self.attend._qkv_same_embed_dim = False
+            parts = self.attend.in_proj_weight.detach().chunk(3)
+            for name, part in zip("qkv", parts, strict=True):
+                setattr(self.attend, f"{name}_proj_weight", nn.Parameter(part.clone()))
+            self.attend.in_proj_weight = None
+        self.head = nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        return self.head(hidden + self.attend(hidden, hidden, hidden)[0])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_projections_of_attention(packed: bool) -> None:
+    model, x = Attention(packed).double(), torch.randn(3, 5, 10, dtype=torch.float64)
+    before, after = copy.deepcopy(model), perturbed(model)
+    alignment = Alignment(model, Probe(x, max_rows=None))
+    move(model, after)
+    readings = alignment.read()
+    names = [f"attend.{part}" for part in ("q", "k", "v", "out_proj")]
+    assert list(readings) == ["embed", *names, "head"]
+    z0, z = ((of.embed(x)).detach().flatten(0, 1) for of in (before, after))
+    for i, name in enumerate(names[:3]):
+        own = [before.attend, after.attend]
+        if packed:
+            W0, W = (attend.in_proj_weight.detach().chunk(3)[i] for attend in own)
+        else:
+            W0, W = (getattr(attend, f"{name[-1]}_proj_weight").detach() for attend in own)
+        check(readings[name], expected(W0, W, z0, z))
+        assert readings[name].predecessors == ("embed",)
+    assert set(readings["attend.out_proj"].predecessors) == set(names[:3])
+    assert set(readings["head"].predecessors) == {"embed", "attend.out_proj"}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 20)
+        self.hidden = nn.Linear(20, 20)
+        self.head = nn.Linear(20, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(self.embed(tokens))))
+
+
+def test_tied_weights_are_a_layer_each_time() -> None:
+    model, x = Tied().double(), torch.randint(11, (4, 7))
+    before, after = copy.deepcopy(model), perturbed(model)
+    alignment = Alignment(model, Probe(x, max_rows=None))
+    move(model, after)
+    readings = alignment.read()
+    assert [r.role for r in readings.values()] == ["embedding", "hidden", "readout"]
+    assert list(readings) == ["embed", "hidden", "head"]
+    assert readings["embed"].alpha is None
+    assert (readings["embed"].fan_in, readings["embed"].fan_out) == (11, 20)
+    change = after.embed(x) - before.embed(x)
+    assert readings["embed"].output_change_rms == pytest.approx(
+        change.square().mean().sqrt().item()
+    )
+    z0, z = (torch.tanh(m.hidden(m.embed(x))).detach().flatten(0, 1) for m in (before, after))
+    check(
+        readings["head"], expected(before.embed.weight.detach(), after.embed.weight.detach(), z0, z)
+    )
+    tied = [layer for layer in alignment.layers if layer.parameters[0] is model.embed.weight]
+    assert [layer.path for layer in tied] == ["embed", "head"]
+
+
+class Transposed(nn.Module):
+    """Weights that are stored (inputs, outputs), as in GPT-2, and products written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 20)
+        self.stored = nn.Parameter(torch.randn(20, 18))
+        self.bias = nn.Parameter(torch.zeros(18))
+        self.plain = nn.Parameter(torch.randn(4, 18))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.addmm(self.bias, torch.relu(self.first(x)), self.stored)
+        return torch.relu(hidden) @ self.plain.t()
+
+
+def test_products_by_other_functions() -> None:
+    model, x = Transposed().double(), torch.randn(6, 8, dtype=torch.float64)
+    before, after = copy.deepcopy(model), perturbed(model)
+    alignment = Alignment(model, Probe(x))
+    move(model, after)
+    readings = alignment.read()
+    assert list(readings) == ["first", "stored", "plain"]
+    z0, z = (torch.relu(m.first(x)).detach() for m in (before, after))
+    check(
+        readings["stored"], expected(before.stored.detach().t(), after.stored.detach().t(), z0, z)
+    )
+    z0, z = (
+        torch.relu(torch.addmm(m.bias, torch.relu(m.first(x)), m.stored)).detach()
+        for m in (before, after)
+    )
+    check(readings["plain"], expected(before.plain.detach(), after.plain.detach(), z0, z))
+
+
+def test_the_weight_is_what_a_parametrization_makes() -> None:
+    model = mlp()
+    weight_norm(model[2])
+    x = torch.randn(8, 20, dtype=torch.float64)
+    before, after = copy.deepcopy(model), perturbed(model)
+    alignment = Alignment(model, Probe(x))
+    move(model, after)
+    z0, z = inputs(before, before[2], x), inputs(after, after[2], x)
+    check(
+        alignment.read()["2"], expected(before[2].weight.detach(), after[2].weight.detach(), z0, z)
+    )
+
+
+def test_nothing_has_moved_yet() -> None:
+    for reading in Alignment(mlp(), Probe(torch.randn(4, 20).double())).read().values():
+        assert (reading.alpha, reading.omega, reading.u) == (None, None, None)
+        assert reading.cumulative is not None
+        assert reading.output_change_rms == 0
+
+
+def test_an_update_by_one_sample_is_fully_aligned_with_it() -> None:
+    """A gradient step on a single sample is an outer product with it: alpha is 1."""
+    model, x = mlp(), torch.randn(1, 20, dtype=torch.float64)
+    alignment = Alignment(model, Probe(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    functional.cross_entropy(model(x), torch.tensor([1])).backward()
+    optimizer.step()
+    readings = alignment.read()
+    assert [r.alpha for r in readings.values()] == pytest.approx([1, 1, 1], abs=1e-9)
+    assert [r.kappa_alpha for r in readings.values()] == pytest.approx([1, 1, 1], abs=1e-9)
+
+
+def test_rows_are_chosen_once() -> None:
+    model, x = mlp(), torch.randn(500, 20, dtype=torch.float64)
+    before, after = copy.deepcopy(model), perturbed(model)
+    alignment = Alignment(model, Probe(x, max_rows=100))
+    move(model, after)
+    reading = alignment.read()["2"]
+    assert reading.rows == 100
+    z0, z = inputs(before, before[2], x), inputs(after, after[2], x)
+    everything = expected(before[2].weight.detach(), after[2].weight.detach(), z0, z)
+    for name, value in everything.items():
+        assert getattr(reading, name) == pytest.approx(value, abs=0.03)
+        assert getattr(reading, name) != value
+
+
+def test_the_batch_is_the_probes_own() -> None:
+    """Different samples at the two points would be no change of features: both are of a copy."""
+    model, x = mlp(), torch.randn(6, 20, dtype=torch.float64)
+    alignment = Alignment(model, Probe(x))
+    x.zero_()
+    assert all(r.output_change_rms == 0 for r in alignment.read().values())
+
+
+def test_a_reference_that_is_made_again_keeps_nothing() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return mlp()
+
+    model = build()
+    x = torch.randn(6, 20, dtype=torch.float64)
+    stored, regenerated = Alignment(model, Probe(x)), Alignment(model, Probe(x, reference=build))
+    move(model, perturbed(model))
+    state = torch.get_rng_state()
+    assert regenerated.read() == stored.read()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert regenerated.state_dict()["snapshots"] == []
+
+
+def test_a_sliding_reference_compares_with_some_readings_ago() -> None:
+    model, x = mlp(), torch.randn(6, 20, dtype=torch.float64)
+    models = [copy.deepcopy(model)]
+    alignment = Alignment(model, Probe(x, window=2))
+    for count in range(1, 5):
+        models.append(perturbed(models[-1]))
+        move(model, models[-1])
+        reading = alignment.read()["2"]
+        before, after = models[max(0, count - 2)], models[-1]
+        z0, z = inputs(before, before[2], x), inputs(after, after[2], x)
+        check(reading, expected(before[2].weight.detach(), after[2].weight.detach(), z0, z))
+
+
+def test_a_resumed_run_is_compared_with_the_same_point() -> None:
+    model, x = mlp(), torch.randn(6, 20, dtype=torch.float64)
+    alignment = Alignment(model, Probe(x))
+    state = copy.deepcopy(alignment.state_dict())
+    move(model, perturbed(model))
+    resumed = Alignment(model, Probe(x))
+    assert resumed.read()["2"].alpha is None
+    resumed.load_state_dict(state)
+    assert resumed.read() == alignment.read()
+    with pytest.raises(ValueError, match="another probe"):
+        Alignment(model, Probe(x + 1)).load_state_dict(state)
+    with pytest.raises(ValueError, match="has the layers"):
+        Alignment(model, Probe(x, layers=["0", "2"])).load_state_dict(state)
+
+
+def test_half_precision_weights_are_measured_in_single() -> None:
+    model = mlp().float()
+    x = torch.randn(16, 20)
+    coarse = copy.deepcopy(model).bfloat16()
+    after = perturbed(coarse)
+    alignment = Alignment(coarse, Probe(x.bfloat16()))
+    before = copy.deepcopy(coarse)
+    move(coarse, after)
+    reading = alignment.read()["2"]
+    z0, z = (inputs(m, m[2], x.bfloat16()).double() for m in (before, after))
+    values = expected(before[2].weight.detach().double(), after[2].weight.detach().double(), z0, z)
+    for name, value in values.items():
+        assert getattr(reading, name) == pytest.approx(value, abs=1e-6)
+
+
+class Streams(nn.Module):
+    """Two inputs, a residual sum, a product, a concatenation, two heads, a small side road."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(4, 16)
+        self.block, self.gate = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.squeeze, self.excite = nn.Linear(16, 2), nn.Linear(2, 16)
+        self.heads = nn.ModuleList([nn.Linear(32, 3), nn.Linear(32, 1)])
+        self.unused = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        a, b = self.a(x), self.b(y)
+        stream = a + torch.tanh(self.block(a))
+        gated = torch.sigmoid(self.gate(b)) * b
+        gated = gated * self.excite(self.squeeze(b))
+        both = torch.cat([stream, gated], 1)
+        return tuple(head(both) for head in self.heads)
+
+
+def test_who_feeds_whom_and_roles() -> None:
+    model = Streams()
+    alignment = Alignment(model, Probe({"x": torch.randn(4, 8), "y": torch.randn(4, 4)}))
+    fed = {layer.path: set(layer.predecessors) for layer in alignment.layers}
+    assert fed["a"] == fed["b"] == set()
+    assert (fed["block"], fed["gate"], fed["excite"]) == ({"a"}, {"b"}, {"squeeze"})
+    assert fed["heads.0"] == fed["heads.1"] == {"a", "block", "b", "gate", "excite"}
+    roles = {layer.path: layer.role for layer in alignment.layers}
+    assert roles == {
+        **dict.fromkeys(("a", "b"), "embedding"),
+        **dict.fromkeys(("block", "gate", "squeeze"), "hidden"),
+        "excite": "excluded",
+        **dict.fromkeys(("heads.0", "heads.1"), "readout"),
+    }
+    assert alignment.unmeasured == ["unused.weight"]
+
+
+def test_roles_are_overridable() -> None:
+    batch = (torch.randn(4, 8), torch.randn(4, 4))
+    roles = {"exc*": "hidden", "block": "excluded", "gate": "readout", "squeeze": "embedding"}
+    alignment = Alignment(Streams(), Probe(batch, roles=roles))
+    layers = {layer.path: layer for layer in alignment.layers}
+    assert all(layers[p.replace("*", "ite")].role == role for p, role in roles.items())
+    assert layers["squeeze"].predecessors == ()
+    assert set(layers["heads.0"].predecessors) == {"a", "block", "b", "excite"}
+    for wrong, message in (
+        ({"a": "hidden"}, "can't be hidden"),
+        ({"a": "readout"}, "can't be a readout"),
+        ({"a": "queen"}, "expected one of"),
+        ({"z*": "hidden"}, "fits no layer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Alignment(Streams(), Probe(batch, roles=wrong))
+
+
+def test_layers_that_are_left_out_are_looked_through() -> None:
+    alignment = Alignment(mlp(), Probe(torch.randn(3, 20).double(), layers=["0", "4"]))
+    assert [(layer.path, layer.predecessors) for layer in alignment.layers] == [
+        ("0", ()),
+        ("4", ("0",)),
+    ]
+    with pytest.raises(AdivError, match="shows no layer"):
+        Alignment(mlp(), Probe(torch.randn(3, 20).double(), layers=["9"]))
+
+
+class Grows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[: len(x) - int(self.linear.bias[0] > 1)])
+
+
+def test_other_samples_than_at_the_reference_are_refused() -> None:
+    model = Grows()
+    alignment = Alignment(model, Probe(torch.randn(6, 4)))
+    nn.init.constant_(model.linear.bias, 2)
+    with pytest.raises(AdivError, match="same samples"):
+        alignment.read()
+
+
+class Stateful(nn.Module):
+    """All that a forward pass could leave behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Linear(20, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3)
+        )
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.calls += 1
+        return self.inner(x) + 0.1 * torch.randn(3)
+
+
+def test_a_reading_changes_nothing() -> None:
+    def train(read: bool) -> tuple[list[Tensor], dict[str, Tensor], Tensor, int]:
+        torch.manual_seed(5)
+        model = Stateful()
+        model.inner[2].eval()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        x, y = torch.randn(12, 20), torch.randint(3, (12,))
+        alignment = Alignment(model, Probe(torch.ones(4, 20))) if read else None
+        losses = []
+        for _ in range(4):
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            if alignment is not None:
+                alignment.read()
+            optimizer.step()
+            if alignment is not None:
+                assert [m.training for m in model.modules()] == [*[True] * 4, False, True]
+                alignment.read()
+            losses.append(loss.detach())
+        return losses, model.state_dict(), torch.get_rng_state(), model.calls
+
+    plain, read = train(False), train(True)
+    assert all(map(torch.equal, plain[0], read[0]))
+    assert all(torch.equal(plain[1][key], read[1][key]) for key in plain[1])
+    assert torch.equal(plain[2], read[2])
+    assert plain[3] == read[3]
+
+
+def test_what_a_probe_can_not_be() -> None:
+    x = torch.zeros(2, 3)
+    for given, error in (
+        ({"batch": 3}, TypeError),
+        ({"batch": x, "reference": mlp()(torch.zeros(1, 20).double())}, TypeError),
+        ({"batch": x, "window": 0}, ValueError),
+        ({"batch": x, "max_rows": True}, ValueError),
+        ({"batch": x, "window": 1, "reference": mlp}, ValueError),
+    ):
+        with pytest.raises(error, match="Probe"):
+            Probe(**given)
+
+
+def test_alignment_grows_by_training_and_stays_below_one() -> None:
+    torch.manual_seed(1)
+    model = mlp()
+    x = torch.randn(64, 20, dtype=torch.float64)
+    y = (x[:, 0] > 0).long()
+    alignment = Alignment(model, Probe(x))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        for reading in alignment.read().values():
+            for name in ("alpha", "omega", "u", "cumulative"):
+                value = getattr(reading, name)
+                assert value is None or value <= 1 + 1e-12
+    reading = alignment.read()["2"]
+    assert reading.alpha > 0.6
+    assert not math.isnan(reading.u)
+
+
+def test_the_forward_pass_is_that_of_evaluation() -> None:
+    """No dropout, and statistics that are known, not those of the probe: else nothing compares."""
+    model = nn.Sequential(
+        nn.Linear(20, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3)
+    ).double()
+    x = torch.randn(16, 20, dtype=torch.float64) + 3
+    assert model.training
+    alignment = Alignment(model, Probe(x, max_rows=None))
+    readings = alignment.read()
+    assert all(reading.output_change_rms == 0 for reading in readings.values())
+    z = model.eval()[:3](x)
+    expected_rms = (z @ model[3].weight.t()).square().mean().sqrt().item()
+    assert readings["3"].output_rms == pytest.approx(expected_rms)
+
+
+def test_autocast_and_a_mode_of_inference_do_not_reach_it() -> None:
+    model, x = mlp().float(), torch.randn(6, 20)  # which autocast would make coarse
+    alignment = Alignment(model, Probe(x))
+    move(model, perturbed(model))
+    plain = alignment.read()
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert alignment.read() == plain

@@ -1,0 +1,134 @@
+"""Slopes with width: of numbers that are known, and of networks whose theory is."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn, optim
+
+pytest.importorskip("scipy")
+
+from adiv_monitor import Monitor
+from adiv_monitor.alignment import Probe
+from adiv_monitor.alignment.slopes import Run, layer_widths, slope
+from adiv_monitor.alignment.width import Experiment, described, main, measure_widths
+from adiv_monitor.max_lr import optimizer_groups, parametrize_model
+from adiv_monitor.sinks import JsonlSink
+
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+Y = X[:, :4]
+
+
+def experiment(width: int, seed: int, name: str | None = None) -> Experiment:
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)
+    )
+    probe = Probe(X, max_rows=None)
+    groups: object = model.parameters()
+    if name is not None:
+        layers = parametrize_model(model, probe, name)
+        groups = optimizer_groups(model, layers, name, "adam", lr=0.05)
+    optimizer = optim.Adam(groups, lr=0.005)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model(X) - Y).square().mean().backward()
+        optimizer.step()
+
+    return Experiment(model, step, probe)
+
+
+def mup(width: int, seed: int) -> Experiment:
+    return experiment(width, seed, "mup")
+
+
+def test_a_power_has_its_exponent() -> None:
+    found = slope([(n, 3 * n**0.7) for n in (10, 20, 80)])
+    assert found.value == pytest.approx(0.7)
+    assert found.half == pytest.approx(0, abs=1e-6)
+    assert found.verdict == "grows"
+    assert slope([(n, n**-0.5) for n in (10, 20, 80)]).verdict == "vanishes"
+    assert slope([(n, 2 * n**0.05) for n in (10, 20, 80)]).verdict == "stays"
+    two = slope([(10, 1.0), (20, 2.0)])
+    assert (two.value, two.half, two.verdict) == (pytest.approx(1), math.inf, "unclear")
+    assert slope([(10, 1.0), (10, 2.0)]) is None
+    assert slope([(10, 0.0), (20, 2.0)]) is None
+
+
+def test_the_interval_is_that_of_a_regression() -> None:
+    """Half of it: t(0.975, 2) · s / √Σ(x − x̄)², worked out by hand."""
+    noise = [0.1, -0.1, 0.1, -0.1]
+    x = [0.0, 1.0, 2.0, 3.0]
+    found = slope([(math.exp(a), math.exp(a + e)) for a, e in zip(x, noise, strict=True)])
+    residual = [e - (0.06 - 0.04 * a) for a, e in zip(x, noise, strict=True)]
+    error = math.sqrt(sum(r**2 for r in residual) / 2 / 5)
+    assert found.value == pytest.approx(0.96)
+    assert found.half == pytest.approx(4.302653 * error, rel=1e-5)
+
+
+def test_standard_grows_and_mup_stays() -> None:
+    widths = (64, 128, 256, 512)
+    standard = {x.path: x for x in layer_widths(measure_widths(experiment, widths, steps=2))}
+    kept = {x.path: x for x in layer_widths(measure_widths(mup, widths, steps=2))}
+    assert [standard[p].verdict for p in ("2", "4")] == ["grows", "grows"]
+    assert {x.verdict for x in kept.values()} == {"stays"}
+    assert kept["4"].size.points[0][0] == 64
+    # What is left of alignment is full; what is missing at one width is a constant.
+    assert kept["2"].exponents["alpha"].value == pytest.approx(1, abs=0.1)
+    assert kept["2"].exponents["omega"].value == pytest.approx(0.5, abs=0.1)
+    assert 0.1 < kept["2"].kappas["alpha"] < 1
+
+
+def test_the_command_by_a_function_and_by_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(sys.modules, "my_widths", sys.modules[__name__])
+    picture = tmp_path / "widths.png"
+    options = ["--widths", "64", "256", "--steps", "2", "--seeds", "2", "--plot", str(picture)]
+    main(["my_widths:mup", *options])
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[0].startswith("after step 2;")
+    rows = [line.split()[:2] for line in shown.splitlines()[2:]]
+    assert [path for path, _ in rows] == ["0", "2", "4"]
+    assert {verdict for _, verdict in rows} <= {"stays", "unclear"}  # by two seeds
+    assert picture.stat().st_size > 10_000
+
+    files = []
+    for width in (64, 128, 256):
+        built = mup(width, 0)
+        optimizer = optim.SGD(built.model.parameters(), lr=0.0)  # only counts steps
+        file = tmp_path / f"{width}.jsonl"
+        with Monitor(
+            built.model, optimizer, every_n_steps=1, alignment=built.probe, sinks=[JsonlSink(file)]
+        ):
+            for _ in range(2):
+                built.model(X).square().mean().backward()
+                optimizer.step()
+                built.step()
+        files.append(f"{width}={file}")
+    main(["--runs", *files])
+    assert capsys.readouterr().out.splitlines()[3].split()[0] == "2"
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"step": 0, "alignment": {}}\n')
+    with pytest.raises(ValueError, match="holds no alignments"):
+        main(["--runs", f"64={empty}"])
+    for wrong in ([], ["a:b", "--runs", files[0]]):
+        with pytest.raises(SystemExit):
+            main(wrong)
+
+
+def test_runs_that_can_not_be_compared() -> None:
+    with pytest.raises(ValueError, match="two widths"):
+        layer_widths([Run(64, {1: {}})])
+    with pytest.raises(ValueError, match="that all runs have"):
+        layer_widths([Run(64, {1: {}}), Run(128, {2: {}})])
+
+
+def test_a_layer_without_a_move_says_so() -> None:
+    records = {"a": {"fan_in": 8, "output_rms": 1.0, "output_change_rms": 0.0}}
+    text = described(layer_widths([Run(n, {1: records}) for n in (8, 16)]))
+    assert text.splitlines()[2].split() == ["a", "unclear", "–", "+0.00", "±", "inf"]

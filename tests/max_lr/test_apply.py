@@ -1,0 +1,118 @@
+"""Parametrizations on models: initialisation, multipliers and learning rates as the tables say."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+pytest.importorskip("scipy")
+
+from adiv_monitor.alignment import Probe
+from adiv_monitor.max_lr import PARAMETRIZATIONS, optimizer_groups, parametrize_model
+
+H = 0.5
+
+
+def mlp(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)
+    )
+
+
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+def test_initialisation_and_multipliers(name: str) -> None:
+    width, model = 256, mlp(256)
+    parameters = list(model.parameters())
+    parametrize_model(model, Probe(torch.randn(4, 8)), name, scale={"2": math.sqrt(2)})
+    assert list(map(id, model.parameters())) != []
+    assert {id(p) for p in model.parameters()} == {id(p) for p in parameters}
+    chosen = PARAMETRIZATIONS[name]
+    for i, (place, constant) in enumerate(((0, 8**-H), (2, math.sqrt(2)), (4, 1.0))):
+        stored, used = parameters[2 * i], model[place].weight
+        expected = constant * width ** -chosen.b[i]
+        assert stored.std().item() == pytest.approx(expected, rel=0.1)
+        torch.testing.assert_close(used, stored * width ** -chosen.a[i])
+    # All four begin as the same function, but for the readout of muP and MFP.
+    out = model(torch.randn(500, 8)).std().item()
+    assert 0.02 < out < 2
+    assert (out < 0.2) == (name in ("mup", "mfp"))
+
+
+def test_groups_have_the_rates_of_the_table() -> None:
+    width, model = 64, mlp(64)
+    layers = parametrize_model(model, Probe(torch.randn(4, 8)), "mup")
+    groups = optimizer_groups(model, layers, "mup", "adam", lr=0.1, eps=1e-8, gains={"2": 3.0})
+    by_name = {group["name"]: group for group in groups}
+    assert list(by_name) == ["0", "2", "4", "0.bias", "2.bias", "4.bias"]
+    assert by_name["0"]["lr"] == pytest.approx(0.1 * width**-0.5)
+    assert by_name["2"]["lr"] == pytest.approx(3 * 0.1 / width)
+    assert by_name["4"]["lr"] == pytest.approx(0.1 * width**-0.5)
+    assert by_name["0.bias"]["lr"] == pytest.approx(0.1)
+    assert by_name["2"]["eps"] == pytest.approx(1e-8 / width)
+    held = [id(p) for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(map(id, model.parameters()))
+    optim.Adam(groups)
+    rates = {g["name"]: g["lr"] for g in optimizer_groups(model, layers, "mup", "sgd", lr=0.1)}
+    assert rates["2"] == pytest.approx(0.1)
+    # Gradients of features are n^(-1), of an output of one.
+    assert rates["0.bias"] == rates["2.bias"] == pytest.approx(0.1 * width)
+    assert rates["4.bias"] == 0.1
+
+
+def test_mup_trains_alike_at_every_width() -> None:
+    """The readout's change in a few steps of Adam: with SP's one rate it would grow ninefold."""
+    x, y = torch.randn(64, 8), torch.randn(64, 4)
+
+    def change(width: int, name: str | None) -> float:
+        torch.manual_seed(0)
+        model = mlp(width)
+        groups: object = model.parameters()
+        if name is not None:
+            layers = parametrize_model(model, Probe(x), name)
+            groups = optimizer_groups(model, layers, name, "adam", lr=0.1)
+        optimizer = optim.Adam(groups, lr=0.01)
+        before = model(x).detach()
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+        return (model(x) - before).square().mean().sqrt().item()
+
+    assert 0.6 < change(1024, "mup") / change(64, "mup") < 1.6
+    assert change(1024, None) / change(64, None) > 5
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 64)
+        self.attend = nn.MultiheadAttention(64, 2, batch_first=True)
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.embed(tokens))
+        return self.head(hidden + self.attend(hidden, hidden, hidden)[0])
+
+
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+def test_shared_weights_have_one_initialisation_and_one_rate(name: str) -> None:
+    model = Tied()
+    tokens = torch.randint(50, (6, 5))
+    layers = parametrize_model(model, Probe(tokens), name)
+    groups = optimizer_groups(model, layers, name, "adam", lr=0.1)
+    assert [g["name"] for g in groups[:3]] == ["embed", "attend.q", "attend.out_proj"]
+    assert model.embed.weight.std().item() == pytest.approx(1, rel=0.1)  # a + b is 0 there
+    stored = groups[0]["params"][0]
+    chosen = PARAMETRIZATIONS[name]
+    total = chosen.a[2] + chosen.b[2]
+    ratio = model.head.weight / stored
+    torch.testing.assert_close(ratio, torch.full_like(ratio, 64 ** -(total - chosen.b[0])))
+    optimizer = optim.Adam(groups)
+    model(tokens).sum().backward()
+    optimizer.step()
+    assert model.attend.in_proj_weight.shape == (192, 64)
+    spread = model.attend.in_proj_weight.detach().std() * 64**0.5
+    assert 0.7 < spread < 4
