@@ -42,7 +42,7 @@ def test_every_block_runs(
     pytest.importorskip("pytorch_lightning")
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)  # Trainers make folders for their logs
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 8
     namespace = names()
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), namespace)
