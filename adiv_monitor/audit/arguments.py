@@ -26,6 +26,12 @@ def check_arguments(
             f"audit(loss=…): got {type(loss).__name__}, expected a function (model, batch) → loss, "
             "or None where the model gives its own"
         )
+    if isinstance(loss, nn.modules.loss._Loss):
+        raise TypeError(
+            f"audit(loss=…): got {type(loss).__name__}, which takes outputs and targets, expected "
+            "a function (model, batch) → loss, such as lambda model, batch: "
+            "criterion(model(batch[0]), batch[1])"
+        )
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         raise TypeError(
             f"audit(optimizer=…): got {type(optimizer).__name__}, expected a torch.optim.Optimizer "

@@ -150,9 +150,15 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     """The loss that the model itself gives, as models of Hugging Face do.
 
     Raises:
-        TypeError: what the model gives has none.
+        TypeError: what the model gives has none, or it does not take the batch.
     """
-    output = called(model, batch)
+    try:
+        output = called(model, batch)
+    except TypeError as error:
+        raise TypeError(
+            f"audit(loss=None): {type(model).__name__} can't take the whole batch ({error}), "
+            "expected a model that gives its own loss: give audit a loss, (model, batch) → number"
+        ) from error
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         got = type(output).__name__ + (" whose loss is None" if hasattr(output, "loss") else "")

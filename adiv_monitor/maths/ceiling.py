@@ -98,6 +98,10 @@ def attainable_cosine(
         cross: C, over all rows.
         G_norm: ‖G‖ over all rows.
     """
+    if _is_regular(gram):
+        solved = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), cross, upper=False)
+        length: Tensor = torch.linalg.vector_norm(solved)
+        return length / G_norm  # tr(Cᵀ S⁻¹ C) = ‖L⁻¹C‖², S = LLᵀ
     values, vectors, kept = _spectrum(gram)
     squares = (vectors.mT @ cross).square() / torch.where(kept, values, 1)[..., None]
     attained: Tensor = (squares * kept[..., None]).sum().sqrt()
@@ -112,10 +116,26 @@ def attainable_cosine_of_rows(
     Eigenvectors of ΦΦᵀ (rows × rows) with an eigenvalue span the columns of Φ.
     """
     phi, blocks = phi.transpose(0, 1), G.transpose(0, 1)
-    _, vectors, kept = _spectrum(phi @ phi.mT)
-    attained: Tensor = torch.linalg.vector_norm((vectors.mT @ blocks) * kept[..., None])
+    between = phi @ phi.mT
     whole: Tensor = torch.linalg.vector_norm(blocks)
+    if _is_regular(between):
+        return whole / whole  # the rows are independent: each can go its own way
+    _, vectors, kept = _spectrum(between)
+    attained: Tensor = torch.linalg.vector_norm((vectors.mT @ blocks) * kept[..., None])
     return attained / whole
+
+
+def _is_regular(gram: Float[Tensor, "groups n n"]) -> bool:
+    """Whether all eigenvalues are far above what `_spectrum` takes for zero.
+
+    They are where S − 10·n·ε·‖S‖_∞ has a Cholesky factor, λ_max being at most ‖S‖_∞. That is a
+    small part of the price of eigenvectors, which are needed only where it has none.
+    """
+    n = gram.shape[-1]
+    largest = gram.abs().sum(-1).amax(-1)
+    shift = 10 * n * torch.finfo(gram.dtype).eps * largest
+    lowered = gram - shift[..., None, None] * torch.eye(n, dtype=gram.dtype, device=gram.device)
+    return not bool(torch.linalg.cholesky_ex(lowered).info.any())
 
 
 def _spectrum(gram: Float[Tensor, "groups n n"]) -> tuple[Tensor, Tensor, Tensor]:

@@ -312,6 +312,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "locked batch": ({"batches": [(x for x in batches())]}, TypeError, "can't copy"),
     "loss": ({"loss": "mse"}, TypeError, "loss=….*str.*function"),
     "loss of nothing": ({"loss": None, "batches": [b[:1] for b in batches()]}, TypeError, "`loss`"),
+    "loss of outputs": ({"loss": nn.CrossEntropyLoss()}, TypeError, "CrossEntropyLoss.*lambda"),
+    "no loss": ({"loss": None}, TypeError, "can't take the whole batch.*give audit a loss"),
     "loss per sample": ({"loss": lambda m, b: m(b[0])}, TypeError, r"shape \(10, 3\).*mean"),
     "loss number": ({"loss": lambda m, b: m(b[0]).sum().item()}, TypeError, "float.*tensor"),
     "loss detached": ({"loss": lambda m, b: m(b[0]).sum().detach()}, ValueError, "gradient"),

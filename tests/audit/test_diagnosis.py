@@ -351,6 +351,13 @@ def test_a_loss_that_rises_where_no_rate_learns_yet_has_too_high_a_rate() -> Non
     assert "rate-too-high" not in still
 
 
+def test_a_rate_is_not_too_high_and_too_low_at_once() -> None:
+    names = found(record(rates=trials(own=9.0, x01=0.5, x10=3.0)))
+    assert "rate-too-high" in names and "rate-too-low" not in names
+    names = found(record(rates=trials(own=9.0, x01=3.0, x10=0.5)))
+    assert "rate-too-low" in names and "rate-too-high" not in names
+
+
 def test_a_few_long_rows_are_no_common_scale() -> None:
     inputs = {"0": replace(INPUTS, std=6.0)}
     long_rows = {"a": reading(scale_mean=65.0, scale_p50=2.0, scale_cv=5.0)}

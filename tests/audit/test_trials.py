@@ -201,6 +201,16 @@ def test_a_cause_stays_one_to_act_on_where_what_follows_from_it_is_certain() -> 
     assert [f.strength for f in before] == ["act", "watch"]
 
 
+@pytest.mark.parametrize(("factor", "strength"), [(0.1, "watch"), (10.0, "act")])
+def test_layers_that_one_lower_rate_mends_are_not_uneven(factor: float, strength: str) -> None:
+    healthy = setup()
+    seen = record(healthy)
+    rate = Trial(f"rate*{factor:g}", 24, 0.0001, seen.losses[0], None, 0.0)
+    seen = replace(seen, rates={factor: rate}, losses=tuple(10.0 for _ in range(24)))
+    (found,) = tried([finding("reinitialise", name="uneven-rates")], healthy, seen, seconds=1e9)
+    assert (found.advice[0].mend, found.strength) == (rate.mend, strength)
+
+
 def test_what_pays_comes_first_then_what_was_not_tried() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     advised = [finding("rate*0.1", None, "rate*10", "rate*100")]
@@ -257,6 +267,9 @@ def test_runs_are_shorter_where_steps_are_slow() -> None:
     seen = record(healthy)
     slow = replace(seen, facts=replace(seen.facts, seconds_per_step=0.1))
     assert {t.steps for t in rate_trials(healthy, slow, seconds=7.6).values()} == {15}
+    few = rate_trials(healthy, slow, seconds=3.7)  # 7 steps of five runs would tell nothing
+    assert {0.1, 10.0} <= few.keys() and {t.steps for t in few.values()} == {12}
+    assert not few.keys() & {0.3, 3.0}
 
 
 def interrupting(at: int) -> Any:

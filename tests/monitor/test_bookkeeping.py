@@ -90,6 +90,24 @@ def test_the_ceiling_knows_features_that_depend_on_each_other() -> None:
     assert attainable_cosine_of_rows(few, G[:5]) == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("shortest", [1.0, 1e-3, 1e-6, 1e-7, 0.0])
+@pytest.mark.parametrize("rows", [5, 40])
+def test_the_ceiling_is_the_same_whichever_way_it_is_found(rows: int, shortest: float) -> None:
+    """Two groups, of which one has a feature, or a row, that is ever shorter beside the others."""
+    torch.manual_seed(0)
+    phi = torch.randn(rows, 2, 8, dtype=torch.float64)
+    G = torch.randn(rows, 2, 3, dtype=torch.float64)
+    if rows < 8:
+        phi[0, 1] *= shortest
+        found = attainable_cosine_of_rows(phi, G)
+    else:
+        phi[:, 1, 0] *= shortest
+        grouped, gradient = phi.transpose(0, 1), G.transpose(0, 1)
+        found = attainable_cosine(grouped.mT @ grouped, grouped.mT @ gradient, G.norm())
+    projected = [phi[:, g] @ (torch.linalg.pinv(phi[:, g]) @ G[:, g]) for g in range(2)]
+    assert found.item() == pytest.approx((torch.stack(projected).norm() / G.norm()).item())
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_the_ceiling_forgets_gradients_that_were_zeroed(set_to_none: bool) -> None:
     model, batch = mlp()

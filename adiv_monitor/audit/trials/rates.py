@@ -12,6 +12,7 @@ from adiv_monitor.audit.trials.mends.rates import rate_name
 from adiv_monitor.audit.trials.trial import Losses, at_the_end, compared, losses_of, plain_losses
 
 FACTORS = (0.1, 0.3, 3.0, 10.0)
+_FEWEST = (0.1, 10.0)
 _BEYOND = {0.1: 0.01, 10.0: 100.0}  # tried as well, if the best is at that end
 
 
@@ -19,6 +20,8 @@ def rate_trials(
     setup: Setup, record: Record, *, seconds: float = 20.0, progress: Progress | None = None
 ) -> dict[float, Trial]:
     """Short runs at the learning rate × 0.1, 0.3, 3 and 10, and once further at the better end.
+
+    Where there is no time for all of them, × 0.1 and 10 alone.
 
     Args:
         setup: what is trained.
@@ -34,16 +37,19 @@ def rate_trials(
     Raises:
         KeyboardInterrupt: the keyboard ended a run.
     """
-    shorter = within(setup, record, len(FACTORS) + 1, seconds)
-    if shorter is None:
+    for factors in (FACTORS, _FEWEST):
+        shorter = within(setup, record, len(factors) + 1, seconds)
+        if shorter is not None:
+            break
+    else:
         return {}
     without = plain_losses(shorter, record)
     found: dict[float, Losses] = {}
     try:
-        for factor in FACTORS:
+        for factor in factors:
             found[factor] = _losses_at(factor, shorter)
             if progress is not None:
-                progress("learning rates", len(found), len(FACTORS) + 1)
+                progress("learning rates", len(found), len(factors) + 1)
         every = {**found, 1.0: without}
         ends = {factor: at_the_end(losses, shorter.steps) for factor, losses in every.items()}
         best = min(sorted(ends), key=ends.__getitem__)
@@ -52,7 +58,7 @@ def rate_trials(
     except DoesNotApply:
         return {}
     if progress is not None:
-        progress("learning rates", len(FACTORS) + 1, len(FACTORS) + 1)
+        progress("learning rates", len(factors) + 1, len(factors) + 1)
     return {
         factor: compared(rate_name(factor), found[factor], without, shorter.steps)
         for factor in sorted(found)

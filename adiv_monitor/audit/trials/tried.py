@@ -16,7 +16,7 @@ from adiv_monitor.audit.trials.trial import plain_losses
 
 FIRST = 3  # mends of a finding that are tried
 PLAIN = WIRING | {"non-finite", "cannot-overfit"}
-
+_LOWER = frozenset(rate_name(factor) for factor in (0.01, 0.1, 0.3))
 _AS_GOOD = 0.1  # losses that differ by less than this share of them
 
 _NO_TIME = "no time was left"
@@ -150,6 +150,8 @@ def _judged(
     if finding.name not in WIRING:
         advice = _in_order(_with_rate(advice, record))
     pays = any(trial.pays for trial in trials)
+    if finding.name == "uneven-rates" and advice[0].mend in _LOWER:
+        pays = False  # it is one rate for all that is too high
     lowered = finding.strength == "act" and trials and not pays and not certain
     return replace(finding, advice=tuple(advice), strength="watch" if lowered else finding.strength)
 
