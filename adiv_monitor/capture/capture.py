@@ -64,6 +64,7 @@ class Capture:
     ) -> None:
         self.attention = attention
         self._selection = selection
+        self._without_gradient: set[int] | None = None
         self._origin = Origin(model, selection.parameters)
         self._leftovers = Leftovers(selection)
         self._forwards = Forwards.of(selection, guard)
@@ -99,6 +100,9 @@ class Capture:
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
+        if self._without_gradient is None:  # afterwards they may be zeroed
+            parameters = self._selection.parameters
+            self._without_gradient = {id(p) for p in parameters if p.grad is None}
         call_all(
             *(() if self.attention is None else (self.attention.detach,)),
             *(self._watching.detach, self._forwards.remove, self._gathering.detach),
@@ -152,7 +156,7 @@ class Capture:
         rule = self._selection.rules.get(place.module)
         if place.path in self._watching.refused:
             return self._watching.refused[place.path]
-        if parameter.grad is None:
+        if key in (self._without_gradient or ()):
             return "no gradient reached it in this step"
         if rule is not None and place.name not in (rule.weight, rule.bias):
             reason = (

@@ -312,6 +312,16 @@ class Course:
         pending, self._pending = self._pending, None
         call_all(self.disarm, *(() if pending is None else (pending.release,)))
 
+    def _why(self, parameter: nn.Parameter, pending: "_Pending") -> str:
+        """Why there is no reading for a parameter."""
+        off, selection = self._failures.switched_off, pending.selection
+        module = selection.places[id(parameter)][0].path
+        for places in selection.places.values() if off else ():
+            # What fails before its layer is known goes by the first of its module's parameters.
+            if places[0].path == module and places[0].full_name in off:
+                return off[places[0].full_name]
+        return pending.capture.why_unmeasured(parameter)
+
     def _describe(self, part: Part, pending: "_Pending") -> None:
         """Which parameters it is of, and why there is nothing of others."""
         selection, seen = pending.selection, pending.capture.layers
@@ -319,7 +329,8 @@ class Course:
         known = dict(part.unsupported)
         known |= {p: r for p, r in self._failures.switched_off.items() if p in seen}
         told = [*measured, *(layer for path, layer in seen.items() if path in known)]
-        unexplained = selection.unexplained(told, known, pending.capture.why_unmeasured)
+        why = partial(self._why, pending=pending)
+        unexplained = selection.unexplained(told, known, why)
         part.unsupported = {**selection.unsupported, **unexplained, **known}
         part.unmeasured = selection.unmeasured(measured)
         part.coverage, part.elements = selection.coverage(measured), selection.elements
@@ -331,7 +342,12 @@ class Course:
 
     def _complete(self, number: int, part: Part) -> StepReport:
         """The report of a step."""
-        outcome = understand(part, self._watch)
+
+        def fail(path: str, error: Exception) -> None:
+            self._failures.switch_off(path, error)
+            part.unsupported[path] = self._failures.switched_off[path]
+
+        outcome = understand(part, self._watch, fail)
         return StepReport(
             step=number,
             layers=outcome.layers,

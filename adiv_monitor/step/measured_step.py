@@ -109,7 +109,7 @@ class MeasuredStep:
         factors = self._factors(list(reached), scale)
         for layer, calls in reached.items():
             self._try(layer, self._begin, layer, calls, factors.get(layer.path), scale)
-        for path, found in totals.sums(self._all_rows, self._generator).items():
+        for path, found in totals.sums(self._all_rows, self._generator, self._lose).items():
             self._measured[path].values |= found
         self._all_rows.clear()
         if self._weight_sums:
@@ -269,14 +269,18 @@ class MeasuredStep:
             with without_autocast(layer.parameters[0]):
                 function(*args)
         except Exception as error:
-            self._measured.pop(layer.path, None)
             self._all_rows.pop(layer.path, None)
-            self._weight_sums.pop(layer.path, None)
-            if isinstance(error, Refused):
-                self._unreached[layer.path] = str(error)
-                self._refused.add(layer.path)
-            else:
-                self._fail(layer.path, error)
+            self._lose(layer.path, error)
+
+    def _lose(self, path: str, error: Exception) -> None:
+        """A layer is not measured in this step."""
+        self._measured.pop(path, None)
+        self._weight_sums.pop(path, None)
+        if isinstance(error, Refused):
+            self._unreached[path] = str(error)
+            self._refused.add(path)
+        else:
+            self._fail(path, error)
 
     def _begin(
         self, layer: Layer, calls: list[Call], factor: Tensor | None, gradient_scale: Tensor | None

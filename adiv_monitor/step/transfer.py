@@ -35,8 +35,7 @@ class Transfer:
         for device in {tensor.device for tensor in self._tensors}:
             places = [i for i, tensor in enumerate(self._tensors) if tensor.device == device]
             parts = [self._tensors[i] for i in places]
-            packed = torch.cat([x if x.dim() == 1 else x.reshape(-1) for x in parts]).cpu().numpy()
-            numbers = packed.astype(np.float64)
+            numbers = _packed([x if x.dim() == 1 else x.reshape(-1) for x in parts])
             end = 0
             for i, part in zip(places, parts, strict=True):
                 start, end = end, end + part.numel()
@@ -49,6 +48,14 @@ class Transfer:
             key: {name: self._arrays[place] for name, place in named.items()}
             for key, named in places.items()
         }
+
+
+def _packed(flat: list[Tensor]) -> Array:
+    """All of them end to end, on the host."""
+    try:
+        return torch.cat(flat).cpu().numpy().astype(np.float64)
+    except torch.OutOfMemoryError:  # on the device; one by one there is nothing to make room for
+        return np.concatenate([part.cpu().double().numpy() for part in flat])
 
 
 def fetch(

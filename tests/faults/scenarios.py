@@ -216,6 +216,7 @@ def aligned() -> dict[str, Any]:
 MADE = partial(dense_loss, width=8)
 SCENARIOS: dict[str, Scenario] = {
     "mlp": Scenario(mlp, dense_loss),
+    "deep": Scenario(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), dense_loss),
     "in parts": Scenario(mlp, dense_loss, lambda: {"max_rows": 4}, in_parts),
     "by closure": Scenario(mlp, dense_loss, step=by_closure),
     "whole": Scenario(lambda: nn.Sequential(nn.Linear(4, 4), Odd(), nn.Linear(4, 3)), dense_loss),
