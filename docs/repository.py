@@ -18,13 +18,14 @@ ROOT = Path(__file__).parent.parent
 DOCS = "docs/"
 ROOM = "repository/"  # where files from elsewhere stand among the docs
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+SOURCES: dict[str, str] = {}  # page that was made → the file that it shows
 LANGUAGES = {".py": "python", ".yml": "yaml", ".toml": "toml"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what pages link to, and what the navigation names, from elsewhere in the repository."""
+    """Add what pages link to from elsewhere in the repository."""
     pages = {DOCS + file.src_uri: file.content_string for file in files.documentation_pages()}
-    wanted = [name.removeprefix(ROOM) for name in _named(config.nav) if name.startswith(ROOM)]
+    wanted = ["CONTRIBUTING.md", "CHANGELOG.md"]  # in the navigation
     wanted += [target for path, text in pages.items() for target in _targets(path, text)]
     added: set[str] = set()
     while wanted:
@@ -32,6 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path in added or path.startswith(DOCS):
             continue
         added.add(path)
+        SOURCES[_place(path)] = path
         source = ROOT / path
         if source.suffix == ".png":
             files.append(File.generated(config, _place(path), abs_src_path=str(source)))
@@ -48,7 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
     """Let links lead to where files stand among the docs."""
     here = page.file.src_uri
-    path = here.removeprefix(ROOM) if here.startswith(ROOM) else DOCS + here
+    path = SOURCES.get(here, DOCS + here)
 
     def led(link: re.Match[str]) -> str:
         target = _target(path, link[2])
@@ -64,6 +66,7 @@ def _place(path: str) -> str:
     """Where a file of the repository stands among the docs."""
     if path.startswith(DOCS):
         return path.removeprefix(DOCS)
+    path = path.replace("/README.md", ".md")  # else it would be the index of its section
     return f"{ROOM}{path}" if path.endswith((".md", ".png")) else f"{ROOM}{path}.md"
 
 
@@ -77,14 +80,3 @@ def _target(path: str, link: str) -> str | None:
     """The file that a link in another one means, from the root of the repository."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
     return target if (ROOT / target).is_file() else None
-
-
-def _named(nav: Any) -> Iterator[str]:
-    """All files that the navigation names."""
-    if isinstance(nav, str):
-        yield nav
-    elif isinstance(nav, dict):
-        yield from _named(list(nav.values()))
-    elif isinstance(nav, list):
-        for item in nav:
-            yield from _named(item)
