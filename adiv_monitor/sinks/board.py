@@ -25,8 +25,8 @@ _PATIENCE = 20
 _MOST_WORDS = 92  # in a line of the overview
 _MOST_LINES = 14
 _LOOKED_AT = (
-    "Looked at are the measures of the steps alone, in which not all ills show: inputs, wiring, "
-    "units and other learning rates are for `adiv-audit`."
+    "Looked at are the measures of the steps alone, in which not all ills show: wiring, single "
+    "units, the loss and other learning rates are for `adiv-audit`."
 )
 
 

@@ -109,11 +109,15 @@ class TensorBoardSink:
             self._write_board(report)
         self._writer.flush()
 
-    def close(self) -> None:
-        """Write the last pictures, and close the event file, if it is this sink's own."""
+    def flush(self) -> None:
+        """Write pictures and findings of all reports so far."""
         if self._last is not None and self._board.is_behind:
             self._write_board(self._last)
             self._writer.flush()
+
+    def close(self) -> None:
+        """Write the last pictures, and close the event file, if it is this sink's own."""
+        self.flush()
         if self._owned:
             self._writer.close()
 
