@@ -55,7 +55,7 @@ class TensorBoardSink:
         scalars: "few", or "all" for every layer's.
         histograms: whether to write the histograms.
         name: tells several monitors that write into one run apart: the summary goes to
-            `adiv.summary.<name>/…`, pictures to `adiv.<name>/…`.
+            `adiv.summary.<name>/…`, pictures to `adiv/…/<name>`.
 
     Raises:
         ImportError: without the package tensorboard.
