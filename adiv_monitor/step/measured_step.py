@@ -302,6 +302,7 @@ class MeasuredStep:
             precision=max(call.precision for call in calls),
             from_rows=_why_from_rows(features, shared=layer.path in self._shared),
             undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
+            features=_fan_in(features),
         )
         accumulated = self._capture.accumulation_of(layer)
         if accumulated.entries is not None:
@@ -400,6 +401,12 @@ class MeasuredStep:
         if expected or processes() > 1:  # idle rows may be another process's
             measured.add_common()
         measured.release()
+
+
+def _fan_in(features: Features) -> int | None:
+    if isinstance(features, DenseFeatures) and features.phi is not None:
+        return features.phi.shape[-1]
+    return None
 
 
 def _why_from_rows(features: Features, *, shared: bool) -> str:

@@ -45,6 +45,7 @@ class Looked:
         vectors: names of the matrices whose row products were taken.
         entry_rows: see `Numbers`.
         asked_common: whether the rows were asked how alike they are.
+        features: how many numbers of a row the weight multiplies, where a row is such a vector.
     """
 
     path: str
@@ -60,6 +61,7 @@ class Looked:
     vectors: tuple[str, ...] = ()
     entry_rows: Index | None = field(default=None, repr=False)
     asked_common: bool = False
+    features: int | None = None
 
     @property
     def tolerance(self) -> float:
