@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from setups import free_port
+from processes import meet
 from torch import Tensor, multiprocessing, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -130,11 +130,9 @@ def step(case: Case, rank: int | None) -> Monitor:
 Found = dict[str, Any]
 
 
-def work(rank: int, world: int, port: int, folder: str) -> None:
+def work(rank: int, world: int, folder: str) -> None:
     """What one of the processes does, for all tests: to start it takes longer than that."""
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    meet(rank, world, folder)
     found = take_steps(world)
     if world == 2:
         found |= {task.__name__: task(rank) for task in TASKS}
@@ -150,8 +148,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
     folder = tmp_path_factory.mktemp("processes")
     for world in (2, 4):
         (folder / str(world)).mkdir()
-        arguments = (world, free_port(), str(folder / str(world)))
-        multiprocessing.spawn(work, arguments, nprocs=world)
+        multiprocessing.spawn(work, (world, str(folder / str(world))), nprocs=world)
     return {
         world: [
             torch.load(folder / str(world) / f"{rank}.pt", weights_only=False)
