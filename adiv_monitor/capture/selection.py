@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Source, Together, covered
+from adiv_monitor.capture.weights.shards import is_shard, managed, why_unusable
 from adiv_monitor.features.registry import Rule, find_rule
 from adiv_monitor.features.uses import as_it_is
 
@@ -250,6 +251,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     rules: dict[nn.Module, Rule] = {}
     unsupported: dict[str, str] = {}
     names: dict[int, str] = {}
+    made_whole = managed(model)
     for path, module in named_modules(model):
         own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
         if not own or not is_chosen(path, module, choice):
@@ -267,7 +269,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
         if isinstance(rule, str):
             unsupported[path] = f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
             continue
-        unusable = {name: why for name, p in held_here.items() if (why := _unusable(p))}
+        unusable = {n: why for n, p in held_here.items() if (why := _unusable(p, made_whole))}
         if unusable:
             unsupported[path] = "; ".join(f"its {name} {why}" for name, why in unusable.items())
         if rule is not None:
@@ -326,10 +328,13 @@ def _elements(parameter: Tensor) -> int:
     return 0 if is_lazy(parameter) else parameter.numel()
 
 
-def _unusable(parameter: Tensor) -> str | None:
+def _unusable(parameter: Tensor, made_whole: Collection[int]) -> str | None:
     if is_lazy(parameter):
         return "has no shape yet: the layer is lazy and has not run"
-    if type(parameter.data) is not Tensor:
+    if is_shard(parameter):
+        if (why := why_unusable(parameter, made_whole)) is not None:
+            return why
+    elif type(parameter.data) is not Tensor:
         return f"is a {type(parameter.data).__name__}, of which one process sees only a part"
     if not parameter.is_floating_point():
         return f"is {parameter.dtype}: only real floating-point parameters are measured"

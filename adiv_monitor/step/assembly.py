@@ -26,7 +26,7 @@ from adiv_monitor.step.part import Part
 from adiv_monitor.step.ranks import Exchange
 from adiv_monitor.step.together import prepared, together
 
-PATIENCE, _FAREWELL = 10.0, 2.0  # seconds
+PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
 _LATE = 4  # reports
 
 
@@ -82,6 +82,7 @@ class Assembly:
         self._emit = emit
         self._name = ""
         self._exchange: Exchange | None = None
+        self._agreed = True  # as far as is known
         self._silent: set[int] = set()  # processes that were waited for in vain
         self._waiting: deque[_Waiting] = deque()
 
@@ -106,6 +107,21 @@ class Assembly:
             assert isinstance(chance, np.random.PCG64)
             chance.advance(self._exchange.rank << 96)
         return self._exchange
+
+    def agree(self, point: str) -> bool:
+        """Whether all processes come to a point, so that what takes all of them may follow.
+
+        Where some did not, the next time nobody waits for long.
+        """
+        if self._world == 1:
+            return True
+        if self._exchange is None:
+            return False
+        try:
+            self._agreed = self._exchange.agree(point, PATIENCE if self._agreed else _SHORT)
+        except RuntimeError:  # the store is gone
+            self._agreed = False
+        return self._agreed
 
     def wait(self) -> None:
         """Complete all reports now; all processes do."""
