@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Source, Together, covered
-from adiv_monitor.capture.weights.shards import is_shard, managed, why_unusable
+from adiv_monitor.capture.weights.shards import held_in_place_of, is_shard, managed, why_unusable
 from adiv_monitor.features.registry import Rule, find_rule
 from adiv_monitor.features.uses import as_it_is
 
@@ -235,7 +235,8 @@ def inside_wrappers(model: nn.Module) -> nn.Module:
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """Every trainable parameter of the model, tied ones once."""
-    return [p for p in model.parameters() if p.requires_grad]
+    held = held_in_place_of(model)
+    return [held.get(id(p), p) for p in model.parameters() if p.requires_grad]
 
 
 def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerChoice) -> Selection:
@@ -251,9 +252,13 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     rules: dict[nn.Module, Rule] = {}
     unsupported: dict[str, str] = {}
     names: dict[int, str] = {}
-    made_whole = managed(model)
+    made_whole, sharded = managed(model), held_in_place_of(model)
     for path, module in named_modules(model):
-        own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
+        own = {
+            name: sharded.get(id(p), p)
+            for name, p in module._parameters.items()
+            if p is not None and p.requires_grad
+        }
         if not own or not is_chosen(path, module, choice):
             continue
         held_here = {}
@@ -286,12 +291,12 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             unsupported[path] = "the optimizer trains it, but it is not in the monitored model"
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
-    holders, closed = _holders(model, places)
+    holders, closed = _holders(model, places, sharded)
     return Selection(places, kept, rules, holders, closed, unsupported, trained, names)
 
 
 def _holders(
-    model: nn.Module, places: Container[int]
+    model: nn.Module, places: Container[int], sharded: Mapping[int, nn.Parameter]
 ) -> tuple[dict[nn.Module, str], list[nn.Module]]:
     """The modules that hold any of the parameters, be it below, and those closed to the watch."""
     holders: dict[nn.Module, str] = {}
@@ -300,7 +305,7 @@ def _holders(
     for path, module in named_modules(model):
         if isinstance(module, torch.jit.ScriptModule) or module in within:
             continue
-        held = list(module.parameters())
+        held = [sharded.get(id(p), p) for p in module.parameters()]
         if any(id(parameter) in places for parameter in held):
             holders[module] = path
         elif held and not any(parameter.requires_grad for parameter in held):

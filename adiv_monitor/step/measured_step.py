@@ -182,7 +182,7 @@ class MeasuredStep:
         """The optimizer has stepped: u and d."""
         if self._attention is not None:  # first, while all copies of parameters are there
             self._attention.updated()
-        if self._steps is None or not self._measured:
+        if self._steps is None or not (self._measured or self._wholes.come):
             return
         self._steps.stepped()
         # The largest difference last, when the other layers' rows are gone: that is the peak.

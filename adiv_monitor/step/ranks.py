@@ -125,11 +125,14 @@ class Exchange:
             return False
         key = f"{self._key}/{meeting}/{point}"
         is_last = store.add(f"{key}/came", 1) == self.world
-        if not is_last:
-            missed = len(self.present()) < self.world - 1
-            end = time.monotonic() + (0.0 if missed else patience)
-            while not store.check([key]) and time.monotonic() < end:
-                time.sleep(_PAUSE)
+        end = time.monotonic() + patience
+        look = 0.0
+        while not is_last and not store.check([key]) and time.monotonic() < end:
+            if time.monotonic() > look:
+                if len(self.present()) < self.world - 1:
+                    break
+                look = time.monotonic() + _LOOK
+            time.sleep(_PAUSE)
         agreed = store.compare_set(key, "", "yes" if is_last else "no") == b"yes"
         if agreed and self.rank == 0:
             for old in self._agreed:  # all have come here, so nobody looks there any more
@@ -174,7 +177,7 @@ class Exchange:
         return data
 
 
-_PAUSE = 0.002  # seconds
+_PAUSE, _LOOK = 0.002, 0.25  # seconds
 _PIECE = 2**22  # bytes of one value: the store of torchrun takes no more than eight million
 _KEPT_REPORTS = 8
 _GONE = "the process group is gone"

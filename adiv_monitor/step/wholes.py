@@ -33,6 +33,7 @@ class Wholes:
         agree: asks the other processes.
 
     Attributes:
+        come: all processes have come to make the gradients whole.
         entries: some entries of the gradient, by id of the parameter.
     """
 
@@ -41,7 +42,7 @@ class Wholes:
         self._agree = agree
         self._reached: list[nn.Parameter] = []  # have a gradient: all processes', or none's
         self._before: dict[int, Tensor] = {}
-        self._come = False
+        self.come = False
         self._wholes: dict[int, Tensor] = {}
         self._given: set[Layer] = set()
         self.entries: dict[int, Tensor] = {}
@@ -52,12 +53,12 @@ class Wholes:
         known = [p for p in self._reached if updates and steps.before(p) is None]
         self._before = {id(p): part_of(p).clone() for p in known}
         self.entries.clear()
-        self._come = self._all_come("gradient")
-        return self._come
+        self.come = self._all_come("gradient")
+        return self.come
 
     def updates(self) -> bool:
         """Whether updates can be."""
-        return self._come and self._all_come("update")
+        return self.come and self._all_come("update")
 
     def _all_come(self, point: str) -> bool:
         if not self._reached:

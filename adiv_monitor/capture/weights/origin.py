@@ -34,12 +34,14 @@ class Origin:
         """Know of nothing but what the model holds now."""
         model = self._model
         self.tape = Tape(self._trained, model)
-        self._held: dict[int, Tensor] = {id(p): p for p in model.parameters()}
+        self._standing = Standing(model)
+        self._held: dict[int, Tensor] = {
+            id(p): p for p in model.parameters() if self._standing.of(p) is None
+        }
         self._held |= {id(buffer): buffer for buffer in model.buffers()}
         self._buffers = {id(buffer) for buffer in model.buffers()}
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._expanded: dict[int, weakref.ref[Tensor]] = {}
-        self._standing = Standing(model)
         self._stand_ins: dict[int, nn.Parameter] = {}
 
     def stand_in(self, parameter: nn.Parameter) -> nn.Parameter | None:

@@ -5,6 +5,7 @@ are replaced by whole ones, so what a forward pass uses is not what the optimize
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,14 +69,35 @@ def stretch_of_part(tensor: Tensor) -> tuple[int, int] | None:
     return min(place * rows, whole) * row, min((place + 1) * rows, whole) * row
 
 
+def held_in_place_of(model: nn.Module) -> dict[int, nn.Parameter]:
+    """By id of a whole parameter, the sharded one that it stands in for, of any that there are yet.
+
+    Some modules hold them until the next backward pass, as an evaluation has left them.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return {}
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # the plural since torch 2.12
+            for group in (state._fsdp_param_group,) if groups is None else groups:
+                for held in () if group is None else group.fsdp_params:
+                    found[id(getattr(held, "_unsharded_param", None))] = held.sharded_param
+    return found
+
+
 def managed(model: nn.Module) -> set[int]:
-    """Ids of the parameters that modules of a model make whole when they run."""
-    if not any(map(is_shard, model.parameters())):
+    """Ids of the sharded parameters that modules of a model make whole when they run."""
+    if not any(map(is_shard, model.parameters())) and not held_in_place_of(model):
         return set()
     from torch.distributed.fsdp import FSDPModule
 
     inside = (module for module in model.modules() if isinstance(module, FSDPModule))
-    return {id(p) for module in inside for p in module.parameters() if is_shard(p)}
+    shards = {id(p) for module in inside for p in module.parameters() if is_shard(p)}
+    return shards | {id(p) for p in held_in_place_of(model).values()}
 
 
 def why_unusable(parameter: Tensor, managed: Iterable[int]) -> str | None:
@@ -100,11 +122,12 @@ class Standing:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        held = held_in_place_of(model)
         self._places = [
             (module, name, parameter)
             for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if is_shard(parameter)
+            for name, now in module._parameters.items()
+            if now is not None and is_shard(parameter := held.get(id(now), now))
         ]
 
     def of(self, tensor: object) -> nn.Parameter | None:
