@@ -177,10 +177,14 @@ class Assembly:
             patience: complete all of them, with what comes within so many seconds.
         """
         urgent, patience = patience is not None, patience or 0.0
-        end = time.monotonic() + patience
+        begin = time.monotonic()
+        end, look = begin + patience, begin + _LOOK
         while self._waiting:
             waiting = self._waiting[0]
             try:
+                if time.monotonic() > look:
+                    look = time.monotonic() + _LOOK
+                    self._let_go(waiting)
                 is_complete = self._look(waiting)
             except RuntimeError:  # the store is gone
                 is_complete = True
@@ -193,6 +197,11 @@ class Assembly:
                 self._silent |= waiting.expected
             self._waiting.popleft()
             self._finish(waiting)
+
+    def _let_go(self, waiting: _Waiting) -> None:
+        """Don't wait for those who have left; what they handed in before is looked at next."""
+        if self._exchange is not None and self._exchange.rank == 0:
+            waiting.expected &= set(self._exchange.present())
 
     def _look(self, waiting: _Waiting) -> bool:
         """See what has come; whether that is all."""
@@ -234,4 +243,4 @@ class Assembly:
         self._emit(report, rank == 0 or waiting.meeting is None or waiting.heard is not None)
 
 
-_PAUSE = 0.002  # seconds
+_PAUSE, _LOOK = 0.002, 0.25  # seconds

@@ -88,6 +88,8 @@ def together(
     recovered = sum(first.unmeasured.values()) - sum(
         unmeasured.get(name, 0) for name in first.unmeasured
     )
+    # What the first says of its parameters holds for all; of parts of them, each knows its own.
+    told = several if any(layer.looked.shares for layer in layers.values()) else [first]
     whole = replace(
         first,
         layers=layers,
@@ -103,8 +105,8 @@ def together(
             first.facts,
             gradient_changed=any(part.facts.gradient_changed for part in several),
             gradient_lost=any(part.facts.gradient_lost for part in several),
-            has_applied=all(part.facts.has_applied for part in several),
-            weights_changed=any(part.facts.weights_changed for part in several),
+            has_applied=all(part.facts.has_applied for part in told),
+            weights_changed=any(part.facts.weights_changed for part in told),
         ),
     )
     return attention_together(whole, several, generator), ranks

@@ -4,6 +4,7 @@ They measure the same steps, and none waits for a process without a monitor.
 """
 
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from processes import assert_same, loss_of, make, meet, written
 from torch import Tensor, multiprocessing, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from adiv_monitor import Monitor
@@ -162,6 +164,30 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.step()
 
 
+def optimizer_in_parts(rank: int) -> list[StepReport]:
+    """Each process steps some of the parameters, and hands their new values to the others."""
+    model, _, x = small(rank)
+    net = DistributedDataParallel(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of what it calls
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    with Monitor(net, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(2):
+            train(net, optimizer, x)
+    return list(monitor.reports)
+
+
+def fewer_batches_in_one(rank: int) -> tuple[list[StepReport], float]:
+    """The second process has a batch less; in its place it takes part in the others' averages."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    begin = time.monotonic()
+    with Monitor(net, optimizer, every_n_steps=1, on_error="raise") as monitor, net.join():
+        for _ in range(3 - rank):
+            train(net, optimizer, x)
+    return list(monitor.reports), time.monotonic() - begin
+
+
 def evaluation_by_the_first_alone(rank: int) -> tuple[list[tuple[str, ...]], float]:
     """The first finishes its part while the other waits for it elsewhere."""
     model, optimizer, x = small(rank)
@@ -208,8 +234,10 @@ def monitor_that_falls_silent(rank: int) -> tuple[list[tuple[str, ...]], float]:
     begin = time.monotonic()
     if rank == 0:
         monitor._course.end(0.5)
+    seconds = time.monotonic() - begin
+    dist.barrier()  # it does not say that it leaves
     monitor.close()
-    return [report.notes for report in monitor.reports], time.monotonic() - begin
+    return [report.notes for report in monitor.reports], seconds
 
 
 def layer_that_fails_in_one(rank: int) -> StepReport | None:
@@ -274,6 +302,8 @@ def group_that_is_gone(rank: int) -> tuple[StepReport | None, int]:
 
 
 TASKS = (
+    optimizer_in_parts,
+    fewer_batches_in_one,
     evaluation_by_the_first_alone,
     monitor_that_leaves,
     monitor_that_falls_silent,
@@ -282,6 +312,38 @@ TASKS = (
     within_a_bound,
 )
 ALONE = ("Rows of process 0 alone: 2 processes train together.",)
+
+
+def alone(kind: type[torch.optim.Optimizer], batches: list[slice]) -> list[StepReport]:
+    """What one process says of these rows of the two, step by step."""
+    model, _, _ = small(0)
+    x = torch.cat([small(rank)[2] for rank in range(2)])
+    optimizer = kind(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for rows in batches:
+            optimizer.zero_grad()
+            (model(x[rows]).square().sum() / 24).backward()
+            optimizer.step()
+    return list(monitor.reports)
+
+
+def test_an_optimizer_in_parts(found: dict[int, list[Found]]) -> None:
+    expected = alone(torch.optim.AdamW, [slice(8), slice(8)])
+    for own in found[2]:
+        for report, whole in zip(own["optimizer_in_parts"], expected, strict=True):
+            assert_same(report.to_dict(quantiles=True), whole.to_dict(quantiles=True))
+
+
+def test_fewer_batches_in_one_process(found: dict[int, list[Found]]) -> None:
+    """What is left is the other's: it says so, and is exact, since nobody adds to the gradient."""
+    (reports, seconds), (fewer, _) = (own["fewer_batches_in_one"] for own in found[2])
+    assert seconds < assembly.PATIENCE / 2
+    assert [len(reports), len(fewer)] == [3, 2]
+    expected = alone(torch.optim.SGD, [slice(8), slice(8), slice(4)])
+    assert [report.notes for report in reports] == [(), (), ALONE]
+    for report, whole in zip(reports, expected, strict=True):
+        for path, reading in report.layers.items():
+            assert_same(reading.to_dict(quantiles=True), whole.layers[path].to_dict(quantiles=True))
 
 
 def test_an_evaluation_by_the_first_process_delays_none(found: dict[int, list[Found]]) -> None:
