@@ -265,7 +265,7 @@ class Monitor:
         """Every optimizer step begins here."""
         if is_within_own_step(optimizer):
             return None
-        return self._course.step_begins(optimizer, args, kwargs)
+        return self._course.step_begins(self.step, optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Every optimizer step ends here."""

@@ -16,6 +16,7 @@ from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.shard_accumulation import ShardAccumulation, is_zero
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.pieces import Piece, Source, Together, overlap
 from adiv_monitor.features.features import Features
@@ -65,6 +66,7 @@ class Layers:
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
         self._led: dict[int, list[str]] = defaultdict(list)  # by its id, paths of layers
         self._verdict = (-1, False)
+        self._verdict_of_shards = (-1, False)
         self._active = True  # hooks in graphs that are already built outlive their removal
 
     def detach(self) -> None:
@@ -123,13 +125,15 @@ class Layers:
             return layer
         self.rows[path] = LayerRows(self._chooser)
         if id(parameter) not in self._accumulated:
-            self._accumulated[id(parameter)] = Accumulation(
-                parameter,
-                partial(self._rows_of, parameter),
-                self._was_zeroed,
-                partial(self._hook, parameter),
-            )
+            self._accumulated[id(parameter)] = self._accumulation(parameter)
         return layer
+
+    def _accumulation(self, parameter: nn.Parameter) -> Accumulation:
+        users, guard = partial(self._rows_of, parameter), partial(self._hook, parameter)
+        stand_in = self._origin.stand_in(parameter)
+        if stand_in is None:
+            return Accumulation(parameter, users, self._was_zeroed, guard)
+        return ShardAccumulation(parameter, stand_in, users, self._shards_were_zeroed, guard)
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -223,6 +227,14 @@ class Layers:
                 return False
             self._verdict = task, is_zero
         return self._verdict[1]
+
+    def _shards_were_zeroed(self) -> bool:
+        """Whether `.grad` of all sharded parameters was zeroed in place, before this pass."""
+        task = torch._C._current_graph_task_id()
+        if self._verdict_of_shards[0] != task:
+            parts = list(self._origin.sharded)
+            self._verdict_of_shards = task, is_zero(parts)
+        return self._verdict_of_shards[1]
 
     # --- what is not watched ---------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Source, Together, covered
+from adiv_monitor.capture.weights.shards import held_in_place_of, is_shard, managed, why_unusable
 from adiv_monitor.features.registry import Rule, find_rule
 from adiv_monitor.features.uses import as_it_is
 
@@ -237,7 +238,8 @@ def inside_wrappers(model: nn.Module) -> nn.Module:
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """Every trainable parameter of the model, tied ones once."""
-    return [p for p in model.parameters() if p.requires_grad]
+    held = held_in_place_of(model)
+    return [held.get(id(p), p) for p in model.parameters() if p.requires_grad]
 
 
 def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerChoice) -> Selection:
@@ -253,8 +255,13 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     rules: dict[nn.Module, Rule] = {}
     unsupported: dict[str, str] = {}
     names: dict[int, str] = {}
+    made_whole, sharded = managed(model), held_in_place_of(model)
     for path, module in named_modules(model):
-        own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
+        own = {
+            name: sharded.get(id(p), p)
+            for name, p in module._parameters.items()
+            if p is not None and p.requires_grad
+        }
         if not own or not is_chosen(path, module, choice):
             continue
         held_here = {}
@@ -270,7 +277,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
         if isinstance(rule, str):
             unsupported[path] = f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
             continue
-        unusable = {name: why for name, p in held_here.items() if (why := _unusable(p))}
+        unusable = {n: why for n, p in held_here.items() if (why := _unusable(p, made_whole))}
         if unusable:
             unsupported[path] = "; ".join(f"its {name} {why}" for name, why in unusable.items())
         if rule is not None:
@@ -287,12 +294,12 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             unsupported[path] = "the optimizer trains it, but it is not in the monitored model"
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
-    holders, closed = _holders(model, places)
+    holders, closed = _holders(model, places, sharded)
     return Selection(places, kept, rules, holders, closed, unsupported, trained, names)
 
 
 def _holders(
-    model: nn.Module, places: Container[int]
+    model: nn.Module, places: Container[int], sharded: Mapping[int, nn.Parameter]
 ) -> tuple[dict[nn.Module, str], list[nn.Module]]:
     """The modules that hold any of the parameters, be it below, and those closed to the watch."""
     holders: dict[nn.Module, str] = {}
@@ -302,7 +309,7 @@ def _holders(
     for path, module in named_modules(model):
         if isinstance(module, torch.jit.ScriptModule) or module in within:
             continue
-        held = _held(module, places, known)
+        held = _held(module, places, sharded, known)
         if held.measured:
             holders[module] = path
         elif held.any and not held.trained:
@@ -319,12 +326,17 @@ class _Held(NamedTuple):
     measured: bool
 
 
-def _held(module: nn.Module, places: Container[int], known: dict[nn.Module, _Held]) -> _Held:
+def _held(
+    module: nn.Module,
+    places: Container[int],
+    sharded: Mapping[int, nn.Parameter],
+    known: dict[nn.Module, _Held],
+) -> _Held:
     found = known.get(module)
     if found is None:
         known[module] = _Held(any=False, trained=False, measured=False)  # where it holds itself
-        own = [p for p in module._parameters.values() if p is not None]
-        below = [_held(child, places, known) for child in module.children()]
+        own = [sharded.get(id(p), p) for p in module._parameters.values() if p is not None]
+        below = [_held(child, places, sharded, known) for child in module.children()]
         found = known[module] = _Held(
             any=bool(own) or any(held.any for held in below),
             trained=any(p.requires_grad for p in own) or any(held.trained for held in below),
@@ -352,10 +364,13 @@ def _elements(parameter: Tensor) -> int:
     return 0 if is_lazy(parameter) else parameter.numel()
 
 
-def _unusable(parameter: Tensor) -> str | None:
+def _unusable(parameter: Tensor, made_whole: Collection[int]) -> str | None:
     if is_lazy(parameter):
         return "has no shape yet: the layer is lazy and has not run"
-    if type(parameter.data) is not Tensor:
+    if is_shard(parameter):
+        if (why := why_unusable(parameter, made_whole)) is not None:
+            return why
+    elif type(parameter.data) is not Tensor:
         return f"is a {type(parameter.data).__name__}, of which one process sees only a part"
     if not parameter.is_floating_point():
         return f"is {parameter.dtype}: only real floating-point parameters are measured"
