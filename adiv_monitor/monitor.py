@@ -277,7 +277,7 @@ class Monitor:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if is_within_own_step(optimizer):
             return None
-        return self._course.step_begins(optimizer, args, kwargs)
+        return self._course.step_begins(self.step, optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Every optimizer step ends here."""

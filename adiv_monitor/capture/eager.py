@@ -1,5 +1,6 @@
 """Compiled models run eagerly while anything is armed: hooks of inner modules fire only then."""
 
+import atexit
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import torch
 
 _holders = 0
 _stance = ExitStack()
+atexit.register(_stance.close)  # of monitors that nobody closed: later torch can't any more
 _lock = threading.Lock()  # monitors may be in several threads
 
 

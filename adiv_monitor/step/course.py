@@ -77,6 +77,7 @@ class Course:
         self._assembly = Assembly(asked.max_rows, generator, self._complete, report)
         self._checked: set[str] = set()  # layers whose rule was seen to hold
         self._compiled = False  # was the model called by compiled code, when last measured?
+        self._number = 0  # of the step under way
         self._armed: _Armed | None = None
         self._pending: _Pending | None = None
         self._alignment: Alignment | None = None
@@ -150,10 +151,16 @@ class Course:
                 self._generator,
             ),
             realised,
+            self._agree,
         )
         eager = undo.enter_context(ExitStack())
         eager.enter_context(forced_eager())
         return _Armed(capture, step, selection, guard, realised, eager)
+
+    def _agree(self, point: str) -> bool:
+        """Whether all processes come to this point of the step."""
+        attempt = 0 if self._armed is None else self._armed.attempts
+        return self._assembly.agree(f"{self._number}/{attempt}/{point}")
 
     def _follow(self, selection: Selection) -> Realised | None:
         """What notes the coming step, to find out what it really does, if asked for."""
@@ -169,9 +176,10 @@ class Course:
         self._failures.tell(f"attention of '{path}'", error)
 
     def step_begins(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, number: int, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """An optimizer step begins; with a measured one's closure, it gets other arguments."""
+        """An optimizer step of this number begins; a measured one's closure is replaced."""
+        self._number = number
         if self._pending is not None:
             self._failures.safely(self.finish)
         if self._assembly:
@@ -226,6 +234,7 @@ class Course:
             self.disarm()
 
     def _measure_gradient(self, armed: "_Armed", number: int) -> None:
+        self._number = number
         armed.step.gradient_is_final(1.0, steps=False)
         self._stepped(armed, number)
         self.finish()

@@ -235,6 +235,7 @@ def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) 
         rows_total=seen.rows_total,
         rows_without_gradient=found.idle_seen,
         gradient_factor=numbers.factor if numbers.dots["gamma_gamma"] > 0 else math.nan,
+        features=seen.features,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),
         row_cosine_quantiles=found.quantiles.get("row_cosine", ()),

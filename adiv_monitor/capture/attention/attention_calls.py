@@ -29,6 +29,7 @@ from adiv_monitor.capture.hook import trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.sampling import Draw
 from adiv_monitor.capture.selection import Selection
+from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.features.rows import Rows, exact
 from adiv_monitor.features.scores import by_head
 from adiv_monitor.features.uses import Refused
@@ -293,6 +294,8 @@ class AttentionCalls:
             most = min(max(_MOST_SCORES // max(scores, 1), 2), _MOST_SAMPLES)
             chooser = self._choosers.setdefault(most, Chooser(most, self._generator))
             held = self._held[module]
+            if any(map(is_shard, held.values())):
+                raise Refused("each process holds but a part of its parameters")
             self.attending[path] = Attending(module, held, number, LayerRows(chooser))
         return self.attending[path]
 
