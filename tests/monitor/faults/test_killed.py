@@ -14,7 +14,7 @@ import torch.distributed as dist
 from faults.scenarios import dense_loss, mlp
 from faults.trial import changed
 from faults.world import result, surroundings
-from setups import free_port
+from processes import meet
 from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,11 +26,9 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the 
 STEPS, LAST = 5, 1  # the step in which a process is killed
 
 
-def work(rank: int, victim: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def work(rank: int, victim: int, folder: str) -> None:
     assembly.PATIENCE, assembly._FAREWELL = 0.5, 0.5
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    meet(rank, 2, folder)
     torch.manual_seed(0)
     shared = DistributedDataParallel(mlp().double())
     found = {
@@ -93,10 +91,10 @@ def together(shared: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed(victim: int, tmp_path: Path) -> None:
     """The first process keeps the store by which all talk; it may be the one."""
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["faults.trial"])
     processes = [
-        context.Process(target=work, args=(rank, victim, port, str(tmp_path))) for rank in (0, 1)
+        context.Process(target=work, args=(rank, victim, str(tmp_path))) for rank in (0, 1)
     ]
     for process in processes:
         process.start()

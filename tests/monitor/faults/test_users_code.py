@@ -175,7 +175,7 @@ def test_an_optimizer_whose_inner_step_raises_is_followed_after_that() -> None:
 
 def test_a_training_that_is_not_disturbed_is_equal_and_clean() -> None:
     """What the other tests compare with can be told from what is not so."""
-    for name in SCENARIOS:
+    for name in [name for name in SCENARIOS if not name.startswith("function ")]:
         trial = take(SCENARIOS[name], on_error="raise")
         assert trial.raised is None
         assert trial.result == unmonitored(name), name
