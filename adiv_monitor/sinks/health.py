@@ -138,6 +138,20 @@ def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, fl
     }
 
 
+def how_to_read(tag: str) -> str:
+    """What a scalar's chart shows and what healthy layers read, by its tag; "": nothing is known.
+
+    >>> how_to_read("adiv.summary/update_ratio_min").partition(".")[0]
+    'Move of the activations in a step: ‖Δz‖ / ‖z‖'
+    """
+    group, _, name = tag.partition("/")
+    measure = group.removeprefix("adiv.")
+    if measure.partition(".")[0] == "summary":
+        measure = name.rpartition("_")[0]
+    health = HEALTH.get(measure)
+    return f"{health.title}: {health.reads}" if health is not None else ""
+
+
 def is_told(measure: str, values: NDArray[np.float64]) -> bool:
     """Whether a picture of these values says anything: not where all are as they must be."""
     if measure == "projection_cosine":

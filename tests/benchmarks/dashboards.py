@@ -11,6 +11,7 @@ headless Chromium draws its first page; `--picture` keeps that of the first run.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -191,8 +192,8 @@ def gan() -> Training:
 RUNS: dict[str, Callable[[], Training]] = {"resnet": resnet, "deep": deep, "gpt": gpt, "gan": gan}
 
 
-def train(name: str, folder: Path) -> list[str]:
-    """Leave an event file in the folder; a table's cells: layers, reports, size, verdicts."""
+def train(name: str, folder: Path) -> tuple[list[str], int]:
+    """Leave an event file; a table's cells: layers, reports, size, verdicts; and the last step."""
     pl.seed_everything(0, verbose=False)
     module, batches, every = RUNS[name]()
     memory = MemorySink()
@@ -214,11 +215,12 @@ def train(name: str, folder: Path) -> list[str]:
         by_optimizer.setdefault(frozenset(report.layers), Running()).add(report)
     verdicts = [running_headline(running.findings()) for running in by_optimizer.values()]
     size = sum(file.stat().st_size for file in (folder / name).glob("events*"))
-    return [str(len(layers)), str(len(memory.reports)), f"{size / 1e6:.1f}", "; ".join(verdicts)]
+    cells = [str(len(layers)), str(len(memory.reports)), f"{size / 1e6:.1f}", "; ".join(verdicts)]
+    return cells, memory.reports[-1].step
 
 
-def look(folder: Path, browser: Browser, picture: Path) -> float:
-    """Seconds from TensorBoard's start until the browser shows the overview of a run."""
+def look(folder: Path, last: int, browser: Browser, picture: Path) -> float:
+    """Seconds from TensorBoard's start until the browser shows the whole run's overview."""
     port = free_port()
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port"]
     began = time.perf_counter()
@@ -229,7 +231,7 @@ def look(folder: Path, browser: Browser, picture: Path) -> float:
     )
     try:
         address = f"http://127.0.0.1:{port}"
-        _wait(lambda: b"adiv/overview" in urlopen(f"{address}/data/plugin/images/tags").read())
+        _wait(lambda: _last_drawn(f"{address}/data/plugin/images") == last)
         browser.driver.set_window_size(1500, 1150)
         browser.driver.get(f"{address}/#timeseries")
         _wait(lambda: any(_drawn(browser)))
@@ -240,6 +242,17 @@ def look(folder: Path, browser: Browser, picture: Path) -> float:
     finally:
         server.terminate()
         server.wait()
+
+
+def _last_drawn(address: str) -> int | None:
+    """The step of the newest overview that the server has read."""
+    tags = json.load(urlopen(f"{address}/tags")).get(".", {})
+    overviews = [tag for tag in tags if tag.startswith("adiv/overview")]
+    steps = [
+        json.load(urlopen(f"{address}/images?run=.&tag={tag}&sample=0"))[-1]["step"]
+        for tag in overviews
+    ]
+    return max(steps, default=None)
 
 
 def _drawn(browser: Browser) -> Iterator[bool]:
@@ -270,10 +283,10 @@ def main() -> None:
     lines = [head, "| --- | --- | --- | --- | --- | --- |"]
     with tempfile.TemporaryDirectory() as profile, chromium(Path(profile)) as browser:
         for name in given.only:
-            cells = train(name, given.folder)
+            cells, last = train(name, given.folder)
             kept = given.picture if name == given.only[0] else None
             picture = kept or given.folder / f"{name}.png"
-            seconds = look(given.folder / name, browser, picture)
+            seconds = look(given.folder / name, last, browser, picture)
             lines.append(f"| {' | '.join([name, *cells, f'{seconds:.1f}'])} |")
     command = "python tests/benchmarks/dashboards.py runs/dashboards"
     text = "\n".join(["# Dashboards of whole trainings", "", f"`{command}`", "", *lines]) + "\n"
