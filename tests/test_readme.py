@@ -40,7 +40,7 @@ def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("pytorch_lightning")
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)  # Trainers make folders for their logs
-    assert len(BLOCKS) == 9
+    assert len(BLOCKS) == 10
     namespace = names()
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), namespace)
