@@ -236,12 +236,18 @@ def look(folder: Path, last: int, browser: Browser, picture: Path) -> float:
         browser.driver.get(f"{address}/#timeseries")
         _wait(lambda: any(_drawn(browser)))
         seconds = time.perf_counter() - began
-        time.sleep(3)  # for the pictures beside the first
+        browser.run(_CLOSE_SETTINGS)
+        time.sleep(4)  # for the pictures beside the first
         browser.driver.save_screenshot(str(picture))
         return seconds
     finally:
         server.terminate()
         server.wait()
+
+
+_CLOSE_SETTINGS = (
+    "[...document.querySelectorAll('button')].find(b => b.textContent.includes('Settings')).click()"
+)
 
 
 def _last_drawn(address: str) -> int | None:
