@@ -12,6 +12,7 @@ headless Chromium draws its first page; `--picture` keeps that of the first run.
 
 import argparse
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,6 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).parents[1]))  # where the package of the browser is
 
 from audit.browser import Browser, chromium
-from setups import free_port
 
 from adiv_monitor.audit.page.running_page import running_headline
 from adiv_monitor.lightning import DivergenceCallback
@@ -221,7 +221,9 @@ def train(name: str, folder: Path) -> tuple[list[str], int]:
 
 def look(folder: Path, last: int, browser: Browser, picture: Path) -> float:
     """Seconds from TensorBoard's start until the browser shows the whole run's overview."""
-    port = free_port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port"]
     began = time.perf_counter()
     server = subprocess.Popen(
