@@ -1,5 +1,6 @@
 """Compiled models run eagerly while anything is armed: hooks of inner modules fire only then."""
 
+import atexit
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,6 +10,7 @@ import torch
 
 _holders = 0
 _stance = ExitStack()
+atexit.register(_stance.close)  # of monitors that nobody closed: later torch can't any more
 
 
 @contextmanager

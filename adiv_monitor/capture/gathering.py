@@ -162,7 +162,7 @@ class Gathering:
             call.late = call.hook = weakref.ref(late)
             self._layers.rows[call.layer.path].calls.append(call)
         paths = [call.layer.path for call in calls.values()]
-        late.watch(outputs, lambda hook: partial(self._layers.guarded, lambda: paths, hook))
+        late.watch(outputs, lambda hook: partial(self._layers.guarded, paths, hook))
         self._late.add(late)
         return used
 
@@ -250,7 +250,7 @@ class Gathering:
     ) -> Callable[[Tensor], None]:
         """The hook that takes the gradient of a call's output."""
         hook = partial(self._on_gradient, path, layout, call)
-        arrive = partial(self._layers.guarded, lambda: [path], hook)
+        arrive = partial(self._layers.guarded, [path], hook)
         call.hook = weakref.ref(arrive)
         return arrive
 

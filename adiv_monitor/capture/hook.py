@@ -112,7 +112,8 @@ class NextForward:
             self.remove()
             outside, _aside.on = _aside.on, True
             try:
-                self._function()
+                with torch._C.DisableTorchFunction():
+                    self._function()
             finally:
                 _aside.on = outside
 

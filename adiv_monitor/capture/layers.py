@@ -1,7 +1,7 @@
 """The layers of one step, as they are seen: what they train, their rows, and their gradients."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,7 @@ class Layers:
         self._calls = calls
         self._attention = attention
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
+        self._led: dict[int, list[str]] = defaultdict(list)  # by its id, paths of layers
         self._verdict = (-1, False)
         self._verdict_of_shards = (-1, False)
         self._active = True  # hooks in graphs that are already built outlive their removal
@@ -119,6 +120,7 @@ class Layers:
         place, order = self.names.place(id(parameter)), self.names.order[id(parameter)]
         layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order, use.form)
         self.found[path] = layer
+        self._led[id(parameter)].append(path)
         if path in self._off:
             return layer
         self.rows[path] = LayerRows(self._chooser)
@@ -178,7 +180,9 @@ class Layers:
 
     def forget(self, path: str) -> None:
         """There is no such layer after all."""
-        del self.found[path], self.rows[path]
+        lead = self.found.pop(path).pieces[0].parameter
+        self._led[id(lead)].remove(path)
+        del self.rows[path]
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -188,25 +192,20 @@ class Layers:
 
     def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
         """Rows of the layers whose gradient is told by this parameter's."""
-        found = [self.rows[path] for path in self._led_by(parameter) if path in self.rows]
+        found = [self.rows[path] for path in self._led[id(parameter)] if path in self.rows]
         return found if self._attention is None else found + self._attention.rows_of(parameter)
 
-    def _led_by(self, parameter: nn.Parameter) -> list[str]:
-        return [p for p, layer in self.found.items() if layer.pieces[0].parameter is parameter]
-
     def _hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Hook:
-        return Hook(partial(self.guarded, partial(self._led_by, parameter), function))
+        return Hook(partial(self.guarded, self._led[id(parameter)], function))
 
-    def guarded(
-        self, paths: Callable[[], list[str]], function: Callable[..., None], *args: Any
-    ) -> None:
+    def guarded(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         """Run a hook's body for some layers, which are not watched any more if it fails.
 
         It is given no gradient where the loss leaves this output of a function out.
         """
         if not self._active or args[-1] is None or not trains(args[-1]):
             return
-        watched = [path for path in paths() if path in self.rows]
+        watched = [path for path in paths if path in self.rows]
         if not watched:
             return
         try:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -211,14 +212,16 @@ class Selection:
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules; paths without what DDP, compile, FSDP, checkpoint and Fabric wrappers add."""
-    for path, module in model.named_modules():
-        parts, parent = [], model
-        for part in path.split(".") if path else ():
-            added = part in _WRAPPERS or (part == "module" and isinstance(parent, _PARALLEL))
-            if not added:
-                parts.append(part)
-            parent = getattr(parent, part)
-        yield ".".join(parts), module
+    found: dict[str, tuple[str, nn.Module]] = {}
+    for path, module in model.named_modules():  # parents first
+        name = ""
+        if path:
+            head, _, last = path.rpartition(".")
+            name, parent = found[head]
+            if last not in _WRAPPERS and not (last == "module" and isinstance(parent, _PARALLEL)):
+                name = f"{name}.{last}" if name else last
+        found[path] = name, module
+        yield name, module
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -291,27 +294,51 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             unsupported[path] = "the optimizer trains it, but it is not in the monitored model"
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
-    holders, closed = _holders(model, places, sharded)
+    stand_ins = (key for key, parameter in sharded.items() if id(parameter) in places)
+    holders, closed = _holders(model, {*places, *stand_ins})
     return Selection(places, kept, rules, holders, closed, unsupported, trained, names)
 
 
 def _holders(
-    model: nn.Module, places: Container[int], sharded: Mapping[int, nn.Parameter]
+    model: nn.Module, places: Container[int]
 ) -> tuple[dict[nn.Module, str], list[nn.Module]]:
     """The modules that hold any of the parameters, be it below, and those closed to the watch."""
     holders: dict[nn.Module, str] = {}
     closed: list[nn.Module] = []
     within: set[nn.Module] = set()
+    known: dict[nn.Module, _Held] = {}
     for path, module in named_modules(model):
         if isinstance(module, torch.jit.ScriptModule) or module in within:
             continue
-        held = [sharded.get(id(p), p) for p in module.parameters()]
-        if any(id(parameter) in places for parameter in held):
+        held = _held(module, places, known)
+        if held.measured:
             holders[module] = path
-        elif held and not any(parameter.requires_grad for parameter in held):
+        elif held.any and not held.trained:
             closed.append(module)
             within.update(module.modules())
     return holders, closed
+
+
+class _Held(NamedTuple):
+    """Which parameters a module holds, be it below."""
+
+    any: bool
+    trained: bool
+    measured: bool
+
+
+def _held(module: nn.Module, places: Container[int], known: dict[nn.Module, _Held]) -> _Held:
+    found = known.get(module)
+    if found is None:
+        known[module] = _Held(any=False, trained=False, measured=False)  # where it holds itself
+        own = [p for p in module._parameters.values() if p is not None]
+        below = [_held(child, places, known) for child in module.children()]
+        found = known[module] = _Held(
+            any=bool(own) or any(held.any for held in below),
+            trained=any(p.requires_grad for p in own) or any(held.trained for held in below),
+            measured=any(id(p) in places for p in own) or any(held.measured for held in below),
+        )
+    return found
 
 
 def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
