@@ -1,4 +1,4 @@
-"""A hook of mkdocs: what pages link to elsewhere in the repository becomes a page of the site.
+"""Hooks of mkdocs: what pages link to elsewhere in the repository becomes a page of the site.
 
 So one link serves both readers: in the repository `../examples/plain_loop.py` is the file, on the
 site it is a page that shows it. Text and pictures only; Markdown is followed further. A link to a
@@ -22,6 +22,18 @@ SOURCES: dict[str, str] = {}  # page that was made → the file that it shows
 LANGUAGES = {".py": "python", ".yml": "yaml", ".toml": "toml"}
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the findings into the navigation, in the order of their index."""
+    index = "findings/README.md"
+    linked = (name.removeprefix(DOCS) for name in _targets(DOCS + index, _read(DOCS + index)))
+    pages = [name for name in linked if name.startswith("findings/")]
+    for entry in config.nav or []:
+        for title, listed in entry.items() if isinstance(entry, dict) else ():
+            if listed == [index]:
+                entry[title] = [index, *dict.fromkeys(pages)]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what pages link to from elsewhere in the repository."""
     pages = {DOCS + file.src_uri: file.content_string for file in files.documentation_pages()}
@@ -38,7 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if source.suffix == ".png":
             files.append(File.generated(config, _place(path), abs_src_path=str(source)))
             continue
-        text = source.read_text(encoding="utf-8")
+        text = _read(path)
         if source.suffix == ".md":
             wanted += _targets(path, text)
         else:
@@ -60,6 +72,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
         return f"{link[1]}{relative}{link[3] or ''}{link[4]}"
 
     return LINK.sub(led, markdown)
+
+
+def _read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 def _place(path: str) -> str:

@@ -3,6 +3,7 @@
 import re
 import shlex
 import textwrap
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,10 @@ def assert_audits(
 ) -> None:
     """An adiv-audit's options are understood; what it names is the reader's, and not there."""
     pytest.importorskip("yaml")
-    from adiv_monitor.audit import cli
-
+    scripts = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[2]
+    entry = re.search(r'adiv-audit = "([\w.]+):main"', scripts)
+    assert entry
+    cli = import_module(entry[1])
     Path("adiv-audit").mkdir()
     Path("adiv-audit/config.yaml").write_text("model: a.b:c\n")
     monkeypatch.setattr(cli, "_audit", lambda config: 0)

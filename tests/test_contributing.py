@@ -18,7 +18,7 @@ from blocks import ROOT
 import adiv_monitor
 from adiv_monitor import sinks
 from adiv_monitor.audit.diagnosis import diagnose as diagnose_function
-from adiv_monitor.audit.diagnosis import interference, rates, seen
+from adiv_monitor.audit.diagnosis import optimizer
 from adiv_monitor.features import uses
 from adiv_monitor.features.functions import products
 from adiv_monitor.maths import measures
@@ -80,7 +80,7 @@ def test_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = loaded("audit/test_diagnosis.py")
     for name in ("HITS", "NEAR_MISSES", "WITHIN_ERRORS"):
         monkeypatch.setattr(tests, name, dict(getattr(tests, name)))
-    names = {**vars(rates), **vars(seen), **vars(interference), **vars(tests)}
+    names = {**vars(optimizer), **vars(tests)}
     made = run("A finding", tmp_path, names)
     module = inspect.getmodule(diagnose_function)
     monkeypatch.setattr(module, "RULES", (*module.RULES, made["harmed_rows"]))  # type: ignore[union-attr]

@@ -80,7 +80,8 @@ def commands() -> list[str]:
 @cache
 def said(*program: str) -> str:
     """What a program of somebody else's says of itself."""
-    ran = subprocess.run([*program, "--help"], capture_output=True, text=True)
+    away = Path(sys.executable).parent  # from what the repository would have it load
+    ran = subprocess.run([*program, "--help"], capture_output=True, text=True, cwd=away)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 

@@ -25,6 +25,7 @@ from adiv_monitor.capture.again.outputs import Outputs
 from adiv_monitor.capture.again.replay import Arguments
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
@@ -114,11 +115,9 @@ class Gathering:
 
     def detach(self) -> None:
         """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
+        hooks = (hook.remove for hook in self._hooks)
+        call_all(*hooks, *(late.remove for late in self._late))
         self._hooks.clear()
-        for late in list(self._late):
-            late.release()
 
     def use(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
@@ -201,7 +200,7 @@ class Gathering:
         self._layers.replace(others, layer.path)
         call.look(features, taken, None)
         rows_of_layer.calls.append(call)
-        outputs.hook(tensors, self._arrival(layer.path, as_it_is, call))
+        outputs.hook(tensors, self._arrival(layer.path, as_it_is, call), self._layers.guard)
 
     def _others(
         self, module: nn.Module, parameters: list[nn.Parameter]

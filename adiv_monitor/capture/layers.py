@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.again.forward_calls import ForwardCalls
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
+from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.names import Names
@@ -34,6 +35,7 @@ class Layers:
         switched_off: paths of the layers that must not be watched.
         fail: called with a layer's path and the exception that its hook met; from then on the layer
             is not watched any more.
+        guard: is told of what else fails.
         calls: notes the forward passes, so that they can be run again.
         attention: gathers samples of attentions, if that is asked for.
 
@@ -41,6 +43,7 @@ class Layers:
         found: by path, the layers that were seen so far.
         rows: by path, the rows of those that are watched.
         replacements: path of a layer → path of the one whose reading stands for it.
+        guard: is told of what fails, but for what belongs to one layer.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Layers:
         chooser: Chooser,
         switched_off: Iterable[str],
         fail: Callable[[str, Exception], None],
+        guard: Guard,
         calls: ForwardCalls | None = None,
         attention: AttentionCalls | None = None,
     ) -> None:
@@ -61,6 +65,7 @@ class Layers:
         self._chooser = chooser
         self._off = set(switched_off)
         self._fail = fail
+        self.guard = guard
         self._calls = calls
         self._attention = attention
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
@@ -72,8 +77,7 @@ class Layers:
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
         self._active = False
-        for accumulated in self._accumulated.values():
-            accumulated.remove()
+        call_all(*(accumulated.remove for accumulated in self._accumulated.values()))
         self._accumulated.clear()  # they refer to this: a cycle that would hold gradients back
 
     # --- finding ---------------------------------------------------------------------------------
@@ -203,6 +207,9 @@ class Layers:
 
         It is given no gradient where the loss leaves this output of a function out.
         """
+        self.guard(self._run, paths, function, *args)
+
+    def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         if not self._active or args[-1] is None or not trains(args[-1]):
             return
         watched = [path for path in paths if path in self.rows]

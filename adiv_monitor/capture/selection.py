@@ -305,13 +305,12 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             unsupported[path] = "the optimizer trains it, but it is not in the monitored model"
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
-    stand_ins = (key for key, parameter in sharded.items() if id(parameter) in places)
-    holders, closed = _holders(model, {*places, *stand_ins})
+    holders, closed = _holders(model, places, sharded)
     return Selection(places, kept, rules, holders, closed, unsupported, trained, names)
 
 
 def _holders(
-    model: nn.Module, places: Container[int]
+    model: nn.Module, places: Container[int], sharded: Mapping[int, nn.Parameter]
 ) -> tuple[dict[nn.Module, str], list[nn.Module]]:
     """The modules that hold any of the parameters, be it below, and those closed to the watch."""
     holders: dict[nn.Module, str] = {}
@@ -321,7 +320,7 @@ def _holders(
     for path, module in named_modules(model):
         if isinstance(module, torch.jit.ScriptModule) or module in within:
             continue
-        held = _held(module, places, known)
+        held = _held(module, places, sharded, known)
         if held.measured:
             holders[module] = path
         elif held.any and not held.trained:
@@ -338,12 +337,17 @@ class _Held(NamedTuple):
     measured: bool
 
 
-def _held(module: nn.Module, places: Container[int], known: dict[nn.Module, _Held]) -> _Held:
+def _held(
+    module: nn.Module,
+    places: Container[int],
+    sharded: Mapping[int, nn.Parameter],
+    known: dict[nn.Module, _Held],
+) -> _Held:
     found = known.get(module)
     if found is None:
         known[module] = _Held(any=False, trained=False, measured=False)  # where it holds itself
-        own = [p for p in module._parameters.values() if p is not None]
-        below = [_held(child, places, known) for child in module.children()]
+        own = [sharded.get(id(p), p) for p in module._parameters.values() if p is not None]
+        below = [_held(child, places, sharded, known) for child in module.children()]
         found = known[module] = _Held(
             any=bool(own) or any(held.any for held in below),
             trained=any(p.requires_grad for p in own) or any(held.trained for held in below),

@@ -120,7 +120,7 @@ class MeasuredStep:
             self._begin(layer, reached[layer], factors.get(layer.path), scale, parts)
 
         self._measure(reached, begin, self._wholes.of_gradients if come else None)
-        for path, found in totals.sums(self._all_rows, self._generator).items():
+        for path, found in totals.sums(self._all_rows, self._generator, self._lose).items():
             self._measured[path].values |= found
         self._all_rows.clear()
         if self._weight_sums:
@@ -310,28 +310,28 @@ class MeasuredStep:
             except Exception as error:  # raised now, it would keep the other processes waiting
                 errors.append(error)
         for layer in apart:
-            self._drop(layer, WHY_NOT)
+            self._all_rows.pop(layer.path, None)
+            self._lose(layer.path, Refused(WHY_NOT))
         if errors:
             raise errors[0]
-
-    def _drop(self, layer: Layer, reason: str) -> None:
-        """A layer can't be measured in this step."""
-        self._measured.pop(layer.path, None)
-        self._all_rows.pop(layer.path, None)
-        self._weight_sums.pop(layer.path, None)
-        self._unreached[layer.path] = reason
-        self._refused.add(layer.path)
 
     def _try(self, layer: Layer, function: Callable[..., None], *args: object) -> None:
         try:
             with without_autocast(layer.parameters[0]):
                 function(*args)
         except Exception as error:
-            self._drop(layer, str(error))
-            if not isinstance(error, Refused):
-                del self._unreached[layer.path]
-                self._refused.remove(layer.path)
-                self._fail(layer.path, error)
+            self._all_rows.pop(layer.path, None)
+            self._lose(layer.path, error)
+
+    def _lose(self, path: str, error: Exception) -> None:
+        """A layer is not measured in this step."""
+        self._measured.pop(path, None)
+        self._weight_sums.pop(path, None)
+        if isinstance(error, Refused):
+            self._unreached[path] = str(error)
+            self._refused.add(path)
+        else:
+            self._fail(path, error)
 
     def _begin(
         self,
@@ -362,6 +362,7 @@ class MeasuredStep:
             precision=max(call.precision for call in calls),
             from_rows=_why_from_rows(features, shared=layer.path in self._shared),
             undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
+            features=_fan_in(features),
             shares={p.key: 1 / holders(p.parameter) for p in layer.pieces} if parts else {},
         )
         accumulated = self._capture.accumulation_of(layer)
@@ -464,6 +465,12 @@ class MeasuredStep:
         if expected or processes() > 1:  # idle rows may be another process's
             measured.add_common()
         measured.release()
+
+
+def _fan_in(features: Features) -> int | None:
+    if isinstance(features, DenseFeatures) and features.phi is not None:
+        return features.phi.shape[-1]
+    return None
 
 
 def _why_from_rows(features: Features, *, shared: bool) -> str:

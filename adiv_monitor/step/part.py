@@ -45,6 +45,7 @@ class Looked:
         vectors: names of the matrices whose row products were taken.
         entry_rows: see `Numbers`.
         asked_common: whether the rows were asked how alike they are.
+        features: how many numbers of a row the weight multiplies, where a row is such a vector.
         shares: by piece, what of its dot products this process is to count, where each process
             holds a part of the parameters, so that theirs add up; else empty.
     """
@@ -62,6 +63,7 @@ class Looked:
     vectors: tuple[str, ...] = ()
     entry_rows: Index | None = field(default=None, repr=False)
     asked_common: bool = False
+    features: int | None = None
     shares: dict[int, float] = field(default_factory=dict)
 
     def without_parameters(self) -> None:

@@ -39,12 +39,12 @@ class Transfer:
             by_device[tensor.device].append(i)
         for places in by_device.values():
             shapes = [self._tensors[i].shape for i in places]
-            flat = [
-                self._tensors[i] if len(shape) == 1 else self._tensors[i].reshape(-1)
-                for i, shape in zip(places, shapes, strict=True)
-            ]
-            packed = torch.cat(flat).cpu().numpy()
-            numbers = packed.astype(np.float64)
+            numbers = _packed(
+                [
+                    self._tensors[i] if len(shape) == 1 else self._tensors[i].reshape(-1)
+                    for i, shape in zip(places, shapes, strict=True)
+                ]
+            )
             end = 0
             for i, shape in zip(places, shapes, strict=True):
                 start, end = end, end + math.prod(shape)
@@ -57,6 +57,14 @@ class Transfer:
             key: {name: self._arrays[place] for name, place in named.items()}
             for key, named in places.items()
         }
+
+
+def _packed(flat: list[Tensor]) -> Array:
+    """All of them end to end, on the host."""
+    try:
+        return torch.cat(flat).cpu().numpy().astype(np.float64)
+    except torch.OutOfMemoryError:  # on the device; one by one there is nothing to make room for
+        return np.concatenate([part.cpu().double().numpy() for part in flat])
 
 
 def fetch(
