@@ -15,9 +15,10 @@ from adiv_monitor.audit import non_finite
 from adiv_monitor.audit.again import Again
 from adiv_monitor.audit.batches import copied, size_of
 from adiv_monitor.audit.beginning import chance, double_softmax, weights
-from adiv_monitor.audit.diagnosis.course import FEWEST
+from adiv_monitor.audit.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.audit.given import Given
 from adiv_monitor.audit.inputs import Inputs
+from adiv_monitor.audit.outputs import activated_output, descent_share
 from adiv_monitor.audit.record import Facts, Record, Wiring
 from adiv_monitor.audit.setup import Fork, Setup, seeded
 from adiv_monitor.audit.train import Course, Watch, gradient_norm, held, train
@@ -126,7 +127,7 @@ def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
             )
             record = replace(record, repeats=False, notes=(*record.notes, note))
         else:
-            record = replace(record, chance=chance(setup), double_softmax=double_softmax(setup))
+            record = _with_beginning(record, setup)
         record = replace(record, wiring=_with_unused(record.wiring, setup))
         if not all(bool(p.isfinite().all()) for p in fork.model.parameters()):
             note = "Activation functions were not looked at: the weights are not finite at the end."
@@ -139,6 +140,25 @@ def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
     # A model that died in training looked at its inputs once: that is another illness.
     most = max((x for x in matters if not math.isnan(x)), default=math.nan)
     return replace(record, units=units, wiring=replace(record.wiring, input_matters=most))
+
+
+def _with_beginning(record: Record, setup: Setup) -> Record:
+    record = replace(
+        record,
+        chance=chance(setup),
+        double_softmax=double_softmax(setup),
+        activated_output=activated_output(setup.fork()),
+        descent_share=descent_share(setup),
+    )
+    if not is_opposed(record):
+        return record
+    note = (
+        f"In ever shorter steps the loss falls by {record.descent_share:.2g} of what its gradient "
+        "promises: parts of it oppose each other, as those of a generative adversarial network, or "
+        "it is trained with another gradient than its own. How far it falls says nothing, so "
+        "learning rates and what is learnt are not judged by it."
+    )
+    return replace(record, notes=(*record.notes, note))
 
 
 def _repeats(record: Record, setup: Setup) -> bool:

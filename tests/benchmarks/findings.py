@@ -244,6 +244,11 @@ PICTURES: dict[str, Picture] = {
         with_model(lambda model: nn.Sequential(*model, nn.Softmax(1))),
         {},
     ),
+    "activated-logits": Picture(
+        "a ReLU behind the last layer",
+        with_model(lambda model: nn.Sequential(*model, nn.ReLU())),
+        {},
+    ),
     "row-spread": Picture(
         "samples' lengths log-normally spread, σ = 1",
         sick(inputs=partial(unequal, sigma=1.0)),
@@ -326,7 +331,7 @@ PICTURES: dict[str, Picture] = {
         with_setup(optimizer=lambda m: SGD(m.parameters(), lr=0.01, maximize=True)),
         {"share of steps uphill": uphill,
          "smallest parameter_cosine": extreme("parameter_cosine", min)},
-        (optimizer, ("LONG_MOMENTUM", "STALE")),
+        (optimizer, ("LONG_MOMENTUM", "STALE", "LONGER_THAN_THE_RUN")),
     ),
     "clipping-always": Picture(
         "gradients clipped to a norm of 0.01",

@@ -148,6 +148,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "projection-fights": "A projection fights the update",
         "clipping-always": "Clipping is always at work",
         "double-softmax": "The softmax is taken twice",
+        "activated-logits": "An activation function on the logits",
         "target-scale": "A loss that is large by nature",
     }
 )
