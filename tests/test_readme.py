@@ -60,7 +60,7 @@ def test_every_command_is_one(
 ) -> None:
     """Its options are understood; what it names is the reader's, and not there."""
     pytest.importorskip("yaml")
-    from adiv_monitor.audit import cli
+    from adiv_monitor.audit.command import cli
 
     assert len(COMMANDS) >= 7
     monkeypatch.chdir(tmp_path)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from audit import command_models
 
-from adiv_monitor.audit.cli import main
-from adiv_monitor.audit.config import Config, load
+from adiv_monitor.audit.command.cli import main
+from adiv_monitor.audit.command.config import Config, load
 from adiv_monitor.audit.report import AuditReport
 
 HERE = "audit.command_models"
@@ -239,7 +239,7 @@ def test_a_fault_of_the_audit_itself_leaves_nothing(
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError("here")
 
-    monkeypatch.setattr(sys.modules["adiv_monitor.audit.cli"], "audit", fails)
+    monkeypatch.setattr(sys.modules["adiv_monitor.audit.command.cli"], "audit", fails)
     assert run(NET) == 2
     assert "the audit itself failed: ZeroDivisionError: here" in capsys.readouterr().err
     assert everything(Path()) == set()

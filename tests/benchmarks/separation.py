@@ -23,8 +23,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # where the package of the ward
 from audit.ward.cases import CASES, HEALTHY
 from audit.ward.run import STEPS
 
-from adiv_monitor.audit.diagnosis.seen import by_layer
-from adiv_monitor.audit.observe import observe
+from adiv_monitor.audit.diagnosis.readings import by_layer
+from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.report import MEASURES
 
 ENDS = {"smallest": min, "median": median, "largest": max}

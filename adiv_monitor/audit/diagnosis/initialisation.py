@@ -7,8 +7,8 @@ import numpy as np
 
 from adiv_monitor.audit.diagnosis.inputs import LARGE_STD
 from adiv_monitor.audit.diagnosis.rates import suffers
+from adiv_monitor.audit.diagnosis.readings import gradients, looked_up
 from adiv_monitor.audit.diagnosis.remedies import clip_norm
-from adiv_monitor.audit.diagnosis.seen import gradients, looked_up
 from adiv_monitor.audit.diagnosis.units import DEAD_ACT, dead_share
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record

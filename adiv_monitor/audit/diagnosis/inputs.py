@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.audit.diagnosis.course import start
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.seen import Typical, maps, readings, scale_free, typical
+from adiv_monitor.audit.diagnosis.readings import Typical, maps, readings, scale_free, typical
 from adiv_monitor.audit.diagnosis.units import DEAD_ACT, dead_share
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import InputStatistics, Record

@@ -6,8 +6,14 @@ from statistics import fmean, median
 
 from adiv_monitor.audit.diagnosis.course import is_long_enough
 from adiv_monitor.audit.diagnosis.rates import suffers
+from adiv_monitor.audit.diagnosis.readings import (
+    Typical,
+    at_first,
+    by_layer,
+    scale_free,
+    worst_first,
+)
 from adiv_monitor.audit.diagnosis.remedies import clip_norm, less_momentum
-from adiv_monitor.audit.diagnosis.seen import Typical, at_first, by_layer, scale_free, worst_first
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 

@@ -13,8 +13,8 @@ from adiv_monitor.audit.diagnosis.course import (
     is_opposed,
     start,
 )
+from adiv_monitor.audit.diagnosis.readings import Typical, at_first, by_layer, worst_first
 from adiv_monitor.audit.diagnosis.remedies import own_rates
-from adiv_monitor.audit.diagnosis.seen import Typical, at_first, by_layer, worst_first
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength, Trial
 from adiv_monitor.audit.record import Record
 

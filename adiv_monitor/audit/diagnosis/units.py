@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.seen import worst_first
+from adiv_monitor.audit.diagnosis.readings import worst_first
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 

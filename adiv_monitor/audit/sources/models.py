@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from adiv_monitor.audit.command.usage import UsageError, needed, said
 from adiv_monitor.audit.sources import huggingface
 from adiv_monitor.audit.sources.imported import imported, signature
-from adiv_monitor.audit.usage import UsageError, needed, said
 
 
 def build(name: str, arguments: Mapping[str, Any]) -> nn.Module:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adiv_monitor.audit.setup import OptimizerFactory
+from adiv_monitor.audit.command.usage import UsageError, said
 from adiv_monitor.audit.sources.imported import imported, signature
-from adiv_monitor.audit.usage import UsageError, said
+from adiv_monitor.audit.training.setup import OptimizerFactory
 
 _NAMED: Mapping[str, type[Optimizer]] = {
     name.lower(): kind

@@ -8,8 +8,8 @@ from torch.optim import SGD, AdamW
 
 from adiv_monitor.audit.diagnosis.remedies import clip_norm, less_momentum
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Fork
-from adiv_monitor.audit.train import held
+from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.training.train import held
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
 
 

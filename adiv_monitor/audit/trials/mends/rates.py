@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from adiv_monitor.audit.diagnosis.remedies import rates_per_layer
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Fork
+from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
 from adiv_monitor.capture.selection import named_modules
 

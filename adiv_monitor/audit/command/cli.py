@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from adiv_monitor.audit import fail_if, terminal
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.config import NAMES, Config, default, load, read
-from adiv_monitor.audit.output import check, staged, write, write_whole
-from adiv_monitor.audit.prepare import Prepared, prepare
+from adiv_monitor.audit.command import fail_if, terminal
+from adiv_monitor.audit.command.config import NAMES, Config, default, load, read
+from adiv_monitor.audit.command.output import check, staged, write, write_whole
+from adiv_monitor.audit.command.prepare import Prepared, prepare
+from adiv_monitor.audit.command.usage import UsageError, needed, said
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.usage import UsageError, needed, said
 from adiv_monitor.report import ATTENTION_MEASURES, REALISED_MEASURES
 
 _DESCRIPTION = """\

@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 
 from adiv_monitor import alarms
 from adiv_monitor.alarms import Rule
+from adiv_monitor.audit.command.usage import UsageError
 from adiv_monitor.audit.finding import STRENGTHS
 from adiv_monitor.audit.page.titles import FINDING_TITLES
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.usage import UsageError
 from adiv_monitor.report import ATTENTION_MEASURES, MEASURES
 
 _NAME = re.compile(r"(?:(?P<layers>.+):)?\s*(?P<finding>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
