@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "huggingface": {"alarms", "arguments", "capture", "monitor", "sinks"},
     "audit": {
         *{"adiv_layers", "arguments", "capture", "errors", "features", "maths", "monitor"},
-        *{"alarms", "report", "sinks", "step"},
+        *{"alarms", "alignment", "report", "sinks", "step"},
     },
     "__init__": {"audit", "errors", "monitor", "report"},
     "__main__": {"audit"},

@@ -119,6 +119,7 @@ def test_of_many_layers_the_terminal_shows_some(capsys: pytest.CaptureFixture[st
         ("--precision", "bf16-mixed"),
         ("--clip-norm", "1e-3"),
         ("--attention",),
+        ("--alignment",),
         ("--optimizer", "sgd", "--optimizer-args", '{"lr": 0.1, "momentum": 0.9}'),
         ("--optimizer", f"{HERE}:sgd", "--optimizer-args", '{"lr": 0.1}'),
         ("--loss", f"{HERE}:of_model_and_batch"),
@@ -130,7 +131,11 @@ def test_options_reach_the_run(options: tuple[str, ...]) -> None:
     usual = report().record
     assert run(NET, *options) == 0
     record = report().record
-    assert record.facts != usual.facts or record.losses != usual.losses or "--attention" in options
+    assert (
+        record.facts != usual.facts
+        or record.losses != usual.losses
+        or options in (("--attention",), ("--alignment",))
+    )
     settings = record.facts.settings
     if "--optimizer" in options:
         assert (record.facts.optimizer, settings["lr"]) == ("SGD", 0.1)

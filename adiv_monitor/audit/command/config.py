@@ -184,6 +184,9 @@ class Config:
         False, _flag, "measure what steps really did, all layers having moved; costs two forwards"
     )
     attention: bool = _option(False, _flag, "measure attention scores too")
+    alignment: bool = _option(
+        False, _flag, "measure how weights, updates and activations are aligned, on the first batch"
+    )
     try_mends: bool = _option(
         True, _flag, "try the first mends in short runs before advising them (on by default)"
     )

@@ -14,7 +14,9 @@ from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.audit.record import Facts, Record, Wiring
 from adiv_monitor.audit.seen.beginning import chance, double_softmax, weights
+from adiv_monitor.audit.seen.digits import told
 from adiv_monitor.audit.seen.outputs import activated_output, descent_share
+from adiv_monitor.audit.seen.probed import probe
 from adiv_monitor.audit.seen.units import Units
 from adiv_monitor.audit.seen.watching import Watching
 from adiv_monitor.audit.seen.wiring import input_matters, unused
@@ -37,6 +39,7 @@ def observe(
     max_rows: int | None = DEFAULT_MAX_ROWS,
     realised: bool = False,
     attention: bool = False,
+    alignment: bool = False,
     progress: Progress | None = None,
 ) -> Record:
     """Train one fork under a monitor, and look at what it has become.
@@ -47,6 +50,7 @@ def observe(
         max_rows: as the monitor's.
         realised: as the monitor's.
         attention: as the monitor's.
+        alignment: measure alignments, on the first batch.
         progress: called after each step with ("training", steps done, steps).
 
     Raises:
@@ -63,6 +67,7 @@ def observe(
         max_rows=max_rows,
         attainable=True,
         attention=attention,
+        alignment=probe(setup) if alignment else None,
         realised=realised,
         keep=setup.steps,
         seed=setup.seed,
@@ -83,7 +88,7 @@ def observe(
         facts=_facts(setup, fork, every_n_steps, course),
         losses=tuple(course.losses),
         gradient_norms=tuple(course.gradient_norms),
-        reports=tuple(replace(r, layers=in_order(r.layers, ran)) for r in monitor.reports),
+        reports=tuple(told(replace(r, layers=in_order(r.layers, ran))) for r in monitor.reports),
         realised=watch.realised,
         inputs=watch.inputs.statistics(),
         wiring=watch.gradients.wiring(mattered),
