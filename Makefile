@@ -5,7 +5,7 @@ TORCH_INDEX ?=# e.g. https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint bench models schema gpu mutants clean
+.PHONY: demo test lint docs bench models schema gpu mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -18,6 +18,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, into site/. Every link and anchor must hold.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # With pip install ".[peers]" in the environment, peers.py times them too.
 bench: $(VENV)/.dev
@@ -52,4 +56,4 @@ $(VENV)/.demo $(VENV)/.dev $(VENV)/.mutants: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mutants .mypy_cache .ruff_cache .pytest_cache dist runs
+	rm -rf $(VENV) .mutants .mypy_cache .ruff_cache .pytest_cache dist runs site

@@ -4,6 +4,7 @@ One callback serves a Trainer of `pytorch_lightning` and one of `lightning.pytor
 installed: the two packages hold equal but different classes.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -22,7 +23,7 @@ from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.lent import lent
-from adiv_monitor.sinks.logger import logger_sink
+from adiv_monitor.sinks.logger import logger_sink, takes_pictures
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
     Scalars,
@@ -57,9 +58,10 @@ _NAME = "optimizer_"
 class DivergenceCallback(Callback):
     """Monitors the optimizers of a `Trainer.fit` and writes to all loggers of the Trainer.
 
-    A TensorBoard logger gets scalars, histograms, texts and charts (see `TensorBoardSink`), any
-    other logger the same scalars through `log_metrics`. The summary over layers is also in
-    `trainer.callback_metrics`, where early stopping and checkpoints find it, for example as
+    A TensorBoard logger gets pictures, findings, scalars, histograms and charts (see
+    `TensorBoardSink`); any other logger the same scalars through `log_metrics`, and pictures and
+    findings if it takes them, as those of W&B, MLflow and Comet do. The summary over layers is also
+    in `trainer.callback_metrics`, where early stopping and checkpoints find it, for example as
     `adiv.summary/update_cosine_min` (for what standard errors do to it see `MeasureSummary`). A
     report is there once the next batch or a validation has run, because what happens to the weights
     until then belongs to it; the first of a fit at the latest when an epoch ends. Until then, and
@@ -93,6 +95,9 @@ class DivergenceCallback(Callback):
         TypeError: when a sink is none.
         ValueError: when there is no measure of that name; at the beginning of the fit, when there
             is nowhere to write to, no interval to follow, no optimizer, or no such layer.
+
+    Warns:
+        UserWarning: where no logger takes more than numbers, and there are no other sinks.
 
     Attributes:
         monitors: of the present or last fit, by the name of the optimizer ("" if there is one).
@@ -247,6 +252,13 @@ class DivergenceCallback(Callback):
         loggers = [
             logger_sink(logger, self._logged, name, self._scalars) for logger in trainer.loggers
         ]
+        if not self._sinks and not any(takes_pictures(sink) for sink in loggers):
+            kinds = ", ".join(type(logger).__name__ for logger in trainer.loggers)
+            warnings.warn(
+                f"DivergenceCallback: {kinds} takes numbers alone; for findings and heat maps: "
+                "DivergenceCallback(sinks=[HtmlSink('run.html')])",
+                stacklevel=2,
+            )
         return [*loggers, *self._sinks]
 
     def _announce(self, trainer: "Trainer") -> None:

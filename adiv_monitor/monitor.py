@@ -22,6 +22,7 @@ from adiv_monitor.arguments import (
     held_parameters,
 )
 from adiv_monitor.capture.again.losses import LossOf
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import Hook
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.errors import AdivError
@@ -163,9 +164,10 @@ class Monitor:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        unstepped = self._course.saw_calls
-        # Where this one raised, other processes may be gone as well.
-        self._close(patience=None if kind is None else 0.0)
+        try:
+            unstepped = self._failures.safely(self._course.saw_calls)
+        finally:  # where this one raised, other processes may be gone as well
+            self._close(patience=None if kind is None else 0.0)
         if kind is None and unstepped and self.latest is None:
             missing = "call of end_step()" if self._optimizer is None else "step of its optimizer"
             self._failures.warn(
@@ -186,13 +188,20 @@ class Monitor:
                 "make another Monitor to measure again"
             )
         self._state = "attached"
+        try:
+            self._attach()
+        except BaseException:  # nobody is going to close what was never attached
+            self._close(patience=0.0)
+            raise
+
+    def _attach(self) -> None:
         if self._optimizer is not None:
             # A compiled optimizer step must not trace them.
             before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
             self._handles.append(self._optimizer.register_step_pre_hook(Hook(before)))
             self._handles.append(self._optimizer.register_step_post_hook(Hook(after)))
         self._failures.safely(self._course.join, self._paths)
-        self._schedule.begin(self.step, trainable(self._model)[0], self._paths)
+        self._failures.safely(self._begin)
         self._failures.safely(self._course.refer)
         self._failures.safely(self._course.arm)
 
@@ -204,14 +213,12 @@ class Monitor:
         if self._state == "closed":
             return
         self._state = "closed"
-        try:
-            self._failures.safely(self._course.end, patience)
-        finally:
-            self._course.disarm()
-            for handle in self._handles:
-                handle.remove()
-            for sink in self._sinks:
-                self._failures.guard_sink(sink, sink.close)
+        call_all(
+            partial(self._failures.safely, self._course.end, patience),
+            self._course.release,
+            *(handle.remove for handle in self._handles),
+            *(partial(self._failures.guard_sink, sink, sink.close) for sink in self._sinks),
+        )
 
     def end_step(self) -> None:
         """Without an optimizer: the gradients are complete; call it once per step.
@@ -261,18 +268,31 @@ class Monitor:
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> Any:
         """Every optimizer step begins here."""
+        return self._failures.safely(self._step_begins, optimizer, args, kwargs)
+
+    def _step_begins(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if is_within_own_step(optimizer):
             return None
-        return self._course.step_begins(optimizer, args, kwargs)
+        return self._course.step_begins(self.step, optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Every optimizer step ends here."""
+        self._failures.safely(self._step_ends, optimizer)
+
+    def _step_ends(self, optimizer: Optimizer) -> None:
         if is_within_own_step(optimizer):
             return
-        self._course.step_ends(self.step)
-        self._count()
+        try:
+            self._course.step_ends(self.step)
+        finally:
+            self._count()
+
+    def _begin(self) -> None:
+        self._schedule.begin(self.step, trainable(self._model)[0], self._paths)
 
     def _count(self) -> None:
         self.step += 1

@@ -28,6 +28,8 @@ class LayerReading:
         gradient_factor: what happened to the gradient between the backward pass and the step:
             ‖gradient the optimizer saw‖ / ‖gradient that backward left‖. 1 when nothing did;
             below 1 after clipping, 1/65536 after unscaling an AMP loss; NaN where it can't be told.
+        features: how many numbers of a row the weight multiplies, the fan-in; None where a row is
+            no such vector (a look-up, a module as a whole).
         standard_error: measure → standard error, for those measures that rest on sampled rows; the
             others are exact.
         scale_quantiles: the row scale at `QUANTILE_LEVELS`.
@@ -69,6 +71,7 @@ class LayerReading:
     parameter_cosine: float | None = None
     projection_cosine: float | None = None
     applied_cosine: float | None = None
+    features: int | None = None
     standard_error: Mapping[str, float] = field(default_factory=dict)
     scale_quantiles: tuple[float, ...] = field(default=(), repr=False)
     row_cosine_quantiles: tuple[float, ...] = field(default=(), repr=False)
@@ -81,6 +84,7 @@ class LayerReading:
     def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
         """Everything, without the measures that were not taken; the quantiles only if asked."""
         record = {name: getattr(self, name) for name in _RECORD}
+        record |= {} if self.features is None else {"features": self.features}
         record |= {**self.measures(), "standard_error": dict(self.standard_error)}
         return record | {n: list(getattr(self, n)) for n in _QUANTILES} if quantiles else record
 
@@ -89,6 +93,7 @@ class LayerReading:
         """The reading that `to_dict` made a record of; see `StepReport.from_dict`."""
         read: dict[str, Any] = {name: record[name] for name in _RECORD}
         read["gradient_factor"] = number(record["gradient_factor"])
+        read["features"] = record.get("features")
         read["standard_error"] = {m: number(e) for m, e in record["standard_error"].items()}
         read |= {m: number(record[m]) for m in MEASURES if m in record}
         read |= {name: tuple(map(number, record[name])) for name in _QUANTILES if name in record}
@@ -97,7 +102,7 @@ class LayerReading:
 
 _RECORD = ("kind", "rows_seen", "rows_total", "rows_without_gradient", "gradient_factor")
 _QUANTILES = ("scale_quantiles", "row_cosine_quantiles")
-_ABOUT_MEASURES = ("standard_error", *_QUANTILES)
+_ABOUT_MEASURES = ("features", "standard_error", *_QUANTILES)
 # Every measure, in the order of tables and dashboards.
 MEASURES: tuple[str, ...] = tuple(
     f.name for f in fields(LayerReading) if f.name not in _RECORD + _ABOUT_MEASURES

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import is_small, some
 from adiv_monitor.maths import dots
@@ -44,6 +45,16 @@ Guard = Callable[[Callable[..., None]], Callable[..., None]]
 def _on(register: Callable[..., Any], hook: Callable[..., None]) -> RemovableHandle:
     handle: RemovableHandle = register(hook)
     return handle
+
+
+def _goes_first(handle: RemovableHandle) -> None:
+    """Torch runs hooks in the order in which they came into the dictionary."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None:
+        others = {key: hook for key, hook in hooks.items() if key != handle.id}
+        for key in others:
+            del hooks[key]
+        hooks.update(others)
 
 
 def _ratio(now: Tensor, before: Tensor) -> Tensor:
@@ -80,27 +91,26 @@ class Accumulation:
         self._raw: Tensor | None = None  # ‖gradient‖ before hooks of the user's
         self.foreign: Tensor | None = None  # ‖.grad‖ that was there before any row was seen
         self._handles: list[RemovableHandle] = []
+        try:
+            self._hook(guard)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _hook(self, guard: Guard) -> None:
+        parameter = self._parameter
         hooked = bool(parameter._backward_hooks)
         if hooked:  # they may change the gradient: look at it before the first of them
-            self._add(_on(parameter.register_hook, guard(self._before_hooks)), first=True)
-        self._add(_on(parameter.register_hook, guard(self._before)))
+            self._handles.append(_on(parameter.register_hook, guard(self._before_hooks)))
+            _goes_first(self._handles[-1])
+        self._handles.append(_on(parameter.register_hook, guard(self._before)))
         after = _on(parameter.register_post_accumulate_grad_hook, guard(self._after))
-        self._add(after, first=True)
-
-    def _add(self, handle: RemovableHandle, *, first: bool = False) -> None:
-        self._handles.append(handle)
-        hooks = handle.hooks_dict_ref()
-        if first and hooks is not None:
-            # Torch runs them in the order in which they came into the dictionary.
-            others = {key: hook for key, hook in hooks.items() if key != handle.id}
-            for key in others:
-                del hooks[key]
-            hooks.update(others)
+        self._handles.append(after)
+        _goes_first(after)
 
     def remove(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        call_all(*(handle.remove for handle in self._handles))
         self._handles.clear()
 
     def left(self) -> Tensor | None:

@@ -17,6 +17,7 @@ from adiv_monitor.capture.again.leftovers import Leftovers
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gathering import Gathering
+from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.layer_rows import Chooser, LayerRows
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
@@ -39,6 +40,7 @@ class Capture:
         switched_off: paths of the layers that must not be watched.
         fail: called with a layer's path and the exception that its hook met; from then on the layer
             is not watched any more.
+        guard: is told of what fails besides; from then on nothing is watched any more.
         begins: called when the first layer's forward pass with gradients begins.
         calls: notes the forward passes, so that they can be run again.
         attention: gathers samples of attentions, if that is asked for.
@@ -55,18 +57,20 @@ class Capture:
         checked: Collection[str],
         switched_off: Collection[str],
         fail: Callable[[str, Exception], None],
+        guard: Guard,
         begins: Callable[[], object],
         calls: ForwardCalls | None = None,
         attention: AttentionCalls | None = None,
     ) -> None:
         self.attention = attention
         self._selection = selection
+        self._without_gradient: set[int] | None = None
         self._origin = Origin(model, selection.parameters)
         self._leftovers = Leftovers(selection)
-        self._forwards = Forwards.of(selection)
+        self._forwards = Forwards.of(selection, guard)
         names = Names(model, selection, self._forwards)
         self._layers = Layers(
-            *(names, self._origin, Chooser(max_rows, generator), switched_off, fail),
+            *(names, self._origin, Chooser(max_rows, generator), switched_off, fail, guard),
             *(calls, attention),
         )
         self._gathering = Gathering(
@@ -96,13 +100,14 @@ class Capture:
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
-        if self.attention is not None:
-            self.attention.detach()
-        self._watching.detach()
-        self._forwards.remove()
-        self._gathering.detach()
-        self._layers.detach()
-        self._leftovers.release()
+        if self._without_gradient is None:  # afterwards they may be zeroed
+            parameters = self._selection.parameters
+            self._without_gradient = {id(p) for p in parameters if p.grad is None}
+        call_all(
+            *(() if self.attention is None else (self.attention.detach,)),
+            *(self._watching.detach, self._forwards.remove, self._gathering.detach),
+            *(self._layers.detach, self._leftovers.release),
+        )
 
     def saw_calls(self) -> bool:
         """Whether any layer was called with gradients enabled."""
@@ -151,7 +156,7 @@ class Capture:
         rule = self._selection.rules.get(place.module)
         if place.path in self._watching.refused:
             return self._watching.refused[place.path]
-        if parameter.grad is None:
+        if key in (self._without_gradient or ()):
             return "no gradient reached it in this step"
         if rule is not None and place.name not in (rule.weight, rule.bias):
             reason = (

@@ -1,6 +1,8 @@
 """Compiled models run eagerly while anything is armed: hooks of inner modules fire only then."""
 
+import atexit
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -9,6 +11,8 @@ import torch
 
 _holders = 0
 _stance = ExitStack()
+atexit.register(_stance.close)  # of monitors that nobody closed: later torch can't any more
+_lock = threading.Lock()  # monitors may be in several threads
 
 
 @contextmanager
@@ -18,14 +22,19 @@ def forced_eager() -> Iterator[None]:
     Monitors of several optimizers overlap without being nested, so the first one that enters sets
     the stance and the last one that leaves puts it back.
     """
-    global _holders
-    _holders += 1
-    if _holders == 1:
-        _stance.enter_context(torch.compiler.set_stance("force_eager"))
+    _hold(1)
     try:
         yield
     finally:
-        _holders -= 1
+        _hold(-1)
+
+
+def _hold(change: int) -> None:
+    global _holders
+    with _lock:
+        if _holders == 0:
+            _stance.enter_context(torch.compiler.set_stance("force_eager"))
+        _holders += change
         if _holders == 0:
             _stance.close()
 

@@ -1,11 +1,12 @@
 """Sees every function that is called inside the forwards of a model's modules."""
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -13,31 +14,72 @@ from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
+    _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
 )
 
 from adiv_monitor.capture.again.randomness import Randomness
+from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import ModuleHook, is_aside, is_replaying, trains
 from adiv_monitor.capture.selection import Selection
 
 Function = Callable[..., Any]
 
 
+class FunctionToCall:
+    """A torch function that is called once, whatever goes wrong around it.
+
+    Attributes:
+        function: the function.
+        args: what it gets.
+        kwargs: see args.
+        error: what it raised.
+    """
+
+    def __init__(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.error: BaseException | None = None
+        self._results: list[Any] = []
+
+    def __call__(self, twin: Function | None = None) -> Any:
+        """What it gives; it, or a twin that gives the same, is called the first time."""
+        if not self._results:
+            try:
+                self._results.append((twin or self.function)(*self.args, **self.kwargs))
+            except BaseException as error:
+                self.error = error
+                raise
+        return self._results[0]
+
+
 class _Mode(TorchFunctionMode):
     """Hands every call of a torch function to a watcher, which makes it."""
 
-    def __init__(self, watcher: Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(self, watcher: "Watcher", guard: Guard) -> None:
         super().__init__()
         self._watcher = watcher
+        self._guard = guard
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """A call."""
-        if is_aside():
-            return func(*args, **(kwargs or {}))
-        return self._watcher(func, args, kwargs or {})
+        call = FunctionToCall(func, args, kwargs or {})
+        if self._guard.broken:
+            return call()
+        gradients = torch.is_grad_enabled()
+        try:
+            return call() if is_aside() else self._watcher.called(call)
+        except Exception as error:
+            if error is call.error:
+                raise
+            if func is not torch._C._set_grad_enabled:
+                torch._C._set_grad_enabled(gradients)
+            self._guard.failed(error)
+            return call()
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +116,7 @@ class _Running(threading.local):
 class Watcher(Protocol):
     """What is told of the forwards that run."""
 
-    def called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(self, call: FunctionToCall) -> Any:
         """Make a call of a torch function, and give what it gives."""
         ...
 
@@ -101,6 +143,7 @@ class Forwards:
         modules: the modules that hold what is trained, be it further below.
         closed: modules among or below them that hold parameters, none of which is trained.
         devices: on which forwards may draw random numbers.
+        guard: is told of what fails.
         repeated: watch repetitions of forward passes, and nothing but these.
 
     Attributes:
@@ -112,10 +155,12 @@ class Forwards:
         modules: Collection[nn.Module],
         closed: Collection[nn.Module],
         devices: Collection[torch.device],
+        guard: Guard,
         *,
         repeated: bool = False,
     ) -> None:
         self.strangers = False
+        self._guard = guard
         self._repeated = repeated
         self._modules = modules
         self._closed = closed
@@ -127,26 +172,26 @@ class Forwards:
         self._hooks: list[ModuleHook] = []
 
     @classmethod
-    def of(cls, selection: Selection, *, repeated: bool = False) -> "Forwards":
+    def of(cls, selection: Selection, guard: Guard, *, repeated: bool = False) -> "Forwards":
         """Those of the modules that hold what is to be measured."""
         devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
-        return cls(selection.modules, selection.closed, devices, repeated=repeated)
+        return cls(selection.modules, selection.closed, devices, guard, repeated=repeated)
 
     def watch(self, watcher: Watcher) -> None:
         """Put the hooks on, for this watcher."""
         self._watcher = watcher
-        self._hooks = [
-            hook
-            for several, enter, leave in (
+        try:
+            for modules, enter, leave in (
                 (self._modules, self._enter, self._leave),
                 (self._closed, self._close, self._reopen),
-            )
-            for module in several
-            for hook in (
-                ModuleHook(module, enter, before=True),
-                ModuleHook(module, leave, before=False, always=True),
-            )
-        ]
+            ):
+                for module in modules:
+                    before, after = partial(self._guarded, enter), partial(self._guarded, leave)
+                    self._hooks.append(ModuleHook(module, before, before=True))
+                    self._hooks.append(ModuleHook(module, after, before=False, always=True))
+        except BaseException:
+            self.remove()
+            raise
 
     @property
     def innermost(self) -> nn.Module:
@@ -178,14 +223,15 @@ class Forwards:
         """The opened function that runs; "" if none."""
         return self._running.inside
 
-    def opened(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def opened(self, call: FunctionToCall) -> Any:
         """What a Python function of torch's gives, with the calls inside it watched as well."""
         mode = self._running.mode
         assert mode is not None
-        outside, self._running.inside = self._running.inside, function.__name__
+        twin = without_overrides(call.function)
+        outside, self._running.inside = self._running.inside, call.function.__name__
         try:
             with mode:
-                return without_overrides(function)(*args, **kwargs)
+                return call(twin)
         finally:
             self._running.inside = outside
 
@@ -196,11 +242,38 @@ class Forwards:
             forward.written.setdefault(id(tensor), copy)
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off, and the mode of this thread."""
         self._active = False
-        for hook in self._hooks:
-            hook.remove()
+        call_all(*(hook.remove for hook in self._hooks), self._unwind)
         self._hooks.clear()
+
+    @property
+    def _is_watching(self) -> bool:
+        return self._active and not self._guard.broken
+
+    def _guarded(self, body: Callable[..., None], *args: Any) -> None:
+        """The body of a hook; the forwards that run are followed even if nothing else works."""
+        try:
+            body(*args)
+        except Exception as error:
+            self._unwind()
+            self._guard.failed(error)
+
+    def _unwind(self) -> None:
+        """No forward runs in this thread, or none is to be followed any more."""
+        running = self._running
+        running.forwards.clear()
+        running.closed, running.inside = None, ""
+        mode = running.mode
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if mode not in stack:  # it makes a call just now, and is put back after that
+            return
+        above = stack[stack.index(mode) + 1 :]
+        for _ in (mode, *above):
+            _pop_mode()  # type: ignore[no-untyped-call]
+        for other in above:
+            _push_mode(other)  # type: ignore[no-untyped-call]
+        running.mode = None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_replaying() is not self._repeated:
@@ -209,17 +282,20 @@ class Forwards:
         if module not in self._modules:
             self.strangers = True
             return
-        if not running.forwards:
-            if not torch.is_grad_enabled() or not trains(args):
-                return
-            running.mode = _Mode(self._watcher.called)
-            running.mode.__enter__()  # type: ignore[no-untyped-call]
+        if running.forwards and _is_over(running.forwards, module):
+            self._unwind()
+        if not running.forwards and not (torch.is_grad_enabled() and trains(args)):
+            return
         forward = Forward(
             *(module, args, kwargs, Randomness(self._devices), {}), number=next(self._numbers)
         )
+        if not running.forwards:
+            running.mode = _Mode(self._watcher, self._guard)
+            running.mode.__enter__()  # type: ignore[no-untyped-call]
         running.forwards.append(forward)
-        with torch._C.DisableTorchFunction():
-            self._watcher.begins(forward)
+        if self._is_watching:
+            with torch._C.DisableTorchFunction():
+                self._watcher.begins(forward)
 
     def _close(self, module: nn.Module, *others: object) -> None:
         if is_replaying() is not self._repeated:
@@ -247,7 +323,7 @@ class Forwards:
         if not running.forwards or module is not running.forwards[-1].module:
             return
         try:
-            if self._active:
+            if self._is_watching:
                 with torch._C.DisableTorchFunction():
                     self._watcher.ends(module, args, kwargs, output)
         finally:
@@ -255,6 +331,25 @@ class Forwards:
             if not running.forwards and running.mode is not None:
                 mode, running.mode = running.mode, None
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def _is_over(forwards: Sequence[Forward], module: nn.Module) -> bool:
+    """Whether a forward of this module, among those that seem to run, was left by an interrupt.
+
+    Torch calls no hooks then. Read from the call stack, where the new one is already.
+    """
+    seeming = sum(forward.module is module for forward in forwards)
+    if not seeming:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals["self"] is module:
+            seeming -= 1
+        frame = frame.f_back
+    return seeming >= 0
+
+
+_CALL = nn.Module._call_impl.__code__
 
 
 @cache

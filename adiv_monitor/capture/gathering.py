@@ -25,6 +25,7 @@ from adiv_monitor.capture.again.outputs import Outputs
 from adiv_monitor.capture.again.replay import Arguments
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
@@ -114,11 +115,9 @@ class Gathering:
 
     def detach(self) -> None:
         """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
+        hooks = (hook.remove for hook in self._hooks)
+        call_all(*hooks, *(late.remove for late in self._late))
         self._hooks.clear()
-        for late in list(self._late):
-            late.release()
 
     def use(
         self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
@@ -162,7 +161,7 @@ class Gathering:
             call.late = call.hook = weakref.ref(late)
             self._layers.rows[call.layer.path].calls.append(call)
         paths = [call.layer.path for call in calls.values()]
-        late.watch(outputs, lambda hook: partial(self._layers.guarded, lambda: paths, hook))
+        late.watch(outputs, lambda hook: partial(self._layers.guarded, paths, hook))
         self._late.add(late)
         return used
 
@@ -201,7 +200,7 @@ class Gathering:
         self._layers.replace(others, layer.path)
         call.look(features, taken, None)
         rows_of_layer.calls.append(call)
-        outputs.hook(tensors, self._arrival(layer.path, as_it_is, call))
+        outputs.hook(tensors, self._arrival(layer.path, as_it_is, call), self._layers.guard)
 
     def _others(
         self, module: nn.Module, parameters: list[nn.Parameter]
@@ -250,7 +249,7 @@ class Gathering:
     ) -> Callable[[Tensor], None]:
         """The hook that takes the gradient of a call's output."""
         hook = partial(self._on_gradient, path, layout, call)
-        arrive = partial(self._layers.guarded, lambda: [path], hook)
+        arrive = partial(self._layers.guarded, [path], hook)
         call.hook = weakref.ref(arrive)
         return arrive
 

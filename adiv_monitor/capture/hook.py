@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx import Proxy
 
+from adiv_monitor.capture.guard import call_all
+
 _PLAIN = (Tensor, nn.Parameter)
 _MODES = torch._C._TorchDispatchModeKey
 _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
@@ -66,8 +68,12 @@ class ModuleHook:
             self._handle = module.register_forward_hook(
                 Hook(function), with_kwargs=True, always_call=always
             )
-        for table in self._tables:
-            _hide(table, self._hooks)
+        try:
+            for table in self._tables:
+                _hide(table, self._hooks)
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Take it off; the module is then as it was."""
@@ -84,6 +90,7 @@ class NextForward:
     Args:
         modules: any of which may be called first.
         function: what is then called.
+        guard: runs the body of a hook: (body, *arguments).
         with_gradients: wait for a pass that records gradients; an evaluation is none.
         ends: wait until the module has run.
     """
@@ -92,18 +99,25 @@ class NextForward:
         self,
         modules: Iterable[nn.Module],
         function: Callable[[], object],
+        guard: Callable[..., object],
         *,
         with_gradients: bool = False,
         ends: bool = False,
     ) -> None:
         self._function = function
         self._with_gradients = with_gradients
-        self._hooks = [ModuleHook(module, self._runs, before=not ends) for module in modules]
+        self._hooks: list[ModuleHook] = []
+        try:
+            for module in modules:
+                hook = ModuleHook(module, partial(guard, self._runs), before=not ends)
+                self._hooks.append(hook)
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Wait no longer."""
-        for hook in self._hooks:
-            hook.remove()
+        call_all(*(hook.remove for hook in self._hooks))
 
     def _runs(self, module: nn.Module, args: object, *others: object) -> None:
         if is_replaying() or not trains(args):
@@ -112,7 +126,8 @@ class NextForward:
             self.remove()
             outside, _aside.on = _aside.on, True
             try:
-                self._function()
+                with torch._C.DisableTorchFunction():
+                    self._function()
             finally:
                 _aside.on = outside
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.features.recurrent import Map, Returned, replay
 from adiv_monitor.features.recurrent_call import RecurrentCall
@@ -51,10 +52,9 @@ class LateRows:
             hook = guard(partial(self._arrive, i))
             self._handles.append(output.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def release(self) -> None:
+    def remove(self) -> None:
         """Take the hooks off, and go with them."""
-        for handle in self._handles:
-            handle.remove()
+        call_all(*(handle.remove for handle in self._handles))
 
     def settle(self) -> None:
         """A weight's gradient has come: so has all that this pass lets reach the outputs."""

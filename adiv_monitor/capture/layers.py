@@ -1,7 +1,7 @@
 """The layers of one step, as they are seen: what they train, their rows, and their gradients."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.again.forward_calls import ForwardCalls
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
+from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.shard_accumulation import ShardAccumulation, is_zero
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.pieces import Piece, Source, Together, overlap
 from adiv_monitor.features.features import Features
@@ -33,6 +35,7 @@ class Layers:
         switched_off: paths of the layers that must not be watched.
         fail: called with a layer's path and the exception that its hook met; from then on the layer
             is not watched any more.
+        guard: is told of what else fails.
         calls: notes the forward passes, so that they can be run again.
         attention: gathers samples of attentions, if that is asked for.
 
@@ -40,6 +43,7 @@ class Layers:
         found: by path, the layers that were seen so far.
         rows: by path, the rows of those that are watched.
         replacements: path of a layer → path of the one whose reading stands for it.
+        guard: is told of what fails, but for what belongs to one layer.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Layers:
         chooser: Chooser,
         switched_off: Iterable[str],
         fail: Callable[[str, Exception], None],
+        guard: Guard,
         calls: ForwardCalls | None = None,
         attention: AttentionCalls | None = None,
     ) -> None:
@@ -60,17 +65,19 @@ class Layers:
         self._chooser = chooser
         self._off = set(switched_off)
         self._fail = fail
+        self.guard = guard
         self._calls = calls
         self._attention = attention
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
+        self._led: dict[int, list[str]] = defaultdict(list)  # by its id, paths of layers
         self._verdict = (-1, False)
+        self._verdict_of_shards = (-1, False)
         self._active = True  # hooks in graphs that are already built outlive their removal
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
         self._active = False
-        for accumulated in self._accumulated.values():
-            accumulated.remove()
+        call_all(*(accumulated.remove for accumulated in self._accumulated.values()))
         self._accumulated.clear()  # they refer to this: a cycle that would hold gradients back
 
     # --- finding ---------------------------------------------------------------------------------
@@ -117,17 +124,20 @@ class Layers:
         place, order = self.names.place(id(parameter)), self.names.order[id(parameter)]
         layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order, use.form)
         self.found[path] = layer
+        self._led[id(parameter)].append(path)
         if path in self._off:
             return layer
         self.rows[path] = LayerRows(self._chooser)
         if id(parameter) not in self._accumulated:
-            self._accumulated[id(parameter)] = Accumulation(
-                parameter,
-                partial(self._rows_of, parameter),
-                self._was_zeroed,
-                partial(self._hook, parameter),
-            )
+            self._accumulated[id(parameter)] = self._accumulation(parameter)
         return layer
+
+    def _accumulation(self, parameter: nn.Parameter) -> Accumulation:
+        users, guard = partial(self._rows_of, parameter), partial(self._hook, parameter)
+        stand_in = self._origin.stand_in(parameter)
+        if stand_in is None:
+            return Accumulation(parameter, users, self._was_zeroed, guard)
+        return ShardAccumulation(parameter, stand_in, users, self._shards_were_zeroed, guard)
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -174,7 +184,9 @@ class Layers:
 
     def forget(self, path: str) -> None:
         """There is no such layer after all."""
-        del self.found[path], self.rows[path]
+        lead = self.found.pop(path).pieces[0].parameter
+        self._led[id(lead)].remove(path)
+        del self.rows[path]
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -184,25 +196,23 @@ class Layers:
 
     def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
         """Rows of the layers whose gradient is told by this parameter's."""
-        found = [self.rows[path] for path in self._led_by(parameter) if path in self.rows]
+        found = [self.rows[path] for path in self._led[id(parameter)] if path in self.rows]
         return found if self._attention is None else found + self._attention.rows_of(parameter)
 
-    def _led_by(self, parameter: nn.Parameter) -> list[str]:
-        return [p for p, layer in self.found.items() if layer.pieces[0].parameter is parameter]
-
     def _hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Hook:
-        return Hook(partial(self.guarded, partial(self._led_by, parameter), function))
+        return Hook(partial(self.guarded, self._led[id(parameter)], function))
 
-    def guarded(
-        self, paths: Callable[[], list[str]], function: Callable[..., None], *args: Any
-    ) -> None:
+    def guarded(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         """Run a hook's body for some layers, which are not watched any more if it fails.
 
         It is given no gradient where the loss leaves this output of a function out.
         """
+        self.guard(self._run, paths, function, *args)
+
+    def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         if not self._active or args[-1] is None or not trains(args[-1]):
             return
-        watched = [path for path in paths() if path in self.rows]
+        watched = [path for path in paths if path in self.rows]
         if not watched:
             return
         try:
@@ -224,6 +234,14 @@ class Layers:
                 return False
             self._verdict = task, is_zero
         return self._verdict[1]
+
+    def _shards_were_zeroed(self) -> bool:
+        """Whether `.grad` of all sharded parameters was zeroed in place, before this pass."""
+        task = torch._C._current_graph_task_id()
+        if self._verdict_of_shards[0] != task:
+            parts = list(self._origin.sharded)
+            self._verdict_of_shards = task, is_zero(parts)
+        return self._verdict_of_shards[1]
 
     # --- what is not watched ---------------------------------------------------------------------
 

@@ -5,12 +5,14 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Source, Together, covered
+from adiv_monitor.capture.weights.shards import held_in_place_of, is_shard, managed, why_unusable
 from adiv_monitor.features.registry import Rule, find_rule
 from adiv_monitor.features.uses import as_it_is
 
@@ -210,14 +212,16 @@ class Selection:
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules; paths without what DDP, compile, FSDP, checkpoint and Fabric wrappers add."""
-    for path, module in model.named_modules():
-        parts, parent = [], model
-        for part in path.split(".") if path else ():
-            added = part in _WRAPPERS or (part == "module" and isinstance(parent, _PARALLEL))
-            if not added:
-                parts.append(part)
-            parent = getattr(parent, part)
-        yield ".".join(parts), module
+    found: dict[str, tuple[str, nn.Module]] = {}
+    for path, module in model.named_modules():  # parents first
+        name = ""
+        if path:
+            head, _, last = path.rpartition(".")
+            name, parent = found[head]
+            if last not in _WRAPPERS and not (last == "module" and isinstance(parent, _PARALLEL)):
+                name = f"{name}.{last}" if name else last
+        found[path] = name, module
+        yield name, module
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -234,7 +238,8 @@ def inside_wrappers(model: nn.Module) -> nn.Module:
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """Every trainable parameter of the model, tied ones once."""
-    return [p for p in model.parameters() if p.requires_grad]
+    held = held_in_place_of(model)
+    return [held.get(id(p), p) for p in model.parameters() if p.requires_grad]
 
 
 def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerChoice) -> Selection:
@@ -250,8 +255,13 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     rules: dict[nn.Module, Rule] = {}
     unsupported: dict[str, str] = {}
     names: dict[int, str] = {}
+    made_whole, sharded = managed(model), held_in_place_of(model)
     for path, module in named_modules(model):
-        own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}
+        own = {
+            name: sharded.get(id(p), p)
+            for name, p in module._parameters.items()
+            if p is not None and p.requires_grad
+        }
         if not own or not is_chosen(path, module, choice):
             continue
         held_here = {}
@@ -267,7 +277,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
         if isinstance(rule, str):
             unsupported[path] = f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
             continue
-        unusable = {name: why for name, p in held_here.items() if (why := _unusable(p))}
+        unusable = {n: why for n, p in held_here.items() if (why := _unusable(p, made_whole))}
         if unusable:
             unsupported[path] = "; ".join(f"its {name} {why}" for name, why in unusable.items())
         if rule is not None:
@@ -284,27 +294,55 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             unsupported[path] = "the optimizer trains it, but it is not in the monitored model"
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
-    holders, closed = _holders(model, places)
+    holders, closed = _holders(model, places, sharded)
     return Selection(places, kept, rules, holders, closed, unsupported, trained, names)
 
 
 def _holders(
-    model: nn.Module, places: Container[int]
+    model: nn.Module, places: Container[int], sharded: Mapping[int, nn.Parameter]
 ) -> tuple[dict[nn.Module, str], list[nn.Module]]:
     """The modules that hold any of the parameters, be it below, and those closed to the watch."""
     holders: dict[nn.Module, str] = {}
     closed: list[nn.Module] = []
     within: set[nn.Module] = set()
+    known: dict[nn.Module, _Held] = {}
     for path, module in named_modules(model):
         if isinstance(module, torch.jit.ScriptModule) or module in within:
             continue
-        held = list(module.parameters())
-        if any(id(parameter) in places for parameter in held):
+        held = _held(module, places, sharded, known)
+        if held.measured:
             holders[module] = path
-        elif held and not any(parameter.requires_grad for parameter in held):
+        elif held.any and not held.trained:
             closed.append(module)
             within.update(module.modules())
     return holders, closed
+
+
+class _Held(NamedTuple):
+    """Which parameters a module holds, be it below."""
+
+    any: bool
+    trained: bool
+    measured: bool
+
+
+def _held(
+    module: nn.Module,
+    places: Container[int],
+    sharded: Mapping[int, nn.Parameter],
+    known: dict[nn.Module, _Held],
+) -> _Held:
+    found = known.get(module)
+    if found is None:
+        known[module] = _Held(any=False, trained=False, measured=False)  # where it holds itself
+        own = [sharded.get(id(p), p) for p in module._parameters.values() if p is not None]
+        below = [_held(child, places, sharded, known) for child in module.children()]
+        found = known[module] = _Held(
+            any=bool(own) or any(held.any for held in below),
+            trained=any(p.requires_grad for p in own) or any(held.trained for held in below),
+            measured=any(id(p) in places for p in own) or any(held.measured for held in below),
+        )
+    return found
 
 
 def is_chosen(path: str, module: nn.Module, choice: LayerChoice) -> bool:
@@ -326,10 +364,13 @@ def _elements(parameter: Tensor) -> int:
     return 0 if is_lazy(parameter) else parameter.numel()
 
 
-def _unusable(parameter: Tensor) -> str | None:
+def _unusable(parameter: Tensor, made_whole: Collection[int]) -> str | None:
     if is_lazy(parameter):
         return "has no shape yet: the layer is lazy and has not run"
-    if type(parameter.data) is not Tensor:
+    if is_shard(parameter):
+        if (why := why_unusable(parameter, made_whole)) is not None:
+            return why
+    elif type(parameter.data) is not Tensor:
         return f"is a {type(parameter.data).__name__}, of which one process sees only a part"
     if not parameter.is_floating_point():
         return f"is {parameter.dtype}: only real floating-point parameters are measured"

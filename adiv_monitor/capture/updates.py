@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.weights.pieces import Piece, gradient
+from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import exact, to_device
 from adiv_monitor.maths import dots
 
@@ -101,7 +102,7 @@ class ParameterSteps:
         self._parameters = {id(p.parameter): gradient(p.parameter) for p in every}
         self._whole = {id(p.parameter): p.key for p in every if p.view is None}
         self._seen = _Entries(self._parameters)
-        grads = {p.key: p.of(self._parameters[id(p.parameter)]) for p in every}
+        grads = {p.key: p.own(self._parameters[id(p.parameter)]) for p in every}
         self._before: dict[int, Tensor] = {}
         if updates:
             self._before |= _copied({p.key: p.value() for p in self._small})
@@ -130,7 +131,7 @@ class ParameterSteps:
         return self._gamma[key] if parts is None else parts
 
     def entries_of(self, parameter: nn.Parameter) -> Tensor:
-        """Some entries of the parameter's gradient, as `some` takes them."""
+        """Some entries of the parameter's gradient, or of its part, as `some` takes them."""
         return self._seen.of(id(parameter))
 
     def stepped(self) -> None:
@@ -287,4 +288,4 @@ def _flat_in_memory(tensor: Tensor) -> Tensor:
 
 def weight_norms(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """‖θ‖ of every parameter: tells whether an optimizer moved them."""
-    return list(torch._foreach_norm([p.detach() for p in parameters])) if parameters else []
+    return list(torch._foreach_norm([part_of(p) for p in parameters])) if parameters else []

@@ -12,7 +12,7 @@ from adiv_monitor.capture.again.leftovers import Leftovers
 from adiv_monitor.capture.again.outputs import Outputs
 from adiv_monitor.capture.again.randomness import random_state
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
-from adiv_monitor.capture.forwards import Forward, Forwards, Function
+from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
 from adiv_monitor.capture.gathering import Takes
 from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.layers import Layers
@@ -150,25 +150,26 @@ class Watching:
 
     # --- functions -------------------------------------------------------------------------------
 
-    def called(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(self, call: FunctionToCall) -> Any:
         """Call a torch function, and find which parameters it uses."""
+        function, args, kwargs = call.function, call.args, call.kwargs
         name = getattr(function, "__name__", "")
         if self._active and (name.endswith("_") or "out" in kwargs):
             buffer = self._origin.buffer(kwargs.get("out", args[0] if args else None))
             if buffer is not None:
                 self._forwards.is_written(buffer)
         if not self._is_looking():
-            return function(*args, **kwargs)
+            return call()
         if name in _ATTRIBUTES:
-            return self._read(function, args)
+            return self._read(call)
         if self._attention is not None:
-            function = self._attention.watched(function, self._forwards)
+            self._attention.look(call, self._forwards)
         values = values_in(name, args, kwargs)
         if self._repetitions.shown and self._looks_for_uses():
             repeated = self._repetitions.among(values)
             if repeated:
-                return self._called_with_repeated(repeated, function, name, args, kwargs, values)
-        return self._watched(function, name, args, kwargs, values)
+                return self._called_with_repeated(repeated, call, name, values)
+        return self._watched(call, name, values)
 
     def _is_looking(self) -> bool:
         """Whether what is called can be part of what is measured."""
@@ -182,9 +183,9 @@ class Watching:
         """Not without gradients; when run again, there runs what checkpointing recomputes."""
         return torch.is_grad_enabled() or self._repeated
 
-    def _read(self, function: Function, args: tuple[Any, ...]) -> Any:
+    def _read(self, call: FunctionToCall) -> Any:
         """An attribute of a tensor: `.T` and `.data` are tensors too."""
-        result = function(*args)
+        args, result = call.args, call()
         if isinstance(result, Tensor) and self._origin.of_model(args[0]):
             self._origin.remember(result)
         repetition = self._repetitions.of(args[0])
@@ -192,16 +193,9 @@ class Watching:
             self._repetitions.is_view(result, repetition)
         return result
 
-    def _watched(
-        self,
-        function: Function,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        values: Iterable[Tensor],
-    ) -> Any:
+    def _watched(self, call: FunctionToCall, name: str, values: Iterable[Tensor]) -> Any:
         """Call a function; `values`: the tensors that it computes with."""
-        origin = self._origin
+        origin, args = self._origin, call.args
         trained, data = [], False
         for tensor in values:
             if not origin.of_model(tensor):
@@ -209,8 +203,8 @@ class Watching:
             elif origin.is_trained(tensor):
                 trained.append(tensor)
         if trained:
-            return self._called_with(trained, function, name, args, kwargs, data=data)
-        result = function(*args, **kwargs)
+            return self._called_with(trained, call, name, data=data)
+        result = call()
         if not data:
             origin.remember(result)
         elif args and (result is args[0] or result is None):
@@ -220,19 +214,18 @@ class Watching:
     def _called_with(
         self,
         trained: list[Tensor],
-        function: Function,
+        to_call: FunctionToCall,
         name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
         *,
         data: bool,
     ) -> Any:
         """Call a function that takes what is trained; `data`: and something of the batch."""
+        function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
         gradients = self._looks_for_uses()
         if gradients and name in _OPENED:
-            return self._forwards.opened(function, args, kwargs)
+            return self._forwards.opened(to_call)
         if gradients and function in RECURRENT:
-            return self._recurrent(function, args, kwargs, trained)
+            return self._recurrent(to_call, trained)
         origin, begun = self._origin, None
         data = data or any(map(is_retyped, trained))  # no change can be followed through that
         if not data and has_data(trained[0]):
@@ -241,7 +234,7 @@ class Watching:
         kept = args
         if name in _OVERWRITE and not origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
-        result = function(*args, **kwargs)
+        result = to_call()
         made = args[0] if name == "__setitem__" else result
         if not all(map(has_data, tensors_in(made))):
             return result
@@ -280,21 +273,16 @@ class Watching:
                     self._takes.use(use, call.result)
         return used
 
-    def _recurrent(
-        self,
-        function: Function,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        trained: list[Tensor],
-    ) -> Any:
+    def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor]) -> Any:
         """Call a recurrent function, and hand on the linear maps in it."""
+        function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
         call = rng_state = None
         if not self._is_off(trained):
             with self._noting(trained):
                 call = read_call(function, args, kwargs)
                 if call.draws and call.refusal is None:
                     rng_state = random_state(call.input.device)
-        result = function(*args, **kwargs)
+        result = to_call()
         outputs = tuple(tensors_in(result))
         if call is not None and trains(outputs[0]):
             with self._noting(trained) as used:
@@ -337,21 +325,21 @@ class Watching:
     def _called_with_repeated(
         self,
         repeated: list[Repetition],
-        function: Function,
+        call: FunctionToCall,
         name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
         values: list[Tensor],
     ) -> Any:
         """Call a function that takes repetitions of a weight, which may show what they are."""
         if is_in_place(name):
             for repetition in repeated:
                 self._repetitions.is_offset(repetition)
-        result = self._watched(function, name, args, kwargs, values)
+        result = self._watched(call, name, values)
         # Where no gradients are recorded, it is checkpointing that runs again.
         if any(t.requires_grad or not torch.is_grad_enabled() for t in tensors_in(result)):
             for repetition in repeated:
-                self._repetitions.went_into(repetition, function, args, kwargs, result)
+                self._repetitions.went_into(
+                    repetition, call.function, call.args, call.kwargs, result
+                )
         return result
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Bool
 
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths import measures
+from adiv_monitor.maths.alike import Fail, of_alike, raised
 from adiv_monitor.maths.estimates import (
     Estimate,
     PerLayer,
@@ -97,17 +98,19 @@ class Measured:
     common_unknown: bool
 
 
-def measure(layers: Mapping[str, Numbers]) -> dict[str, Measured]:
-    """Every measure of every layer."""
+def measure(layers: Mapping[str, Numbers], fail: Fail = raised) -> dict[str, Measured]:
+    """Every measure of every layer, without those that fail; `fail` gets path and exception."""
     alike: dict[object, list[str]] = defaultdict(list)
     for path, numbers in layers.items():
         names = tuple(sorted(numbers.values))
         kind = numbers.rows_seen, numbers.vectors, numbers.bias_alone, names, tuple(numbers.dots)
         alike[kind].append(path)
-    found: dict[str, Measured] = {}
-    for paths in alike.values():
-        found |= zip(paths, _measure_alike([layers[path] for path in paths]), strict=True)
-    return {path: found[path] for path in layers}
+
+    def together(paths: Sequence[str]) -> dict[str, Measured]:
+        return dict(zip(paths, _measure_alike([layers[path] for path in paths]), strict=True))
+
+    found = of_alike(alike.values(), together, fail)
+    return {path: found[path] for path in layers if path in found}
 
 
 def _stacked(arrays: Sequence[Array | Index], fill: float = np.nan) -> Array:

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.features.rows import to_device
+from adiv_monitor.maths.alike import Fail, of_alike, raised
 
 MOST_ENTRIES = 2_048
 
@@ -33,16 +34,17 @@ class AllRows:
 
 
 def sums(
-    layers: Mapping[str, AllRows], generator: np.random.Generator
+    layers: Mapping[str, AllRows], generator: np.random.Generator, fail: Fail = raised
 ) -> dict[str, dict[str, Tensor]]:
     """By layer and name: sums over the active rows, and entries for quantiles.
 
     `active` rows, `G_G` = Σ ‖g_r‖², `own_G` = Σ s_r ‖g_r‖², `own_own` = Σ s_r² ‖g_r‖², `scale_sum`,
     `scale_deviation` = √(Σ (s_r − mean)²), `scale_max`, `weight_squares` = Σ ‖φ_W‖² over all rows,
     and `scale_entries`: the scales of at most 2,048 rows, chosen by chance; NaN for idle ones.
+    Layers that fail are left out; `fail` gets path and exception.
     """
-    found: dict[str, dict[str, Tensor]] = {}
-    for paths in _alike(layers):
+
+    def together(paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         weight_square = torch.stack([layers[p].weight_square for p in paths])
         square = torch.stack([layers[p].square for p in paths])
         biases = [layers[p].bias_square for p in paths]
@@ -56,9 +58,12 @@ def sums(
             some = generator.choice(entries.shape[1], MOST_ENTRIES, replace=False)
             entries = entries.index_select(1, to_device(some, entries.device))
         named["scale_entries"] = entries
-        for i, path in enumerate(paths):
-            found[path] = {name: values[i] for name, values in named.items()}
-    return found
+        return {
+            path: {name: values[i] for name, values in named.items()}
+            for i, path in enumerate(paths)
+        }
+
+    return of_alike(_alike(layers), together, fail)
 
 
 def _of_stacked(

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from adiv_monitor.report import WORST, StepReport
+from adiv_monitor.sinks.blocks import common_stem
 from adiv_monitor.sinks.health import HEALTH, OVERVIEW, is_told
 from adiv_monitor.sinks.running import Running
 from adiv_monitor.sinks.wording import listed
@@ -22,11 +23,11 @@ NO_PICTURES = (
 )
 _GROWTH = 1.4  # pictures are drawn anew when there are so many times as many reports
 _PATIENCE = 20
-_MOST_WORDS = 92  # in a line of the overview
-_MOST_LINES = 14
+_MOST_LETTERS = 80  # in a line of the overview
+_MOST_LINES = 7
 _LOOKED_AT = (
-    "Looked at are the measures of the steps alone, in which not all ills show: inputs, wiring, "
-    "units and other learning rates are for `adiv-audit`."
+    "Looked at are the measures of the steps alone, in which not all ills show: wiring, single "
+    "units, the loss and other learning rates are for `adiv-audit`."
 )
 
 
@@ -79,7 +80,8 @@ class Board:
 
         Args:
             findings: what the overview says.
-            name: tells several monitors of one run apart: `adiv.<name>/…`.
+            name: tells several monitors of one run apart: `adiv/overview/<name>` and so on, so
+                that the overviews of all come first.
         """
         from adiv_monitor.audit.page.running_page import running_headline
         from adiv_monitor.sinks.heat import grid, heat_picture, overview_picture
@@ -91,14 +93,14 @@ class Board:
         named = {layer for finding in found for layer in finding.layers}
         front = [g for m in OVERVIEW if (g := grids[m]) is not None]
         maps = set(front[0].layers) if front else set()
-        group = f"adiv.{name}" if name else "adiv"
-        pictures = {f"{group}/per_layer/{m}": heat_picture(g, named) for m, g in told.items()}
+        end = f"/{name}" if name else ""
+        pictures = {f"adiv/per_layer/{m}{end}": heat_picture(g, named) for m, g in told.items()}
         if front:
             lines = _lines(found)
             rows = [g.only(maps) for g in front]
-            pictures[f"{group}/overview"] = overview_picture(
-                rows, running_headline(found), lines, named
-            )
+            headline = running_headline(found)
+            whose = f"{common_stem(maps).rstrip('.') or name}: {headline}" if name else headline
+            pictures[f"adiv/overview{end}"] = overview_picture(rows, whose, lines, named)
         return pictures
 
 
@@ -124,15 +126,16 @@ def findings_text(findings: Iterable["Finding"]) -> str:
 
 
 def _lines(findings: tuple["Finding", ...]) -> list[str]:
-    """The same for a picture, shorter."""
+    """What, where and what to do, as short as a card has room for."""
     from adiv_monitor.audit.page.titles import finding_title
 
-    lines = []
+    lines: list[str] = []
     for finding in findings:
+        where = f": {listed(list(finding.layers))}" if finding.layers else ""
         advice = f" To mend it: {finding.advice[0].text}." if finding.advice else ""
-        said = f"• {finding_title(finding.name)} ({finding.strength}). {finding.summary}{advice}"
-        lines += textwrap.wrap(said, _MOST_WORDS, subsequent_indent="   ")
-    lines = lines or textwrap.wrap(_LOOKED_AT.replace("`", ""), _MOST_WORDS)
+        said = f"• {finding_title(finding.name)} ({finding.strength}){where}.{advice}"
+        lines += textwrap.wrap(said, _MOST_LETTERS, subsequent_indent="   ")
+    lines = lines or textwrap.wrap(_LOOKED_AT.replace("`", ""), _MOST_LETTERS)
     return lines if len(lines) <= _MOST_LINES else [*lines[: _MOST_LINES - 1], "   … (see Text)"]
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _TOO_LITTLE, _HEALTHY, _TOO_MUCH = "#08519c", "#e3ebdf", "#b30000"
 _NO_DIRECTION = "#9a9a9a"
 _MOST_NAMES = 60  # more layers have the names of their blocks beside them
+_MOST_NAMES_OVERVIEW = 15
+_MOST_BLOCKS = 40
 _NAME_LENGTH = 34
 _INK, _MUTED, _BAD = "#1f2328", "#6b7280", "#b30000"
 
@@ -83,27 +85,32 @@ def heat_picture(found: Grid, named: Collection[str] = ()) -> bytes:
 def overview_picture(
     grids: Sequence[Grid], headline: str, lines: Sequence[str], named: Collection[str]
 ) -> bytes:
-    """What to know in one screen: the verdict in words, and the front measures side by side."""
+    """What to know in one screen: the verdict in words, and the front measures side by side.
+
+    As wide and as large in type as TensorBoard's cards, which are small, want it.
+    """
     from matplotlib.figure import Figure
 
-    layers = max((len(found.layers) for found in grids), default=0)
-    row = _row_height(layers)
-    words = 0.62 + 0.24 * len(lines)
-    height = words + row * layers + 1.4
+    layers = grids[0].layers if grids else ()
+    rows = min(max(0.2 * len(layers), 0.6), 2.6)  # inches
+    words = 0.8 + 0.29 * len(lines)
+    height = words + rows + 1.35
     figure = Figure(figsize=(8.6, height), dpi=100, facecolor="white")
     text: dict[str, Any] = {"va": "top", "color": _INK, "parse_math": False}
-    figure.text(0.015, 1 - 0.12 / height, headline, size=22, weight="bold", **text)
+    figure.text(0.015, 1 - 0.12 / height, headline, size=27, weight="bold", **text)
     for i, line in enumerate(lines):
-        figure.text(0.015, 1 - (0.66 + 0.24 * i) / height, line, size=11.5, **text)
-    left, gap = 0.25, 0.016
+        figure.text(0.015, 1 - (0.76 + 0.29 * i) / height, line, size=14, **text)
+    names = _names(layers, _MOST_NAMES_OVERVIEW)
+    left, gap = 0.03 + 0.0088 * max(map(len, names), default=0), 0.016
     each = (0.99 - left) / max(len(grids), 1)
     for i, found in enumerate(grids):
         place = left + i * each
-        box = (place, 0.82 / height, each - gap, row * len(found.layers) / height)
-        axes = figure.add_axes(box)
-        _draw(axes, found, named, names=i == 0 or found.layers != grids[0].layers, ticks=3)
-        axes.set_title(HEALTH[found.measure].short, loc="left", size=10.5, color=_INK)
-        _colour_bar(figure, (place, 0.34 / height, each - gap, 0.1 / height), found, flat=True)
+        axes = figure.add_axes((place, 0.85 / height, each - gap, rows / height))
+        own = i == 0 or found.layers != layers
+        _draw(axes, found, named, names=_MOST_NAMES_OVERVIEW if own else 0, ticks=3)
+        axes.tick_params(labelsize=10)
+        axes.set_title(HEALTH[found.measure].short, loc="left", size=13, color=_INK)
+        _colour_bar(figure, (place, 0.34 / height, each - gap, 0.12 / height), found, flat=True)
     return _png(figure)
 
 
@@ -113,8 +120,9 @@ def _row_height(layers: int) -> float:
 
 
 def _draw(
-    axes: "Axes", found: Grid, named: Collection[str], *, names: bool = True, ticks: int = 5
+    axes: "Axes", found: Grid, named: Collection[str], *, names: int = _MOST_NAMES, ticks: int = 5
 ) -> None:
+    """The picture; beside it `names` names at most, of layers or of their blocks."""
     from matplotlib.ticker import NullLocator
 
     colours, levels = _coloured(found)
@@ -137,25 +145,40 @@ def _draw(
     if not names:
         axes.yaxis.set_major_locator(NullLocator())
         return
-    _name_rows(axes, found.layers, named)
+    _name_rows(axes, found.layers, named, names)
 
 
-def _name_rows(axes: "Axes", layers: tuple[str, ...], named: Collection[str]) -> None:
+def _named(layers: tuple[str, ...], most: int) -> dict[str, tuple[str, ...]]:
+    """Name → its layers: each of its own, or blocks of neighbours where there are too many."""
+    if len(layers) <= most:
+        return {path: (path,) for path in layers}
+    return blocks(layers, most=min(most, _MOST_BLOCKS))
+
+
+def _names(layers: tuple[str, ...], most: int) -> list[str]:
     stem = common_stem(layers)
-    if len(layers) <= _MOST_NAMES:
-        axes.set_yticks(range(len(layers)), [_short(path, stem) for path in layers], color=_INK)
-        marked = [path in named for path in layers]
-    else:
-        groups = blocks(layers, most=40)
-        first = [layers.index(block[0]) for block in groups.values()]
-        ends = [*first[1:], len(layers)]
-        middles = [(a + b - 1) / 2 for a, b in zip(first, ends, strict=True)]
-        axes.set_yticks(middles, [_short(name, stem) for name in groups], color=_INK)
+    return [_short(name, stem) for name in _named(layers, most)]
+
+
+def _name_rows(axes: "Axes", layers: tuple[str, ...], named: Collection[str], most: int) -> None:
+    """Names that would lie on each other give way, those that no finding names first."""
+    groups = _named(layers, most)
+    first = [layers.index(block[0]) for block in groups.values()]
+    ends = [*first[1:], len(layers)]
+    middles = [(a + b - 1) / 2 for a, b in zip(first, ends, strict=True)]
+    marked = [any(path in named for path in block) for block in groups.values()]
+    apart = 0.8 * len(layers) / most if len(groups) < len(layers) else 0.0
+    kept: list[int] = []
+    for i in sorted(range(len(groups)), key=lambda i: not marked[i]):
+        if all(abs(middles[i] - middles[j]) >= apart for j in kept):
+            kept.append(i)
+    names = _names(layers, most)
+    axes.set_yticks([middles[i] for i in kept], [names[i] for i in kept], color=_INK)
+    if apart:
         axes.hlines([i - 0.5 for i in first[1:]], -0.5, axes.get_xlim()[1], color="white", lw=0.8)
-        marked = [any(path in named for path in block) for block in groups.values()]
-    for label, is_named in zip(axes.get_yticklabels(), marked, strict=True):
+    for i, label in zip(kept, axes.get_yticklabels(), strict=True):
         label.set_parse_math(False)  # a path may have a "$"
-        if is_named:
+        if marked[i]:
             label.set_color(_BAD)
             label.set_fontweight("bold")
 

@@ -17,8 +17,8 @@ class HtmlSink:
 
     It is the audit's page without what only an audit can know. The file holds everything, asks for
     nothing over a network, and is replaced as a whole: at the first report, at those after it where
-    twenty times as long has passed as writing it took, and at `close`. To see how a training comes
-    on, load it again.
+    twenty times as long has passed as writing it took, and at `flush` and `close`, when a callback
+    that has the sink ends, too. To see how a training comes on, load it again.
 
     Args:
         path: the file; missing folders are made, an existing file is replaced.
@@ -51,10 +51,14 @@ class HtmlSink:
         if time.monotonic() >= self._not_before:
             self._write_page()
 
-    def close(self) -> None:
-        """Write the page as the training ended."""
+    def flush(self) -> None:
+        """Write the page with all reports so far."""
         if self._is_behind:
             self._write_page()
+
+    def close(self) -> None:
+        """Write the page as the training ended."""
+        self.flush()
 
     def _write_page(self) -> None:
         from adiv_monitor.audit.page import running_page

@@ -10,9 +10,12 @@ class Lent:
 
     def __init__(self, sink: Sink) -> None:
         self.write = sink.write
+        self._flush = getattr(sink, "flush", None)
 
     def close(self) -> None:
-        """The user may go on with the sink after the training."""
+        """Let it write what it holds back; the user may go on with it after the training."""
+        if callable(self._flush):
+            self._flush()
 
 
 def lent(sinks: Sequence[object], owner: str) -> tuple[Lent, ...]:

@@ -9,6 +9,9 @@ from adiv_monitor.report import StepReport
 class Sink(Protocol):
     """Whatever takes reports.
 
+    One that holds something back may have `flush()`, too: callbacks, which leave sinks of the
+    user's open, call it when a training ends.
+
     An exception that leaves `write` is the monitor's business, which treats it as `on_error` says.
     """
 

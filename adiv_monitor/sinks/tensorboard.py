@@ -55,7 +55,7 @@ class TensorBoardSink:
         scalars: "few", or "all" for every layer's.
         histograms: whether to write the histograms.
         name: tells several monitors that write into one run apart: the summary goes to
-            `adiv.summary.<name>/…`, pictures to `adiv.<name>/…`.
+            `adiv.summary.<name>/…`, pictures to `adiv/…/<name>`.
 
     Raises:
         ImportError: without the package tensorboard.
@@ -109,11 +109,15 @@ class TensorBoardSink:
             self._write_board(report)
         self._writer.flush()
 
-    def close(self) -> None:
-        """Write the last pictures, and close the event file, if it is this sink's own."""
+    def flush(self) -> None:
+        """Write pictures and findings of all reports so far."""
         if self._last is not None and self._board.is_behind:
             self._write_board(self._last)
             self._writer.flush()
+
+    def close(self) -> None:
+        """Write the last pictures, and close the event file, if it is this sink's own."""
+        self.flush()
         if self._owned:
             self._writer.close()
 

@@ -1,9 +1,11 @@
 """Reports in the log of a Hugging Face Trainer, and wherever that reports to."""
 
+import warnings
 from copy import copy
 from typing import TYPE_CHECKING
 
 from adiv_monitor.report import StepReport
+from adiv_monitor.sinks.products import ProductSink, product_of_callback
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
     Scalars,
@@ -21,7 +23,8 @@ class TrainerSink:
 
     The summary over layers, and the coverage, go into `trainer.state.log_history` and to all
     callbacks that don't merely print logs. What each layer says would flood the history: it goes to
-    those that report to some product, to TensorBoard in the way of `TensorBoardSink`.
+    those that report to some product, to TensorBoard in the way of `TensorBoardSink`. W&B and
+    MLflow get its pictures and findings, too; other products numbers alone, which is said once.
 
     Args:
         trainer: the Trainer, which has begun to train.
@@ -37,6 +40,7 @@ class TrainerSink:
         self._measures = measures
         self._scalars = scalars
         self._board: TensorBoardSink | None = None
+        self._products: dict[int, ProductSink | None] = {}  # by id of the callback
 
     def write(self, report: StepReport) -> None:
         """Log the report at the number of steps that the Trainer has taken."""
@@ -58,13 +62,29 @@ class TrainerSink:
                 self._board.write(report)
             elif isinstance(callback, products):
                 self._tell(callback, {**shown, "epoch": self._state.epoch})
+                if (product := self._product(callback)) is not None:
+                    product.write(report, self._state.global_step)
             elif not isinstance(callback, (PrinterCallback, ProgressCallback)):
                 self._tell(callback, dict(summary))
 
     def close(self) -> None:
         """Write the last pictures; what they are written to belongs to the Trainer."""
-        if self._board is not None:
-            self._board.close()
+        for board in (self._board, *self._products.values()):
+            if board is not None:
+                board.close()
+
+    def _product(self, callback: "TrainerCallback") -> ProductSink | None:
+        if id(callback) not in self._products:
+            product, name = product_of_callback(callback), type(callback).__name__
+            if product is None:
+                warnings.warn(
+                    f"DivergenceTrainerCallback: {name} takes numbers alone; for findings and heat "
+                    "maps: DivergenceTrainerCallback(sinks=[HtmlSink('run.html')])",
+                    stacklevel=2,
+                )
+            own = "DivergenceTrainerCallback"
+            self._products[id(callback)] = ProductSink(product, own) if product else None
+        return self._products[id(callback)]
 
     def _tell(self, callback: "TrainerCallback", logs: dict[str, float]) -> None:
         """As the Trainer tells its callbacks of a log."""

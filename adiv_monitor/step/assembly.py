@@ -26,7 +26,7 @@ from adiv_monitor.step.part import Part
 from adiv_monitor.step.ranks import Exchange
 from adiv_monitor.step.together import prepared, together
 
-PATIENCE, _FAREWELL = 10.0, 2.0  # seconds
+PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
 _LATE = 4  # reports
 
 
@@ -82,6 +82,7 @@ class Assembly:
         self._emit = emit
         self._name = ""
         self._exchange: Exchange | None = None
+        self._agreed = True  # as far as is known
         self._silent: set[int] = set()  # processes that were waited for in vain
         self._waiting: deque[_Waiting] = deque()
 
@@ -106,6 +107,21 @@ class Assembly:
             assert isinstance(chance, np.random.PCG64)
             chance.advance(self._exchange.rank << 96)
         return self._exchange
+
+    def agree(self, point: str) -> bool:
+        """Whether all processes come to a point, so that what takes all of them may follow.
+
+        Where some did not, the next time nobody waits for long.
+        """
+        if self._world == 1:
+            return True
+        if self._exchange is None:
+            return False
+        try:
+            self._agreed = self._exchange.agree(point, PATIENCE if self._agreed else _SHORT)
+        except RuntimeError:  # the store is gone
+            self._agreed = False
+        return self._agreed
 
     def wait(self) -> None:
         """Complete all reports now; all processes do."""
@@ -161,10 +177,14 @@ class Assembly:
             patience: complete all of them, with what comes within so many seconds.
         """
         urgent, patience = patience is not None, patience or 0.0
-        end = time.monotonic() + patience
+        begin = time.monotonic()
+        end, look = begin + patience, begin + _LOOK
         while self._waiting:
             waiting = self._waiting[0]
             try:
+                if time.monotonic() > look:
+                    look = time.monotonic() + _LOOK
+                    self._let_go(waiting)
                 is_complete = self._look(waiting)
             except RuntimeError:  # the store is gone
                 is_complete = True
@@ -177,6 +197,11 @@ class Assembly:
                 self._silent |= waiting.expected
             self._waiting.popleft()
             self._finish(waiting)
+
+    def _let_go(self, waiting: _Waiting) -> None:
+        """Don't wait for those who have left; what they handed in before is looked at next."""
+        if self._exchange is not None and self._exchange.rank == 0:
+            waiting.expected &= set(self._exchange.present())
 
     def _look(self, waiting: _Waiting) -> bool:
         """See what has come; whether that is all."""
@@ -218,4 +243,4 @@ class Assembly:
         self._emit(report, rank == 0 or waiting.meeting is None or waiting.heard is not None)
 
 
-_PAUSE = 0.002  # seconds
+_PAUSE, _LOOK = 0.002, 0.25  # seconds

@@ -16,6 +16,7 @@ from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.eager import forced_eager, in_compiled_code
+from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.updates import Watch
@@ -76,12 +77,12 @@ class Course:
         self._assembly = Assembly(asked.max_rows, generator, self._complete, report)
         self._checked: set[str] = set()  # layers whose rule was seen to hold
         self._compiled = False  # was the model called by compiled code, when last measured?
+        self._number = 0  # of the step under way
         self._armed: _Armed | None = None
         self._pending: _Pending | None = None
         self._alignment: Alignment | None = None
         self._reference: dict[str, Any] | None = None
 
-    @property
     def saw_calls(self) -> bool:
         """Whether layers were called in a step that was not taken yet."""
         return self._armed is not None and self._armed.capture.saw_calls()
@@ -115,8 +116,17 @@ class Course:
 
     def arm(self) -> None:
         """Put the hooks on, before the forward pass of a step to measure."""
+        self.disarm()
+        with ExitStack() as undo:
+            self._armed = self._arm(undo)
+            undo.pop_all()
+
+    def _arm(self, undo: ExitStack) -> "_Armed":
         selection = self._select()
+        guard = Guard(self._failures.lost)
         realised = self._follow(selection)
+        if realised is not None:
+            undo.callback(realised.detach)
         capture = Capture(
             self._model,
             selection,
@@ -127,9 +137,11 @@ class Course:
             checked=self._checked,
             switched_off=set(self._failures.switched_off),
             fail=self._failures.switch_off,
+            guard=guard,
             begins=partial(self._failures.safely, self._look),
             calls=None if realised is None else realised.calls,
         )
+        undo.callback(capture.detach)
         step = MeasuredStep(
             *(
                 capture,
@@ -139,11 +151,16 @@ class Course:
                 self._generator,
             ),
             realised,
+            self._agree,
         )
-        self._armed = _Armed(capture, step, selection)
-        self._armed.cleanup.enter_context(forced_eager())
-        if realised is not None:
-            self._armed.cleanup.callback(realised.detach)
+        eager = undo.enter_context(ExitStack())
+        eager.enter_context(forced_eager())
+        return _Armed(capture, step, selection, guard, realised, eager)
+
+    def _agree(self, point: str) -> bool:
+        """Whether all processes come to this point of the step."""
+        attempt = 0 if self._armed is None else self._armed.attempts
+        return self._assembly.agree(f"{self._number}/{attempt}/{point}")
 
     def _follow(self, selection: Selection) -> Realised | None:
         """What notes the coming step, to find out what it really does, if asked for."""
@@ -159,14 +176,15 @@ class Course:
         self._failures.tell(f"attention of '{path}'", error)
 
     def step_begins(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, number: int, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """An optimizer step begins; with a measured one's closure, it gets other arguments."""
+        """An optimizer step of this number begins; a measured one's closure is replaced."""
+        self._number = number
         if self._pending is not None:
             self._failures.safely(self.finish)
         if self._assembly:
             self._failures.safely(self._assembly.collect)
-        if self._armed is None:
+        if self._armed is None or self._armed.guard.broken:
             return None
         return self._read_gradients(self._armed, optimizer, args, kwargs)
 
@@ -186,12 +204,12 @@ class Course:
 
         def closure_then_read(*args: Any, **kwargs: Any) -> Any:
             if armed.closure_calls:  # it will be refused: look at no more rows
-                armed.capture.detach()
+                self._failures.safely(armed.capture.detach)
             result = closure(*args, **kwargs)
             armed.closure_calls = (armed.closure_calls or 0) + 1
             if armed.closure_calls == 1:
                 self._failures.safely(armed.step.weights_moved, weights)
-                armed.gradients_final(optimizer)
+                self._failures.safely(armed.gradients_final, optimizer)
             return result
 
         if len(args) > 1:
@@ -200,15 +218,23 @@ class Course:
 
     def step_ends(self, number: int) -> None:
         """The optimizer's step of this number has ended."""
-        if self._armed is not None:
-            self._failures.safely(self._stepped, self._armed, number)
+        self._ends(self._stepped, number)
 
     def gradient_is_complete(self, number: int) -> None:
         """Without an optimizer: that is all there is of a step."""
-        if self._armed is not None:
-            self._failures.safely(self._measure_gradient, self._armed, number)
+        self._ends(self._measure_gradient, number)
+
+    def _ends(self, measure: Callable[["_Armed", int], None], number: int) -> None:
+        if self._armed is None:
+            return
+        try:
+            if not self._armed.guard.broken:
+                self._failures.safely(measure, self._armed, number)
+        finally:
+            self.disarm()
 
     def _measure_gradient(self, armed: "_Armed", number: int) -> None:
+        self._number = number
         armed.step.gradient_is_final(1.0, steps=False)
         self._stepped(armed, number)
         self.finish()
@@ -236,17 +262,12 @@ class Course:
             modules = armed.selection.owners
             # An embedding that keeps its rows short changes them when it looks them up.
             renormed = [m for m in modules if getattr(m, "max_norm", None) is not None]
-            finish = NextForward(
-                renormed[-1:] or modules,
-                partial(self._failures.safely, self.finish),
-                ends=bool(renormed),
-            )
-            self._pending.cleanup.callback(finish.remove)
+            guard = self._failures.safely
+            last = renormed[-1:] or modules
+            self._pending.hooks.append(NextForward(last, self.finish, guard, ends=bool(renormed)))
             if self._asked.realised is not False:  # before anything of that pass has run
-                realise = NextForward(
-                    armed.selection.modules, partial(self._failures.safely, armed.step.realise)
-                )
-                self._pending.cleanup.callback(realise.remove)
+                first = armed.selection.modules
+                self._pending.hooks.append(NextForward(first, armed.step.realise, guard))
 
     def _look(self) -> None:
         """The forward pass of an armed step begins: when, and who called the model?"""
@@ -256,16 +277,15 @@ class Course:
     def disarm(self) -> None:
         """Take the hooks off."""
         if self._armed is not None:
-            armed, self._armed = self._armed, None
-            armed.capture.detach()
-            armed.cleanup.close()
+            self._armed.release()
+            self._armed = None
 
     def finish(self) -> None:
         """Complete what this process knows of the pending step, and hand it on."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        pending.cleanup.close()
+        pending.release()
         pending.step.realise()
         pending.step.applied()
         part = pending.step.part()
@@ -296,6 +316,21 @@ class Course:
         finally:
             self._assembly.end(patience)
 
+    def release(self) -> None:
+        """Whatever has failed so far: take every hook off."""
+        pending, self._pending = self._pending, None
+        call_all(self.disarm, *(() if pending is None else (pending.release,)))
+
+    def _why(self, parameter: nn.Parameter, pending: "_Pending") -> str:
+        """Why there is no reading for a parameter."""
+        off, selection = self._failures.switched_off, pending.selection
+        module = selection.places[id(parameter)][0].path
+        for places in selection.places.values() if off else ():
+            # What fails before its layer is known goes by the first of its module's parameters.
+            if places[0].path == module and places[0].full_name in off:
+                return off[places[0].full_name]
+        return pending.capture.why_unmeasured(parameter)
+
     def _describe(self, part: Part, pending: "_Pending") -> None:
         """Which parameters it is of, and why there is nothing of others."""
         selection, seen = pending.selection, pending.capture.layers
@@ -303,7 +338,8 @@ class Course:
         known = dict(part.unsupported)
         known |= {p: r for p, r in self._failures.switched_off.items() if p in seen}
         told = [*measured, *(layer for path, layer in seen.items() if path in known)]
-        unexplained = selection.unexplained(told, known, pending.capture.why_unmeasured)
+        why = partial(self._why, pending=pending)
+        unexplained = selection.unexplained(told, known, why)
         part.unsupported = {**selection.unsupported, **unexplained, **known}
         part.unmeasured = selection.unmeasured(measured)
         part.coverage, part.elements = selection.coverage(measured), selection.elements
@@ -315,7 +351,12 @@ class Course:
 
     def _complete(self, number: int, part: Part) -> StepReport:
         """The report of a step."""
-        outcome = understand(part, self._watch)
+
+        def fail(path: str, error: Exception) -> None:
+            self._failures.switch_off(path, error)
+            part.unsupported[path] = self._failures.switched_off[path]
+
+        outcome = understand(part, self._watch, fail)
         return StepReport(
             step=number,
             layers=outcome.layers,
@@ -334,13 +375,28 @@ class Course:
 class _Armed:
     """A step to be measured, from before its forward pass to its end."""
 
-    def __init__(self, capture: Capture, step: MeasuredStep, selection: Selection) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        step: MeasuredStep,
+        selection: Selection,
+        guard: Guard,
+        realised: Realised | None,
+        eager: ExitStack,
+    ) -> None:
         self.capture = capture
         self.step = step
         self.selection = selection
+        self.guard = guard
+        self._realised = realised
+        self._eager = eager
         self.attempts = 0  # at the optimizer's step: one that raises may be repeated
         self.closure_calls: int | None = None  # during the last one; None: it had no closure
-        self.cleanup = ExitStack()
+
+    def release(self) -> None:
+        """Take the hooks off; if that is interrupted, it can be done again."""
+        detach = () if self._realised is None else (self._realised.detach,)
+        call_all(self.capture.detach, *detach, self._eager.close)
 
     def gradients_final(self, optimizer: Optimizer) -> None:
         # A fused optimizer unscales AMP gradients itself; the scaler leaves the scale here.
@@ -366,4 +422,8 @@ class _Pending:
         self.selection = selection
         self.number = number
         self.alignment = alignment
-        self.cleanup = ExitStack()
+        self.hooks: list[NextForward] = []
+
+    def release(self) -> None:
+        """Take the hooks off."""
+        call_all(*(hook.remove for hook in self.hooks))

@@ -30,12 +30,16 @@ class Failures:
         try:
             return action(*args)
         except Exception as error:
-            if self._on_error == "raise":
-                raise
-            failure = f"The monitor failed: {type(error).__name__}: {error}"
-            self.notes.append(failure)
-            self.warn("step", f"adiv_monitor: {failure}; training goes on")
+            self.lost(error)
             return None
+
+    def lost(self, error: Exception) -> None:
+        """An exception that leaves a step without its report, or without some of it."""
+        if self._on_error == "raise":
+            raise error
+        failure = f"The monitor failed: {type(error).__name__}: {error}"
+        self.notes.append(failure)
+        self.warn("step", f"adiv_monitor: {failure}; training goes on")
 
     def switch_off(self, path: str, error: Exception) -> None:
         """An exception while measuring a layer: never again, and say so."""

@@ -3,8 +3,9 @@
 Everything stays on the device until `outcome`, which makes one transfer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
@@ -18,6 +19,8 @@ from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Layer, listed
 from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
+from adiv_monitor.capture.weights.pieces import Parts
+from adiv_monitor.capture.weights.shards import holders, is_shard
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import exact, joined
@@ -31,6 +34,7 @@ from adiv_monitor.step.part import CEILING_SUMS, Looked, Part, learn, make_part
 from adiv_monitor.step.plain_step import act, added, changes, gram_is_less, probe, stretch
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.transfer import fetch
+from adiv_monitor.step.wholes import WHY_NOT, Agree, Wholes, spread
 
 # There is no mean feature, and no telling which of the parameters are a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
@@ -48,6 +52,7 @@ class MeasuredStep:
         fail: called with a layer's path and the exception met while measuring it.
         generator: the monitor's own source of chance.
         realised: finds out what the step really did, if asked for.
+        agree: asks the other processes whether all come to a point of the step.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class MeasuredStep:
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
         realised: Realised | None = None,
+        agree: Agree = lambda point: processes() == 1,
     ) -> None:
         self._capture = capture
         self._attention = (
@@ -70,6 +76,7 @@ class MeasuredStep:
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
         self._moved: Tensor | None = None  # did the weights move before the gradient was there?
         self._parameters = parameters
+        self._wholes = Wholes(parameters, agree)
         self._watch = watch
         self._fail = fail
         self._generator = generator
@@ -107,9 +114,13 @@ class MeasuredStep:
             pieces, self._watch, updates=steps, copy_gradient=scale is not None
         )
         factors = self._factors(list(reached), scale)
-        for layer, calls in reached.items():
-            self._try(layer, self._begin, layer, calls, factors.get(layer.path), scale)
-        for path, found in totals.sums(self._all_rows, self._generator).items():
+        come = self._wholes.gradients(self._steps, updates=steps)
+
+        def begin(layer: Layer, parts: Parts) -> None:
+            self._begin(layer, reached[layer], factors.get(layer.path), scale, parts)
+
+        self._measure(reached, begin, self._wholes.of_gradients if come else None)
+        for path, found in totals.sums(self._all_rows, self._generator, self._lose).items():
             self._measured[path].values |= found
         self._all_rows.clear()
         if self._weight_sums:
@@ -149,9 +160,7 @@ class MeasuredStep:
         if not known:
             return {}
         before = torch._foreach_norm([exact(parts) for parts in known.values()])
-        now = torch._foreach_norm(
-            [exact(self._steps.gamma_norm_of(layer.parameters[0])) for layer in known]
-        )
+        now = torch._foreach_norm([exact(self._now(layer.parameters[0])) for layer in known])
         # 0/0 is 1: then nothing of the gradient is left to be in any units.
         tiny = torch.finfo(torch.float32).tiny
         factors = torch._foreach_div(
@@ -161,17 +170,29 @@ class MeasuredStep:
             factors = torch._foreach_div(factors, scale)
         return {layer.path: factor for layer, factor in zip(known, factors, strict=True)}
 
+    def _now(self, parameter: nn.Parameter) -> Tensor:
+        """As long as the parameter's gradient; of a sharded one, as some of its entries."""
+        assert self._steps is not None
+        if is_shard(parameter):  # of one process
+            return self._steps.entries_of(parameter)
+        return self._steps.gamma_norm_of(parameter)
+
     @torch.no_grad()
     def updated(self) -> None:
         """The optimizer has stepped: u and d."""
         if self._attention is not None:  # first, while all copies of parameters are there
             self._attention.updated()
-        if self._steps is None or not self._measured:
+        if self._steps is None or not (self._measured or self._wholes.come):
             return
         self._steps.stepped()
         # The largest difference last, when the other layers' rows are gone: that is the peak.
-        for measured in sorted(self._measured.values(), key=attrgetter("size")):
-            self._try(measured.layer, self._measure_update, measured)
+        found = {x.layer: x for x in sorted(self._measured.values(), key=attrgetter("size"))}
+        made = partial(self._wholes.of_updates, steps=self._steps)
+
+        def measure(layer: Layer, parts: Parts) -> None:
+            self._measure_update(found[layer], parts)
+
+        self._measure(found, measure, made if self._wholes.updates() else None)
         self._flags["gradient_changed"] = self._steps.finish_update()
 
     @torch.no_grad()
@@ -264,22 +285,61 @@ class MeasuredStep:
             )
         return notes
 
+    def _measure(
+        self,
+        layers: Iterable[Layer],
+        measure: Callable[[Layer, Parts], None],
+        made: Callable[[Sequence[Layer]], Iterable[tuple[Layer, Parts]]] | None,
+    ) -> None:
+        """Measure layers, those last whose parameters must be made whole.
+
+        Args:
+            layers: the layers.
+            measure: is given the pieces that were made whole.
+            made: makes them so, with all other processes; None: they can't be.
+        """
+        apart = [layer for layer in layers if spread(layer)]
+        for layer in layers:
+            if layer not in apart:
+                self._try(layer, measure, layer, {})
+        errors: list[Exception] = []
+        for layer, parts in made(tuple(apart)) if made else ():
+            apart.remove(layer)
+            try:
+                self._try(layer, measure, layer, parts)
+            except Exception as error:  # raised now, it would keep the other processes waiting
+                errors.append(error)
+        for layer in apart:
+            self._all_rows.pop(layer.path, None)
+            self._lose(layer.path, Refused(WHY_NOT))
+        if errors:
+            raise errors[0]
+
     def _try(self, layer: Layer, function: Callable[..., None], *args: object) -> None:
         try:
             with without_autocast(layer.parameters[0]):
                 function(*args)
         except Exception as error:
-            self._measured.pop(layer.path, None)
             self._all_rows.pop(layer.path, None)
-            self._weight_sums.pop(layer.path, None)
-            if isinstance(error, Refused):
-                self._unreached[layer.path] = str(error)
-                self._refused.add(layer.path)
-            else:
-                self._fail(layer.path, error)
+            self._lose(layer.path, error)
+
+    def _lose(self, path: str, error: Exception) -> None:
+        """A layer is not measured in this step."""
+        self._measured.pop(path, None)
+        self._weight_sums.pop(path, None)
+        if isinstance(error, Refused):
+            self._unreached[path] = str(error)
+            self._refused.add(path)
+        else:
+            self._fail(path, error)
 
     def _begin(
-        self, layer: Layer, calls: list[Call], factor: Tensor | None, gradient_scale: Tensor | None
+        self,
+        layer: Layer,
+        calls: list[Call],
+        factor: Tensor | None,
+        gradient_scale: Tensor | None,
+        parts: Parts,
     ) -> None:
         assert self._steps is not None
         rows = self._capture.rows[layer.path]
@@ -302,11 +362,15 @@ class MeasuredStep:
             precision=max(call.precision for call in calls),
             from_rows=_why_from_rows(features, shared=layer.path in self._shared),
             undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
+            features=_fan_in(features),
+            shares={p.key: 1 / holders(p.parameter) for p in layer.pieces} if parts else {},
         )
         accumulated = self._capture.accumulation_of(layer)
         if accumulated.entries is not None:
             values["then"] = accumulated.entries
-            values["now"] = self._steps.entries_of(layer.parameters[0])
+            lead = layer.parameters[0]
+            entries = self._wholes.entries.get(id(lead))
+            values["now"] = self._steps.entries_of(lead) if entries is None else entries
         if accumulated.foreign is not None:
             values["foreign"] = accumulated.foreign
         if rows.linear is not None:
@@ -321,7 +385,7 @@ class MeasuredStep:
             (made, sum(len(call.z) for call in alike))
             for made, alike in groupby(calls, key=lambda call: call.layer)
         ]
-        gamma = {piece.key: piece.gradient() for piece in layer.pieces}
+        gamma = {**{piece.key: piece.gradient() for piece in layer.pieces}, **parts}
         if gradient_scale is not None:
             gamma = {key: g / gradient_scale for key, g in gamma.items()}
         # With several processes γ holds other rows, too.
@@ -375,11 +439,12 @@ class MeasuredStep:
         if len(sums) == len(calls):
             self._weight_sums[path] = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
-    def _measure_update(self, measured: MeasuredLayer) -> None:
+    def _measure_update(self, measured: MeasuredLayer, parts: Parts) -> None:
         steps, layer = self._steps, measured.layer
         assert steps is not None
         taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
-        changed = changes(measured.makings, taken, taken)
+        whole = {**taken, **parts}
+        changed = changes(measured.makings, whole, whole)
         by_weight, by_bias = act(measured.makings, changed, measured.features)
         measured.vectors["d"] = added(by_weight, by_bias)
         if by_bias is not None and by_weight is not None:
@@ -400,6 +465,12 @@ class MeasuredStep:
         if expected or processes() > 1:  # idle rows may be another process's
             measured.add_common()
         measured.release()
+
+
+def _fan_in(features: Features) -> int | None:
+    if isinstance(features, DenseFeatures) and features.phi is not None:
+        return features.phi.shape[-1]
+    return None
 
 
 def _why_from_rows(features: Features, *, shared: bool) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.capture.updates import Watch
+from adiv_monitor.maths.alike import Fail, raised
 from adiv_monitor.maths.readings import REALISED, Array, Measured, Numbers, measure
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 from adiv_monitor.step.attention_outcome import attention_outcome
@@ -43,12 +44,13 @@ class Outcome:
     attention: dict[str, AttentionReading] = field(default_factory=dict)
 
 
-def understand(part: Part, watch: Watch) -> Outcome:
+def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
     """Readings, and what goes with them.
 
     Args:
         part: of the whole step, be it of one process or of all.
         watch: is told which gradients hold more than their rows.
+        fail: called with a layer's path and the exception that its measures met.
     """
     if part.refused:
         return Outcome({}, [*part.notes, *part.refused])
@@ -57,7 +59,9 @@ def understand(part: Part, watch: Watch) -> Outcome:
     reasons: dict[str, str] = {}
     for path, layer in kept.items():
         numbers[path], reasons[path] = _numbers(layer, facts, suspected=path in watch.suspected)
-    measured = measure(numbers)
+    measured = measure(numbers, fail)
+    kept = {path: layer for path, layer in kept.items() if path in measured}
+    numbers = {path: numbers[path] for path in kept}
     reasons |= {path: "more" for path, found in measured.items() if found.holds_more}
     readings = {p: _reading(layer, numbers[p], measured[p], facts) for p, layer in kept.items()}
     watch.distrusted |= {path for path, reason in reasons.items() if reason}
@@ -231,6 +235,7 @@ def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) 
         rows_total=seen.rows_total,
         rows_without_gradient=found.idle_seen,
         gradient_factor=numbers.factor if numbers.dots["gamma_gamma"] > 0 else math.nan,
+        features=seen.features,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),
         row_cosine_quantiles=found.quantiles.get("row_cosine", ()),

@@ -45,6 +45,9 @@ class Looked:
         vectors: names of the matrices whose row products were taken.
         entry_rows: see `Numbers`.
         asked_common: whether the rows were asked how alike they are.
+        features: how many numbers of a row the weight multiplies, where a row is such a vector.
+        shares: by piece, what of its dot products this process is to count, where each process
+            holds a part of the parameters, so that theirs add up; else empty.
     """
 
     path: str
@@ -60,6 +63,13 @@ class Looked:
     vectors: tuple[str, ...] = ()
     entry_rows: Index | None = field(default=None, repr=False)
     asked_common: bool = False
+    features: int | None = None
+    shares: dict[int, float] = field(default_factory=dict)
+
+    def without_parameters(self) -> None:
+        """Parts of the parameters are missing: rows alone speak, and not of these."""
+        self.from_rows = self.from_rows or "processes"
+        self.undefined += ("parameter_cosine", "projection_cosine", "applied_cosine", "descent")
 
     @property
     def tolerance(self) -> float:
@@ -244,7 +254,7 @@ def _dots(
     products: Mapping[str, Mapping[int, Array]], seen: Looked, gradient_scale: float
 ) -> dict[str, float]:
     return {
-        name: sum(float(parts[key].sum()) for key in seen.pieces)
+        name: sum(seen.shares.get(key, 1.0) * float(parts[key].sum()) for key in seen.pieces)
         / gradient_scale ** name.count("gamma")
         for name, parts in products.items()
         if name not in (STEPPED, APPLIED)

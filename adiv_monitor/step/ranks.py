@@ -6,6 +6,7 @@ the training. Whoever looks for what is not there goes on without.
 """
 
 import hashlib
+import time
 from collections import Counter, deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
@@ -55,7 +56,7 @@ class Exchange:
     """Brings what all processes know of a step to the first, and its report back to them.
 
     Only between monitors that are there: each says so when it joins, and when it leaves. No method
-    waits for another process; all raise RuntimeError when the store is gone.
+    but `agree` waits for another process; all raise RuntimeError when the store is gone.
 
     Args:
         name: what is measured, the same in all processes.
@@ -74,6 +75,7 @@ class Exchange:
         Exchange._attached[self._name] += 1
         self._meeting = uuid4().hex  # so that nothing of an earlier monitor is taken for this one's
         self._published: deque[str] = deque()
+        self._agreed: list[str] = []  # where all came last
         self._write(f"{self._key}/{self.rank}", self._meeting)
 
     def leave(self) -> None:
@@ -107,6 +109,36 @@ class Exchange:
     def take(self, step: int, rank: int) -> bytes | None:
         """The part of another process, if it has come."""
         return self._read(f"{self._key}/{self._meeting}/{step}/{rank}", remove=True)
+
+    def agree(self, point: str, patience: float) -> bool:
+        """Whether all processes come to a point: then all of them hear so, or none does.
+
+        The only one that waits. Whoever comes last says yes; who has waited for too long says no;
+        what was said first holds.
+
+        Args:
+            point: which, the same in all processes; none comes to it twice.
+            patience: for how many seconds to wait at most.
+        """
+        store, meeting = _store(), self.meeting()
+        if store is None or meeting is None:
+            return False
+        key = f"{self._key}/{meeting}/{point}"
+        is_last = store.add(f"{key}/came", 1) == self.world
+        end = time.monotonic() + patience
+        look = 0.0
+        while not is_last and not store.check([key]) and time.monotonic() < end:
+            if time.monotonic() > look:
+                if len(self.present()) < self.world - 1:
+                    break
+                look = time.monotonic() + _LOOK
+            time.sleep(_PAUSE)
+        agreed = store.compare_set(key, "", "yes" if is_last else "no") == b"yes"
+        if agreed and self.rank == 0:
+            for old in self._agreed:  # all have come here, so nobody looks there any more
+                store.delete_key(old)
+            self._agreed = [key, f"{key}/came"]
+        return agreed
 
     def publish(self, step: int, report: bytes) -> None:
         """Let the other processes have the report of a step."""
@@ -145,6 +177,7 @@ class Exchange:
         return data
 
 
+_PAUSE, _LOOK = 0.002, 0.25  # seconds
 _PIECE = 2**22  # bytes of one value: the store of torchrun takes no more than eight million
 _KEPT_REPORTS = 8
 _GONE = "the process group is gone"

@@ -108,7 +108,16 @@ def layer_together(
         looked.entry_rows, values["scale_entries_of_rows"] = _entries(some, generator)
     if "common_sum" in several[0]:
         values |= _common(several, [part.looked for part in some], values)
-    return LayerPart(looked, values, parts[0].dots)
+    return LayerPart(looked, values, _dots(parts))
+
+
+def _dots(parts: Sequence[LayerPart]) -> dict[str, float]:
+    """All processes have the same parameters, or each a part of them."""
+    dots = parts[0].dots
+    if not parts[0].looked.shares:
+        return dots
+    shared = [name for name in dots if all(name in part.dots for part in parts)]
+    return {name: sum(part.dots[name] for part in parts) for name in shared}
 
 
 def in_units(layer: LayerPart, factor: float) -> Values:

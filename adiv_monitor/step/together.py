@@ -79,6 +79,8 @@ def together(
             if len(alike) < len(own):
                 rows_lost.add(path)
             layers[path] = rows_together.layer_together(alike, max_rows, generator)
+            if layers[path].looked.shares and len(alike) < processes:
+                layers[path].looked.without_parameters()
     scale = first.facts.gradient_scale
     _to_units(layers, scale, processes, rows_lost, missing=missing)
     changes = [part.loss_change for part in several if part.loss_change is not None]
@@ -86,6 +88,8 @@ def together(
     recovered = sum(first.unmeasured.values()) - sum(
         unmeasured.get(name, 0) for name in first.unmeasured
     )
+    # What the first says of its parameters holds for all; of parts of them, each knows its own.
+    told = several if any(layer.looked.shares for layer in layers.values()) else [first]
     whole = replace(
         first,
         layers=layers,
@@ -101,8 +105,8 @@ def together(
             first.facts,
             gradient_changed=any(part.facts.gradient_changed for part in several),
             gradient_lost=any(part.facts.gradient_lost for part in several),
-            has_applied=all(part.facts.has_applied for part in several),
-            weights_changed=any(part.facts.weights_changed for part in several),
+            has_applied=all(part.facts.has_applied for part in told),
+            weights_changed=any(part.facts.weights_changed for part in told),
         ),
     )
     return attention_together(whole, several, generator), ranks
@@ -116,7 +120,11 @@ def _kept(layer: LayerPart, bound: float) -> LayerPart:
 
 def _trains_with(first: Part, other: Part) -> bool:
     """Whether two processes hand the same gradients to their optimizers."""
-    common = [path for path in first.layers if path in other.layers]
+    common = [
+        path
+        for path, layer in first.layers.items()
+        if path in other.layers and not layer.looked.shares
+    ]
     pairs = [[part.layers[p].dots["gamma_gamma"] for p in common] for part in (first, other)]
     mine, others = (np.array(pair) for pair in pairs)
     with np.errstate(invalid="ignore"):

@@ -1,5 +1,7 @@
 """From the device to the host: everything of a step at once."""
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -32,15 +34,21 @@ class Transfer:
     def run(self) -> None:
         """Bring everything over, as float64 arrays of the same shapes."""
         self._arrays = [np.empty(0)] * len(self._tensors)
-        for device in {tensor.device for tensor in self._tensors}:
-            places = [i for i, tensor in enumerate(self._tensors) if tensor.device == device]
-            parts = [self._tensors[i] for i in places]
-            packed = torch.cat([x if x.dim() == 1 else x.reshape(-1) for x in parts]).cpu().numpy()
-            numbers = packed.astype(np.float64)
+        by_device: dict[torch.device, list[int]] = defaultdict(list)
+        for i, tensor in enumerate(self._tensors):
+            by_device[tensor.device].append(i)
+        for places in by_device.values():
+            shapes = [self._tensors[i].shape for i in places]
+            numbers = _packed(
+                [
+                    self._tensors[i] if len(shape) == 1 else self._tensors[i].reshape(-1)
+                    for i, shape in zip(places, shapes, strict=True)
+                ]
+            )
             end = 0
-            for i, part in zip(places, parts, strict=True):
-                start, end = end, end + part.numel()
-                self._arrays[i] = numbers[start:end].reshape(part.shape)
+            for i, shape in zip(places, shapes, strict=True):
+                start, end = end, end + math.prod(shape)
+                self._arrays[i] = numbers[start:end].reshape(shape)
         self._tensors.clear()
 
     def get(self, places: Mapping[Outer, Mapping[Inner, int]]) -> dict[Outer, dict[Inner, Array]]:
@@ -49,6 +57,14 @@ class Transfer:
             key: {name: self._arrays[place] for name, place in named.items()}
             for key, named in places.items()
         }
+
+
+def _packed(flat: list[Tensor]) -> Array:
+    """All of them end to end, on the host."""
+    try:
+        return torch.cat(flat).cpu().numpy().astype(np.float64)
+    except torch.OutOfMemoryError:  # on the device; one by one there is nothing to make room for
+        return np.concatenate([part.cpu().double().numpy() for part in flat])
 
 
 def fetch(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from setups import free_port
+from processes import meet
 from torch import multiprocessing, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -25,12 +25,6 @@ def model_and_data() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model.double(), torch.randn(8, 5, dtype=torch.float64), torch.randint(3, (8,))
 
 
-def begin(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
-
-
 def steps(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(3):
@@ -39,8 +33,8 @@ def steps(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.step()
 
 
-def both(rank: int, port: int, folder: str) -> None:
-    begin(rank, port)
+def both(rank: int, folder: str) -> None:
+    meet(rank, WORLD, folder)
     parallel(rank, folder)
     sharded(rank, folder)
     dist.destroy_process_group()
@@ -87,7 +81,7 @@ def sharded(rank: int, folder: str) -> None:
 
 
 def test_probes_make_up_one_and_sharded_weights_are_measured_whole(tmp_path: Path) -> None:
-    multiprocessing.spawn(both, (free_port(), str(tmp_path)), nprocs=WORLD)
+    multiprocessing.spawn(both, (str(tmp_path),), nprocs=WORLD)
     model, x, y = model_and_data()
     alignment = Alignment(model, Probe(x))
     readings = []

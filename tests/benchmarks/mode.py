@@ -26,6 +26,7 @@ from write_up import heading, parser, table, write
 
 from adiv_monitor.capture.again.leftovers import Leftovers
 from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
@@ -86,10 +87,12 @@ class Watched:
     def __init__(self, model: nn.Module) -> None:
         self._takes = _Nobody()
         selection = select(model, None, None)
-        self._forwards, origin = Forwards.of(selection), Origin(model, selection.parameters)
+        guard = Guard(lambda error: None)
+        self._forwards = Forwards.of(selection, guard)
+        origin = Origin(model, selection.parameters)
         chooser = Chooser(None, np.random.default_rng(0))
         names = Names(model, selection, self._forwards)
-        layers = Layers(names, origin, chooser, (), lambda *_: None)
+        layers = Layers(names, origin, chooser, (), lambda *_: None, guard)
         watching = Watching(
             *(selection, self._forwards, layers, origin, Leftovers(selection), self._takes),
             begins=lambda: None,

@@ -1,12 +1,10 @@
-"""Every Python block of the README runs as it stands."""
+"""Every Python block of the README runs as it stands, by itself."""
 
-import re
-from pathlib import Path
-
+import blocks
 import pytest
 
-README = Path(__file__).parents[2] / "layers" / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+README = blocks.ROOT / "layers" / "README.md"
+BLOCKS = blocks.python_blocks(README)
 
 
 @pytest.mark.parametrize("source", BLOCKS, ids=lambda source: source.splitlines()[-1][:40])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from audited import cross_entropy, seen, sgd
+from audited import batches, cross_entropy, mlp, seen, sgd
 from example_reports import LAYERS, reading, report
 from torch import nn
 
@@ -89,6 +89,85 @@ def test_a_loss_that_nobody_saw_does_not_make_it_an_act() -> None:
     (ours,) = [f for f in running(*record.reports).findings() if f.name == "vanishing"]
     (audits,) = [f for f in diagnose(record) if f.name == "vanishing"]
     assert (ours.strength, audits.strength) == ("watch", "act")
+
+
+def inputs_times(factor: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(factor * inputs, targets) for inputs, targets in batches()]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("factor", "strength"), [(300, "act"), (20, "watch"), (1, None), (0.01, "watch")]
+)
+def test_inputs_of_an_unsuitable_scale_show_in_what_enters(
+    factor: float, strength: str | None, bias: bool
+) -> None:
+    """Nobody saw the inputs, as the audit does: the first layer's row scale and fan-in tell."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12, bias=bias), nn.ReLU(), nn.Linear(12, 3))
+    record = seen(model, inputs_times(factor), optimizer=sgd(0.001), loss=cross_entropy)
+    ours = {f.name: f for f in running(*record.reports).findings()}
+    audits = {f.name: f for f in diagnose(record)}
+    assert ("input-scale" in ours) == ("input-scale" in audits) == (strength is not None)
+    if strength is not None:
+        found, audits_own = ours["input-scale"], audits["input-scale"]
+        assert (found.strength, found.layers) == (strength, ("0",))
+        assert found.advice == audits_own.advice
+        drawn = torch.cat([inputs for inputs, _ in inputs_times(factor)])
+        rms = float(drawn.square().mean().sqrt())
+        assert found.evidence[0].value == pytest.approx(rms, rel=0.15), "by step: other batches"
+
+
+@pytest.mark.parametrize("factor", [1, 20])
+def test_a_mean_that_all_rows_share_is_no_matter_of_scale(factor: float) -> None:
+    data = [(factor * (inputs + 10), targets) for inputs, targets in batches()]
+    record = seen(mlp(), data, optimizer=sgd(1e-5), loss=cross_entropy)
+    ours = {f.name: f for f in running(*record.reports).findings()}
+    audits = {f.name: f for f in diagnose(record)}
+    assert ours["input-mean"].advice == audits["input-mean"].advice
+    assert ("input-scale" in ours) == ("input-scale" in audits) == (factor > 1)
+
+
+@pytest.mark.parametrize("kind", ["embedding", "gain"])
+def test_what_does_not_read_the_inputs_says_nothing_of_them(kind: str) -> None:
+    far = reading(scale_mean=1e6, scale_p50=1e6, features=64, update_ratio=0.1, common_share=0.5)
+    mean = replace(far, common_share=0.99)
+    for second in (far, mean):
+        layers = {"a": replace(second, kind=kind), "b": second}
+        steps = [report(s, layers=layers) for s in range(3)]
+        assert not {"input-scale", "input-mean"} & {f.name for f in running(*steps).findings()}
+
+
+def test_a_layer_that_dies_is_found_with_what_lies_behind_it() -> None:
+    """As the audit finds it in the units: all units between two layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    with torch.no_grad():
+        model[0].bias.fill_(-100)
+    record = seen(model, optimizer=sgd(), loss=cross_entropy, steps=12)
+    (ours,) = [f for f in running(*record.reports).findings() if f.name == "dead-units"]
+    (audits,) = [f for f in diagnose(record) if f.name == "dead-units"]
+    assert ours.strength == audits.strength == "act"
+    assert ours.advice == audits.advice
+    assert ours.layers == ("0",) and audits.layers == ("1",), "maps alone have readings"
+    assert "between 0 and 2 are dead" in ours.summary
+
+
+@pytest.mark.parametrize("since", [0, 3])
+def test_no_gradient_at_the_end_or_at_all_is_no_dead_layer(since: int) -> None:
+    """A loss that is content, say of a hinge; and a branch that begins at zero."""
+    well = reading(update_ratio=0.1)
+    idle = replace(well, idle_share=1.0)
+    content = [report(s, layers={"a": well if s < since else idle} | {"b": idle}) for s in range(8)]
+    begins = [report(s, layers={"a": well if s else idle, "b": well}) for s in range(8)]
+    for steps in (content, begins):
+        assert "dead-units" not in {f.name for f in running(*steps).findings()}
+
+
+def test_a_first_step_that_throws_activations_away_is_seen_without_the_loss() -> None:
+    record = seen(mlp(), inputs_times(300), optimizer=sgd(1.0), loss=cross_entropy)
+    assert "rate-too-high" in {f.name for f in running(*record.reports).findings()}
+    assert "rate-too-high" in {f.name for f in diagnose(record)}
 
 
 def test_the_text_says_what_where_and_what_to_do() -> None:

@@ -4,6 +4,7 @@ They measure the same steps, and none waits for a process without a monitor.
 """
 
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from setups import free_port
+from processes import assert_same, loss_of, make, meet, written
 from torch import Tensor, multiprocessing, nn
-from torch.nn import functional
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from adiv_monitor import Monitor
@@ -23,39 +24,6 @@ from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import assembly, times
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
-SAMPLES, TOKENS = 8, 5
-
-
-class Net(nn.Module):
-    """Some of everything; a branch that only the samples of one sort go through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 6, padding_idx=0)
-        self.conv = nn.Conv1d(6, 6, 3, padding=1, groups=2)
-        self.norm = nn.LayerNorm(6)
-        self.attend = nn.MultiheadAttention(6, 2, batch_first=True)
-        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, tokens: Tensor, branches: tuple[int, ...] = (0, 1)) -> Tensor:
-        x = self.embed(tokens)
-        x = self.norm(x + torch.tanh(self.conv(x.mT).mT))
-        x = x + self.attend(x, x, x, need_weights=False)[0]
-        x = sum((torch.relu(self.branches[branch](x)) for branch in branches), x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-def make() -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    tokens, targets = torch.randint(7, (SAMPLES, TOKENS)), torch.randint(4, (SAMPLES, TOKENS))
-    targets[:, :2] = torch.where(torch.rand(SAMPLES, 2) < 0.5, -100, targets[:, :2])  # idle rows
-    return Net().double(), tokens, targets
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / 8
 
 
 @dataclass(frozen=True)
@@ -130,11 +98,9 @@ def step(case: Case, rank: int | None) -> Monitor:
 Found = dict[str, Any]
 
 
-def work(rank: int, world: int, port: int, folder: str) -> None:
+def work(rank: int, world: int, folder: str) -> None:
     """What one of the processes does, for all tests: to start it takes longer than that."""
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    meet(rank, world, folder)
     found = take_steps(world)
     if world == 2:
         found |= {task.__name__: task(rank) for task in TASKS}
@@ -150,8 +116,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
     folder = tmp_path_factory.mktemp("processes")
     for world in (2, 4):
         (folder / str(world)).mkdir()
-        arguments = (world, free_port(), str(folder / str(world)))
-        multiprocessing.spawn(work, arguments, nprocs=world)
+        multiprocessing.spawn(work, (world, str(folder / str(world))), nprocs=world)
     return {
         world: [
             torch.load(folder / str(world) / f"{rank}.pt", weights_only=False)
@@ -168,35 +133,6 @@ def take_steps(world: int) -> Found:
         if len(case.parts) == world
         for monitor in [step(case, dist.get_rank())]
     }
-
-
-def written(monitor: Monitor) -> int:
-    (sink,) = monitor._sinks
-    assert isinstance(sink, MemorySink)
-    return len(sink.reports)
-
-
-def numbers(record: dict[str, Any], at: str = "") -> dict[str, Any]:
-    """Nested data with one name for each number."""
-    found: dict[str, Any] = {}
-    for key, value in record.items():
-        if isinstance(value, list):
-            value = dict(enumerate(value))
-        found |= numbers(value, f"{at}{key}.") if isinstance(value, dict) else {f"{at}{key}": value}
-    return found
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Equal, but for what the gradient was multiplied by on its way."""
-    found, expected = (
-        {name: n for name, n in numbers(x).items() if "gradient_factor" not in name}
-        for x in (found, expected)
-    )
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        exact = isinstance(value, int | str | None)
-        same = value if exact else pytest.approx(value, rel=1e-9, abs=1e-9, nan_ok=True)
-        assert found[name] == same, name
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -226,6 +162,30 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.zero_grad()
     net(x).square().mean().backward()
     optimizer.step()
+
+
+def optimizer_in_parts(rank: int) -> list[StepReport]:
+    """Each process steps some of the parameters, and hands their new values to the others."""
+    model, _, x = small(rank)
+    net = DistributedDataParallel(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of what it calls
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    with Monitor(net, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(2):
+            train(net, optimizer, x)
+    return list(monitor.reports)
+
+
+def fewer_batches_in_one(rank: int) -> tuple[list[StepReport], float]:
+    """The second process has a batch less; in its place it takes part in the others' averages."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    begin = time.monotonic()
+    with Monitor(net, optimizer, every_n_steps=1, on_error="raise") as monitor, net.join():
+        for _ in range(3 - rank):
+            train(net, optimizer, x)
+    return list(monitor.reports), time.monotonic() - begin
 
 
 def evaluation_by_the_first_alone(rank: int) -> tuple[list[tuple[str, ...]], float]:
@@ -274,8 +234,10 @@ def monitor_that_falls_silent(rank: int) -> tuple[list[tuple[str, ...]], float]:
     begin = time.monotonic()
     if rank == 0:
         monitor._course.end(0.5)
+    seconds = time.monotonic() - begin
+    dist.barrier()  # it does not say that it leaves
     monitor.close()
-    return [report.notes for report in monitor.reports], time.monotonic() - begin
+    return [report.notes for report in monitor.reports], seconds
 
 
 def layer_that_fails_in_one(rank: int) -> StepReport | None:
@@ -340,6 +302,8 @@ def group_that_is_gone(rank: int) -> tuple[StepReport | None, int]:
 
 
 TASKS = (
+    optimizer_in_parts,
+    fewer_batches_in_one,
     evaluation_by_the_first_alone,
     monitor_that_leaves,
     monitor_that_falls_silent,
@@ -348,6 +312,38 @@ TASKS = (
     within_a_bound,
 )
 ALONE = ("Rows of process 0 alone: 2 processes train together.",)
+
+
+def alone(kind: type[torch.optim.Optimizer], batches: list[slice]) -> list[StepReport]:
+    """What one process says of these rows of the two, step by step."""
+    model, _, _ = small(0)
+    x = torch.cat([small(rank)[2] for rank in range(2)])
+    optimizer = kind(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for rows in batches:
+            optimizer.zero_grad()
+            (model(x[rows]).square().sum() / 24).backward()
+            optimizer.step()
+    return list(monitor.reports)
+
+
+def test_an_optimizer_in_parts(found: dict[int, list[Found]]) -> None:
+    expected = alone(torch.optim.AdamW, [slice(8), slice(8)])
+    for own in found[2]:
+        for report, whole in zip(own["optimizer_in_parts"], expected, strict=True):
+            assert_same(report.to_dict(quantiles=True), whole.to_dict(quantiles=True))
+
+
+def test_fewer_batches_in_one_process(found: dict[int, list[Found]]) -> None:
+    """What is left is the other's: it says so, and is exact, since nobody adds to the gradient."""
+    (reports, seconds), (fewer, _) = (own["fewer_batches_in_one"] for own in found[2])
+    assert seconds < assembly.PATIENCE / 2
+    assert [len(reports), len(fewer)] == [3, 2]
+    expected = alone(torch.optim.SGD, [slice(8), slice(8), slice(4)])
+    assert [report.notes for report in reports] == [(), (), ALONE]
+    for report, whole in zip(reports, expected, strict=True):
+        for path, reading in report.layers.items():
+            assert_same(reading.to_dict(quantiles=True), whole.layers[path].to_dict(quantiles=True))
 
 
 def test_an_evaluation_by_the_first_process_delays_none(found: dict[int, list[Found]]) -> None:

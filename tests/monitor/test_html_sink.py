@@ -8,6 +8,7 @@ from example_reports import LAYERS, attention, reading, report
 
 from adiv_monitor.sinks import HtmlSink
 from adiv_monitor.sinks import html as html_module
+from adiv_monitor.sinks.lent import lent
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -78,6 +79,29 @@ def test_a_page_that_takes_long_is_written_more_rarely(
     written = path.stat().st_mtime_ns
     sink.close()
     assert path.stat().st_mtime_ns == written, "a second close does nothing"
+
+
+def test_a_callback_leaves_it_open_with_all_reports_on_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    sink = HtmlSink(path)
+    (kept,) = lent([sink], "Callback")
+    kept.write(report(0))
+    sink._not_before = math.inf
+    kept.write(report(1))
+    assert "up to step 0" in path.read_text()
+    kept.close()
+    assert "up to step 1" in path.read_text()
+    kept.write(report(2))
+    sink.close()
+    assert "up to step 2" in path.read_text()
+
+
+def test_what_is_never_tried_here_is_not_said_to_be_untried(tmp_path: Path) -> None:
+    layers = {f"layer{i}": reading(update_ratio=1e-5) for i in range(3)}
+    sink = HtmlSink(tmp_path / "run.html")
+    sink.write(report(layers=layers))
+    text = (tmp_path / "run.html").read_text()
+    assert "Learning rate too low" in text and "not tried" not in text
 
 
 def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

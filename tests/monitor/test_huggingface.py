@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from setups import free_port
+from processes import meet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 from transformers import (
@@ -34,6 +34,7 @@ from adiv_monitor import Monitor, StepReport, huggingface
 from adiv_monitor.huggingface import DivergenceTrainerCallback
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars, summary_tags
+from adiv_monitor.step import assembly
 
 STEPS, SIZE = 8, 6
 CHANCE = torch.Generator().manual_seed(0)
@@ -530,12 +531,13 @@ def test_the_metric_is_only_there_where_it_is_followed(make: Make) -> None:
 WORLD = 2
 
 
-def follow_together(rank: int, port: int, folder: str) -> None:
+def follow_together(rank: int, folder: str) -> None:
     """One of two processes that stop together, each by what its own Trainer finds."""
-    torch.set_num_threads(1)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": WORLD}
-    os.environ |= {key: str(value) for key, value in where.items()}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    meet(rank, WORLD, folder)
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+    os.environ |= {name: str(value) for name, value in where.items()}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # asked for, and not used any more
+    assembly.PATIENCE = assembly._FAREWELL = 60.0  # a machine that stands still is not the subject
     memory = MemorySink()
     callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
     look = Look()
@@ -544,6 +546,7 @@ def follow_together(rank: int, port: int, folder: str) -> None:
     assert callback.monitor is not None
     own = [summary_scalars(r, DEFAULT_MEASURES)[FOLLOWED] for r in callback.monitor.reports]
     found = {"seen": look.seen, "own": own, "steps": trainer.state.global_step}
+    found["notes"] = [report.notes for report in callback.monitor.reports]
     written = {"sink": len(memory.reports), "history": len(logged(trainer))}
     torch.save({**found, **written}, Path(folder) / f"{rank}.pt")
     torch.distributed.destroy_process_group()
@@ -551,8 +554,9 @@ def follow_together(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs the gloo backend")
 def test_processes_follow_the_first_which_alone_writes(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(follow_together, (free_port(), str(tmp_path)), nprocs=WORLD)
+    torch.multiprocessing.spawn(follow_together, (str(tmp_path),), nprocs=WORLD)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
+    assert first["notes"] == second["notes"] == [()] * first["steps"], "nobody was too late"
     assert first["own"] == second["own"], "one report for the rows of both"
     assert first["seen"] == second["seen"] == first["own"][1::2]
     assert first["steps"] == second["steps"]

@@ -158,6 +158,31 @@ def test_nested_data_has_the_errors_too() -> None:
     assert set(MEASURES) <= nested.keys()
 
 
+@pytest.mark.parametrize("features", [None, 64])
+def test_the_fan_in_is_written_and_read_where_there_is_one(features: int | None) -> None:
+    nested = reading(features=features).to_dict()
+    assert ("features" in nested) == (features is not None)
+    assert LayerReading.from_dict(nested).features == features
+
+
+@pytest.mark.parametrize(
+    ("layer", "inputs", "fan_in"),
+    [
+        (nn.Linear(3, 4), torch.ones(2, 3), 3),
+        (nn.Conv2d(4, 6, (2, 3), groups=2), torch.ones(2, 4, 5, 5), 12),
+        (nn.Embedding(5, 3), torch.tensor([1, 2]), None),
+    ],
+)
+def test_a_reading_knows_its_fan_in(
+    layer: nn.Module, inputs: torch.Tensor, fan_in: int | None
+) -> None:
+    with Monitor(layer, None, on_error="raise") as monitor:
+        layer(inputs).square().sum().backward()
+        monitor.end_step()
+    assert monitor.latest is not None
+    assert [r.features for r in monitor.latest.layers.values()] == [fan_in]
+
+
 # What was measured of what is trained
 
 

@@ -498,3 +498,20 @@ def test_hooks_in_a_graph_that_outlives_the_monitor_are_silent() -> None:
     optimizer.step()
     assert monitor.latest is None
     assert no_hooks(model, optimizer)
+
+
+def test_a_program_that_ends_while_a_monitor_is_armed_ends_in_silence() -> None:
+    program = """
+import torch
+from adiv_monitor import Monitor
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+monitor = Monitor(model, optimizer, every_n_steps=1)
+monitor.attach()
+for _ in range(2):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")

@@ -225,7 +225,7 @@ def test_a_writer_of_the_users_stays_open(tmp_path: Path) -> None:
     assert "loss" in tags
     assert len(layout(events(tmp_path))) == 2, "of both"
     pictures = events(tmp_path).Tags()["images"]
-    assert {"adiv.generator/overview", "adiv.critic/per_layer/descent"} <= set(pictures)
+    assert {"adiv/overview/generator", "adiv/per_layer/descent/critic"} <= set(pictures)
     assert {"adiv.summary.generator/descent_max", "adiv.summary.critic/descent_max"} <= set(tags)
     assert len(list(tmp_path.iterdir())) == 1, "no second event file"
 

@@ -5,17 +5,29 @@ from collections.abc import Iterator
 
 from adiv_monitor.audit.diagnosis.course import start
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.readings import Typical, maps, readings, scale_free, typical
+from adiv_monitor.audit.diagnosis.readings import (
+    Typical,
+    entering,
+    maps,
+    readings,
+    scale_free,
+    typical,
+)
 from adiv_monitor.audit.diagnosis.units import DEAD_ACT, dead_share
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import InputStatistics, Record
 
 # Standard deviation of the inputs. Initialisations assume 1; pixels in [0, 1] have about 0.3.
 LARGE_STD, SMALL_STD = 5.0, 0.2
+FAR_TOO_LARGE = 50.0  # at 30 to 100 AdamW's loss, too, is 1.2 to 2 times that of 1 (thresholds.md)
+SHORT_ROW = 0.5  # ‖x‖²: sparse rows, one-hot ones say, have small entries but a length of about 1
 # Largest standard deviation of a feature over the median one.
 UNEVEN_FEATURES = 10.0
 # Share of the inputs' mean square that is their features' means.
 COMMON_SHARE_WATCH, COMMON_SHARE_ACT = 0.5, 0.75
+# The same in the first layer's rows, where the inputs were not seen: of patches and of places, too,
+# so that healthy images, pixels in [0, 1] and margins that are always black, read up to 0.8.
+MOSTLY_MEAN = 0.9
 # Loss of knowing nothing: the mean square of the targets, where the loss is one of squares; log of
 # the classes for cross-entropy, which is 11 for 50,000.
 LARGE_TARGETS = 30.0
@@ -32,13 +44,38 @@ def input_scale(record: Record) -> Iterator[Finding]:
         evidence = tuple(_scale_evidence(name, seen, _long_rows(record)))
         if evidence:
             yield _input_scale(record, name, seen, evidence)
+    if not record.inputs:
+        yield from _scale_by_measures(record)
+
+
+def _scale_by_measures(record: Record) -> Iterator[Finding]:
+    """From what reaches the first layer, where nobody saw the inputs themselves."""
+    if (found := entering(record)) is None:
+        return
+    first, rms = found
+    length = typical(record, first, "scale_mean")
+    common = _mostly_mean(record, first)
+    small = rms.value < SMALL_STD and length is not None and length.value < 1 + SHORT_ROW
+    std = rms.value * (1 if common is None else math.sqrt(max(0.0, 1 - common.value)))
+    large = std / _long_rows(record) > LARGE_STD
+    if not large and not (small and rms.value > 0):
+        return
+    far = large and rms.value > FAR_TOO_LARGE and not _is_normalised(record, first)
+    yield _scale_finding(
+        first,
+        "act" if far or suffers(record) else "watch",
+        (
+            Evidence("rms of what enters", rms.value, LARGE_STD if large else SMALL_STD, first),
+            *((Evidence("scale_mean", length.value, layer=first),) if length else ()),
+        ),
+        f"The entries that reach the first layer have an rms of {rms.value:.3g}",
+    )
 
 
 def _scale_evidence(name: str, seen: InputStatistics, long_rows: float) -> Iterator[Evidence]:
     if seen.std / long_rows > LARGE_STD:
         yield Evidence("input std", seen.std, LARGE_STD, name)
-    elif 0 < seen.std < SMALL_STD and seen.std**2 * seen.features < 0.5:
-        # Sparse rows, one-hot ones say, have small entries but a length of about 1.
+    elif 0 < seen.std < SMALL_STD and seen.std**2 * seen.features < SHORT_ROW:
         yield Evidence("input std", seen.std, SMALL_STD, name)
     if seen.feature_std_ratio > UNEVEN_FEATURES:
         yield Evidence("feature std ratio", seen.feature_std_ratio, UNEVEN_FEATURES, name)
@@ -63,6 +100,19 @@ def _input_scale(
     scale = typical(record, first, "scale_mean") if first else None
     if scale is not None:
         evidence += (Evidence("scale_mean", scale.value, layer=first),)
+    return _scale_finding(
+        first,
+        strength,
+        evidence,
+        f"The entries of input {name!r} have a standard deviation of {seen.std:.3g}"
+        + (f", and one feature {seen.feature_std_ratio:.3g} times that of the median one"
+           if seen.feature_std_ratio > UNEVEN_FEATURES else ""),
+    )  # fmt: skip
+
+
+def _scale_finding(
+    first: str | None, strength: Strength, evidence: tuple[Evidence, ...], said: str
+) -> Finding:
     return Finding(
         "input-scale",
         (first,) if first is not None else (),
@@ -75,39 +125,65 @@ def _input_scale(
             Advice("put an affine-like layer first, which divides by each row's length",
                    "affine-like"),
         ),
-        f"The entries of input {name!r} have a standard deviation of {seen.std:.3g}"
-        + (f", and one feature {seen.feature_std_ratio:.3g} times that of the median one"
-           if seen.feature_std_ratio > UNEVEN_FEATURES else "")
-        + "; initialisations and learning rates are made for about 1.",
+        f"{said}; initialisations and learning rates are made for about 1.",
         "A lower learning rate slows down all other layers for the sake of the first.",
     )  # fmt: skip
 
 
+def _mostly_mean(record: Record, first: str) -> Typical | None:
+    """The share of what reaches the first layer that all rows have in common, if that is most."""
+    common = typical(record, first, "common_share")
+    return common if common is not None and common.above(MOSTLY_MEAN) else None
+
+
 def input_mean(record: Record) -> Iterator[Finding]:
     """Inputs that are far from centred: all rows share one long common vector."""
+    if not record.inputs:
+        yield from _mean_by_measures(record)
     for name, seen in record.inputs.items():
         share = common_share(seen)
         if not share > COMMON_SHARE_WATCH:
             continue
         first = _first(record)
         act = share > COMMON_SHARE_ACT and _costs(record, first)
-        yield Finding(
-            "input-mean",
-            (first,) if first is not None else (),
+        evidence = Evidence("common share of the inputs", share, COMMON_SHARE_WATCH, name)
+        yield _mean_finding(
+            first,
             "act" if act else "watch",
-            (
-                Evidence("common share of the inputs", share, COMMON_SHARE_WATCH, name),
-                *_ceiling(record, first),
-            ),
-            (
-                Advice("subtract the mean of each feature (channel) over the training data",
-                       "centre-inputs"),
-                Advice("standardise the inputs", "standardise-inputs"),
-            ),
-            f"{share:.0%} of the mean square of input {name!r} is its mean, which all samples "
-            "share: each step moves all of them alike.",
-            "Dividing by a constant or by each row's length leaves the mean where it is.",
-        )  # fmt: skip
+            (evidence, *_ceiling(record, first)),
+            f"{share:.0%} of the mean square of input {name!r}",
+        )
+
+
+def _mean_by_measures(record: Record) -> Iterator[Finding]:
+    if (found := entering(record)) is None:
+        return
+    first = found[0]
+    if (common := _mostly_mean(record, first)) is not None:
+        yield _mean_finding(
+            first,
+            "act" if suffers(record) else "watch",
+            tuple(_ceiling(record, first)),
+            f"{common.value:.0%} of the mean square of what reaches the first layer",
+        )
+
+
+def _mean_finding(
+    first: str | None, strength: Strength, evidence: tuple[Evidence, ...], said: str
+) -> Finding:
+    return Finding(
+        "input-mean",
+        (first,) if first is not None else (),
+        strength,
+        evidence,
+        (
+            Advice("subtract the mean of each feature (channel) over the training data",
+                   "centre-inputs"),
+            Advice("standardise the inputs", "standardise-inputs"),
+        ),
+        f"{said} is its mean, which all samples share: each step moves all of them alike.",
+        "Dividing by a constant or by each row's length leaves the mean where it is.",
+    )  # fmt: skip
 
 
 def common_share(seen: InputStatistics) -> float:

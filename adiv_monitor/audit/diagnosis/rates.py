@@ -27,6 +27,7 @@ SHARE_OF_FALL_SUFFERS = 0.5
 # ‖Δz‖ / ‖z‖ of the first step, in the median layer: activations that move by as much as they are
 # long are not those that the gradient was taken at. Healthy runs read 0.02 to 0.7 (RMSprop 4).
 MOVES_TOO_FAR = 1.0
+MOVES_TOO_FAR_UNSEEN = 10.0  # where nobody saw whether the loss comes down all the same
 # ‖Δz‖ / ‖z‖ of a step, typically, of the layer that moves most. Healthy runs read 0.01 to 0.5.
 HARDLY_MOVES = 3e-3
 # update_ratio of a layer over the median layer's, at the first step. Healthy nets read 1/25 to 24.
@@ -152,7 +153,8 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
     often = len(steps) >= 3 and risen > len(steps) / 2
     first = at_first(record, "update_ratio")
     moves = median([t.value for t in first[0].values()] or [0.0]) if first else 0.0
-    far = moves > MOVES_TOO_FAR and end(record) > start(record) / 2
+    limit = MOVES_TOO_FAR if record.losses else MOVES_TOO_FAR_UNSEEN
+    far = moves > limit and not end(record) <= start(record) / 2
     if not (often or far):
         return
     share = risen / len(steps) if steps else math.nan
@@ -160,7 +162,7 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
         "act" if suffers(record) else "watch",
         (
             *((Evidence("steps that raise their batch's loss", share, 0.5),) if often else ()),
-            *((Evidence("update_ratio, median layer", moves, MOVES_TOO_FAR, step=0),)
+            *((Evidence("update_ratio, median layer", moves, limit, step=0),)
               if far else ()),
         ),
         f"{risen} of {len(steps)} measured steps raised the loss of the batch that they were made "

@@ -12,6 +12,9 @@ from adiv_monitor.report import LayerReading, StepReport
 # and look-up tables. Their scales and steps are not comparable with those of the maps.
 NO_MAPS = ("gain", "offset", "embedding")
 
+# Kinds whose rows are what enters the layer, as it enters; corrected layers have others.
+PLAIN = ("linear", "convolution")
+
 # Optimizers that divide each step by the size of past gradients, or take its sign, so that a
 # constant factor on the gradient changes nothing.
 SCALE_FREE = frozenset(
@@ -109,6 +112,25 @@ def _gradient(reading: LayerReading) -> float | None:
     if descent is None or rate is None or not descent * rate > 0:
         return None
     return math.sqrt(descent / rate) if math.isfinite(descent / rate) else None
+
+
+def entering(record: Record) -> tuple[str, Typical] | None:
+    """The first layer, and the rms of the entries that reach it: √((‖φ‖² − 1) / fan-in).
+
+    None where that is no plain map, or comes behind a look-up table or a normalisation: then it
+    does not read the inputs.
+    """
+    for report in record.reports:
+        path, first = next(iter(report.layers.items()), ("", None))
+        if first is not None and first.kind in PLAIN and first.features:
+            break
+    else:
+        return None
+    found = typical(record, path, "scale_mean")
+    if found is None:
+        return None
+    square = max(0.0, found.value - (1.0 if first.bias_share else 0.0))
+    return path, Typical(math.sqrt(square / first.features), 0.0, found.since)
 
 
 def worst_first(values: Mapping[str, float]) -> tuple[str, ...]:

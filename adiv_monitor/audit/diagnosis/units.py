@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.readings import worst_first
-from adiv_monitor.audit.finding import Advice, Evidence, Finding
+from adiv_monitor.audit.diagnosis.readings import maps, worst_first
+from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import Record
+from adiv_monitor.sinks.wording import listed
 
 # Share of a layer's units that no row of any batch ever woke: half the layer is also where
 # SageMaker Debugger's rule fires.
@@ -14,6 +15,7 @@ ALL_DEAD = 0.9  # next to nothing comes through, whatever the loss does yet
 # Fewer batches say little: of one batch, zeros are no illness (DeepDiagnosis took 36 % of healthy
 # runs for ill, nearly all by this).
 LEAST_BATCHES = 4
+LEAST_LATE = 3  # measured steps in the second half of a run, where units themselves were not seen
 # Share of entries in the flat parts: SageMaker Debugger's rule fires at half the layer; healthy
 # tanh nets read up to 0.35.
 SATURATED_WATCH, SATURATED_ACT = 0.4, 0.5
@@ -38,25 +40,69 @@ def _dead_shares(record: Record) -> dict[str, float]:
 
 def dead_units(record: Record) -> Iterator[Finding]:
     """Units that give the same for every row, and so never learn."""
+    if not record.units:
+        yield from _dead_by_measures(record)
     dead = {path: share for path, share in _dead_shares(record).items() if share > DEAD_WATCH}
     if dead:
         layers = worst_first(dead)
         share = dead[layers[0]]
         act = share > ALL_DEAD or (share > DEAD_ACT and suffers(record))
-        yield Finding(
-            "dead-units",
+        yield _dead(
             layers,
             "act" if act else "watch",
             tuple(Evidence("dead share of units", dead[p], DEAD_WATCH, p) for p in layers[:5]),
-            (
-                Advice("initialise the weights before them anew, biases at zero", "reinitialise"),
-                Advice("leaky ReLU in their place", "leaky-relu"),
-                Advice("batch normalisation in front of them", "batch-norm"),
-            ),
             f"{share:.0%} of the units of {layers[0]} are dead: flat for every row of "
             f"{record.units[layers[0]].batches} batches.",
-            "A higher learning rate: no gradient comes through a dead unit.",
         )
+
+
+def _dead_by_measures(record: Record) -> Iterator[Finding]:
+    """Layers that no row sends a gradient to, while layers behind them get one.
+
+    Judged by the second half of the measured steps: a branch may begin at zero.
+    """
+    late = [report.layers for report in record.reports[len(record.reports) // 2 :]]
+    if len(late) < LEAST_LATE:
+        return
+    paths = [path for path in maps(record) if all(path in layers for layers in late)]
+    idle = [path for path in paths if all(layers[path].idle_share == 1 for layers in late)]
+    alive = [path for path in paths if path not in idle]
+    layers = tuple(path for path in idle if alive and paths.index(path) < paths.index(alive[-1]))
+    if layers:
+        behind = alive[sum(paths.index(p) < paths.index(layers[-1]) for p in alive)]
+        first = next(r for r in record.reports if layers[-1] in r.layers
+                     and r.layers[layers[-1]].idle_share == 1)  # fmt: skip
+        yield _dead(
+            layers,
+            "act",
+            tuple(Evidence("idle_share", 1.0, ALL_DEAD, path) for path in layers[:5]),
+            f"No row sends a gradient to {listed(list(layers))} any more: all units between "
+            f"{layers[-1]} and {behind} are dead.",
+            first.step,
+        )
+
+
+def _dead(
+    layers: tuple[str, ...],
+    strength: Strength,
+    evidence: tuple[Evidence, ...],
+    said: str,
+    since: int | None = None,
+) -> Finding:
+    return Finding(
+        "dead-units",
+        layers,
+        strength,
+        evidence,
+        (
+            Advice("initialise the weights before them anew, biases at zero", "reinitialise"),
+            Advice("leaky ReLU in their place", "leaky-relu"),
+            Advice("batch normalisation in front of them", "batch-norm"),
+        ),
+        said,
+        "A higher learning rate: no gradient comes through a dead unit.",
+        since,
+    )
 
 
 def saturated_units(record: Record) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from adiv_monitor.audit.finding import Finding
 from adiv_monitor.audit.page.drives import drives
-from adiv_monitor.audit.page.findings import STRENGTH_WORDS, evidence_rows, significant, trial_words
+from adiv_monitor.audit.page.findings import STRENGTH_WORDS, evidence_rows, significant
 from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map
 from adiv_monitor.audit.page.layers import layer_table, worst
 from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH
@@ -31,8 +31,8 @@ from adiv_monitor.sinks.wording import not_measured
 
 # What a rule can find in reports alone.
 LOOKED_FOR = (
-    *("vanishing", "exploding", "uneven-rates", "rate-too-low", "row-spread"),
-    *("optimizer-turns", "projection-fights"),
+    *("input-scale", "input-mean", "row-spread", "vanishing", "exploding", "dead-units"),
+    *("uneven-rates", "rate-too-high", "rate-too-low", "optimizer-turns", "projection-fights"),
 )
 
 
@@ -66,8 +66,6 @@ def running_page(record: Record, findings: Sequence[Finding], count: int) -> str
     extra = {finding.name: None for finding in findings}
     if is_taken(reports, "attainable_cosine"):
         extra["interference"] = None
-    if record.realised:
-        extra["rate-too-high"] = None
     return render(
         "running.html",
         title=f"Training up to step {reports[-1].step:,}",
@@ -96,7 +94,6 @@ def running_page(record: Record, findings: Sequence[Finding], count: int) -> str
         measure_titles=MEASURE_TITLES,
         short_titles=SHORT_TITLES,
         evidence_rows=evidence_rows,
-        trial_words=trial_words,
         significant=significant,
         isfinite=math.isfinite,
     )

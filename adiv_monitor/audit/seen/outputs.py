@@ -23,8 +23,8 @@ from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 # Losses that put a softmax or a sigmoid of their own behind what they are given.
 _WITH_THEIR_OWN = ("cross_entropy", "log_softmax", "binary_cross_entropy_with_logits")
 _LARGE = 100_000_000  # parameters, a copy of which in float64 is not made
-_SAMPLES = 4
-_FEW = 4  # players; more parts are moved as one
+_SAMPLES = 2
+_MOST = 4  # players
 _SHORT = 1e-6  # of the weights' length, and of the loss
 _AGREE = 0.05  # the slopes of two steps
 
@@ -107,14 +107,15 @@ def descent_share(setup: Setup) -> float | None:
     (L(θ + hg) − L(θ − hg)) / (2h‖g‖²) as h → 0, by the same chance, in float64. 1 where g is the
     gradient of the loss; less, or below 0, where parts of the loss oppose one another, as in the
     summed loss of a generative adversarial network, each of whose players has its own part of the
-    gradient. So the model's parts, if they are few, are moved one by one, and the smallest share
-    counts.
+    gradient. So the model's parts are moved one by one, and the smallest share counts.
 
     Returns:
-        None where it can't be told: the model is large, or does not run in float64; the loss
-        changes weights; there is no gradient; steps of two lengths tell different things.
+        None where it can't be told: the model has one part, or too many for players; it is large,
+        or does not run in float64; the loss changes weights; there is no gradient; steps of two
+        lengths tell different things.
     """
-    if sum(p.numel() for p in setup.model.parameters()) > _LARGE:
+    size = sum(p.numel() for p in setup.model.parameters())
+    if size > _LARGE or not 1 < len(_parts(setup.model)) <= _MOST:
         return None
     batch = mapped(first(setup.batches[0], _SAMPLES), _in_float64)
     with seeded(setup.seed), _made_in_float64():
@@ -147,11 +148,11 @@ def _made_in_float64() -> Iterator[None]:
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
-    """The model's children that hold parameters; the model itself, where they are not a few."""
+    """The model's children that hold parameters; of an only one, its children."""
     parts = [child for child in model.children() if any(True for _ in child.parameters())]
     if len(parts) == 1:
         return _parts(parts[0])
-    return parts if 1 < len(parts) <= _FEW else [model]
+    return parts
 
 
 class _Line:
@@ -164,7 +165,7 @@ class _Line:
                        for p in parameters if p.grad is not None]  # fmt: skip
 
     def share(self, loss: float) -> float | None:
-        """For steps of two lengths, if they agree."""
+        """Of a short step; where it is not 1, of one that is shorter, too, if they agree."""
         lengths = [
             sum(float(x.square().sum()) for x in tensors)
             for tensors in ([g for *_, g in self._moved], [p for _, p, _ in self._moved])
@@ -173,10 +174,13 @@ class _Line:
         if not 0 < square < math.inf:
             return None
         h = _SHORT * min((loss or 1.0) / square, math.sqrt((weights or 1.0) / square))
-        one, other = (self._slope(step) for step in (h, h / 4))
-        if one is None or other is None or abs(one - other) > _AGREE * max(abs(one), square):
+        slope = self._slope(h)
+        if slope is None or abs(slope - square) < _AGREE * square:
+            return None if slope is None else slope / square
+        shorter = self._slope(h / 4)  # is it the loss, or the length of the step?
+        if shorter is None or abs(slope - shorter) > _AGREE * max(abs(slope), square):
             return None
-        return one / square
+        return slope / square
 
     def _slope(self, h: float) -> float | None:
         there, back = self._loss(h), self._loss(-h)

@@ -14,6 +14,7 @@ from adiv_monitor.capture.again.outputs import Outputs
 from adiv_monitor.capture.again.replay import Arguments
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
@@ -62,10 +63,11 @@ class Again:
         self._lost: dict[str, str] = {}
         self._origin = Origin(model, selection.parameters)
         self._origin.pieces = first.pieces
-        self._forwards = Forwards.of(selection, repeated=True)
+        guard = Guard(_raised)
+        self._forwards = Forwards.of(selection, guard, repeated=True)
         names = Names(model, selection, self._forwards)
         chooser = Chooser(None, np.random.default_rng(0))
-        self._layers = _Known(names, self._origin, chooser, (), lambda *_: None)
+        self._layers = _Known(names, self._origin, chooser, (), lambda *_: None, guard)
         self._layers.found = first.layers
         self._watching = Watching(
             *(selection, self._forwards, self._layers, self._origin, Leftovers(selection), self),
@@ -76,8 +78,7 @@ class Again:
 
     def detach(self) -> None:
         """Take the hooks off."""
-        self._watching.detach()
-        self._forwards.remove()
+        call_all(self._watching.detach, self._forwards.remove)
 
     def begin(self, number: int) -> None:
         """A forward pass begins, with the buffers in place that it will use."""
@@ -159,6 +160,11 @@ class Again:
             self._found[place] = rows.take(z.detach())
         else:
             self._lost[layer.path] = "it had other rows when the forward pass ran again"
+
+
+def _raised(error: Exception) -> None:
+    """No training step runs that it could take down."""
+    raise error
 
 
 def run_again(calls: ForwardCalls, again: Again, losses: Losses | None) -> None:

@@ -4,6 +4,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from adiv_monitor.capture.again.forward_calls import ForwardCalls, NotRepeatable, tensors_of
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import ModuleHook, is_replaying, trains
 from adiv_monitor.capture.selection import inside_wrappers
 from adiv_monitor.features.rows import exact
@@ -87,15 +89,14 @@ class Losses:
     def watch(self) -> None:
         """Put hooks on."""
         module = self._loss if isinstance(self._loss, nn.Module) else self._model
-        after = ModuleHook(module, self._ended, before=False, always=True)
-        self._hooks = [after]
+        ended, began = (partial(self._guarded, body) for body in (self._ended, self._began))
+        self._hooks.append(ModuleHook(module, ended, before=False, always=True))
         if module is self._loss:
-            self._hooks.append(ModuleHook(module, self._began, before=True))
+            self._hooks.append(ModuleHook(module, began, before=True))
 
     def detach(self) -> None:
         """Take them off."""
-        for hook in self._hooks:
-            hook.remove()
+        call_all(*(hook.remove for hook in self._hooks))
         self._hooks.clear()
 
     @property
@@ -136,7 +137,7 @@ class Losses:
         """The loss is called: by the training loop, or within a forward pass."""
         alone = self._calls.running is None and not is_replaying()
         if alone and torch.is_grad_enabled() and trains(args):
-            self._guarded(self._begin, module, args, kwargs)
+            self._begin(module, args, kwargs)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._calls.begin(module, args, kwargs)
@@ -153,10 +154,12 @@ class Losses:
         call = self._calls.running
         if call is None:
             return
-        if output is not None:
-            self._guarded(self._note, call, args, kwargs, output)
-        if self._calls.calls[call].module is self._loss:
-            self._calls.end(output)
+        try:
+            if output is not None:
+                self._note(call, args, kwargs, output)
+        finally:
+            if self._calls.calls[call].module is self._loss:
+                self._calls.end(output)
 
     def _note(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         loss = self._read(call, args, kwargs, output)
@@ -167,7 +170,7 @@ class Losses:
 
         for tensor in tensors_of(output):
             if tensor.requires_grad:
-                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._guarded, reached))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _read(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Loss:
@@ -182,6 +185,8 @@ class Losses:
         except NotRepeatable as reason:
             self.refusal = str(reason)
         except Exception as error:
+            if is_replaying():
+                raise
             self.refusal = f"{type(error).__name__}: {error}"
             self._fail(error)
 

@@ -1,6 +1,7 @@
 """Which tensors of what a module's forward gives are its z, and which entries of them are a row."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from adiv_monitor.capture.again.graph import nodes_above
+from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.weights.tape import tensors_in
 
 
@@ -60,13 +62,19 @@ class Outputs:
         flat = [x.reshape(*x.shape[:kept], -1) if kept else x.reshape(1, -1) for x in tensors]
         return torch.cat(flat, -1)
 
-    def hook(self, tensors: Sequence[Tensor], arrive: Callable[[Tensor], None]) -> None:
+    def hook(
+        self, tensors: Sequence[Tensor], arrive: Callable[[Tensor], None], guard: Guard
+    ) -> None:
         """Call it with ∂L/∂z, laid out as z, whenever that is known."""
+
+        def arrives(gradients: Sequence[Tensor | None]) -> None:
+            arrive(self._gradient(gradients))
+
         if len(tensors) == 1:
-            one = tensors[0]
-            one.register_hook(lambda g: arrive(self.rows([g])))  # type: ignore[no-untyped-call]
+            one = partial(guard, lambda gradient: arrives([gradient]))
+            tensors[0].register_hook(one)  # type: ignore[no-untyped-call]
         else:
-            register_multi_grad_hook(tensors, lambda g: arrive(self._gradient(g)))
+            register_multi_grad_hook(tensors, partial(guard, arrives))
 
     def _gradient(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """∂L/∂z from that of each tensor; None: zero."""

@@ -10,7 +10,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,12 @@ from adiv_monitor.capture.again.randomness import random_state
 from adiv_monitor.capture.attention.attention_dropout import kept
 from adiv_monitor.capture.attention.score_replay import ARGUMENTS
 from adiv_monitor.capture.attention.some_samples import batch_size, of_samples
-from adiv_monitor.capture.forwards import Forward, Forwards, Function
+from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
 from adiv_monitor.capture.hook import trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.sampling import Draw
 from adiv_monitor.capture.selection import Selection
+from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.features.rows import Rows, exact
 from adiv_monitor.features.scores import by_head
 from adiv_monitor.features.uses import Refused
@@ -203,19 +204,17 @@ class AttentionCalls:
         if forward.module in self._held:
             self._progress[forward] = _Progress()
 
-    def watched(self, function: Function, forwards: Forwards) -> Function:
-        """The same function; what it makes of scores is seen."""
-        if function is functional.scaled_dot_product_attention:
-            return partial(self._attend, forwards.running)
-        name = getattr(function, "__name__", "")
+    def look(self, call: FunctionToCall, forwards: Forwards) -> None:
+        """Look at what makes scores, or weights of them."""
+        if call.function is functional.scaled_dot_product_attention:
+            self._attend(forwards.running, call)
+        name = getattr(call.function, "__name__", "")
         if name in _BY_HAND and isinstance(forwards.innermost, nn.MultiheadAttention):
-            seen = partial(self._weigh, forwards.running, function, name)
-            return update_wrapper(seen, function, assigned=("__name__",), updated=())
-        return function
+            self._weigh(forwards.running, name, call.args)
 
-    def _attend(self, running: Sequence[Forward], *args: Any, **kwargs: Any) -> Any:
+    def _attend(self, running: Sequence[Forward], call: FunctionToCall) -> None:
         """The fused function."""
-        given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+        given = {**dict(zip(ARGUMENTS, call.args, strict=False)), **call.kwargs}
         forward = self._around(running)
         choice = state = None
         if forward is not None:
@@ -224,7 +223,7 @@ class AttentionCalls:
                 choice = self._choose(path, forward, given["query"], given["key"], _by_head)
                 if choice is not None and given.get("dropout_p", 0.0) > 0:
                     state = random_state(given["query"].device)
-        output = functional.scaled_dot_product_attention(*args, **kwargs)
+        output = call()
         if forward is not None and choice is not None and output.requires_grad:
             with self.guarded(choice.path):
                 dropped = None
@@ -232,11 +231,8 @@ class AttentionCalls:
                     of_queries = kept(state, choice.of_queries, **given)
                     dropped = of_queries.view(len(choice.index), -1, *of_queries.shape[1:])
                 self._keep(choice, forward, given["query"], given["key"], output, output, dropped)
-        return output
 
-    def _weigh(
-        self, running: Sequence[Forward], function: Function, name: str, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _weigh(self, running: Sequence[Forward], name: str, args: tuple[Any, ...]) -> None:
         """One of the functions by which scores are made, and weights of them."""
         forward = self._around(running)
         if forward is not None:
@@ -251,7 +247,6 @@ class AttentionCalls:
                     choice = self._choose(path, forward, query, key, _heads_apart)
                     if choice is not None:
                         self._keep(choice, forward, query, key, args[0])
-        return function(*args, **kwargs)
 
     def _around(self, running: Sequence[Forward]) -> Forward | None:
         """The innermost forward of a module that holds matrices that are trained."""
@@ -299,6 +294,8 @@ class AttentionCalls:
             most = min(max(_MOST_SCORES // max(scores, 1), 2), _MOST_SAMPLES)
             chooser = self._choosers.setdefault(most, Chooser(most, self._generator))
             held = self._held[module]
+            if any(map(is_shard, held.values())):
+                raise Refused("each process holds but a part of its parameters")
             self.attending[path] = Attending(module, held, number, LayerRows(chooser))
         return self.attending[path]
 
@@ -336,16 +333,12 @@ class AttentionCalls:
 
     def _arrives(self, choice: _Choice, call: AttentionCall, gradient: Tensor) -> None:
         """The gradient of a call's output, or of its scores."""
-        if not self._active or not trains(gradient) or choice.path in self.refused:
-            return
-        with (
-            self.guarded(choice.path),
-            torch.no_grad(),
-            torch._C.DisableTorchFunction(),
-            without_autocast(gradient),
-        ):
-            taken = choice.take(gradient)
-            call.arrive(taken, taken.new_empty(0), torch.finfo(gradient.dtype).eps)
+        with self.guarded(choice.path), torch.no_grad(), torch._C.DisableTorchFunction():
+            if not self._active or not trains(gradient) or choice.path in self.refused:
+                return
+            with without_autocast(gradient):
+                taken = choice.take(gradient)
+                call.arrive(taken, taken.new_empty(0), torch.finfo(gradient.dtype).eps)
 
     def guarded(self, path: str) -> "_Guard":
         """What fails inside of it does not reach the training loop: the attention is refused."""

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.weights.derived import Derived
 from adiv_monitor.capture.weights.pieces import Pieces, Source, Strides
+from adiv_monitor.capture.weights.shards import Standing, is_shard
 from adiv_monitor.capture.weights.tape import Tape, tensors_in, whole_of
+from adiv_monitor.features.uses import Refused
 
 
 class Origin:
@@ -32,11 +34,24 @@ class Origin:
         """Know of nothing but what the model holds now."""
         model = self._model
         self.tape = Tape(self._trained, model)
-        self._held: dict[int, Tensor] = {id(p): p for p in model.parameters()}
+        self._standing = Standing(model)
+        self._held: dict[int, Tensor] = {
+            id(p): p for p in model.parameters() if self._standing.of(p) is None
+        }
         self._held |= {id(buffer): buffer for buffer in model.buffers()}
         self._buffers = {id(buffer) for buffer in model.buffers()}
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._expanded: dict[int, weakref.ref[Tensor]] = {}
+        self._stand_ins: dict[int, nn.Parameter] = {}
+
+    def stand_in(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """What was used in place of a sharded parameter; None if that is not one."""
+        return self._stand_ins.get(id(parameter))
+
+    @property
+    def sharded(self) -> Iterable[nn.Parameter]:
+        """The sharded parameters that something was used in place of."""
+        return [self._trained[key] for key in self._stand_ins]
 
     def buffer(self, value: object) -> Tensor | None:
         """The buffer of the model that this is, or is a view of; None if it is not."""
@@ -53,7 +68,21 @@ class Origin:
         if made is not None and made() is value:
             return True
         base = value._base
-        return base is not None and not self._is_spent(value) and self.of_model(base)
+        if base is None:
+            return self._stands_in(value)
+        return not self._is_spent(value) and self.of_model(base)
+
+    def _stands_in(self, value: Tensor) -> bool:
+        """Whether it is what a module holds in place of a sharded parameter; known from now on."""
+        parameter = self._standing.of(value)
+        if parameter is None:
+            return False
+        self._held[id(value)] = value
+        if id(parameter) in self._trained:
+            assert isinstance(value, nn.Parameter)
+            self._trained[id(value)] = parameter
+            self._stand_ins[id(parameter)] = value
+        return True
 
     def is_trained(self, value: Tensor) -> bool:
         """Whether it depends on a parameter to measure, and on no data."""
@@ -64,24 +93,36 @@ class Origin:
         if not value.requires_grad:
             return ()
         if id(value) in self._trained:
-            return (id(value),)
+            return (id(self._trained[id(value)]),)
         if self._is_spent(value):
             return ()
         whole = whole_of(value)
-        return (id(whole),) if id(whole) in self._trained else self.tape.parameters_of(whole)
+        known = self._trained.get(id(whole))
+        return self.tape.parameters_of(whole) if known is None else (id(known),)
 
     def source(self, value: Tensor | None) -> Source | None:
         """Of which parameters it is made, and how; None if of none that are measured.
 
         Raises:
-            Refused: its memory is read as numbers of another type.
+            Refused: its memory is read as numbers of another type, or it is no part of a sharded
+                parameter as that lies in memory.
         """
         if value is None or not self.is_trained(value):
             return None
         ref = self.tape.ref(value)
         parameter = ref.root.parameter
-        view = None if parameter is None else self.pieces.source(value, parameter)
-        return view or Derived(ref, self.tape.making_of(ref), self.pieces)
+        view = None
+        if parameter is not None:
+            view = self.pieces.source(value, parameter, whole_of(value))
+        source = view or Derived(ref, self.tape.making_of(ref), self.pieces)
+        for piece in source.pieces:
+            lies = piece.view is None or not is_shard(piece.parameter) or piece.stretch
+            if is_shard(piece.parameter) and not (source.is_view and lies):
+                raise Refused(
+                    "its weight is made of a parameter of which each process holds a part: only a "
+                    "whole one, or one after the other in memory, can be put together"
+                )
+        return source
 
     def remember(self, result: object) -> None:
         """What a function made of the model alone."""

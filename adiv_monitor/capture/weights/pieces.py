@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.capture.weights.shards import is_shard, part_of, stretch_of_part
+
 Parts = Mapping[int, Tensor]  # by a piece's key, a tensor of its shape: a change, a gradient
 NOTHING: Parts = {}
 
@@ -81,13 +83,31 @@ class Piece:
         """The piece of a tensor that is shaped like the parameter."""
         return tensor if self.view is None else self.view.of(tensor, self.parameter)
 
+    @property
+    def stretch(self) -> tuple[int, int] | None:
+        """From where to where it lies in this process's part; None if not in one stretch."""
+        assert self.view is not None
+        stretch, part = self.view.stretch, stretch_of_part(self.parameter)
+        if stretch is None or part is None:
+            return None
+        first, last = (min(max(place, part[0]), part[1]) - part[0] for place in stretch)
+        return first, last
+
+    def own(self, part: Tensor) -> Tensor:
+        """The piece of what this process holds of such a tensor: all, or its part."""
+        if self.view is None or not is_shard(self.parameter):
+            return self.of(part)
+        assert self.stretch is not None
+        first, last = self.stretch
+        return part.reshape(-1)[first:last]
+
     def value(self) -> Tensor:
-        """The piece as it is now."""
-        return self.of(self.parameter.detach())
+        """The piece as it is now, as far as this process holds it."""
+        return self.own(part_of(self.parameter))
 
     def gradient(self) -> Tensor:
-        """∂L/∂θ of the piece as it stands in `.grad`; zeros where there is none."""
-        return self.of(gradient(self.parameter))
+        """∂L/∂θ of the piece as it stands in `.grad`; zeros where there is none. See `value`."""
+        return self.own(gradient(self.parameter))
 
 
 class Source(Protocol):
@@ -205,13 +225,19 @@ class Pieces:
             self._pieces[key] = Piece(parameter, len(self._pieces), view)
         return self._pieces[key]
 
-    def source(self, tensor: Tensor, parameter: nn.Parameter) -> View | None:
-        """What a parameter, or a view of it, is; None for views that repeat entries."""
-        if tensor is parameter:
+    def source(self, tensor: Tensor, parameter: nn.Parameter, whole: Tensor) -> View | None:
+        """What a parameter, or a view of it, is; None for views that repeat entries.
+
+        Args:
+            tensor: the one or the other.
+            parameter: the parameter.
+            whole: it, or what stands in for it while its module runs.
+        """
+        if tensor is whole:
             if id(parameter) not in self._whole:
                 self._whole[id(parameter)] = View(self.of(parameter))
             return self._whole[id(parameter)]
-        strides = Strides.between(tensor, parameter)
+        strides = Strides.between(tensor, whole)
         return None if strides.repeats else self.view(parameter, strides)
 
     def view(self, parameter: nn.Parameter, strides: Strides) -> View:
@@ -222,10 +248,10 @@ class Pieces:
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
-    """∂L/∂θ as it stands in `.grad`; zeros where there is none."""
+    """∂L/∂θ as it stands in `.grad`, or this process's part; zeros where there is none."""
     if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad.detach()
+        return torch.zeros_like(part_of(parameter))
+    return part_of(parameter.grad)
 
 
 def covered(parameter: Tensor, pieces: Sequence[Piece]) -> int:

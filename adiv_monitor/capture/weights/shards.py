@@ -1,0 +1,140 @@
+"""Parameters of which each process holds a part (FSDP2): what that part is, and the whole.
+
+Such a parameter is a `DTensor`, whose local tensor is the part. While a module runs, its parameters
+are replaced by whole ones, so what a forward pass uses is not what the optimizer steps.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.capture.processes import processes
+
+
+def is_shard(tensor: object) -> bool:
+    """Whether this process holds but a part of it."""
+    return hasattr(tensor, "full_tensor")
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, without its graph: all, or its part."""
+    part: Tensor = tensor.detach()
+    return part.to_local() if is_shard(part) else part  # type: ignore[attr-defined]
+
+
+def whole_of_parts(part: Tensor, like: Tensor) -> Tensor:
+    """All of it, from every process's part: a collective, of all processes that have one.
+
+    Args:
+        part: what this process holds.
+        like: a sharded tensor that lies on the processes as this one does.
+    """
+    from torch.distributed.tensor import DTensor  # not in every build of torch
+
+    sharded = DTensor.from_local(
+        *(part, like.device_mesh, like.placements),  # type: ignore[attr-defined]
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    with torch.no_grad():
+        return sharded.full_tensor().detach()
+
+
+def holders(tensor: Tensor) -> int:
+    """How many processes hold the same as this one does of a tensor."""
+    if not is_shard(tensor):
+        return processes()
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    count = 1
+    for dimension, placement in enumerate(placements):
+        count *= mesh.size(dimension) if placement.is_replicate() else 1
+    return count
+
+
+def stretch_of_part(tensor: Tensor) -> tuple[int, int] | None:
+    """From where to where the part lies in the whole's memory; None if not in one stretch."""
+    whole, parts, place, last = tensor.shape[0], 1, 0, 0
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    for dimension, placement in enumerate(placements):
+        if not placement.is_replicate():
+            parts, place = mesh.size(dimension), mesh.get_local_rank(dimension)
+            last = placement.dim
+    if last:
+        return None
+    rows = -(-whole // parts)
+    row = tensor[0].numel() if whole else 0
+    return min(place * rows, whole) * row, min((place + 1) * rows, whole) * row
+
+
+def held_in_place_of(model: nn.Module) -> dict[int, nn.Parameter]:
+    """By id of a whole parameter, the sharded one that it stands in for, of any that there are yet.
+
+    Some modules hold them until the next backward pass, as an evaluation has left them.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return {}
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # the plural since torch 2.12
+            for group in (state._fsdp_param_group,) if groups is None else groups:
+                for held in () if group is None else group.fsdp_params:
+                    found[id(getattr(held, "_unsharded_param", None))] = held.sharded_param
+    return found
+
+
+def managed(model: nn.Module) -> set[int]:
+    """Ids of the sharded parameters that modules of a model make whole when they run."""
+    if not any(map(is_shard, model.parameters())) and not held_in_place_of(model):
+        return set()
+    from torch.distributed.fsdp import FSDPModule
+
+    inside = (module for module in model.modules() if isinstance(module, FSDPModule))
+    shards = {id(p) for module in inside for p in module.parameters() if is_shard(p)}
+    return shards | {id(p) for p in held_in_place_of(model).values()}
+
+
+def why_unusable(parameter: Tensor, managed: Iterable[int]) -> str | None:
+    """Why a sharded parameter can't be measured; None if it can."""
+    if id(parameter) not in managed:
+        return (
+            "is a DTensor that is never made whole, of which one process sees only a part (tensor "
+            "parallelism?)"
+        )
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    split = [placement for placement in placements if not placement.is_replicate()]
+    if len(split) > 1 or mesh.size() != processes():
+        return "is spread over the processes in more than one way (tensor parallelism?)"
+    return None
+
+
+class Standing:
+    """Finds the whole parameters that stand in for sharded ones while modules run.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        held = held_in_place_of(model)
+        self._places = [
+            (module, name, parameter)
+            for module in model.modules()
+            for name, now in module._parameters.items()
+            if now is not None and is_shard(parameter := held.get(id(now), now))
+        ]
+
+    def of(self, tensor: object) -> nn.Parameter | None:
+        """The sharded parameter that a whole one stands in for; None if it is none."""
+        if not self._places or not isinstance(tensor, nn.Parameter) or is_shard(tensor):
+            return None
+        for module, name, parameter in self._places:
+            if module._parameters.get(name) is tensor:
+                return parameter
+        return None

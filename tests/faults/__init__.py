@@ -1,0 +1,1 @@
+"""Puts faults into the monitor, and looks at what they do to a training."""

@@ -1,0 +1,137 @@
+"""Wherever the monitor fails, training goes on as without it, and what was lost is said.
+
+Every function of the monitor's that runs during a training is a boundary, found by watching one:
+an exception is raised where it begins, in one training after another. So a new rule, measure or
+hook is covered by itself, as long as one of the scenarios reaches it.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from faults.injection import Boundary, Raising, Watched
+from faults.scenarios import SCENARIOS
+from faults.trial import REASON, Fault, Trial, forget_caches, take, unmonitored
+
+import adiv_monitor
+from adiv_monitor.features import registry, uses
+
+HOME = Path(adiv_monitor.__file__).parent
+# What a measured step runs; what only several processes need is not reached here.
+ROOMS = ("capture", "features", "maths", "step", "alignment", "alarms.py", "monitor.py")
+ELSEWHERE = {"together.py", "attention_together.py", "rows_together.py", "ranks.py"}
+ELSEWHERE |= {"guard.py", "failures.py"}  # these keep faults away
+ELSEWHERE |= {"slopes.py", "width.py", "width_plot.py"}  # no part of a training
+FILES = sorted(
+    str(file.relative_to(HOME))
+    for file in HOME.rglob("*.py")
+    if file.relative_to(HOME).parts[0] in ROOMS
+    and "def " in file.read_text()
+    and file.name not in ELSEWHERE
+)
+
+# What keeps faults away from the training can't itself fail: it is short, and calls no other code.
+GUARDS = {
+    "capture/forwards.py": {"__torch_function__", "__call__", "_guarded", "_never"},
+    "capture/layers.py": {"guarded"},
+    "capture/attention/attention_calls.py": {"_arrives"},
+    "capture/again/again.py": {"detach"},
+    "capture/again/losses.py": {"_guarded"},
+    "step/course.py": {"release", "closure_then_read"},
+    "monitor.py": {
+        *("__enter__", "__exit__", "attach", "_attach", "close", "_close"),
+        *("_before_step", "_after_step"),
+    },
+}
+
+
+def is_guard(boundary: Boundary) -> bool:
+    if Path(boundary.file).name in ("failures.py", "guard.py"):
+        return True
+    if boundary.name in GUARDS.get(boundary.file, ()):
+        return True
+    return (boundary.file, boundary.name) == ("capture/forwards.py", "__init__")
+
+
+@cache
+def scenario_of() -> dict[Boundary, str]:
+    """Every boundary, with the first of the scenarios that reaches it."""
+    found: dict[Boundary, str] = {}
+    for name, scenario in SCENARIOS.items():
+        forget_caches()
+        watched = Watched()
+        take(scenario, watched, on_error="raise")
+        for boundary in watched.boundaries:
+            if not is_guard(boundary):
+                found.setdefault(boundary, name)
+    return found
+
+
+def in_file(file: str) -> Iterator[tuple[int, Boundary, str]]:
+    for number, (boundary, name) in enumerate(scenario_of().items()):
+        if boundary.file == file:
+            yield number, boundary, name
+
+
+def with_fault(error: BaseException, at: Boundary, name: str, on_error: str) -> Trial:
+    forget_caches()
+    raising = Raising(error, at)
+    trial = take(SCENARIOS[name], raising, on_error=on_error)
+    assert raising.raised, f"{at} was not called"
+    assert not trial.left, f"{at}: left {trial.left}"
+    return trial
+
+
+@cache
+def unharmed(name: str) -> Trial:
+    return take(SCENARIOS[name])
+
+
+def readings(trial: Trial) -> list[object]:
+    """What there is to be read in its reports."""
+    return [
+        {path: sorted(reading.measures()) for path, reading in report.layers.items()}
+        for report in trial.reports
+    ]
+
+
+ERRORS = (Fault, torch.OutOfMemoryError, MemoryError, OSError)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_an_exception_does_not_reach_the_training(file: str) -> None:
+    """Weights, losses, buffers, the optimizer's state and random numbers are those without it."""
+    for number, boundary, name in in_file(file):
+        error = ERRORS[number % len(ERRORS)](REASON)
+        trial = with_fault(error, boundary, name, "warn")
+        assert trial.raised is None, f"{boundary}: {trial.raised!r}"
+        assert trial.result == unmonitored(name), f"{boundary} changed the training"
+        kept = readings(trial) == readings(unharmed(name))
+        assert trial.warned or trial.told or kept, f"{boundary}: nothing was said of it"
+        assert len(set(trial.warned)) == len(trial.warned), f"{boundary}: {trial.warned}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_an_interrupt_passes_and_an_error_is_raised_where_that_was_asked_for(file: str) -> None:
+    """Either way hooks, modes and stances are gone."""
+    every = 1 if file.startswith(("capture", "step", "monitor")) else 4  # rules fail in one place
+    for number, boundary, name in islice(in_file(file), 0, None, every):
+        error = KeyboardInterrupt() if number % 2 else Fault(REASON)
+        trial = with_fault(error, boundary, name, "warn" if number % 2 else "raise")
+        refused = not number % 2 and trial.told
+        assert trial.raised is error or refused, f"{boundary}: {trial.raised!r}"
+
+
+def test_the_scenarios_reach_every_rule_and_every_file() -> None:
+    boundaries = {(b.file, b.line) for b in scenario_of()}
+    rules = [*uses._RULES.values(), *(rule.function for rule in registry._RULES.values())]
+    for rule in rules:
+        code = rule.__code__
+        file = code.co_filename
+        if file.startswith(str(HOME)):
+            place = (str(Path(file).relative_to(HOME)), code.co_firstlineno)
+            assert place in boundaries, f"no scenario reaches {rule}"
+    assert {file for file in FILES if not list(in_file(file))} == set()

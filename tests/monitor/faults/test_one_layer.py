@@ -1,0 +1,119 @@
+"""What fails for several layers is tried for each; what fails for one spares the others."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from faults.scenarios import SCENARIOS, Scenario
+from faults.trial import REASON, Fault, Trial, take, unmonitored
+from torch import nn
+
+from adiv_monitor.capture import watching
+from adiv_monitor.maths import readings, totals
+from adiv_monitor.step import outcome, transfer
+
+DEEP = SCENARIOS["deep"]
+PATHS = ["0", "1", "2", "3"]
+
+
+def measures(trial: Trial) -> list[dict[str, dict[str, float]]]:
+    return [{p: r.measures() for p, r in report.layers.items()} for report in trial.reports]
+
+
+def without_room(function: Callable[..., object]) -> Callable[..., object]:
+    """For one layer there is memory, for several there is none."""
+
+    def limited(first: Sequence[object], *others: object) -> object:
+        if len(first) > 1:
+            raise torch.OutOfMemoryError(REASON)
+        return function(first, *others)
+
+    return limited
+
+
+def test_out_of_memory_for_several_layers_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = measures(take(DEEP, on_error="raise"))
+    for module, name in ((readings, "_measure_alike"), (totals, "_of_stacked")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, without_room(getattr(module, name)))
+            found = take(DEEP, on_error="raise")
+        assert [list(report) for report in measures(found)] == [PATHS, PATHS]
+        for one, other in zip(measures(found), expected, strict=True):
+            for path in PATHS:
+                assert one[path] == pytest.approx(other[path], rel=1e-12, nan_ok=True), name
+
+
+def test_out_of_memory_for_the_transfer_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = measures(take(DEEP, on_error="raise"))
+
+    def no_room(tensors: object) -> None:
+        raise torch.OutOfMemoryError(REASON)
+
+    class WithoutRoom:
+        def __getattr__(self, name: str) -> object:
+            return no_room if name == "cat" else getattr(torch, name)
+
+    monkeypatch.setattr(transfer, "torch", WithoutRoom())
+    assert measures(take(DEEP, on_error="raise")) == expected
+
+
+def test_a_layer_whose_measures_fail_is_the_only_one_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measure, measure_alike = readings.measure, readings._measure_alike
+    seen: dict[str, readings.Numbers] = {}
+
+    def noted(layers: dict[str, readings.Numbers], *others: Any) -> dict[str, readings.Measured]:
+        seen.clear()
+        seen.update(layers)
+        return measure(layers, *others)
+
+    def fails(layers: Sequence[readings.Numbers]) -> list[readings.Measured]:
+        if any(numbers is seen.get("1") for numbers in layers):
+            raise Fault(REASON)
+        return measure_alike(layers)
+
+    monkeypatch.setattr(outcome, "measure", noted)
+    monkeypatch.setattr(readings, "_measure_alike", fails)
+    trial = take(DEEP)
+    assert trial.result == unmonitored("deep")
+    for report in trial.reports:
+        assert list(report.layers) == ["0", "2", "3"]
+        assert REASON in report.unsupported["1"]
+    assert len(trial.warned) == 1
+
+
+def test_the_reason_is_in_every_report_where_the_layer_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a rule fails before it is known which layer it would have been."""
+
+    def fails(*_: object) -> None:
+        raise Fault(REASON)
+
+    monkeypatch.setattr(watching, "uses_in", fails)
+    trial = take(DEEP)
+    assert trial.result == unmonitored("deep")
+    for report in trial.reports:
+        assert not report.layers
+        assert len(report.unsupported) == 4
+        assert all(REASON in reason for reason in report.unsupported.values()), report.unsupported
+    assert len(trial.warned) == 4
+
+
+def test_a_layer_without_gradient_is_not_mistaken_for_one_that_was_zeroed_since() -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+            self.unused = nn.Linear(2, 2)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        x = torch.tensor(np.eye(4))
+        return (x @ model.weight).square().sum()  # outside of any forward
+
+    for report in take(Scenario(Hidden, loss)).reports:
+        assert "it has a gradient" in report.unsupported["weight"], report.unsupported
+        assert "no gradient reached it" in report.unsupported["unused"]

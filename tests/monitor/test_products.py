@@ -1,0 +1,266 @@
+"""W&B and MLflow as real clients, offline: what was written is read back from their own files."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from adiv_monitor.huggingface import DivergenceTrainerCallback
+from adiv_monitor.lightning import DivergenceCallback
+from adiv_monitor.sinks import MemorySink
+from adiv_monitor.sinks.scalars import board_scalars
+
+pytest.importorskip("matplotlib")
+STEPS, EVERY = 8, 2
+TAGS = {"adiv/overview", "adiv/per_layer/update_ratio"}
+# Warnings of the products and of their own dependencies, which no user of ours can mend.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"),
+]
+
+
+class Written(NamedTuple):
+    """What a product has of a run.
+
+    Attributes:
+        scalars: tag → step → value.
+        texts: tag → the last text.
+        pictures: tag → files, of PNG.
+    """
+
+    scalars: Mapping[str, Mapping[int, float]]
+    texts: Mapping[str, str]
+    pictures: Mapping[str, list[Path]]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 3))
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Inputs of an unsuitable scale."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            300 * torch.randn(8, 6, generator=generator),
+            torch.randint(0, 3, (8,), generator=generator),
+        )
+        for _ in range(STEPS)
+    ]
+
+
+def by_lightning(folder: Path, logger: Any) -> MemorySink:
+    import pytorch_lightning as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), 0.01)
+
+    memory = MemorySink()
+    pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=logger,
+        callbacks=[DivergenceCallback(EVERY, sinks=[memory], on_error="raise")],
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=EVERY,
+    ).fit(Module(), torch.utils.data.DataLoader(batches(), batch_size=None))
+    return memory
+
+
+class Labelled(nn.Module):
+    """As a Trainer wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.net(x)
+        return {"loss": nn.functional.cross_entropy(out, labels), "logits": out}
+
+
+def by_trainer(folder: Path, product: str) -> MemorySink:
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"x": x, "labels": y} for xs, ys in batches() for x, y in zip(xs, ys, strict=True)]
+    memory = MemorySink()
+    arguments = TrainingArguments(
+        str(folder / "out"),
+        per_device_train_batch_size=8,
+        max_steps=STEPS,
+        logging_steps=EVERY,
+        report_to=product,
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    callback = DivergenceTrainerCallback(EVERY, sinks=[memory], on_error="raise")
+    Trainer(Labelled(), arguments, train_dataset=rows, callbacks=[callback]).train()
+    return memory
+
+
+# --- what they wrote -----------------------------------------------------------------------------
+
+
+def _records(file: Path) -> Iterator[Any]:
+    """Of W&B's transaction log: blocks of 32 KiB, in them records, or parts, each with a header.
+
+    That is checksum (4 bytes), length (2), and whether it is whole (1), the first part (2), one in
+    the middle (3) or the last (4); the file begins with seven bytes of its own.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if left < 7 or kind == 0:
+            at += left
+            continue
+        record = (record if kind in (3, 4) else b"") + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield Record.FromString(record)
+
+
+def wandb_wrote(folder: Path, axis: str) -> Written:
+    (file,) = folder.rglob("run-*.wandb")
+    scalars: dict[str, dict[int, float]] = {}
+    texts: dict[str, str] = {}
+    pictures: dict[str, list[Path]] = {}
+    for record in _records(file):
+        row: dict[str, Any] = {}
+        for item in record.history.item:
+            *outer, last = item.nested_key or [item.key]
+            of = row.setdefault(outer[0], {}) if outer else row
+            of[last] = json.loads(item.value_json)
+        for key, value in row.items():
+            kind = value.get("_type") if isinstance(value, dict) else None
+            if kind == "table-file":
+                table = json.loads((file.parent / "files" / value["path"]).read_text())
+                texts[key] = table["data"][0][1]
+            elif kind == "image-file":
+                pictures.setdefault(key, []).append(file.parent / "files" / value["path"])
+            elif kind == "images/separated":
+                files = [file.parent / "files" / name for name in value["filenames"]]
+                pictures.setdefault(key, []).extend(files)
+            elif kind is None and key.removeprefix("train/").startswith("adiv."):
+                at = int(row[axis])
+                scalars.setdefault(key.removeprefix("train/"), {})[at] = float(value)
+    return Written(scalars, texts, pictures)
+
+
+def mlflow_wrote(folder: Path) -> Written:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"file:{folder}")
+    (run,) = [r for e in client.search_experiments() for r in client.search_runs([e.experiment_id])]
+    number = run.info.run_id
+    keys = [key for key in run.data.metrics if key.startswith("adiv.")]
+    scalars = {
+        key: {m.step: m.value for m in client.get_metric_history(number, key)} for key in keys
+    }
+    files = Path(client.download_artifacts(number, ""))
+    names = {file.relative_to(files).with_suffix("").as_posix(): file for file in _files(files)}
+    return Written(
+        scalars,
+        {n: file.read_text() for n, file in names.items() if file.suffix == ".md"},
+        {n: [file] for n, file in names.items() if file.suffix == ".png"},
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file()]
+
+
+# --- the ways ------------------------------------------------------------------------------------
+
+
+def wandb_by_lightning(folder: Path) -> tuple[MemorySink, Written]:
+    import wandb
+    from pytorch_lightning.loggers import WandbLogger
+
+    memory = by_lightning(folder, WandbLogger(offline=True, save_dir=folder, project="p"))
+    wandb.finish()
+    return memory, wandb_wrote(folder, "trainer/global_step")
+
+
+def mlflow_by_lightning(folder: Path) -> tuple[MemorySink, Written]:
+    from pytorch_lightning.loggers import MLFlowLogger
+
+    memory = by_lightning(folder, MLFlowLogger(tracking_uri=f"file:{folder / 'runs'}"))
+    return memory, mlflow_wrote(folder / "runs")
+
+
+def wandb_by_trainer(folder: Path) -> tuple[MemorySink, Written]:
+    import wandb
+
+    wandb.init(dir=folder, mode="offline", project="p")
+    memory = by_trainer(folder, "wandb")
+    wandb.finish()
+    return memory, wandb_wrote(folder, "train/global_step")
+
+
+def mlflow_by_trainer(folder: Path) -> tuple[MemorySink, Written]:
+    import mlflow
+
+    mlflow.set_tracking_uri(f"file:{folder / 'runs'}")
+    memory = by_trainer(folder, "mlflow")
+    mlflow.flush_async_logging()
+    return memory, mlflow_wrote(folder / "runs")
+
+
+WAYS: dict[str, tuple[str, Callable[[Path], tuple[MemorySink, Written]]]] = {
+    "W&B by Lightning": ("wandb", wandb_by_lightning),
+    "MLflow by Lightning": ("mlflow", mlflow_by_lightning),
+    "W&B by Hugging Face": ("wandb", wandb_by_trainer),
+    "MLflow by Hugging Face": ("mlflow", mlflow_by_trainer),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_product_has_figures_findings_and_pictures(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, train = WAYS[way]
+    pytest.importorskip(package, reason='pip install "adiv-monitor[products]"')
+    monkeypatch.chdir(tmp_path)  # where a client leaves what it is not asked for
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'runs'}")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    memory, written = train(tmp_path)
+    offset = 1 if "Hugging" in way else 0  # whose history counts steps that are done
+    assert len(memory.reports) == STEPS // EVERY
+    for report in memory.reports:
+        for tag, value in board_scalars(report, None, "few").items():
+            kept = written.scalars[tag][report.step + offset]
+            assert kept == pytest.approx(value, rel=1e-6, nan_ok=math.isnan(value))
+    assert written.texts["adiv.summary/findings"].startswith("### One thing to mend")
+    assert "standardise the inputs" in written.texts["adiv.summary/findings"]
+    assert set(written.pictures) >= TAGS
+    from PIL import Image
+
+    for file in (written.pictures[tag][-1] for tag in TAGS):
+        assert np.asarray(Image.open(file).convert("RGB")).std() > 5, "something is drawn"

@@ -1,0 +1,382 @@
+"""Sharded parameters (FSDP2): what several processes say is what one with all of it says."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import assert_same, loss_of, make, meet, written
+from torch import Tensor, multiprocessing, nn
+
+from adiv_monitor import Monitor
+from adiv_monitor.report import StepReport
+from adiv_monitor.sinks import MemorySink
+from adiv_monitor.step import assembly
+from adiv_monitor.step.wholes import WHY_NOT
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step, as one process takes it or several.
+
+    Attributes:
+        parts: samples of each micro-batch, for each process.
+        optimizer: makes the optimizer.
+        sync: gradients are averaged after every micro-batch, not only after the last.
+        clip: the largest norm of the gradient.
+        nested: modules inside are sharded on their own too.
+        replicas: groups of processes that hold the same.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    sync: bool = False
+    clip: float | None = None
+    nested: bool = True
+    replicas: int = 1
+    attainable: bool = False
+
+
+CASES = {
+    "halves, AdamW": Case(((4,), (4,)), attainable=True),
+    "halves, SGD": Case(((4,), (4,)), torch.optim.SGD),
+    "uneven, one unit, clipped": Case(((5,), (3,)), clip=0.1, nested=False),
+    "micro-batches": Case(((2, 2), (1, 3))),
+    "micro-batches, each averaged": Case(((2, 2), (1, 3)), sync=True),
+    "four": Case(((3,), (2,), (1,), (2,))),
+    "four, two replicas": Case(((3,), (2,), (1,), (2,)), replicas=2),
+}
+
+
+def shard(model: nn.Module, case: Case) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    if case.replicas > 1:
+        names = ("replicate", "shard")
+        sizes = (case.replicas, world // case.replicas)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    for inner in (model.attend, model.branches[0], model.head) if case.nested else ():
+        fully_shard(inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monitor, nn.Module]:
+    """Take two steps of one of the processes, or of all of them in one; the second is measured."""
+    model, tokens, targets = make()
+    world = len(case.parts)
+    if rank is not None:
+        shard(model, case)
+    optimizer = case.optimizer(model.parameters(), lr=0.01)
+    every = range(world) if rank is None else (rank,)
+    options: dict[str, Any] = {"max_rows": None, "attainable": case.attainable}
+    monitor = Monitor(model, optimizer, sinks=[MemorySink()], on_error="raise", **options)
+    if monitored:
+        monitor.attach()
+    for process in every:
+        first = sum(map(sum, case.parts[:process]))
+        for i, size in enumerate(case.parts[process]):
+            mine = slice(first, first + size)
+            first += size
+            if rank is not None:
+                last = i == len(case.parts[process]) - 1
+                model.set_requires_gradient_sync(case.sync or last)
+            loss = loss_of(model(tokens[mine]), targets[mine])
+            (loss * (1 if rank is None else world)).backward()
+    if case.clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+    optimizer.step()
+    monitor.close()
+    return monitor, model
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().full_tensor() for p in model.parameters()]
+
+
+Found = dict[str, Any]
+
+
+def work(rank: int, world: int, folder: str) -> None:
+    meet(rank, world, folder)
+    found: Found = {}
+    for name, case in CASES.items():
+        if len(case.parts) == world:
+            monitor, model = step(case, rank)
+            _, other = step(case, rank, monitored=False)
+            pairs = zip(weights(model), weights(other), strict=True)
+            same = all(torch.equal(a, b) for a, b in pairs)
+            found[name] = monitor.latest, written(monitor), same
+    if world == 2:
+        found |= {task.__name__: task(rank) for task in TASKS}
+    dist.destroy_process_group()
+    torch.save(found, Path(folder) / f"{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
+    """What the processes found, by their number and rank."""
+    folder = tmp_path_factory.mktemp("processes")
+    for world in (2, 4):
+        (folder / str(world)).mkdir()
+        multiprocessing.spawn(work, (world, str(folder / str(world))), nprocs=world)
+    return {
+        world: [
+            torch.load(folder / str(world) / f"{rank}.pt", weights_only=False)
+            for rank in range(world)
+        ]
+        for world in (2, 4)
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_report_is_that_of_one_process_with_all_of_it(
+    name: str, found: dict[int, list[Found]]
+) -> None:
+    reports, counts, same = zip(*(own[name] for own in found[len(CASES[name].parts)]), strict=True)
+    assert all(same), "the training is bit-identical"
+    assert all(report == reports[0] for report in reports), "all processes have it"
+    assert counts == (1, *(0 for _ in reports[1:])), "the first writes it"
+    expected = step(CASES[name], None)[0].latest
+    assert expected is not None
+    assert reports[0].coverage == 1
+    assert_same(reports[0].to_dict(quantiles=True), expected.to_dict(quantiles=True))
+
+
+# A process that is alone
+
+
+def small(rank: int | None, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
+    """A model, and the rows of one of two processes, or of both."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+    data = torch.randn(8, 5, dtype=torch.float64).to(dtype)
+    return model, data if rank is None else data[4 * rank : 4 * rank + 4]
+
+
+def train(
+    rank: int | None,
+    prepare: Callable[[nn.Module], object],
+    after: Callable[[nn.Module], object] = lambda model: None,
+    **options: Any,
+) -> Monitor:
+    """Three steps, all measured."""
+    model, x = small(rank, options.pop("dtype", torch.float64))
+    prepare(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise", **options) as monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).double().square().mean().backward()
+            optimizer.step()
+            after(model)
+    return monitor
+
+
+def sharded(model: nn.Module, **options: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model[2], **options)
+    fully_shard(model, **options)
+
+
+def weights_that_change_after_the_step(rank: int) -> list[StepReport]:
+    return list(train(rank, sharded, shrink).reports)
+
+
+@torch.no_grad()
+def shrink(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.mul_(0.99)
+
+
+def evaluation_before(rank: int) -> StepReport | None:
+    """It leaves the outermost module with whole parameters."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, x = small(rank)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with torch.no_grad():
+        model(x)
+    assert not any(hasattr(p, "full_tensor") for p in model.parameters())
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        model(x).square().mean().backward()
+        optimizer.step()
+    return monitor.latest
+
+
+def half_precision(rank: int) -> list[StepReport]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    prepare = partial(sharded, mp_policy=policy)
+    return list(train(rank, prepare, dtype=torch.float32).reports)
+
+
+def attention_and_passes_again(rank: int) -> StepReport | None:
+    return train(rank, sharded, realised=True, attention=True).latest
+
+
+def one_without_a_monitor(rank: int) -> tuple[StepReport | None, float]:
+    begin = time.monotonic()
+    if rank == 0:
+        return train(rank, sharded).latest, time.monotonic() - begin
+    model, x = small(rank)
+    sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return None, 0.0
+
+
+def one_that_skips_a_step(rank: int) -> tuple[list[StepReport], float]:
+    model, x = small(rank)
+    sharded(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    begin = time.monotonic()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor,
+    ):
+        patch.setattr(assembly, "PATIENCE", 1.0)
+        for number in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if rank == 0 or number < 2:
+                optimizer.step()
+    return list(monitor.reports), time.monotonic() - begin
+
+
+def layer_that_fails_in_one(rank: int) -> StepReport | None:
+    model, x = small(rank)
+    sharded(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = Monitor(model, optimizer)
+    with monitor:
+        if rank == 1:
+            monitor._failures.switched_off["0"] = "a test"
+            monitor._course.disarm()
+            monitor._course.arm()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return monitor.latest
+
+
+def tensor_parallel(rank: int) -> tuple[StepReport | None, bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    found = []
+    for monitored in (True, False):
+        model, x = small(None)
+        model.append(nn.Linear(3, 2).double())
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = Monitor(model, optimizer, on_error="raise")
+        if monitored:
+            monitor.attach()
+        model(x).square().mean().backward()
+        optimizer.step()
+        monitor.close()
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+        found.append((monitor.latest, [p.detach().clone() for p in whole]))
+    same = all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    return found[0][0], same
+
+
+TASKS: tuple[Callable[[int], Any], ...] = (
+    weights_that_change_after_the_step,
+    evaluation_before,
+    half_precision,
+    attention_and_passes_again,
+    one_without_a_monitor,
+    one_that_skips_a_step,
+    layer_that_fails_in_one,
+    tensor_parallel,
+)
+
+
+def test_weights_that_change_after_the_step(found: dict[int, list[Found]]) -> None:
+    expected = train(None, lambda model: None, shrink).reports
+    for own in found[2]:
+        for report, whole in zip(own["weights_that_change_after_the_step"], expected, strict=True):
+            assert_same(report.to_dict(quantiles=True), whole.to_dict(quantiles=True))
+
+
+def test_an_evaluation_before(found: dict[int, list[Found]]) -> None:
+    expected = train(None, lambda model: None).reports[0]
+    for own in found[2]:
+        report = own["evaluation_before"]
+        assert report.coverage == 1
+        for path, reading in report.layers.items():
+            assert_same(reading.to_dict(), expected.layers[path].to_dict())
+
+
+def test_half_precision(found: dict[int, list[Found]]) -> None:
+    expected = train(None, lambda model: None, dtype=torch.float32).reports
+    reports = found[2][0]["half_precision"]
+    for report, whole in zip(reports, expected, strict=True):
+        assert report.notes == ()
+        for path, reading in report.layers.items():
+            exact = whole.layers[path].measures()
+            assert reading.measures() == pytest.approx(exact, rel=0.05, abs=0.02)
+
+
+def test_what_would_run_whole_modules_again_is_refused(found: dict[int, list[Found]]) -> None:
+    report = found[2][0]["attention_and_passes_again"]
+    assert any("sharded?" in note for note in report.notes)
+    assert report.coverage == 1
+
+
+@pytest.mark.parametrize("task", ["one_without_a_monitor", "one_that_skips_a_step"])
+def test_without_one_of_the_processes_nobody_waits(
+    task: str, found: dict[int, list[Found]]
+) -> None:
+    reports, seconds = found[2][0][task]
+    last = reports[-1] if isinstance(reports, list) else reports
+    assert last.layers == {}
+    assert last.coverage == 0
+    assert last.unsupported == dict.fromkeys(("0", "2"), WHY_NOT)
+    assert seconds < assembly.PATIENCE / 2
+
+
+def test_before_a_step_is_skipped_all_is_measured(found: dict[int, list[Found]]) -> None:
+    reports, _ = found[2][0]["one_that_skips_a_step"]
+    assert [len(report.layers) for report in reports] == [2, 2, 0]
+
+
+def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(
+    found: dict[int, list[Found]],
+) -> None:
+    first, second = (own["layer_that_fails_in_one"] for own in found[2])
+    assert first == second
+    assert first.notes == (
+        "Rows of 0 are missing from other processes: estimated from their rows alone.",
+    )
+    assert first.layers["0"].parameter_cosine is None, "a part of the parameters is missing"
+    assert first.layers["2"].parameter_cosine == pytest.approx(1.0)
+
+
+def test_tensor_parallel_layers_are_refused_by_name(found: dict[int, list[Found]]) -> None:
+    report, same = found[2][0]["tensor_parallel"]
+    assert same
+    assert report.unsupported.keys() == {"0", "2"}
+    assert all("(tensor parallelism?)" in why for why in report.unsupported.values())
+    assert report.layers.keys() == {"3"}

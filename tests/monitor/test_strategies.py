@@ -1,0 +1,122 @@
+"""Lightning's strategies for several processes: one file, that says what a plain loop would."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("pytorch_lightning")
+import pytorch_lightning as pl
+from processes import meet
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+from pytorch_lightning.strategies import ModelParallelStrategy
+from torch import Tensor, multiprocessing, nn
+
+from adiv_monitor import Monitor
+from adiv_monitor.lightning import DivergenceCallback
+from adiv_monitor.sinks import JsonlSink
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend"),
+    # Lightning's own advice, and calls that torch has deprecated
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
+]
+WORLD, SAMPLES, BATCHES = 2, 6, 4
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    chance = torch.Generator().manual_seed(0)
+    shape = SAMPLES, 4
+    return [
+        (torch.randn(shape, generator=chance), torch.randint(3, (SAMPLES,), generator=chance))
+        for _ in range(BATCHES)
+    ]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Classifier(pl.LightningModule):
+    """Looks at its process's share of each batch."""
+
+    def __init__(self, *, shards: bool) -> None:
+        super().__init__()
+        self.net = net()
+        self._shards = shards
+
+    def configure_model(self) -> None:
+        if self._shards:
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = self.device_mesh["data_parallel"]
+            fully_shard(self.net[2], mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = (part[self.global_rank :: WORLD] for part in batch)
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
+        return torch.utils.data.DataLoader(batches(), batch_size=None)
+
+
+def fit(strategy: Any, path: Path, **options: Any) -> None:
+    callback = DivergenceCallback(2, sinks=[JsonlSink(path)], on_error="raise")
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    fixed = {"accelerator": "cpu", "devices": WORLD, "max_epochs": 1, "callbacks": callback}
+    alone = {"use_distributed_sampler": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(strategy=strategy, **quiet, **fixed, **alone, **options)
+    trainer.fit(Classifier(shards=not isinstance(strategy, str)))
+
+
+def work(rank: int, folder: str) -> None:
+    meet(rank, WORLD, folder)
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+    os.environ |= {name: str(value) for name, value in where.items()}
+    os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "here"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # they have met already
+    strategy = ModelParallelStrategy(data_parallel_size=WORLD, tensor_parallel_size=1)
+    fit(strategy, Path(folder) / "run.jsonl", plugins=TorchElasticEnvironment())
+    dist.destroy_process_group()
+
+
+def plain() -> list[dict[str, Any]]:
+    """The same training as a loop of one's own, with whole batches."""
+    model = nn.ModuleDict({"net": net()})
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:
+        for x, y in batches():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model["net"](x), y).backward()
+            optimizer.step()
+    return [report.to_dict() for report in monitor.reports]
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "model_parallel"])
+def test_one_file_says_what_a_plain_loop_would(strategy: str, tmp_path: Path) -> None:
+    if strategy == "ddp_spawn":
+        fit(strategy, tmp_path / "run.jsonl")
+    else:
+        multiprocessing.spawn(work, (str(tmp_path),), nprocs=WORLD)
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    expected = plain()
+    assert [line["step"] for line in lines] == [0, 2]
+    for line, report in zip(lines, expected, strict=True):
+        assert line["coverage"] == 1
+        assert line["layers"].keys() == report["layers"].keys()
+        for path, reading in report["layers"].items():
+            ours = line["layers"][path]
+            assert ours["rows_seen"] == SAMPLES
+            for name in ("update_cosine", "gradient_cosine", "parameter_cosine", "scale_mean"):
+                assert ours[name] == pytest.approx(reading[name], rel=1e-4), name

@@ -1,0 +1,105 @@
+"""Several processes in a test: where they meet, what they train, how their reports are compared."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adiv_monitor import Monitor
+from adiv_monitor.sinks import MemorySink
+
+SAMPLES, TOKENS = 8, 5
+PATIENCE = timedelta(seconds=120)
+
+
+def meet(rank: int, world: int, folder: str | Path) -> None:
+    """Make a gloo group of the processes that call this with the same folder.
+
+    At a port of the system's choice, that nobody takes first.
+    """
+    torch.set_num_threads(1)
+    told = Path(folder) / "port"
+    port = 0 if rank == 0 else _read(told)
+    store = dist.TCPStore(
+        "127.0.0.1", port, world, rank == 0, timeout=PATIENCE, wait_for_workers=False
+    )
+    if rank == 0:
+        new = told.with_suffix(".new")
+        new.write_text(str(store.port))
+        new.rename(told)  # what is there is whole
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
+
+
+def _read(told: Path) -> int:
+    end = time.monotonic() + PATIENCE.total_seconds()
+    while not told.exists():
+        assert time.monotonic() < end, "the first process never came"
+        time.sleep(0.01)
+    return int(told.read_text())
+
+
+class Net(nn.Module):
+    """Some of everything; a branch that only the samples of one sort go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6, padding_idx=0)
+        self.conv = nn.Conv1d(6, 6, 3, padding=1, groups=2)
+        self.norm = nn.LayerNorm(6)
+        self.attend = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, tokens: Tensor, branches: tuple[int, ...] = (0, 1)) -> Tensor:
+        x = self.embed(tokens)
+        x = self.norm(x + torch.tanh(self.conv(x.mT).mT))
+        x = x + self.attend(x, x, x, need_weights=False)[0]
+        x = sum((torch.relu(self.branches[branch](x)) for branch in branches), x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def make() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(7, (SAMPLES, TOKENS)), torch.randint(4, (SAMPLES, TOKENS))
+    targets[:, :2] = torch.where(torch.rand(SAMPLES, 2) < 0.5, -100, targets[:, :2])  # idle rows
+    return Net().double(), tokens, targets
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / 8
+
+
+def written(monitor: Monitor) -> int:
+    (sink,) = monitor._sinks
+    assert isinstance(sink, MemorySink)
+    return len(sink.reports)
+
+
+def numbers(record: dict[str, Any], at: str = "") -> dict[str, Any]:
+    """Nested data with one name for each number."""
+    found: dict[str, Any] = {}
+    for key, value in record.items():
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        found |= numbers(value, f"{at}{key}.") if isinstance(value, dict) else {f"{at}{key}": value}
+    return found
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal, but for what the gradient was multiplied by on its way."""
+    found, expected = (
+        {name: n for name, n in numbers(x).items() if "gradient_factor" not in name}
+        for x in (found, expected)
+    )
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        exact = isinstance(value, int | str | None)
+        same = value if exact else pytest.approx(value, rel=1e-9, abs=1e-9, nan_ok=True)
+        assert found[name] == same, name

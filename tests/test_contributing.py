@@ -1,0 +1,127 @@
+"""The recipes of CONTRIBUTING.md do what they say; what hosts are told agrees with the code."""
+
+import inspect
+import re
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import blocks
+import example_reports
+import function_cases
+import numpy as np
+import pytest
+import torch
+from blocks import ROOT
+
+import adiv_monitor
+from adiv_monitor import sinks
+from adiv_monitor.audit.diagnosis import diagnose as diagnose_function
+from adiv_monitor.audit.diagnosis import optimizer
+from adiv_monitor.features import uses
+from adiv_monitor.features.functions import products
+from adiv_monitor.maths import measures
+from adiv_monitor.maths.estimates import Estimate, Sample, over_rows
+from adiv_monitor.report import StepReport
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
+
+
+def run(section: str, tmp_path: Path, namespace: dict[str, Any]) -> dict[str, Any]:
+    """The blocks of a section, where the names of the files that they belong to are known."""
+    page = tmp_path / "section.md"
+    page.write_text(SECTIONS[section])
+    assert blocks.python_blocks(page)
+    blocks.run(page, namespace)
+    return namespace
+
+
+def loaded(file: str) -> Any:
+    """A file of tests as a module of its own."""
+    spec = spec_from_file_location(f"of_{Path(file).stem}", ROOT / "tests" / file)
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_operators_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "_RULES", dict(uses._RULES))
+    monkeypatch.setattr(function_cases, "CASES", {})
+    tests = loaded("monitor/test_functions.py")
+    run("An operator's rule", tmp_path, {**vars(function_cases), **vars(products)})
+    monkeypatch.setattr(tests, "CASES", function_cases.CASES)
+    assert set(function_cases.CASES) == {"vecdot"}
+    tests.test_every_measure("vecdot", "adamw", 1)
+    tests.test_what_is_exact_stays_so_when_rows_are_sampled("vecdot")
+    tests.test_rows_move_with_the_parameters_by_these_features("vecdot")
+    uses._RULES.pop("linalg_vecdot")
+    with pytest.raises(AssertionError):
+        tests.test_rows_move_with_the_parameters_by_these_features("vecdot")
+
+
+def test_a_measure(tmp_path: Path) -> None:
+    d, G = torch.randn(2, 5, 3, dtype=torch.float64)
+    rows = Sample(np.array([5.0]), np.ones((1, 5), dtype=bool))
+    d_d, G_G = (over_rows(v.square().sum(1).numpy()[None], rows) for v in (d, G))
+    ours = ModuleType("measures")
+    layers = SimpleNamespace(known_unit=np.array([True]), sample=rows)
+    vars(ours)["update_gain"] = lambda *sums: made["update_gain"](*sums)
+    made: dict[str, Any] = {**vars(measures), "d": d, "G": G, "whole": {}, "found": {}}
+    made |= {"measures": ours, "x": layers, "d_d": d_d, "G_G": G_G, "Estimate": Estimate}
+    run("A measure", tmp_path, made)
+    (value,) = made["found"]["update_gain"].value
+    assert value == pytest.approx(float(made["whole"]["update_gain"]), rel=1e-12)
+
+
+def test_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = loaded("audit/test_diagnosis.py")
+    for name in ("HITS", "NEAR_MISSES", "WITHIN_ERRORS"):
+        monkeypatch.setattr(tests, name, dict(getattr(tests, name)))
+    names = {**vars(optimizer), **vars(tests)}
+    made = run("A finding", tmp_path, names)
+    module = inspect.getmodule(diagnose_function)
+    monkeypatch.setattr(module, "RULES", (*module.RULES, made["harmed_rows"]))  # type: ignore[union-attr]
+    tests.test_an_illness_is_named_first_and_to_be_acted_on("harmed-rows")
+    tests.test_what_is_near_is_no_hit("harmed-rows")
+    tests.test_what_lies_within_errors_is_no_hit("harmed-rows")
+    assert "harmed-rows" not in tests.found(tests.record())
+
+
+def test_a_sink(tmp_path: Path) -> None:
+    names = {**vars(sinks), **vars(example_reports), "Path": Path, "StepReport": StepReport}
+    made = run("A sink", tmp_path, names)
+    made["test_every_layer_has_a_line_per_report"](tmp_path)
+
+
+def test_files_that_are_named_are_there() -> None:
+    rooms = ("", "adiv_monitor/", "adiv_monitor/features/functions/", "tests/monitor/")
+    rooms += ("adiv_monitor/audit/", "adiv_monitor/audit/diagnosis/")
+    named = set(re.findall(r"`((?:[\w.]+/)*[\w.]+(?:\.py|\.md|\.yml|\.cff|/))`", PAGE))
+    assert len(named) > 20
+    to_be_made = {"adiv_monitor/sinks/NAME.py", "docs/findings/harmed-rows.md", "dist/", "site/"}
+    missing = {n for n in named if not any((ROOT / room / n).exists() for room in rooms)}
+    assert missing <= to_be_made
+
+
+# What hosts are told
+
+
+def test_the_citation_is_of_this_version() -> None:
+    yaml = pytest.importorskip("yaml")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(cited["version"]) == adiv_monitor.__version__
+    assert cited["references"][0]["identifiers"][0]["value"] == "arXiv:2512.22247"
+
+
+def test_hosts_run_what_make_runs() -> None:
+    """Every Python from the oldest that is claimed; a commit is held to `make lint`."""
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]["test"]
+    oldest = re.search(r'requires-python = ">=(.*?)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest and job["strategy"]["matrix"]["python"][0] == oldest[1]
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["make test"]
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [hook["entry"] for hook in repo["hooks"]] == ["make lint"]
