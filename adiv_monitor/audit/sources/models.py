@@ -61,7 +61,7 @@ def _made(name: str, found: Any, arguments: Mapping[str, Any]) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"MODEL {name}: calling it gave a {type(model).__name__}, expected a torch.nn.Module"
+            f"MODEL {name}: calling it gave {type(model).__name__}, expected a torch.nn.Module"
         )
     return model
 

@@ -47,7 +47,7 @@ def factory(name: str, arguments: Mapping[str, Any]) -> OptimizerFactory:
             ) from error
         if not isinstance(made_one, Optimizer):
             raise UsageError(
-                f"--optimizer {name}: gave a {type(made_one).__name__}, expected a "
+                f"--optimizer {name}: gave {type(made_one).__name__}, expected a "
                 "torch.optim.Optimizer"
             )
         return made_one
