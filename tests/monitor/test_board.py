@@ -327,6 +327,20 @@ def many_layers(count: int = 300) -> StepReport:
     return report(layers={f"blocks.{i // 6}.part{i % 6}": one(i) for i in range(count)})
 
 
+def test_one_ill_layer_of_300_is_seen_in_the_overview() -> None:
+    """Though it has less than a row of pixels."""
+    layers = {f"layer{i}": reading(idle_share=0.0, update_ratio=0.1) for i in range(300)}
+    layers["layer151"] = reading(idle_share=1.0, update_ratio=0.1)
+    overviews = []
+    for some in (layers, layers | {"layer151": layers["layer0"]}):
+        board = Board("a test")
+        for step in range(3):
+            board.add(report(step, layers=some))
+        overviews.append(board.pictures(())["adiv/overview"])
+    ill, well = (share(overview, (179, 0, 0)) for overview in overviews)
+    assert ill > well + 1e-3
+
+
 def test_a_run_of_300_layers_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 reports: below 20 MB, however fast pictures are drawn."""
     sets = len(drawings(monkeypatch, 200)) + 1  # and when it is closed

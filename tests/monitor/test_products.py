@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,12 +145,23 @@ def _records(file: Path) -> Iterator[Any]:
             yield Record.FromString(record)
 
 
+def _finished(file: Path) -> list[Any]:
+    """All records: W&B's own process writes the last ones a little later than `finish` returns."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = list(_records(file))
+        if any(record.HasField("exit") for record in found):
+            return found
+        time.sleep(0.2)
+    raise TimeoutError(f"{file}: the run had not ended after 60 s")
+
+
 def wandb_wrote(folder: Path, axis: str) -> Written:
     (file,) = folder.rglob("run-*.wandb")
     scalars: dict[str, dict[int, float]] = {}
     texts: dict[str, str] = {}
     pictures: dict[str, list[Path]] = {}
-    for record in _records(file):
+    for record in _finished(file):
         row: dict[str, Any] = {}
         for item in record.history.item:
             *outer, last = item.nested_key or [item.key]
