@@ -124,7 +124,7 @@ OVERVIEW = ("update_ratio", GRADIENT, "idle_share", "update_cosine")
 
 def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, float]:
     """Layer → its value at a step, in the network's order; NaN: no direction."""
-    from adiv_monitor.audit.diagnosis.seen import NO_MAPS, gradients
+    from adiv_monitor.audit.diagnosis.readings import NO_MAPS, gradients
 
     if measure == GRADIENT:
         norms = gradients(record, report)

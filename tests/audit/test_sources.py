@@ -12,13 +12,13 @@ from audit import command_models
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adiv_monitor.audit.config import Config
-from adiv_monitor.audit.setup import seeded
+from adiv_monitor.audit.command.config import Config
+from adiv_monitor.audit.command.usage import UsageError
 from adiv_monitor.audit.sources import checkpoints, losses, models, optimizers, random_data
 from adiv_monitor.audit.sources.data import Data, data
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.sources.shapes import Inputs, fit
-from adiv_monitor.audit.usage import UsageError
+from adiv_monitor.audit.training.setup import seeded
 
 HERE = "audit.command_models"
 CPU = torch.device("cpu")

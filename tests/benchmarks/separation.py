@@ -27,9 +27,9 @@ from audit.ward.cases import CASES, HEALTHY
 from audit.ward.run import STEPS
 
 from adiv_monitor.audit.diagnosis import diagnose
-from adiv_monitor.audit.diagnosis.seen import by_layer
-from adiv_monitor.audit.observe import observe
+from adiv_monitor.audit.diagnosis.readings import by_layer
 from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.report import MEASURES
 from adiv_monitor.sinks.running import Running
 
