@@ -53,8 +53,8 @@ def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str
 
 
 def own_rates(record: Record, layers: Sequence[str]) -> str:
-    """The same as advice."""
-    factors = rates_per_layer(record, layers)
+    """The same as advice; without numbers where the optimizer, on which they depend, is unknown."""
+    factors = rates_per_layer(record, layers) if record.facts.optimizer else {}
     said = [f"× {factors[path]:.3g} for {path}" for path in layers if path in factors]
     more = f" and {len(said) - SAID} more, each by the median layer's speed over its own"
     shown = ", ".join(said[:SAID]) + more * (len(said) > SAID)
