@@ -1,6 +1,6 @@
 """The top of an audit's page, as headless Chromium draws it: of the demo's first network.
 
-    make demo && python docs/figures/page.py runs/digits-*/audit/report.html [--out docs/images]
+make demo && python docs/figures/page.py runs/digits-*/audit/report.html [--out docs/images]
 """
 
 import argparse
