@@ -20,6 +20,7 @@ from torch.nn import functional
 from adiv_monitor import AdivError, Monitor, StepReport
 from adiv_monitor.features import DenseFeatures, Rows, register_features
 from adiv_monitor.sinks import MemorySink
+from adiv_monitor.sinks.lent import lent
 
 
 def no_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
@@ -176,6 +177,14 @@ def test_a_sink_that_fails() -> None:
     assert [r.step for r in failing.reports] == [1, 3]
     assert "No space left on device" in reports[2].notes[0]
     assert not reports[3].notes
+
+
+def test_each_sink_that_fails_is_told_by_its_own_name() -> None:
+    failing = [DiskFull(), DiskFull()]
+    with pytest.warns(UserWarning, match="DiskFull failed") as warned:
+        reports = both(CASES["mlp"].model(), batches(2), sinks=[failing[0], *lent(failing[1:], "")])
+    assert len(warned) == 2
+    assert sum("DiskFull failed" in note for note in reports[0].notes) == 2
 
 
 class Stubborn(nn.Linear):
