@@ -139,6 +139,11 @@ def _is_regular(gram: Float[Tensor, "groups n n"]) -> bool:
 
 
 def _spectrum(gram: Float[Tensor, "groups n n"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues, eigenvectors, and which eigenvalues are not zero: above n·ε·λ_max."""
+    """Eigenvalues, eigenvectors, and which eigenvalues are not zero: above n·ε·λ_max.
+
+    All NaN where the matrix is not finite.
+    """
+    if not bool(torch.isfinite(gram).all()):  # they would not converge
+        return torch.full_like(gram[..., 0], torch.nan), gram * torch.nan, gram[..., 0] == 0
     values, vectors = torch.linalg.eigh(gram)
     return values, vectors, values > gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:]

@@ -44,6 +44,7 @@ class Outcome:
     attention: dict[str, AttentionReading] = field(default_factory=dict)
 
 
+@np.errstate(all="ignore")  # of numbers that are not finite it is the readings that tell
 def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
     """Readings, and what goes with them.
 

@@ -44,6 +44,7 @@ def prepared(part: Part, max_rows: int | None, processes: int, generator: Genera
     return replace(part, layers=layers)
 
 
+@np.errstate(all="ignore")  # as in `understand`
 def together(
     parts: Mapping[int, Part], processes: int, max_rows: int | None, generator: Generator
 ) -> tuple[Part, list[int]]:

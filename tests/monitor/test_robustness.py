@@ -7,9 +7,11 @@ import math
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,6 +187,26 @@ def test_each_sink_that_fails_is_told_by_its_own_name() -> None:
         reports = both(CASES["mlp"].model(), batches(2), sinks=[failing[0], *lent(failing[1:], "")])
     assert len(warned) == 2
     assert sum("DiskFull failed" in note for note in reports[0].notes) == 2
+
+
+@pytest.mark.parametrize("value", [1e15, 1e20, 1e30, math.inf, math.nan])
+def test_a_batch_that_is_not_finite_costs_no_layer_and_no_warning(value: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    sound = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options: dict[str, Any] = {"every_n_steps": 1, "attainable": True, "on_error": "raise"}
+    with warnings.catch_warnings(), Monitor(model, optimizer, **options) as monitor:
+        warnings.simplefilter("error")
+        for factor in (1.0, value, 1.0):
+            optimizer.zero_grad()
+            (factor * model(factor * torch.randn(4, 3)).square().sum()).backward()
+            optimizer.step()
+            model.load_state_dict(sound)
+    assert [list(made.layers) for made in monitor.reports] == [["0", "1"]] * 3
+    ceilings = [made.layers["0"].attainable_cosine for made in monitor.reports]
+    assert ceilings[0] == ceilings[2] == pytest.approx(1.0)
+    assert math.isfinite(value) or math.isnan(ceilings[1] or 0.0)
 
 
 class Stubborn(nn.Linear):
