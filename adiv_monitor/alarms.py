@@ -97,9 +97,30 @@ class Alarms:
             raise TypeError(f"Monitor(alarms=…): got {rules!r}, expected a list of rules")
         self._rules = [rule if callable(rule) else _parsed(rule) for rule in rules]
 
-    def of(self, report: StepReport) -> tuple[Alarm, ...]:
-        """Those that the report raises, rule by rule and layer by layer."""
-        return tuple(alarm for rule in self._rules for alarm in _raised(rule, report))
+    def of(
+        self, report: StepReport, fail: Callable[[str, Exception], None] | None = None
+    ) -> tuple[Alarm, ...]:
+        """Those that the report raises, rule by rule and layer by layer.
+
+        Args:
+            report: the report.
+            fail: called with the name of a rule and the exception that it met; None: it is raised.
+        """
+        found: list[Alarm] = []
+        for rule in self._rules:
+            try:
+                found += _raised(rule, report)
+            except Exception as error:
+                if fail is None:
+                    raise
+                fail(_name(rule), error)
+        return tuple(found)
+
+
+def _name(rule: Rule | Condition) -> str:
+    if isinstance(rule, Rule):
+        return rule.text
+    return str(getattr(rule, "__qualname__", type(rule).__qualname__))
 
 
 def _parsed(text: object) -> Rule:
@@ -122,7 +143,7 @@ def _parsed(text: object) -> Rule:
 
 def _raised(rule: Rule | Condition, report: StepReport) -> Iterator[Alarm]:
     if not isinstance(rule, Rule):
-        name = getattr(rule, "__qualname__", type(rule).__qualname__)
+        name = _name(rule)
         yield from (Alarm(name, path) for path, r in report.layers.items() if rule(path, r))
         return
     for path, reading in report.readings(rule.measure).items():

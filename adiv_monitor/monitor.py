@@ -300,8 +300,14 @@ class Monitor:
             self._failures.safely(self._course.arm)
 
     def _emit(self, report: StepReport, writes: bool) -> None:
-        alarms = self._failures.safely(self._alarms.of, report) or ()
-        report = replace(report, alarms=alarms)
+        failures: list[str] = []
+
+        def fail(rule: str, error: Exception) -> None:
+            name = f"The alarm {rule}"
+            failures.append(self._failures.of_users(name, error, name))
+
+        alarms = self._failures.safely(self._alarms.of, report, fail) or ()
+        report = replace(report, alarms=alarms, notes=(*report.notes, *failures))
         for alarm in alarms if writes else ():
             self._failures.warn(
                 f"{alarm.rule} {alarm.layer}", f"adiv_monitor: step {report.step}: {alarm}"

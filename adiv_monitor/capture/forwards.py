@@ -23,6 +23,7 @@ from adiv_monitor.capture.again.randomness import Randomness
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import ModuleHook, is_aside, is_replaying, trains
 from adiv_monitor.capture.selection import Selection
+from adiv_monitor.capture.weights.shards import gives_back
 
 Function = Callable[..., Any]
 
@@ -189,7 +190,10 @@ class Forwards:
                 for module in modules:
                     before, after = partial(self._guarded, enter), partial(self._guarded, leave)
                     self._hooks.append(ModuleHook(module, before, before=True))
-                    self._hooks.append(ModuleHook(module, after, before=False, always=True))
+                    first = gives_back(module)  # while its parameters are there
+                    self._hooks.append(
+                        ModuleHook(module, after, before=False, always=True, first=first)
+                    )
         except BaseException:
             self.remove()
             raise

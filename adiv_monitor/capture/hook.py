@@ -38,6 +38,7 @@ class ModuleHook:
             (module, args, kwargs, output).
         before: which of the two; before all other hooks then.
         always: after a forward pass that raised too, with None as its output.
+        first: after the forward pass, but before all other hooks.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ModuleHook:
         *,
         before: bool,
         always: bool = False,
+        first: bool = False,
     ) -> None:
         self._hooks: dict[int, Any]
         # Left in a copy, an entry in the other tables would change how a later hook is called.
@@ -66,7 +68,7 @@ class ModuleHook:
                 module._forward_hooks_always_called,
             ]
             self._handle = module.register_forward_hook(
-                Hook(function), with_kwargs=True, always_call=always
+                Hook(function), prepend=first, with_kwargs=True, always_call=always
             )
         try:
             for table in self._tables:

@@ -248,6 +248,8 @@ class _Entries:
     def differ(self, other: "_Entries") -> Tensor:
         """Whether any entry is another now; NaN is equal to itself, since bits are compared."""
         flags = [(bits(mine) != bits(other._flat[kind])).any() for kind, mine in self._flat.items()]
+        if not flags:  # of several processes, one may have nothing to measure
+            return torch.zeros((), dtype=torch.bool)
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks.blocks import common_stem
 from adiv_monitor.sinks.health import HEALTH, OVERVIEW, is_told
-from adiv_monitor.sinks.running import Running
+from adiv_monitor.sinks.running import Raised, Running
 from adiv_monitor.sinks.wording import listed
 
 if TYPE_CHECKING:
@@ -67,8 +67,16 @@ class Board:
     def shown(self) -> None:
         """What is there was shown."""
         self._shown = self._count
+
+    def rest(self) -> None:
+        """It was tried, and is not tried again too soon."""
         now = time.monotonic()
         self._not_before = now + _PATIENCE * (now - self._began)
+
+    @property
+    def alarms(self) -> tuple[Raised, ...]:
+        """What rules of the user's have raised so far."""
+        return self._running.alarms
 
     def findings(self) -> tuple["Finding", ...]:
         """What the audit's rules find in the reports; strongest first."""
@@ -102,6 +110,12 @@ class Board:
             whose = f"{common_stem(maps).rstrip('.') or name}: {headline}" if name else headline
             pictures[f"adiv/overview{end}"] = overview_picture(rows, whose, lines, named)
         return pictures
+
+
+def alarms_text(alarms: Iterable[object]) -> str:
+    """Alarms as a list in Markdown; "" without any."""
+    lines = [f"- {plain(str(alarm))}" for alarm in alarms]
+    return "\n".join(["### Alarms\n", *lines, "", ""]) if lines else ""
 
 
 def findings_text(findings: Iterable["Finding"]) -> str:

@@ -61,13 +61,22 @@ class HtmlSink:
         self.flush()
 
     def _write_page(self) -> None:
+        began = time.monotonic()
+        try:
+            self._write_whole()
+        finally:  # what fails takes its time, too
+            now = time.monotonic()
+            self._not_before = now + _PATIENCE * (now - began)
+        self._is_behind = False
+
+    def _write_whole(self) -> None:
         from adiv_monitor.audit.page import running_page
 
-        began = time.monotonic()
         record = self._running.record()
         if self._last is not None:
             record = replace(record, reports=(*record.reports[:-1], self._last))
-        text = running_page(record, self._running.findings(), self._running.count)
+        running = self._running
+        text = running_page(record, running.findings(), running.count, running.alarms)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Under another name first: whoever loads it sees a whole page, the old one or the new one.
         unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}")
@@ -76,6 +85,3 @@ class HtmlSink:
             unfinished.replace(self._path)
         finally:
             unfinished.unlink(missing_ok=True)
-        self._is_behind = False
-        now = time.monotonic()
-        self._not_before = now + _PATIENCE * (now - began)

@@ -6,9 +6,14 @@ from adiv_monitor.sinks.sink import Sink
 
 
 class Lent:
-    """Passes reports on, but stays open: a monitor closes its sinks, and there may be several."""
+    """Passes reports on, but stays open: a monitor closes its sinks, and there may be several.
+
+    Attributes:
+        lent: the sink.
+    """
 
     def __init__(self, sink: Sink) -> None:
+        self.lent = sink
         self.write = sink.write
         self._flush = getattr(sink, "flush", None)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from adiv_monitor.report import StepReport
-from adiv_monitor.sinks.board import Board, findings_text
+from adiv_monitor.sinks.board import Board, alarms_text, findings_text
 
 
 class Product(NamedTuple):
@@ -97,14 +97,21 @@ class ProductSink:
             self._log()
 
     def _log(self) -> None:
+        try:
+            self._log_all()
+            self._board.shown()
+        finally:  # what fails takes its time, too
+            self._board.rest()
+
+    def _log_all(self) -> None:
         findings = self._board.findings()
         group = f"adiv.summary.{self._name}" if self._name else "adiv.summary"
         if self._product.log_text is not None:
-            self._product.log_text(f"{group}/findings", findings_text(findings), self._last)
+            text = alarms_text(self._board.alarms) + findings_text(findings)
+            self._product.log_text(f"{group}/findings", text, self._last)
         if self._board.draws:
             for tag, png in self._board.pictures(findings, self._name).items():
                 self._product.log_picture(tag, _opened(png), self._last)
-        self._board.shown()
 
 
 def _opened(png: bytes) -> Any:

@@ -1,16 +1,38 @@
 """A running training as its reports tell of it: what rules find, and what pictures show."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import nan
 from typing import TYPE_CHECKING
 
-from adiv_monitor.report import StepReport
+from adiv_monitor.report import Alarm, StepReport
 
 if TYPE_CHECKING:
     from adiv_monitor.audit.finding import Finding
     from adiv_monitor.audit.record import Record
 
 MOST_REPORTS = 100
+
+
+@dataclass
+class Raised:
+    """A rule of the user's that held in a layer.
+
+    Attributes:
+        alarm: of the last step in which it did.
+        first: number of the first such step.
+        last: of the last one.
+        times: in how many measured steps it did.
+    """
+
+    alarm: Alarm
+    first: int
+    last: int
+    times: int = 0
+
+    def __str__(self) -> str:
+        if self.times == 1:
+            return f"{self.alarm} (step {self.first:,})"
+        return f"{self.alarm} (step {self.last:,}; {self.times:,} times since step {self.first:,})"
 
 
 class Running:
@@ -25,6 +47,7 @@ class Running:
         self._kept: list[tuple[int, StepReport]] = []  # with the number of the report
         self._count = 0
         self._stride = 1
+        self._raised: dict[tuple[str, str], Raised] = {}  # by rule and layer
 
     def add(self, report: StepReport) -> None:
         """Take the report of one more step."""
@@ -32,6 +55,10 @@ class Running:
             self._kept.pop()
         self._kept.append((self._count, _lean(report)))
         self._count += 1
+        for alarm in report.alarms:
+            key = alarm.rule, alarm.layer
+            raised = self._raised.setdefault(key, Raised(alarm, report.step, report.step))
+            raised.alarm, raised.last, raised.times = alarm, report.step, raised.times + 1
         while len(self._kept) > MOST_REPORTS:
             self._stride *= 2
             last = self._kept[-1]
@@ -44,6 +71,11 @@ class Running:
     def count(self) -> int:
         """Reports that came."""
         return self._count
+
+    @property
+    def alarms(self) -> tuple[Raised, ...]:
+        """All that were raised so far, those of the last steps first."""
+        return tuple(sorted(self._raised.values(), key=lambda raised: -raised.last))
 
     @property
     def reports(self) -> tuple[StepReport, ...]:

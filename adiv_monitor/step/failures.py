@@ -60,12 +60,17 @@ class Failures:
         try:
             action()
         except Exception as error:
-            if self._on_error == "raise":
-                raise
-            failure = f"{type(sink).__name__} failed: {type(error).__name__}: {error}"
-            self.warn(type(sink).__name__, f"adiv_monitor: {failure}; training goes on")
-            return failure
+            name = type(getattr(sink, "lent", sink)).__name__
+            return self.of_users(name, error, f"sink {id(sink)}")
         return None
+
+    def of_users(self, name: str, error: Exception, subject: str) -> str:
+        """An exception in what the user gave, of this name: a sentence for the report."""
+        if self._on_error == "raise":
+            raise error
+        failure = f"{name} failed: {type(error).__name__}: {error}"
+        self.warn(subject, f"adiv_monitor: {failure}; training goes on")
+        return failure
 
     def warn(self, subject: str, message: str) -> None:
         """Warn of a subject once."""

@@ -44,6 +44,7 @@ class Outcome:
     attention: dict[str, AttentionReading] = field(default_factory=dict)
 
 
+@np.errstate(all="ignore")  # of numbers that are not finite it is the readings that tell
 def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
     """Readings, and what goes with them.
 
@@ -221,14 +222,14 @@ def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) 
         values.pop("interference_ratio", None)
     if found.common_unknown:
         values.pop("common_share", None)
-    for name in seen.undefined:
-        values.pop(name, None)
     if facts.gradient_lost:  # what was read for γ is not what the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)
     elif facts.updated and not facts.weights_changed and not facts.has_applied:  # a = u
         values["projection_cosine"] = 1.0 if numbers.dots["w_w"] > 0 else math.nan
         values["applied_cosine"] = values["parameter_cosine"]
+    for name in seen.undefined:
+        values.pop(name, None)
     return LayerReading(
         kind=seen.kind,
         rows_seen=seen.rows_seen,

@@ -7,7 +7,7 @@ the training. Whoever looks for what is not there goes on without.
 
 import hashlib
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 from uuid import uuid4
@@ -66,21 +66,24 @@ class Exchange:
         world: how many processes there are.
     """
 
-    _attached: ClassVar[Counter[str]] = Counter()  # monitors of the same name in this process
+    # By name, the numbers of the monitors that are attached in this process.
+    _attached: ClassVar[dict[str, set[int]]] = defaultdict(set)
 
     def __init__(self, name: str) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._name = _hashed(name)
-        self._key = f"adiv_monitor/{self._name}/{Exchange._attached[self._name]}"
-        Exchange._attached[self._name] += 1
+        taken = Exchange._attached[self._name]
+        self._number = min({*range(len(taken) + 1)} - taken)
+        self._key = f"adiv_monitor/{self._name}/{self._number}"
         self._meeting = uuid4().hex  # so that nothing of an earlier monitor is taken for this one's
         self._published: deque[str] = deque()
         self._agreed: list[str] = []  # where all came last
         self._write(f"{self._key}/{self.rank}", self._meeting)
+        taken.add(self._number)
 
     def leave(self) -> None:
         """This process has no monitor any more."""
-        Exchange._attached[self._name] -= 1
+        Exchange._attached[self._name].discard(self._number)
         with suppress(RuntimeError):
             self._write(f"{self._key}/{self.rank}", "")
 

@@ -44,6 +44,7 @@ def prepared(part: Part, max_rows: int | None, processes: int, generator: Genera
     return replace(part, layers=layers)
 
 
+@np.errstate(all="ignore")  # as in `understand`
 def together(
     parts: Mapping[int, Part], processes: int, max_rows: int | None, generator: Generator
 ) -> tuple[Part, list[int]]:
@@ -88,8 +89,10 @@ def together(
     recovered = sum(first.unmeasured.values()) - sum(
         unmeasured.get(name, 0) for name in first.unmeasured
     )
-    # What the first says of its parameters holds for all; of parts of them, each knows its own.
-    told = several if any(layer.looked.shares for layer in layers.values()) else [first]
+    # What one says of its parameters holds for all; of parts of them, each knows its own.
+    told = [part for part in several if part.layers] or [first]
+    if not any(layer.looked.shares for layer in layers.values()):
+        told = told[:1]
     whole = replace(
         first,
         layers=layers,
@@ -102,7 +105,7 @@ def together(
         loss_change=sum(changes) / len(changes) if changes else None,
         loss_changes=tuple(change for part in several for change in part.loss_changes),
         facts=replace(
-            first.facts,
+            told[0].facts,
             gradient_changed=any(part.facts.gradient_changed for part in several),
             gradient_lost=any(part.facts.gradient_lost for part in several),
             has_applied=all(part.facts.has_applied for part in told),

@@ -89,9 +89,17 @@ def test_it_warns_once_for_each_rule_and_layer() -> None:
 
 
 def test_a_function_that_fails_is_said_and_nothing_is_lost() -> None:
-    with pytest.warns(UserWarning, match="ZeroDivisionError"):
-        monitor = trained([lambda path, reading: 1 / 0])
+    def fails(path: str, reading: LayerReading) -> bool:
+        return 1 / 0 > 0
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = trained([fails, "1: update_cosine < 0"])
     assert [len(made.layers) for made in monitor.reports] == [2, 2, 2]
+    assert [len(made.alarms) for made in monitor.reports] == [1, 1, 1], "of the other rule"
+    for made in monitor.reports:
+        assert any("fails failed: ZeroDivisionError" in note for note in made.notes)
+    assert sum("ZeroDivisionError" in str(warning.message) for warning in caught) == 1
 
 
 def test_every_sink_tells_them(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from torch import nn
 
 from adiv_monitor.audit.diagnosis import diagnose
 from adiv_monitor.audit.record import Record
-from adiv_monitor.report import LayerReading, StepReport
+from adiv_monitor.report import Alarm, LayerReading, StepReport
 from adiv_monitor.sinks import TensorBoardSink
 from adiv_monitor.sinks import board as board_module
 from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
 from adiv_monitor.sinks.health import GRADIENT, HEALTH, value_of
+from adiv_monitor.sinks.products import Product, ProductSink
 from adiv_monitor.sinks.running import MOST_REPORTS, Running
 
 pytest.importorskip("matplotlib")
@@ -317,6 +318,7 @@ def test_drawing_waits_twenty_times_as_long_as_it_took(monkeypatch: pytest.Monke
     board.findings()
     now[0] = 3.0  # seconds that it took
     board.shown()
+    board.rest()
     now[0] = 62.9
     assert not board.add(report(1))
     now[0] = 63.1
@@ -384,3 +386,31 @@ def test_with_matplotlib_nothing_is_warned_of(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         TensorBoardSink(tmp_path).close()
+
+
+def test_a_product_that_fails_is_not_tried_at_every_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, tried = [0.0], []
+    monkeypatch.setattr(board_module.time, "monotonic", lambda: now[0])
+
+    def fails(key: str, text: str, step: int) -> None:
+        tried.append(step)
+        now[0] += 3.0  # seconds
+        raise OSError("no connection")
+
+    sink = ProductSink(Product(fails, fails), "test")
+    with pytest.raises(OSError, match="no connection"):
+        sink.write(report(0))
+    now[0] = 62.9
+    sink.write(report(1))
+    assert tried == [0]
+    with pytest.raises(OSError, match="no connection"):
+        sink.close()
+
+
+def test_alarms_are_told_before_findings() -> None:
+    told: list[str] = []
+    sink = ProductSink(Product(lambda *given: None, lambda key, text, step: told.append(text)), "t")
+    sink.write(replace(report(0), alarms=(Alarm("update_ratio > 1", "a_b", 2.0),)))
+    assert told[0].startswith("### Alarms\n\n- a\\_b: update\\_ratio &gt; 1: 2 (step 0)\n\n### ")

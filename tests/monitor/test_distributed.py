@@ -216,6 +216,25 @@ def monitor_that_leaves(rank: int) -> list[tuple[str, ...]]:
     return [report.notes for report in monitor.reports]
 
 
+def monitors_that_come_and_go(rank: int) -> list[list[tuple[str, ...]]]:
+    """Of one name: the first leaves, and a third comes while the second is there."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    first, second, third = (
+        Monitor(net, optimizer, every_n_steps=1, on_error="raise") for _ in range(3)
+    )
+    first.attach()
+    second.attach()
+    train(net, optimizer, x)
+    first.close()
+    third.attach()
+    train(net, optimizer, x)
+    second.close()
+    train(net, optimizer, x)
+    third.close()
+    return [[report.notes for report in each.reports] for each in (first, second, third)]
+
+
 def monitor_that_falls_silent(rank: int) -> tuple[list[tuple[str, ...]], float]:
     """It has said that it is there, and hands in nothing more."""
     model, optimizer, x = small(rank)
@@ -306,6 +325,7 @@ TASKS = (
     fewer_batches_in_one,
     evaluation_by_the_first_alone,
     monitor_that_leaves,
+    monitors_that_come_and_go,
     monitor_that_falls_silent,
     layer_that_fails_in_one,
     training_of_its_own,
@@ -359,6 +379,13 @@ def test_a_monitor_that_leaves_is_not_waited_for(found: dict[int, list[Found]]) 
     assert [notes[0] for notes in second] == [
         "Rows of process 1 alone: 2 processes train together."
     ]
+
+
+def test_monitors_that_come_and_go_are_not_taken_for_each_other(
+    found: dict[int, list[Found]],
+) -> None:
+    for own in found[2]:
+        assert own["monitors_that_come_and_go"] == [[()], [(), ()], [(), ()]]
 
 
 def test_a_monitor_that_falls_silent_is_waited_for_once(found: dict[int, list[Found]]) -> None:

@@ -1,6 +1,7 @@
 """The page of a training that goes on."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,45 @@ def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
         sink.write(report(1))
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_page_that_fails_is_not_tried_at_every_report(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from adiv_monitor.audit import page
+
+    tried = []
+
+    def slow(*given: object) -> str:
+        tried.append(clock[0])
+        clock[0] += 2.0  # seconds
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(page, "running_page", slow)
+    sink = HtmlSink(tmp_path / "run.html")
+    with pytest.raises(OSError, match="full"):
+        sink.write(report(0))
+    for step, now in ((1, 3.0), (2, 41.0)):
+        clock[0] = now
+        sink.write(report(step))
+    assert tried == [0.0]
+    with pytest.raises(OSError, match="full"):
+        sink.close()
+
+
+def test_alarms_are_on_the_page_until_the_end(tmp_path: Path, clock: list[float]) -> None:
+    from adiv_monitor.report import Alarm
+
+    path = tmp_path / "run.html"
+    sink = HtmlSink(path)
+    sink.write(replace(report(0), alarms=(Alarm("update_ratio > <1", "a", 2.0, 0.25),)))
+    assert "a: update_ratio &gt; &lt;1: 2 ± 0.2 (step 0)" in path.read_text()
+    sink.write(replace(report(50), alarms=(Alarm("update_ratio > <1", "a", 3.0),)))
+    sink.write(report(100))
+    sink.close()
+    text = path.read_text()
+    assert "a: update_ratio &gt; &lt;1: 3 (step 50; 2 times since step 0)" in text
+    assert text.count("update_ratio &gt;") == 1
 
 
 @pytest.mark.parametrize(

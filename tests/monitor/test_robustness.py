@@ -7,9 +7,11 @@ import math
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.nn import functional
 from adiv_monitor import AdivError, Monitor, StepReport
 from adiv_monitor.features import DenseFeatures, Rows, register_features
 from adiv_monitor.sinks import MemorySink
+from adiv_monitor.sinks.lent import lent
 
 
 def no_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
@@ -176,6 +179,34 @@ def test_a_sink_that_fails() -> None:
     assert [r.step for r in failing.reports] == [1, 3]
     assert "No space left on device" in reports[2].notes[0]
     assert not reports[3].notes
+
+
+def test_each_sink_that_fails_is_told_by_its_own_name() -> None:
+    failing = [DiskFull(), DiskFull()]
+    with pytest.warns(UserWarning, match="DiskFull failed") as warned:
+        reports = both(CASES["mlp"].model(), batches(2), sinks=[failing[0], *lent(failing[1:], "")])
+    assert len(warned) == 2
+    assert sum("DiskFull failed" in note for note in reports[0].notes) == 2
+
+
+@pytest.mark.parametrize("value", [1e15, 1e20, 1e30, math.inf, math.nan])
+def test_a_batch_that_is_not_finite_costs_no_layer_and_no_warning(value: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    sound = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options: dict[str, Any] = {"every_n_steps": 1, "attainable": True, "on_error": "raise"}
+    with warnings.catch_warnings(), Monitor(model, optimizer, **options) as monitor:
+        warnings.simplefilter("error")
+        for factor in (1.0, value, 1.0):
+            optimizer.zero_grad()
+            (factor * model(factor * torch.randn(4, 3)).square().sum()).backward()
+            optimizer.step()
+            model.load_state_dict(sound)
+    assert [list(made.layers) for made in monitor.reports] == [["0", "1"]] * 3
+    ceilings = [made.layers["0"].attainable_cosine for made in monitor.reports]
+    assert ceilings[0] == ceilings[2] == pytest.approx(1.0)
+    assert math.isfinite(value) or math.isnan(ceilings[1] or 0.0)
 
 
 class Stubborn(nn.Linear):

@@ -281,16 +281,39 @@ def one_that_skips_a_step(rank: int) -> tuple[list[StepReport], float]:
     return list(monitor.reports), time.monotonic() - begin
 
 
-def layer_that_fails_in_one(rank: int) -> StepReport | None:
+def layer_that_fails_in_one(rank: int) -> list[StepReport]:
+    return without(rank, 1, "0")
+
+
+def all_layers_fail_in_one(rank: int) -> list[list[StepReport]]:
+    return [without(rank, failing, "0", "2") for failing in (0, 1)]
+
+
+def without(rank: int, failing: int, *paths: str) -> list[StepReport]:
     model, x = small(rank)
     sharded(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    monitor = Monitor(model, optimizer)
+    monitor = Monitor(model, optimizer, every_n_steps=1)
     with monitor:
-        if rank == 1:
-            monitor._failures.switched_off["0"] = "a test"
+        if rank == failing:
+            monitor._failures.switched_off.update(dict.fromkeys(paths, "a test"))
             monitor._course.disarm()
             monitor._course.arm()
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return list(monitor.reports)
+
+
+def corrected(rank: int | None) -> StepReport | None:
+    """Layers that a rule of their class measures; the last one is sharded on its own."""
+    _, x = small(rank)  # seeds
+    model = nn.Sequential(AffineLikeLinear(5, 6), nn.Tanh(), AffineLikeLinear(6, 3)).double()
+    if rank is not None:
+        sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
         model(x).square().mean().backward()
         optimizer.step()
     return monitor.latest
@@ -332,6 +355,8 @@ TASKS: tuple[Callable[[int], Any], ...] = (
     one_without_a_monitor,
     one_that_skips_a_step,
     layer_that_fails_in_one,
+    all_layers_fail_in_one,
+    corrected,
     tensor_parallel,
 )
 
@@ -398,16 +423,42 @@ def test_before_a_step_is_skipped_all_is_measured(found: dict[int, list[Found]])
     assert [len(report.layers) for report in reports] == [2, 2, 0]
 
 
+NOTE = "Rows of {} are missing from other processes: estimated from their rows alone."
+
+
 def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(
     found: dict[int, list[Found]],
 ) -> None:
     first, second = (own["layer_that_fails_in_one"] for own in found[2])
     assert first == second
-    assert first.notes == (
-        "Rows of 0 are missing from other processes: estimated from their rows alone.",
-    )
-    assert first.layers["0"].parameter_cosine is None, "a part of the parameters is missing"
-    assert first.layers["2"].parameter_cosine == pytest.approx(1.0)
+    assert len(first) == 2
+    for report in first:
+        assert report.notes == (NOTE.format("0"),)
+        assert report.layers["0"].parameter_cosine is None, "a part of the parameters is missing"
+        assert report.layers["0"].applied_cosine is None
+        assert report.layers["2"].parameter_cosine == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_where_all_layers_fail_in_one_process_the_others_have_reports(
+    failing: int, found: dict[int, list[Found]]
+) -> None:
+    first, second = (own["all_layers_fail_in_one"][failing] for own in found[2])
+    assert repr(first) == repr(second), "units are not known: NaN"
+    assert len(first) == 2
+    for report in first:
+        assert report.notes == (NOTE.format("0, 2"),)
+        assert report.layers.keys() == {"0", "2"}
+        assert all(reading.applied_cosine is None for reading in report.layers.values())
+        assert all(reading.update_cosine is not None for reading in report.layers.values())
+
+
+def test_layers_that_a_rule_of_their_class_measures(found: dict[int, list[Found]]) -> None:
+    expected = corrected(None)
+    assert expected is not None
+    for own in found[2]:
+        assert own["corrected"].coverage == 1
+        assert_same(own["corrected"].to_dict(), expected.to_dict())
 
 
 def test_tensor_parallel_layers_are_refused_by_name(found: dict[int, list[Found]]) -> None:

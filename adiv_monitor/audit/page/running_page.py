@@ -46,13 +46,16 @@ def running_headline(findings: Sequence[Finding]) -> str:
     return "One thing to watch" if watch == 1 else f"{watch} things to watch"
 
 
-def running_page(record: Record, findings: Sequence[Finding], count: int) -> str:
+def running_page(
+    record: Record, findings: Sequence[Finding], count: int, alarms: Sequence[object] = ()
+) -> str:
     """A training as far as it has come, as one self-contained HTML page.
 
     Args:
         record: with one report at least, and nothing else that is known.
         findings: what rules find in it.
         count: how many steps were measured; the record may hold fewer reports.
+        alarms: what rules of the user's have raised, in words.
 
     Returns:
         The text of the file, to be written as UTF-8.
@@ -75,6 +78,7 @@ def running_page(record: Record, findings: Sequence[Finding], count: int) -> str
         strengths=strengths_of(findings),
         strength_words=STRENGTH_WORDS,
         count=count,
+        alarms=[str(alarm) for alarm in alarms],
         newest=reports[-1],
         last=last,
         looked_for=tuple(dict.fromkeys((*LOOKED_FOR, *extra))),

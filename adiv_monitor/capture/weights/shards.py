@@ -69,19 +69,24 @@ def stretch_of_part(tensor: Tensor) -> tuple[int, int] | None:
     return min(place * rows, whole) * row, min((place + 1) * rows, whole) * row
 
 
+def gives_back(module: nn.Module) -> bool:
+    """Whether a module has whole parameters only until its forward hooks run."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
 def held_in_place_of(model: nn.Module) -> dict[int, nn.Parameter]:
     """By id of a whole parameter, the sharded one that it stands in for, of any that there are yet.
 
     Some modules hold them until the next backward pass, as an evaluation has left them.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return {}
-    from torch.distributed.fsdp import FSDPModule
-
     found: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
+        if gives_back(module):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None)  # the plural since torch 2.12
             for group in (state._fsdp_param_group,) if groups is None else groups:
                 for held in () if group is None else group.fsdp_params:
