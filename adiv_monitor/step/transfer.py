@@ -93,8 +93,7 @@ def fetch(
     of_step = transfer.add({"": flags})
     of_parameters, of_norms = transfer.add(products), transfer.add(norms)
     of_attention = transfer.add(attention)
-    with torch._C.DisableTorchFunction():  # thousands of calls, which a mode that is on would see
-        transfer.run()
+    transfer.run()
     found = transfer.get(of_parameters)
     for name, parts in transfer.get(of_norms).items():
         found.setdefault(name, {}).update({key: part**2 for key, part in parts.items()})

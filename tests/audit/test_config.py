@@ -31,6 +31,7 @@ ALL = Config(
     precision="bf16-mixed",
     realised=True,
     attention=True,
+    alignment=True,
     try_mends=False,
     try_seconds=7.0,
     fail_if=("scale_cv > 1", "act"),

@@ -229,7 +229,7 @@ def attention_and_passes_again(rank: int) -> StepReport | None:
     return train(rank, sharded, realised=True, attention=True).latest
 
 
-def corrected() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
+def of_a_rule() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
     _, x = small(None)
     inner = AffineLikeLinear(5, 6)
     model = nn.Sequential(nn.Sequential(inner), nn.Tanh(), AffineLikeLinear(6, 3)).double()
@@ -239,7 +239,7 @@ def corrected() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
 def layers_with_a_rule(rank: int) -> StepReport | None:
     from torch.distributed.fsdp import fully_shard
 
-    model, _, x = corrected()
+    model, _, x = of_a_rule()
     for module in (model[0], model[2], model):
         fully_shard(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -389,7 +389,7 @@ def test_half_precision(found: dict[int, list[Found]]) -> None:
 
 def test_layers_with_a_rule(found: dict[int, list[Found]]) -> None:
     torch.manual_seed(0)
-    model, optimizer, x = corrected()
+    model, optimizer, x = of_a_rule()
     with Monitor(model, optimizer, on_error="raise") as monitor:
         model(x).square().mean().backward()
         optimizer.step()

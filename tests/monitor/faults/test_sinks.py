@@ -65,11 +65,14 @@ def test_a_sink_that_raises(
     method: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     error = kind(errno.ENOSPC, REASON) if kind is OSError else kind(REASON)
     monkeypatch.setattr(getattr(sinks, name), method, raises(error))
     sound = MemorySink() if name != "MemorySink" else None
     several = [made(name, tmp_path), *([sound] if sound else [])]
+    request.addfinalizer(lambda: several[0].close())
+    request.addfinalizer(monkeypatch.undo)  # first
     trial = take(MLP, sinks=several)
     assert not trial.left
     if kind is KeyboardInterrupt:
