@@ -24,7 +24,7 @@ from adiv_monitor.arguments import (
 from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import Hook
-from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
+from adiv_monitor.capture.selection import LayerChoice, Selection, select
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.sink import Sink
@@ -292,7 +292,7 @@ class Monitor:
             self._count()
 
     def _begin(self) -> None:
-        self._schedule.begin(self.step, trainable(self._model)[0], self._paths)
+        self._schedule.begin(self.step, next(self._model.parameters()), self._paths)
 
     def _count(self) -> None:
         self.step += 1

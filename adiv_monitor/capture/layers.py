@@ -137,7 +137,8 @@ class Layers:
         stand_in = self._origin.stand_in(parameter)
         if stand_in is None:
             return Accumulation(parameter, users, self._was_zeroed, guard)
-        return ShardAccumulation(parameter, stand_in, users, self._shards_were_zeroed, guard)
+        zeroed, waiting = self._shards_were_zeroed, self._origin.waiting(parameter)
+        return ShardAccumulation(parameter, stand_in, users, zeroed, waiting, guard)
 
     # --- calls -----------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ class ShardAccumulation(Accumulation):
         stand_in: what is used in its place.
         users: rows of the layers that use it.
         zeroed: whether the gradients of the sharded parameters were zeroed since the last pass.
+        waiting: whether earlier passes left some that has not come to the sharded one.
         guard: wraps the hooks.
     """
 
@@ -35,11 +36,13 @@ class ShardAccumulation(Accumulation):
         stand_in: nn.Parameter,
         users: Callable[[], Sequence[Rows]],
         zeroed: Callable[[], bool],
+        waiting: Callable[[], bool],
         guard: Guard,
     ) -> None:
         super().__init__(stand_in, users, lambda now, left: False, guard)
         self._sharded = parameter
         self._are_zeroed = zeroed
+        self._is_waiting = waiting
         self._arrived: tuple[int, Tensor] | None = None  # graph task, some entries
         self._waits = False  # what earlier passes left was not averaged yet
 
@@ -52,7 +55,7 @@ class ShardAccumulation(Accumulation):
         super()._before(gradient)
         entries = exact(some(gradient)).reshape(-1).clone()
         self._arrived = torch._C._current_graph_task_id(), entries
-        self._waits = self._parameter.grad is not None
+        self._waits = self._parameter.grad is not None or self._is_waiting()
 
     def _after(self, parameter: nn.Parameter) -> None:
         """A gradient was accumulated."""

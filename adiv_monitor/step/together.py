@@ -62,6 +62,8 @@ def together(
     first = parts[ranks[0]]
     ranks = [rank for rank in ranks if rank == ranks[0] or _trains_with(first, parts[rank])]
     several = [parts[rank] for rank in ranks]
+    if any(part.facts.has_applied for part in several):
+        several = [_with_applied(part) for part in several]
     refused = list(dict.fromkeys(why for part in several for why in part.refused))
     notes = list(dict.fromkeys(note for part in several for note in part.notes))
     if refused:
@@ -113,6 +115,18 @@ def together(
         ),
     )
     return attention_together(whole, several, generator), ranks
+
+
+def _with_applied(part: Part) -> Part:
+    """Where nothing has changed a process's part of the parameters since the step: there a = u."""
+    facts = part.facts
+    if not facts.updated or facts.has_applied or facts.weights_changed:
+        return part
+    layers = {}
+    for path, layer in part.layers.items():
+        dots, same = layer.dots, {"a_a": "w_w", "a_w": "w_w", "a_gamma": "w_gamma"}
+        layers[path] = replace(layer, dots=dots | {a: dots[w] for a, w in same.items()})
+    return replace(part, layers=layers, facts=replace(facts, has_applied=True))
 
 
 def _kept(layer: LayerPart, bound: float) -> LayerPart:

@@ -181,6 +181,20 @@ def test_a_sink_that_fails() -> None:
     assert not reports[3].notes
 
 
+def test_what_is_frozen_when_it_begins_is_measured_later() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer, every_n_steps=1, max_overhead=0.5)
+    model.requires_grad_(False)
+    with pytest.warns(UserWarning, match="holds none of the trainable parameters"), monitor:
+        model.requires_grad_(True)
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+    assert [made.step for made in monitor.reports] == [16]
+
+
 def test_each_sink_that_fails_is_told_by_its_own_name() -> None:
     failing = [DiskFull(), DiskFull()]
     with pytest.warns(UserWarning, match="DiskFull failed") as warned:

@@ -34,6 +34,7 @@ class Case:
         clip: the largest norm of the gradient.
         nested: modules inside are sharded on their own too.
         replicas: groups of processes that hold the same.
+        together: these average gradients after every micro-batch, too, if the others do.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -42,6 +43,7 @@ class Case:
     clip: float | None = None
     nested: bool = True
     replicas: int = 1
+    together: bool = True
     attainable: bool = False
 
 
@@ -51,6 +53,9 @@ CASES = {
     "uneven, one unit, clipped": Case(((5,), (3,)), clip=0.1, nested=False),
     "micro-batches": Case(((2, 2), (1, 3))),
     "micro-batches, each averaged": Case(((2, 2), (1, 3)), sync=True),
+    "micro-batches, replicas at the end": Case(
+        ((2, 2), (1, 3)), sync=True, replicas=2, together=False
+    ),
     "four": Case(((3,), (2,), (1,), (2,))),
     "four, two replicas": Case(((3,), (2,), (1,), (2,)), replicas=2),
 }
@@ -91,6 +96,7 @@ def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
             if rank is not None:
                 last = i == len(case.parts[process]) - 1
                 model.set_requires_gradient_sync(case.sync or last)
+                model.set_requires_all_reduce(case.together or last)
             loss = loss_of(model(tokens[mine]), targets[mine])
             (loss * (1 if rank is None else world)).backward()
     if case.clip is not None:
@@ -199,6 +205,20 @@ def weights_that_change_after_the_step(rank: int) -> list[StepReport]:
 def shrink(model: nn.Module) -> None:
     for p in model.parameters():
         p.mul_(0.99)
+
+
+def weights_of_one_part_that_change(rank: int) -> list[StepReport]:
+    return list(train(rank, sharded, shorten).reports)
+
+
+@torch.no_grad()
+def shorten(model: nn.Module) -> None:
+    """The first row, which is the first process's."""
+    weight = model[0].weight
+    if not hasattr(weight, "to_local"):
+        weight[0] *= 0.9
+    elif dist.get_rank() == 0:
+        weight.to_local()[0] *= 0.9
 
 
 def evaluation_before(rank: int) -> StepReport | None:
@@ -348,6 +368,7 @@ def tensor_parallel(rank: int) -> tuple[StepReport | None, bool]:
 
 TASKS: tuple[Callable[[int], Any], ...] = (
     weights_that_change_after_the_step,
+    weights_of_one_part_that_change,
     evaluation_before,
     half_precision,
     attention_and_passes_again,
@@ -361,10 +382,16 @@ TASKS: tuple[Callable[[int], Any], ...] = (
 )
 
 
-def test_weights_that_change_after_the_step(found: dict[int, list[Found]]) -> None:
-    expected = train(None, lambda model: None, shrink).reports
+@pytest.mark.parametrize(
+    ("task", "after"),
+    [("weights_that_change_after_the_step", shrink), ("weights_of_one_part_that_change", shorten)],
+)
+def test_weights_that_change_after_the_step(
+    task: str, after: Callable[[nn.Module], None], found: dict[int, list[Found]]
+) -> None:
+    expected = train(None, lambda model: None, after).reports
     for own in found[2]:
-        for report, whole in zip(own["weights_that_change_after_the_step"], expected, strict=True):
+        for report, whole in zip(own[task], expected, strict=True):
             assert_same(report.to_dict(quantiles=True), whole.to_dict(quantiles=True))
 
 

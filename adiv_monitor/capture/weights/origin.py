@@ -1,13 +1,13 @@
 """What in a forward pass is made of the model alone, and of which parameters: all else is data."""
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch import Tensor, nn
 
 from adiv_monitor.capture.weights.derived import Derived
 from adiv_monitor.capture.weights.pieces import Pieces, Source, Strides
-from adiv_monitor.capture.weights.shards import Standing, is_shard
+from adiv_monitor.capture.weights.shards import Standing, is_shard, waiting
 from adiv_monitor.capture.weights.tape import Tape, tensors_in, whole_of
 from adiv_monitor.features.uses import Refused
 
@@ -47,6 +47,10 @@ class Origin:
     def stand_in(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What was used in place of a sharded parameter; None if that is not one."""
         return self._stand_ins.get(id(parameter))
+
+    def waiting(self, parameter: nn.Parameter) -> Callable[[], bool]:
+        """See `shards.waiting`."""
+        return waiting(self._model, parameter)
 
     @property
     def sharded(self) -> Iterable[nn.Parameter]:

@@ -4,7 +4,7 @@ Such a parameter is a `DTensor`, whose local tensor is the part. While a module 
 are replaced by whole ones, so what a forward pass uses is not what the optimizer steps.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -83,15 +83,33 @@ def held_in_place_of(model: nn.Module) -> dict[int, nn.Parameter]:
 
     Some modules hold them until the next backward pass, as an evaluation has left them.
     """
-    found: dict[int, nn.Parameter] = {}
+    return {id(getattr(x, "_unsharded_param", None)): x.sharded_param for _, x in _managed(model)}
+
+
+def waiting(model: nn.Module, parameter: nn.Parameter) -> Callable[[], bool]:
+    """Tells whether earlier passes left a gradient that has not come to a sharded parameter yet.
+
+    It stays with the whole one, or in a wider type beside it, until processes average it; or, where
+    groups of processes hold the same, within a group until these do.
+    """
+    for group, held in _managed(model):
+        if held.sharded_param is parameter:
+            return lambda: (
+                getattr(held, "unsharded_accumulated_grad", None) is not None
+                or getattr(group, "_partial_reduce_output", None) is not None
+            )
+    return lambda: False
+
+
+def _managed(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """What torch knows of the sharded parameters of a model: of their group, and of each."""
     for module in model.modules():
         if gives_back(module):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None)  # the plural since torch 2.12
             for group in (state._fsdp_param_group,) if groups is None else groups:
                 for held in () if group is None else group.fsdp_params:
-                    found[id(getattr(held, "_unsharded_param", None))] = held.sharded_param
-    return found
+                    yield group, held
 
 
 def managed(model: nn.Module) -> set[int]:
