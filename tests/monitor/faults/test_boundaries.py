@@ -23,6 +23,7 @@ HOME = Path(adiv_monitor.__file__).parent
 # What a measured step runs; what only several processes need is not reached here.
 ROOMS = ("capture", "features", "maths", "step", "alignment", "alarms.py", "monitor.py")
 ELSEWHERE = {"together.py", "attention_together.py", "rows_together.py", "ranks.py"}
+ELSEWHERE |= {"shard_accumulation.py"}  # of several processes, too: see test_sharded.py
 ELSEWHERE |= {"guard.py", "failures.py"}  # these keep faults away
 ELSEWHERE |= {"slopes.py", "width.py", "width_plot.py"}  # no part of a training
 FILES = sorted(
@@ -121,8 +122,10 @@ def test_an_interrupt_passes_and_an_error_is_raised_where_that_was_asked_for(fil
     for number, boundary, name in islice(in_file(file), 0, None, every):
         error = KeyboardInterrupt() if number % 2 else Fault(REASON)
         trial = with_fault(error, boundary, name, "warn" if number % 2 else "raise")
-        refused = not number % 2 and trial.told
-        assert trial.raised is error or refused, f"{boundary}: {trial.raised!r}"
+        # Layers that could not be looked at together were looked at one by one, and nothing lacks.
+        mended = readings(trial) == readings(unharmed(name))
+        spared = not number % 2 and (trial.told or mended)
+        assert trial.raised is error or spared, f"{boundary}: {trial.raised!r}"
 
 
 def test_the_scenarios_reach_every_rule_and_every_file() -> None:
