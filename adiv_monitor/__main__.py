@@ -2,7 +2,7 @@
 
 import sys
 
-from adiv_monitor.audit.cli import main
+from adiv_monitor.audit.command.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from adiv_monitor import Monitor, StepReport, audit
+from adiv_monitor.audit.command.terminal import ProgressBars
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.terminal import ProgressBars
 from adiv_monitor.lightning import DivergenceCallback
 from adiv_monitor.sinks import HtmlSink, TableSink
 

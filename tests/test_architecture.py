@@ -34,13 +34,34 @@ MAY_IMPORT = {
     "huggingface": {"alarms", "arguments", "capture", "monitor", "sinks"},
     "audit": {
         *{"adiv_layers", "arguments", "capture", "errors", "features", "maths", "monitor"},
-        *{"alarms", "report", "sinks", "step"},
+        *{"alarms", "alignment", "report", "sinks", "step"},
     },
     "__init__": {"audit", "errors", "monitor", "report"},
     "__main__": {"audit"},
 }
 # Of the audit, what sinks may import: pure functions of reports, which know no sink but its words.
 LOWER = ("audit.diagnosis", "audit.finding", "audit.page", "audit.record")
+# What each room of the audit may import of its others.
+IN_THE_AUDIT = {
+    "record": {"finding"},
+    "diagnosis": {"finding", "record"},
+    "training": set(),
+    "seen": {"diagnosis", "record", "training"},
+    "what_if": {"training"},
+    "trials": {"diagnosis", "finding", "record", "seen", "training", "what_if"},
+    "report": {"finding", "page", "plain", "record", "what_if"},
+    "page": {"finding", "record", "report", "what_if"},
+    "arguments": set(),
+    "audit": {
+        *{"arguments", "diagnosis", "finding", "record", "report", "seen", "training", "trials"},
+        "what_if",
+    },
+    "sources": {"command", "training"},
+    "command": {"audit", "finding", "page", "report", "sources", "training"},
+    "finding": set(),
+    "plain": set(),
+    "__init__": {"audit", "report"},
+}
 # What the audit needs only for what it is asked to do, so not when the package is imported.
 LATE = {"jinja2", "matplotlib", "rich", "safetensors", "timm", "torchvision"}
 LATE |= {"transformers", "yaml", "sklearn", "tensorboard"}
@@ -82,6 +103,18 @@ def modules(path: Path) -> set[str]:
     nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
     names = {f"{n.module}.{alias.name}" for n in nodes for alias in n.names}
     return {name.partition(".")[2] for name in names if name.startswith("adiv_monitor.")}
+
+
+AUDIT = ROOT / "adiv_monitor" / "audit"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(AUDIT.rglob("*.py")), ids=lambda p: str(p.relative_to(AUDIT))
+)
+def test_the_audits_imports_point_down(path: Path) -> None:
+    room = path.relative_to(AUDIT).parts[0].removesuffix(".py")
+    names = {name.split(".")[1] for name in modules(path) if name.startswith("audit.")}
+    assert names & IN_THE_AUDIT.keys() - {room} <= IN_THE_AUDIT[room]
 
 
 def test_sinks_know_of_the_audit_only_what_lies_below_them() -> None:

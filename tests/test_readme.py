@@ -12,7 +12,7 @@ def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("pytorch_lightning")
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)  # Trainers make folders for their logs
-    assert len(blocks.python_blocks(README)) == 9
+    assert len(blocks.python_blocks(README)) == 10
     namespace = blocks.names()
     blocks.run(README, namespace)
     assert list(Path("runs/mine").iterdir()), "the first screen leaves a dashboard"

@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit import trials
 from adiv_monitor.audit.arguments import check_arguments
-from adiv_monitor.audit.batches import called, taken
 from adiv_monitor.audit.diagnosis import diagnose
 from adiv_monitor.audit.finding import Finding
-from adiv_monitor.audit.observe import Progress, observe
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.setup import Loss, OptimizerFactory, Setup, seeded
+from adiv_monitor.audit.seen.observe import observe
+from adiv_monitor.audit.training.batches import called, taken
+from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, seeded
+from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.what_if import Alternative
 from adiv_monitor.audit.what_if import what_if as alternatives
 
@@ -34,6 +35,7 @@ def audit(
     clip_norm: float | None = None,
     realised: bool = False,
     attention: bool = False,
+    alignment: bool = False,
     try_mends: bool = True,
     try_seconds: float = 40.0,
     what_if: bool = True,
@@ -59,6 +61,8 @@ def audit(
         clip_norm: largest norm of the gradient; None: it is not clipped.
         realised: measure what each step really did to the activations, too.
         attention: measure what each step did to attention scores, too.
+        alignment: measure how weights, updates and activations are aligned, too, with the first
+            batch for a probe.
         try_mends: try what would mend the run, and other learning rates, in short runs.
         try_seconds: roughly how long that may take: where steps are slow, runs are shorter and
             fewer, so that what is tried depends on the clock; `math.inf`: it does not.
@@ -90,6 +94,7 @@ def audit(
             max_rows=max_rows,
             realised=realised,
             attention=attention,
+            alignment=alignment,
             progress=progress,
         )
         seconds = try_seconds if try_mends else 0.0

@@ -39,8 +39,8 @@ def from_plain(kind: type[T], value: Any) -> T:
 
 
 def to_json(value: Any) -> str:
-    """Strict JSON of plain data: numbers that are not finite are the texts "NaN", "Infinity" …."""
-    return json.dumps(_strict(value), allow_nan=False)
+    """Strict JSON of plain data; numbers that are not finite are the texts "NaN", "Infinity" …."""
+    return json.dumps(_strict(value), allow_nan=False, separators=(",", ":"))
 
 
 def _strict(value: Any) -> Any:

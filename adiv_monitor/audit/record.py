@@ -115,6 +115,19 @@ class WeightStatistics:
 
 
 @dataclass(frozen=True)
+class ActivatedOutput:
+    """An activation function whose outputs the loss takes for logits.
+
+    Attributes:
+        function: its name, e.g. "relu".
+        module: path of the module in which it ran; None: in none.
+    """
+
+    function: str
+    module: str | None
+
+
+@dataclass(frozen=True)
 class Wiring:
     """Whether all that should take part in training does.
 
@@ -163,6 +176,12 @@ class Record:
         weights: by path of the module, as they were before training, in the same order.
         double_softmax: the model's outputs are probabilities, and the loss takes their softmax once
             more; None: can't be told.
+        activated_output: the activation function, or softmax, between the model and a loss that has
+            a softmax or sigmoid of its own; None: there is none.
+        descent_share: how much the loss of a few samples falls along its gradient before training,
+            over what the gradient promises, in ever shorter steps; of the model's parts, the one
+            where it falls least. 1; less where parts of the loss oppose each other, as in a
+            generative adversarial network. None: can't be told.
         interrupted: whether the keyboard ended the run early.
         repeats: whether a copy that begins anew has the same first loss. If not, the loss keeps
             something from call to call: runs can't be compared, and nothing is tried.
@@ -186,3 +205,5 @@ class Record:
     interrupted: bool = False
     double_softmax: bool | None = None
     repeats: bool = True
+    activated_output: ActivatedOutput | None = None
+    descent_share: float | None = None

@@ -171,6 +171,7 @@ class Forwards:
         self._numbers = count()
         self._watcher: Watcher
         self._hooks: list[ModuleHook] = []
+        self._inside: set[int | None] = set()  # threads in which forwards run
 
     @classmethod
     def of(cls, selection: Selection, guard: Guard, *, repeated: bool = False) -> "Forwards":
@@ -246,10 +247,18 @@ class Forwards:
             forward.written.setdefault(id(tensor), copy)
 
     def remove(self) -> None:
-        """Take the hooks off, and the mode of this thread."""
+        """Take the hooks off, and the mode of this thread.
+
+        Where forwards run in other threads, the last of them to end takes the hooks off: by those
+        it takes off the mode of its thread.
+        """
         self._active = False
-        call_all(*(hook.remove for hook in self._hooks), self._unwind)
-        self._hooks.clear()
+        call_all(self._unwind, self._take_off)
+
+    def _take_off(self) -> None:
+        if self._inside.isdisjoint(thread.ident for thread in threading.enumerate()):
+            call_all(*(hook.remove for hook in self._hooks))
+            self._hooks.clear()
 
     @property
     def _is_watching(self) -> bool:
@@ -267,6 +276,7 @@ class Forwards:
         """No forward runs in this thread, or none is to be followed any more."""
         running = self._running
         running.forwards.clear()
+        self._inside.discard(threading.get_ident())
         running.closed, running.inside = None, ""
         mode = running.mode
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -288,12 +298,14 @@ class Forwards:
             return
         if running.forwards and _is_over(running.forwards, module):
             self._unwind()
-        if not running.forwards and not (torch.is_grad_enabled() and trains(args)):
+        begins = not running.forwards
+        if begins and not (self._active and torch.is_grad_enabled() and trains(args)):
             return
         forward = Forward(
             *(module, args, kwargs, Randomness(self._devices), {}), number=next(self._numbers)
         )
-        if not running.forwards:
+        if begins:
+            self._inside.add(threading.get_ident())
             running.mode = _Mode(self._watcher, self._guard)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
         running.forwards.append(forward)
@@ -335,6 +347,9 @@ class Forwards:
             if not running.forwards and running.mode is not None:
                 mode, running.mode = running.mode, None
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                self._inside.discard(threading.get_ident())
+                if not self._active:
+                    self._take_off()
 
 
 def _is_over(forwards: Sequence[Forward], module: nn.Module) -> bool:

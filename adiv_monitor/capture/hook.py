@@ -128,8 +128,7 @@ class NextForward:
             self.remove()
             outside, _aside.on = _aside.on, True
             try:
-                with torch._C.DisableTorchFunction():
-                    self._function()
+                self._function()  # which may watch a repetition, by a mode of torch functions
             finally:
                 _aside.on = outside
 

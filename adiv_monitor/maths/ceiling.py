@@ -141,9 +141,10 @@ def _is_regular(gram: Float[Tensor, "groups n n"]) -> bool:
 def _spectrum(gram: Float[Tensor, "groups n n"]) -> tuple[Tensor, Tensor, Tensor]:
     """Eigenvalues, eigenvectors, and which eigenvalues are not zero: above n·ε·λ_max.
 
-    All NaN where the matrix is not finite.
+    Of a matrix that is not finite they are NaN, and none is zero.
     """
-    if not bool(torch.isfinite(gram).all()):  # they would not converge
-        return torch.full_like(gram[..., 0], torch.nan), gram * torch.nan, gram[..., 0] == 0
-    values, vectors = torch.linalg.eigh(gram)
-    return values, vectors, values > gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:]
+    finite = gram.isfinite().all()
+    values, vectors = torch.linalg.eigh(torch.where(finite, gram, 0))
+    values = torch.where(finite, values, torch.nan)
+    zero = values <= gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:]
+    return values, vectors, ~zero

@@ -124,7 +124,7 @@ OVERVIEW = ("update_ratio", GRADIENT, "idle_share", "update_cosine")
 
 def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, float]:
     """Layer → its value at a step, in the network's order; NaN: no direction."""
-    from adiv_monitor.audit.diagnosis.seen import NO_MAPS, gradients
+    from adiv_monitor.audit.diagnosis.readings import NO_MAPS, gradients
 
     if measure == GRADIENT:
         norms = gradients(record, report)
@@ -136,6 +136,20 @@ def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, fl
         if (value := getattr(reading, measure)) is not None
         and not (HEALTH[measure].of_maps and reading.kind in NO_MAPS)
     }
+
+
+def how_to_read(tag: str) -> str:
+    """What a scalar's chart shows and what healthy layers read, by its tag; "": nothing is known.
+
+    >>> how_to_read("adiv.summary/update_ratio_min").partition(".")[0]
+    'Move of the activations in a step: ‖Δz‖ / ‖z‖'
+    """
+    group, _, name = tag.partition("/")
+    measure = group.removeprefix("adiv.")
+    if measure.partition(".")[0] == "summary":
+        measure = name.rpartition("_")[0]
+    health = HEALTH.get(measure)
+    return f"{health.title}: {health.reads}" if health is not None else ""
 
 
 def is_told(measure: str, values: NDArray[np.float64]) -> bool:

@@ -25,6 +25,7 @@ _TOO_LITTLE, _HEALTHY, _TOO_MUCH = "#08519c", "#e3ebdf", "#b30000"
 _NO_DIRECTION = "#9a9a9a"
 _MOST_NAMES = 60  # more layers have the names of their blocks beside them
 _MOST_NAMES_OVERVIEW = 15
+_MOST_ROWS = 130  # of two pixels, in the overview
 _MOST_BLOCKS = 40
 _NAME_LENGTH = 34
 _INK, _MUTED, _BAD = "#1f2328", "#6b7280", "#b30000"
@@ -107,7 +108,8 @@ def overview_picture(
         place = left + i * each
         axes = figure.add_axes((place, 0.85 / height, each - gap, rows / height))
         own = i == 0 or found.layers != layers
-        _draw(axes, found, named, names=_MOST_NAMES_OVERVIEW if own else 0, ticks=3)
+        most = _MOST_NAMES_OVERVIEW if own else 0
+        _draw(axes, found, named, names=most, most_rows=_MOST_ROWS, ticks=3)
         axes.tick_params(labelsize=10)
         axes.set_title(HEALTH[found.measure].short, loc="left", size=13, color=_INK)
         _colour_bar(figure, (place, 0.34 / height, each - gap, 0.12 / height), found, flat=True)
@@ -120,14 +122,22 @@ def _row_height(layers: int) -> float:
 
 
 def _draw(
-    axes: "Axes", found: Grid, named: Collection[str], *, names: int = _MOST_NAMES, ticks: int = 5
+    axes: "Axes",
+    found: Grid,
+    named: Collection[str],
+    *,
+    names: int = _MOST_NAMES,
+    most_rows: int | None = None,
+    ticks: int = 5,
 ) -> None:
     """The picture; beside it `names` names at most, of layers or of their blocks."""
     from matplotlib.ticker import NullLocator
 
     colours, levels = _coloured(found)
+    rows, columns = levels.shape
     axes.imshow(
-        np.ma.masked_invalid(levels),
+        np.ma.masked_invalid(_pooled(levels, bool(HEALTH[found.measure].knots), most_rows)),
+        extent=(-0.5, columns - 0.5, rows - 0.5, -0.5),
         aspect="auto",
         interpolation="nearest",
         cmap=colours,
@@ -137,7 +147,6 @@ def _draw(
     axes.set_facecolor("white")
     axes.tick_params(length=0, labelsize=8, colors=_MUTED, pad=3)
     axes.spines[:].set_visible(False)
-    columns = len(found.steps)
     chosen = sorted({round(i * (columns - 1) / (ticks - 1)) for i in range(ticks)})
     axes.set_xticks(chosen, [f"{found.steps[i]:,}" for i in chosen])
     if len(chosen) > 1:
@@ -203,6 +212,20 @@ def _title(axes: "Axes", measure: str) -> None:
         color=_MUTED,
         parse_math=False,
     )
+
+
+def _pooled(levels: NDArray[np.float64], healthy: bool, most: int | None) -> NDArray[np.float64]:
+    """Of neighbouring layers that share a row, the one furthest from healthy, or darkest."""
+    if most is None or len(levels) <= most:
+        return levels
+    together = -(-len(levels) // most)
+    far = np.abs(levels - 0.5) if healthy else -levels
+    far = np.where(np.isnan(levels), -np.inf, far)
+    found = []
+    for begin in range(0, len(levels), together):
+        worst = far[begin : begin + together].argmax(axis=0)
+        found.append(levels[begin + worst, np.arange(levels.shape[1])])
+    return np.stack(found)
 
 
 # --- colours -------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def _continued(path: Path) -> BinaryIO:
 
 def _unfinished(path: Path) -> int:
     """Length in bytes of the last line, if it has no end."""
-    if not path.exists():
+    if not path.is_file():  # a pipe or a device has no last line
         return 0
     with path.open("rb") as file:
         last = b"".join(deque(file, maxlen=1))

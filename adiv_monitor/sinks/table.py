@@ -68,11 +68,19 @@ class TableSink:
         self, measures: Iterable[str] = TABLE_MEASURES, file: IO[str] | None = None
     ) -> None:
         self._measures = known_measures(measures)
+        self._file = file
         self._console = _console(file)
         self._said: set[str] = set()
 
     def write(self, report: StepReport) -> None:
         """Print the report."""
+        try:
+            self._show(report)
+        except OSError:  # the disk is full, the pipe closed: what waits to be printed is given up
+            self._console = _console(self._file)
+            raise
+
+    def _show(self, report: StepReport) -> None:
         share = percent(report.coverage)
         self._print(f"step {report.step} · {share} of the trained parameters measured")
         shown = taken(report, self._measures)
@@ -108,7 +116,14 @@ def _console(file: IO[str] | None) -> "Console":
         raise ImportError(
             'TableSink needs the package rich: pip install "adiv-monitor[audit]"'
         ) from error
-    console = Console(file=file, highlight=False)
+
+    class Unbroken(Console):
+        """Leaves it to the monitor what a closed pipe means to the training."""
+
+        def on_broken_pipe(self) -> None:
+            raise  # rich would end the process
+
+    console = Unbroken(file=file, highlight=False)
     if not console.is_terminal:
         console.width = _ENDLESS  # a file is as wide as its lines
     return console

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text, plain, worst_layers
+from adiv_monitor.sinks.health import how_to_read
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
     FRONT_MEASURES,
@@ -42,7 +43,7 @@ class TensorBoardSink:
     - Scalars: `adiv.summary/<measure>_min`, `…_median` and `…_max` over the layers, the coverage,
       and `adiv.<measure>/<block>`, medians over the layers of at most eight blocks of the network;
       with `scalars="all"`, `adiv.<measure>/<module path>` of every layer instead. A value without
-      direction is written as NaN.
+      direction is written as NaN. Charts say what healthy layers read, where that is known.
     - Histograms: `adiv.row_scale/<module path>` and `adiv.row_cosine/<module path>`, rebuilt from
       the report's quantiles; of more than 40 layers not at every report.
     - Custom scalars: one chart per measure, the median in the band from smallest to largest layer.
@@ -83,6 +84,7 @@ class TensorBoardSink:
         self._writer = _writer(target)
         self._texts: dict[str, str] = {}
         self._board = Board("TensorBoardSink")
+        self._described_tags: set[str] = set()
         self._written = 0
         self._last: StepReport | None = None
 
@@ -95,7 +97,10 @@ class TensorBoardSink:
         if not self._written:
             self._write_layout(report)
         scalars = board_scalars(report, self._measures, self._scalars, self._name)
-        values = [Summary.Value(tag=tag, simple_value=_rounded(v)) for tag, v in scalars.items()]
+        values = [
+            Summary.Value(tag=tag, simple_value=_rounded(v), metadata=self._described(tag))
+            for tag, v in scalars.items()
+        ]
         rarely = math.ceil(len(report.layers) / _LAYERS_AT_EACH) or 1
         if self._histograms and self._written % rarely == 0:
             values += _histograms(report)
@@ -120,6 +125,22 @@ class TensorBoardSink:
         self.flush()
         if self._owned:
             self._writer.close()
+
+    def _described(self, tag: str) -> Any:
+        """With a chart's first value goes what healthy layers read."""
+        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, SummaryMetadata
+
+        if tag in self._described_tags:
+            return None
+        self._described_tags.add(tag)
+        reads = how_to_read(tag)
+        if not reads:
+            return None
+        return SummaryMetadata(
+            plugin_data={"plugin_name": "scalars"},
+            data_class=DATA_CLASS_SCALAR,
+            summary_description=plain(reads),
+        )
 
     def _file_writer(self) -> Any:
         return self._writer._get_file_writer()  # type: ignore[no-untyped-call]

@@ -14,10 +14,10 @@ from audited import batches, cross_entropy, mlp, seen, sgd
 from torch import Tensor, nn
 
 from adiv_monitor import audit
-from adiv_monitor.audit.diagnosis.seen import maps
-from adiv_monitor.audit.observe import in_order
-from adiv_monitor.audit.setup import Setup
-from adiv_monitor.audit.train import Watch, train
+from adiv_monitor.audit.diagnosis.readings import maps
+from adiv_monitor.audit.seen.observe import in_order
+from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.train import Watch, train
 
 QUICK: dict[str, Any] = {
     "loss": cross_entropy,
@@ -425,3 +425,36 @@ def test_an_optimizer_that_has_steps_behind_it_is_told() -> None:
 def test_steps_that_are_all_measured_are_timed_too() -> None:
     record = seen(mlp(), every_n_steps=1)
     assert record.facts.seconds_per_step > 0
+
+
+def test_alignments_are_those_of_the_first_batch() -> None:
+    given = {"loss": cross_entropy, "optimizer": sgd(), "steps": 4, "try_mends": False}
+    model = mlp()
+    found = audit(model, batches(), alignment=True, what_if=False, **given)
+    last = found.record.reports[-1].alignment
+    assert list(last) == ["0", "2"] and last["0"].rows == len(batches()[0][0])
+    assert last["0"].alpha is not None and last["0"].omega is None  # its input never changes
+    plain = audit(model, batches(), what_if=False, **given)
+    assert not plain.record.reports[-1].alignment
+    assert found.record.losses == plain.record.losses
+
+
+def test_arguments_by_name_make_a_probe() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            return self.net(scale * x)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0], scale=2.0), batch[1])
+
+    def around(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model.net(batch[0]), batch[1])
+
+    given = {"optimizer": sgd(), "steps": 4, "try_mends": False, "alignment": True}
+    assert audit(Named(), batches(), loss=loss, **given).record.reports[-1].alignment
+    with pytest.raises(ValueError, match="did not call the model"):
+        audit(Named(), batches(), loss=around, **given)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import finding_texts
 import pytest
 import report_schema
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.audit import AuditReport
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Trial
+from adiv_monitor.audit.page.titles import FINDING_TITLES
 from adiv_monitor.audit.what_if import Alternative
 from adiv_monitor.sinks import JsonlSink
 
@@ -234,6 +236,26 @@ def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(OSError, match="no space"):
         replace(report, findings=()).write(folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_page_says_of_findings_what_the_docs_do() -> None:
+    """`make schema` writes it."""
+    assert finding_texts.ASSET.read_text(encoding="utf-8") == finding_texts.text()
+    texts = json.loads(finding_texts.text())
+    assert set(texts) == set(FINDING_TITLES)
+    assert all("means" in text for text in texts.values())
+    assert not any("<a" in html for text in texts.values() for html in text.values())
+
+
+def test_readings_have_no_more_digits_than_they_tell() -> None:
+    record = seen(mlp())
+    for report in record.reports:
+        for reading in report.layers.values():
+            for value in reading.measures().values():
+                assert value == float(f"{value:.7g}") or math.isnan(value)
+            assert all(q == float(f"{q:.5g}") for q in reading.scale_quantiles)
+            assert all(e == float(f"{e:.3g}") for e in reading.standard_error.values())
+    assert record.reports[0].layers["0"].scale_quantiles
 
 
 def test_the_schema_is_documented() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from adiv_monitor.audit.batches import copied, mapped, on_device, size_of, taken, tensors
+from adiv_monitor.audit.training.batches import copied, mapped, on_device, size_of, taken, tensors
 
 X = torch.ones(3, 2)
 Pair = namedtuple("Pair", ["x", "y"])

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from adiv_monitor.audit.beginning import chance, double_softmax, weights
-from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.seen.beginning import chance, double_softmax, weights
+from adiv_monitor.audit.training.setup import Setup
 
 
 def net(*behind: nn.Module) -> nn.Module:

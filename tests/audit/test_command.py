@@ -13,8 +13,8 @@ import pytest
 import torch
 from audit import command_models
 
-from adiv_monitor.audit.cli import main
-from adiv_monitor.audit.config import Config, load
+from adiv_monitor.audit.command.cli import main
+from adiv_monitor.audit.command.config import Config, load
 from adiv_monitor.audit.report import AuditReport
 
 HERE = "audit.command_models"
@@ -119,6 +119,7 @@ def test_of_many_layers_the_terminal_shows_some(capsys: pytest.CaptureFixture[st
         ("--precision", "bf16-mixed"),
         ("--clip-norm", "1e-3"),
         ("--attention",),
+        ("--alignment",),
         ("--optimizer", "sgd", "--optimizer-args", '{"lr": 0.1, "momentum": 0.9}'),
         ("--optimizer", f"{HERE}:sgd", "--optimizer-args", '{"lr": 0.1}'),
         ("--loss", f"{HERE}:of_model_and_batch"),
@@ -130,7 +131,11 @@ def test_options_reach_the_run(options: tuple[str, ...]) -> None:
     usual = report().record
     assert run(NET, *options) == 0
     record = report().record
-    assert record.facts != usual.facts or record.losses != usual.losses or "--attention" in options
+    assert (
+        record.facts != usual.facts
+        or record.losses != usual.losses
+        or options in (("--attention",), ("--alignment",))
+    )
     settings = record.facts.settings
     if "--optimizer" in options:
         assert (record.facts.optimizer, settings["lr"]) == ("SGD", 0.1)
@@ -239,7 +244,7 @@ def test_a_fault_of_the_audit_itself_leaves_nothing(
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError("here")
 
-    monkeypatch.setattr(sys.modules["adiv_monitor.audit.cli"], "audit", fails)
+    monkeypatch.setattr(sys.modules["adiv_monitor.audit.command.cli"], "audit", fails)
     assert run(NET) == 2
     assert "the audit itself failed: ZeroDivisionError: here" in capsys.readouterr().err
     assert everything(Path()) == set()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from adiv_monitor.audit.config import NAMES, Config, dumped, load, read
-from adiv_monitor.audit.usage import UsageError
+from adiv_monitor.audit.command.config import NAMES, Config, dumped, load, read
+from adiv_monitor.audit.command.usage import UsageError
 
 pytest.importorskip("yaml")
 
@@ -31,6 +31,7 @@ ALL = Config(
     precision="bf16-mixed",
     realised=True,
     attention=True,
+    alignment=True,
     try_mends=False,
     try_seconds=7.0,
     fail_if=("scale_cv > 1", "act"),

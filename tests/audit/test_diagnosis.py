@@ -12,6 +12,7 @@ from adiv_monitor.audit.diagnosis.diagnose import RULES
 from adiv_monitor.audit.finding import Finding, Trial
 from adiv_monitor.audit.page.titles import FINDING_TITLES
 from adiv_monitor.audit.record import (
+    ActivatedOutput,
     Facts,
     InputStatistics,
     Record,
@@ -147,6 +148,7 @@ HITS = {
     ),
     "cannot-overfit": record(overfit=Trial("overfit", 100, 2.2, 2.3, None, 0.01)),
     "double-softmax": record(double_softmax=True),
+    "activated-logits": record(activated_output=ActivatedOutput("relu", "head.1")),
     "target-scale": record(chance=1e6, losses=(1e6, math.inf)),
     "frozen": record(wiring=Wiring(frozen=("a.weight",)), losses=STILL,
                      weights={"a": WeightStatistics(0.58, 0.05, 0.0)}),
@@ -182,6 +184,7 @@ NEAR_MISSES = {
     "cannot-overfit": record(overfit=Trial("overfit", 100, 0.1, 2.3, None, 0.01)),
     "input-ignored": record(wiring=Wiring(input_matters=0.01)),
     "double-softmax": record(double_softmax=False),
+    "activated-logits": record(activated_output=ActivatedOutput("softmax", "head.1")),
     "target-scale": record(chance=11.0),
 }
 
@@ -299,6 +302,49 @@ def test_long_momentum_is_named_where_it_goes_on_regardless() -> None:
     reports = (*well.reports[:2], *record(late).reports[2:])
     assert found(record(facts=long, reports=reports))["optimizer-turns"].strength == "watch"
     assert found(record(facts=long, losses=RISING))["optimizer-turns"].strength == "act"
+
+
+def test_momentum_that_outlasts_the_run_is_to_be_acted_on() -> None:
+    def betas(first: float) -> Record:
+        return record(facts=adam(betas=(first, 0.999)))  # type: ignore[arg-type]
+
+    assert found(betas(0.999))["optimizer-turns"].strength == "act"  # 1000 steps, of 40
+    assert "β₁ = 0.9" in found(betas(0.999))["optimizer-turns"].advice[0].text
+    assert diagnose(betas(0.99)) == ()
+    short = replace(betas(0.99), losses=WELL[:8], facts=replace(betas(0.99).facts, steps=8))
+    assert diagnose(short) == ()
+
+
+def test_of_a_loss_whose_parts_oppose_each_other_its_fall_is_not_judged() -> None:
+    ill = {
+        "losses": RISING,
+        "rates": trials(own=2.3, x10=0.1),
+        "overfit": Trial("overfit", 100, 2.2, 2.3, None, 0.01),
+    }
+    assert set(found(record(**ill, descent_share=0.99))) >= {"rate-too-low", "cannot-overfit"}
+    assert diagnose(record(**ill, descent_share=0.3)) == ()
+    unused = Wiring(unreached=("a.weight",))
+    assert list(found(record(**ill, descent_share=0.3, wiring=unused))) == ["unreached"]
+
+
+def test_a_loss_no_lower_than_that_of_knowing_nothing_is_stuck_wherever_it_began() -> None:
+    fallen = (4.0, 3.0, 2.5, *STILL[3:])
+    stuck = found(record(losses=fallen))["loss-stuck"]
+    assert stuck.strength == "watch" and "knowing nothing" in stuck.summary
+    learnt = Trial("overfit", 100, 0.1, 2.3, None, 0.01)
+    by_heart = found(record(losses=fallen, overfit=learnt))["loss-stuck"]
+    assert "labels belong to their inputs" in by_heart.summary
+    assert "labels" not in stuck.summary
+    assert "loss-stuck" not in found(record(losses=tuple(0.5 * x for x in fallen)))
+
+
+def test_advice_prints_its_numbers() -> None:
+    norms = tuple(range(1, STEPS + 1))
+    burst = record({"a": reading(descent=1e6, scale_mean=17.0)}, gradient_norms=norms)
+    said = [advice.text for advice in found(burst)["exploding"].advice]
+    assert "clip the gradient's norm at 36" in said
+    uneven = record({"a": reading(effective_lr=0.001, update_ratio=1e-6)})
+    assert found(uneven)["uneven-rates"].advice[0].text.endswith(": × 100 for a")
 
 
 def test_weights_that_begin_badly() -> None:

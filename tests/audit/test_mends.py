@@ -38,6 +38,7 @@ NAMES = [
     "plain-sgd",
     "adamw",
     "no-projection",
+    "plain-outputs",
 ]
 
 
@@ -480,3 +481,25 @@ def test_the_users_model_and_randomness_stay_as_they_are(name: str) -> None:
     assert all(torch.equal(p, before[n]) for n, p in ill.model.state_dict().items())
     assert [type(m) for m in ill.model.modules()] == modules
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in ill.model.modules())
+
+
+def test_outputs_are_given_as_the_last_layer_has_them() -> None:
+    fork = setup(model=nn.Sequential(*mlp(), nn.ReLU())).fork()
+    x, _ = fork.batches[0]
+    before = fork.model[:-1](x)
+    assert before.min() < 0
+    MENDS["plain-outputs"].apply(fork)
+    assert torch.equal(fork.model(x), before)
+    with pytest.raises(DoesNotApply, match="no activation function"):
+        MENDS["plain-outputs"].apply(setup().fork())
+
+
+def test_momentum_that_is_far_too_long_becomes_the_usual_one() -> None:
+    fork = setup(optimizer=lambda m: torch.optim.Adam(m.parameters(), betas=(0.999, 0.99))).fork()
+    MENDS["less-momentum"].apply(fork)
+    assert fork.optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+    fork = setup(optimizer=sgd(momentum=0.99)).fork()
+    rate = fork.optimizer.param_groups[0]["lr"]
+    MENDS["less-momentum"].apply(fork)
+    group = fork.optimizer.param_groups[0]
+    assert group["momentum"] == 0.9 and group["lr"] == pytest.approx(10 * rate)

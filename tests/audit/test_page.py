@@ -5,16 +5,18 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+import adiv_monitor
 from adiv_monitor.audit.finding import Trial
 from adiv_monitor.audit.page.chain import chain, mean_chain
 from adiv_monitor.audit.page.findings import checks
 from adiv_monitor.audit.page.heat import heat_map
 from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH, Axis, bar, distribution
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.report import QUANTILE_LEVELS, LayerReading, StepReport
+from adiv_monitor.report import QUANTILE_LEVELS, AlignmentReading, LayerReading, StepReport
 from adiv_monitor.sinks.wording import number
 
 pytest.importorskip("jinja2", reason="makes the page")
@@ -48,6 +50,9 @@ class Elements(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if not self.open or self.open.pop() != tag:
             self.wrong.append(tag)
+
+
+ASSETS = Path(adiv_monitor.__file__).parent / "audit" / "page" / "assets"
 
 
 def small(layers: tuple[str, ...] = ("stem", "head"), steps: int = 3) -> AuditReport:
@@ -271,4 +276,24 @@ def test_a_large_report_is_a_small_file() -> None:
     """At this rate 500 layers at 100 steps, which tests/benchmarks/page.py makes, are 5 MB."""
     layers = [f"encoder.layers.{i}.attention.projection" for i in range(50)]
     report = example_audits.made_up(layers, 100)
-    assert len(page(report).encode()) < 200_000 + 50 * 9_600
+    assert len(page(report).encode()) < 270_000 + 50 * 8_600
+
+
+def test_a_finding_carries_what_its_docs_say() -> None:
+    text = page(example_audits.sick())
+    assert "What this means, and when not to believe it" in text
+    means = json.loads((ASSETS / "findings.json").read_text())["input-scale"]["means"]
+    assert means in text
+    unknown = replace(example_audits.sick().findings[0], name="not-in-the-docs")
+    assert "explained" not in page(AuditReport((unknown,), small().record)).split("</style>")[1]
+
+
+def test_alignments_have_a_table_where_they_were_asked_for() -> None:
+    assert "<h3>Alignments" not in page(small())
+    report = small()
+    aligned = AlignmentReading("hidden", "linear", 64, 32, ("stem",), 64, alpha=0.625)
+    last = replace(report.record.reports[-1], alignment={"<b>head</b>": aligned})
+    reports = (*report.record.reports[:-1], last)
+    text = page(replace(report, record=replace(report.record, reports=reports)))
+    assert "<h3>Alignments" in text and "hidden, linear, 64 → 32" in text and "0.625" in text
+    assert "<b>head" not in text

@@ -12,13 +12,13 @@ from audit import command_models
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adiv_monitor.audit.config import Config
-from adiv_monitor.audit.setup import seeded
+from adiv_monitor.audit.command.config import Config
+from adiv_monitor.audit.command.usage import UsageError
 from adiv_monitor.audit.sources import checkpoints, losses, models, optimizers, random_data
 from adiv_monitor.audit.sources.data import Data, data
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.sources.shapes import Inputs, fit
-from adiv_monitor.audit.usage import UsageError
+from adiv_monitor.audit.training.setup import seeded
 
 HERE = "audit.command_models"
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_classes_functions_and_instances_are_models() -> None:
     [
         ("net", {"a": 1}, "takes no --model-args"),
         ("no_module", {}, "got a dict, expected a torch.nn.Module"),
-        ("no_model", {}, "calling it gave a dict"),
+        ("no_model", {}, "calling it gave dict"),
         ("mlp", {"wdith": 1}, "'wdith'; it takes (inputs=64, width"),
         ("broken", {}, "raised KeyError: 'ouch' (command_models.py:"),
         ("nn.ReLU", {}, "ReLU has no parameters: nothing to audit"),
@@ -403,7 +403,7 @@ def test_optimizers_that_can_not_be_made_are_told() -> None:
         ("sgd", {"rate": 1}, "unexpected keyword argument 'rate'"),
         ("sgd", {"lr": -1}, "Invalid learning rate"),
         (f"{HERE}:no_model", {}, "takes 0 positional arguments"),
-        ("builtins:repr", {}, "gave a str, expected a torch.optim.Optimizer"),
+        ("builtins:repr", {}, "gave str, expected a torch.optim.Optimizer"),
     ):
         with pytest.raises(UsageError, match=told):
             optimizers.factory(name, arguments)(command_models.net)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from trial_setups import batches, loss, mlp, record, setup, sgd
 
 from adiv_monitor.audit.finding import Advice, Finding, Trial
-from adiv_monitor.audit.setup import Setup
-from adiv_monitor.audit.train import train
+from adiv_monitor.audit.training.samples import first, joined
+from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried
 from adiv_monitor.audit.trials.mends import MENDS
-from adiv_monitor.audit.trials.samples import first, joined
 from adiv_monitor.audit.trials.trial import compared, plain_losses
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from trial_setups import batches, cnn, images, loss, sgd
 
 from adiv_monitor import Monitor
-from adiv_monitor.audit.setup import Setup, seeded
+from adiv_monitor.audit.training.setup import Setup, seeded
 from adiv_monitor.audit.what_if import Alternative, what_if
 
 NAMES = {

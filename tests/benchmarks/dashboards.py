@@ -11,6 +11,8 @@ headless Chromium draws its first page; `--picture` keeps that of the first run.
 """
 
 import argparse
+import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +31,6 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).parents[1]))  # where the package of the browser is
 
 from audit.browser import Browser, chromium
-from setups import free_port
 
 from adiv_monitor.audit.page.running_page import running_headline
 from adiv_monitor.lightning import DivergenceCallback
@@ -191,8 +192,8 @@ def gan() -> Training:
 RUNS: dict[str, Callable[[], Training]] = {"resnet": resnet, "deep": deep, "gpt": gpt, "gan": gan}
 
 
-def train(name: str, folder: Path) -> list[str]:
-    """Leave an event file in the folder; a table's cells: layers, reports, size, verdicts."""
+def train(name: str, folder: Path) -> tuple[list[str], int]:
+    """Leave an event file; a table's cells: layers, reports, size, verdicts; and the last step."""
     pl.seed_everything(0, verbose=False)
     module, batches, every = RUNS[name]()
     memory = MemorySink()
@@ -214,12 +215,15 @@ def train(name: str, folder: Path) -> list[str]:
         by_optimizer.setdefault(frozenset(report.layers), Running()).add(report)
     verdicts = [running_headline(running.findings()) for running in by_optimizer.values()]
     size = sum(file.stat().st_size for file in (folder / name).glob("events*"))
-    return [str(len(layers)), str(len(memory.reports)), f"{size / 1e6:.1f}", "; ".join(verdicts)]
+    cells = [str(len(layers)), str(len(memory.reports)), f"{size / 1e6:.1f}", "; ".join(verdicts)]
+    return cells, memory.reports[-1].step
 
 
-def look(folder: Path, browser: Browser, picture: Path) -> float:
-    """Seconds from TensorBoard's start until the browser shows the overview of a run."""
-    port = free_port()
+def look(folder: Path, last: int, browser: Browser, picture: Path) -> float:
+    """Seconds from TensorBoard's start until the browser shows the whole run's overview."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port"]
     began = time.perf_counter()
     server = subprocess.Popen(
@@ -229,17 +233,34 @@ def look(folder: Path, browser: Browser, picture: Path) -> float:
     )
     try:
         address = f"http://127.0.0.1:{port}"
-        _wait(lambda: b"adiv/overview" in urlopen(f"{address}/data/plugin/images/tags").read())
+        _wait(lambda: _last_drawn(f"{address}/data/plugin/images") == last)
         browser.driver.set_window_size(1500, 1150)
         browser.driver.get(f"{address}/#timeseries")
         _wait(lambda: any(_drawn(browser)))
         seconds = time.perf_counter() - began
-        time.sleep(3)  # for the pictures beside the first
+        browser.run(_CLOSE_SETTINGS)
+        time.sleep(4)  # for the pictures beside the first
         browser.driver.save_screenshot(str(picture))
         return seconds
     finally:
         server.terminate()
         server.wait()
+
+
+_CLOSE_SETTINGS = (
+    "[...document.querySelectorAll('button')].find(b => b.textContent.includes('Settings')).click()"
+)
+
+
+def _last_drawn(address: str) -> int | None:
+    """The step of the newest overview that the server has read."""
+    tags = json.load(urlopen(f"{address}/tags")).get(".", {})
+    overviews = [tag for tag in tags if tag.startswith("adiv/overview")]
+    steps = [
+        json.load(urlopen(f"{address}/images?run=.&tag={tag}&sample=0"))[-1]["step"]
+        for tag in overviews
+    ]
+    return max(steps, default=None)
 
 
 def _drawn(browser: Browser) -> Iterator[bool]:
@@ -270,10 +291,10 @@ def main() -> None:
     lines = [head, "| --- | --- | --- | --- | --- | --- |"]
     with tempfile.TemporaryDirectory() as profile, chromium(Path(profile)) as browser:
         for name in given.only:
-            cells = train(name, given.folder)
+            cells, last = train(name, given.folder)
             kept = given.picture if name == given.only[0] else None
             picture = kept or given.folder / f"{name}.png"
-            seconds = look(given.folder / name, browser, picture)
+            seconds = look(given.folder / name, last, browser, picture)
             lines.append(f"| {' | '.join([name, *cells, f'{seconds:.1f}'])} |")
     command = "python tests/benchmarks/dashboards.py runs/dashboards"
     text = "\n".join(["# Dashboards of whole trainings", "", f"`{command}`", "", *lines]) + "\n"

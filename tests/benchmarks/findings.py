@@ -28,7 +28,7 @@ from adiv_monitor.audit.diagnosis import (
     interference,
     optimizer,
     rates,
-    seen,
+    readings,
     units,
     wiring,
 )
@@ -36,7 +36,7 @@ from adiv_monitor.audit.diagnosis import loss as loss_rules
 from adiv_monitor.audit.finding import Finding
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.training.setup import Setup
 
 HEALTHY = Case("ReLU MLP", "SGD", 0.1)
 
@@ -127,12 +127,12 @@ def changed(change: Callable[[nn.Module], None]) -> Callable[[nn.Sequential], nn
 def extreme(measure: str, pick: Callable[..., float] = max) -> Callable[[Record], float]:
     """The largest or smallest value of a measure over the layers."""
     return lambda record: pick(
-        (t.value for t in seen.by_layer(record, measure).values()), default=math.nan
+        (t.value for t in readings.by_layer(record, measure).values()), default=math.nan
     )
 
 
 def first(measure: str) -> Callable[[Record], float]:
-    return lambda record: next(iter(t.value for t in seen.by_layer(record, measure).values()))
+    return lambda record: next(iter(t.value for t in readings.by_layer(record, measure).values()))
 
 
 def of_input(name: str) -> Callable[[Record], float]:
@@ -192,7 +192,7 @@ PICTURES: dict[str, Picture] = {
         with_setup(optimizer=lacking),
         {"parameters not held": lambda r: len(r.wiring.not_held),
          "update_ratio of the last layer": lambda r: list(
-             seen.by_layer(r, "update_ratio").values())[-1].value},
+             readings.by_layer(r, "update_ratio").values())[-1].value},
     ),
     "unreached": Picture(
         "a detach() behind the first layer",
@@ -242,6 +242,11 @@ PICTURES: dict[str, Picture] = {
     "double-softmax": Picture(
         "a softmax behind the last layer",
         with_model(lambda model: nn.Sequential(*model, nn.Softmax(1))),
+        {},
+    ),
+    "activated-logits": Picture(
+        "a ReLU behind the last layer",
+        with_model(lambda model: nn.Sequential(*model, nn.ReLU())),
         {},
     ),
     "row-spread": Picture(
@@ -326,7 +331,7 @@ PICTURES: dict[str, Picture] = {
         with_setup(optimizer=lambda m: SGD(m.parameters(), lr=0.01, maximize=True)),
         {"share of steps uphill": uphill,
          "smallest parameter_cosine": extreme("parameter_cosine", min)},
-        (optimizer, ("LONG_MOMENTUM", "STALE")),
+        (optimizer, ("LONG_MOMENTUM", "STALE", "LONGER_THAN_THE_RUN")),
     ),
     "clipping-always": Picture(
         "gradients clipped to a norm of 0.01",

@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 from write_up import heading, parser, table, write
 
 import adiv_monitor
+from adiv_monitor.capture.forwards import FunctionToCall
 
 # Bounds set beforehand: kernels of the whole measured step, or the monitor's own per layer.
 EXPECTED = {
@@ -50,11 +51,8 @@ EXPECTED = {
 }
 
 _MONITOR = Path(adiv_monitor.__file__).parent
-# Here the monitor makes a call of the training's own, which it was handed by a function mode.
-_HANDED_ON = (
-    *("called", "_watched", "_called_with", "_called_with_repeated", "_recurrent", "_read"),
-    "opened",
-)
+# Where calls that a function mode was handed go on to torch: they are whoever's who made them.
+_HANDED_ON = (Path("capture/forwards.py"), Path("capture/watching.py"))
 _aten = torch.ops.aten
 _NO_KERNEL = {
     *(_aten._unsafe_view, _aten.lift_fresh, _aten._reshape_alias),
@@ -186,13 +184,14 @@ def _by_mask(packet: Any, inputs: list[Tensor]) -> bool:
 
 
 def _place() -> str:
-    frame = sys._getframe(1)
+    frame, is_handed_on = sys._getframe(1), False
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
+        path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
         if path.is_relative_to(_MONITOR):
-            if frame.f_code.co_name in _HANDED_ON:
-                return ""
-            return f"{path.relative_to(_MONITOR)}:{frame.f_code.co_name}"
+            path = path.relative_to(_MONITOR)
+            is_handed_on = is_handed_on or name == FunctionToCall.__call__.__name__
+            if not (is_handed_on and path in _HANDED_ON):
+                return f"{path}:{name}"
         frame = frame.f_back
     return ""
 

@@ -6,15 +6,18 @@ Every run of the audit's ward, healthy or with a planted illness, is watched for
 audit takes. Of each measure, the layers' typical values (medians over the measured steps; maps
 only) come to their smallest, median and largest. An illness shows in such an end where it lies
 outside all that healthy runs read. Illnesses that no measure of a step could show (parameters that
-the optimizer does not hold, labels that belong to other inputs) are in there, too.
+the optimizer does not hold, labels that belong to other inputs) are in there, too. And what a
+dashboard says of each run, from its reports alone.
 """
 
 import argparse
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -23,17 +26,42 @@ sys.path.append(str(Path(__file__).parents[1]))  # where the package of the ward
 from audit.ward.cases import CASES, HEALTHY
 from audit.ward.run import STEPS
 
-from adiv_monitor.audit.diagnosis.seen import by_layer
-from adiv_monitor.audit.observe import observe
+from adiv_monitor.audit.diagnosis import diagnose
+from adiv_monitor.audit.diagnosis.readings import by_layer
+from adiv_monitor.audit.record import Record
+from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.report import MEASURES
+from adiv_monitor.sinks.running import Running
 
 ENDS = {"smallest": min, "median": median, "largest": max}
+Ends = dict[tuple[str, str], float]
 
 
-def typical_ends(name: str, seed: int) -> dict[tuple[str, str], float]:
-    """(measure, end) → value over the layers of one run."""
+class Watched(NamedTuple):
+    """One run.
+
+    Attributes:
+        ends: (measure, end) → value over its layers.
+        names: what is found in the reports alone, to act on or to watch.
+        audits: what the audit's rules find that see the rest of the run, too; nothing was tried.
+    """
+
+    ends: Ends
+    names: frozenset[str]
+    audits: frozenset[str]
+
+
+def watched(name: str, seed: int) -> Watched:
     run = {**HEALTHY, **CASES}[name].build(seed)
     record = observe(run.setup(STEPS, seed), every_n_steps=STEPS // 10)
+    running = Running()
+    for report in record.reports:
+        running.add(report)
+    names = frozenset(f.name for f in running.findings() if f.strength != "note")
+    return Watched(typical_ends(record), names, frozenset(f.name for f in diagnose(record)))
+
+
+def typical_ends(record: Record) -> Ends:
     found = {}
     for measure in MEASURES:
         values = [typical.value for typical in by_layer(record, measure).values()]
@@ -43,10 +71,30 @@ def typical_ends(name: str, seed: int) -> dict[tuple[str, str], float]:
     return found
 
 
-def table(runs: dict[str, list[dict[tuple[str, str], float]]]) -> list[str]:
+def findings(runs: dict[str, list[Watched]]) -> list[str]:
+    """How often reports alone say what is ill, and how often they say so of what is not."""
+    healthy = [run for name in HEALTHY for run in runs.get(name, [])]
+    ill = [(run, CASES[name].expected) for name in CASES for run in runs.get(name, [])]
+
+    def share(of: Iterable[object], whole: int) -> str:
+        return f"{sum(map(bool, of))} of {whole}"
+
+    return [
+        "| found in the reports alone, to act on or to watch | runs |",
+        "| --- | --- |",
+        f"| something, in healthy runs | {share((r.names for r in healthy), len(healthy))} |",
+        f"| something, in ill runs | {share((r.names for r, _ in ill), len(ill))} |",
+        "| … the planted illness, or what is right in its place | "
+        f"{share((r.names.intersection(expected) for r, expected in ill), len(ill))} |",
+        "| … what the audit's rules, which see more, don't find | "
+        f"{share((r.names - r.audits for r, _ in ill), len(ill))} |",
+    ]
+
+
+def table(runs: dict[str, list[Watched]]) -> list[str]:
     """A row per measure and end, those that tell most illnesses first."""
-    healthy = [ends for name in HEALTHY for ends in runs.get(name, [])]
-    ill = [ends for name in CASES for ends in runs.get(name, [])]
+    healthy = [run.ends for name in HEALTHY for run in runs.get(name, [])]
+    ill = [run.ends for name in CASES for run in runs.get(name, [])]
     rows = []
     for key in sorted({key for ends in healthy for key in ends}):
         values = [ends[key] for ends in healthy if key in ends]
@@ -79,12 +127,12 @@ def main() -> None:
     runs = defaultdict(list)
     for name in (*HEALTHY, *CASES):
         for seed in range(given.seeds):
-            runs[name].append(typical_ends(name, seed))
+            runs[name].append(watched(name, seed))
             print(name, seed, file=sys.stderr, flush=True)
     command = f"python tests/benchmarks/separation.py --seeds {given.seeds}"
     head = ["# Which measures tell ill runs from healthy ones", "", f"`{command}`", ""]
     head += [f"{len(HEALTHY)} healthy and {len(CASES)} ill runs, {given.seeds} seed(s), CPU.", ""]
-    text = "\n".join([*head, *table(runs)]) + "\n"
+    text = "\n".join([*head, *findings(runs), "", *table(runs)]) + "\n"
     print(text)
     if given.write:
         given.write.write_text(text)

@@ -27,11 +27,11 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from write_up import heading, parser, table, write
 
-from adiv_monitor.audit.diagnosis import course, initialisation, optimizer, seen
-from adiv_monitor.audit.observe import observe
+from adiv_monitor.audit.diagnosis import course, initialisation, optimizer, readings
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Fork, Setup
-from adiv_monitor.audit.train import train
+from adiv_monitor.audit.seen.observe import observe
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.train import train
 
 STEPS, BATCH = 60, 64
 Batch = tuple[Tensor, Tensor]
@@ -165,13 +165,13 @@ def healthy(seeds: int) -> list[Case]:
     return [replace(case, seed=seed) for case in tuned for seed in range(seeds)]
 
 
-def readings(record: Record) -> Iterator[tuple[str, float]]:
+def read(record: Record) -> Iterator[tuple[str, float]]:
     """What rules look at."""
-    at_first = {p: t.value for p, t in seen.at_first(record, "update_ratio")[0].items()}
+    at_first = {p: t.value for p, t in readings.at_first(record, "update_ratio")[0].items()}
     middle = median(at_first.values())
     yield "uneven-rates: largest update_ratio over the median's", max(at_first.values()) / middle
     yield "uneven-rates: smallest update_ratio over the median's", min(at_first.values()) / middle
-    moves = seen.by_layer(record, "update_ratio")
+    moves = readings.by_layer(record, "update_ratio")
     yield "rate-too-high: largest update_ratio", max(t.value for t in moves.values())
     yield "rate-too-low: largest update_ratio", max(t.value for t in moves.values())
     predicted = {r.step: r.descent for r in record.reports}
@@ -180,7 +180,7 @@ def readings(record: Record) -> Iterator[tuple[str, float]]:
         yield "rate-too-high: steps that raise their batch's loss, share", fmean(risen)
     uphill = [r.descent < 0 for r in record.reports[1:]]
     yield "optimizer-turns: steps uphill, share", fmean(uphill)
-    cosines = seen.by_layer(record, "parameter_cosine")
+    cosines = readings.by_layer(record, "parameter_cosine")
     yield "optimizer-turns: smallest parameter_cosine", min(t.value for t in cosines.values())
     for ratio in initialisation.gradient_ratios(record):
         yield "vanishing, exploding: gradient, first layer over last", ratio
@@ -194,9 +194,9 @@ def readings(record: Record) -> Iterator[tuple[str, float]]:
         "parameters' norm, last over first",
         record.parameter_norms[-1] / record.parameter_norms[0],
     )
-    cosines = seen.by_layer(record, "gradient_cosine")
+    cosines = readings.by_layer(record, "gradient_cosine")
     yield "interference: smallest gradient_cosine", min(t.value for t in cosines.values())
-    ceilings = seen.by_layer(record, "attainable_cosine")
+    ceilings = readings.by_layer(record, "attainable_cosine")
     yield (
         "interference: ceiling over gradient_cosine",
         max(ceilings[p].value / max(cosines[p].value, 1e-9) for p in ceilings),
@@ -299,7 +299,7 @@ def healthy_table(cases: list[Case]) -> list[tuple[str, ...]]:
     found = defaultdict(list)
     for case in cases:
         record = observe(case.setup(), every_n_steps=STEPS // 10)
-        for name, value in readings(record):
+        for name, value in read(record):
             found[name].append(value)
     rows = []
     for name, values in sorted(found.items()):

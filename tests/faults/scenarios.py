@@ -25,8 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor.alignment import Probe
 
-STEPS = 2
-
 
 def plain(model: nn.Module, optimizer: Optimizer, loss: Callable[[nn.Module], Tensor]) -> Tensor:
     """One step as it is usually taken."""
@@ -72,12 +70,14 @@ class Scenario:
         loss: draws a batch and gives the loss.
         options: of the monitor, made anew for each.
         step: takes a step.
+        steps: how many are taken.
     """
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
     options: Callable[[], Mapping[str, Any]] = dict
     step: Callable[[nn.Module, Optimizer, Callable[[nn.Module], Tensor]], Tensor] = plain
+    steps: int = 2
 
     def make(self) -> tuple[nn.Module, Optimizer]:
         """The model and its optimizer, all random numbers seeded."""
@@ -233,6 +233,6 @@ SCENARIOS: dict[str, Scenario] = {
     "alarms": Scenario(mlp, dense_loss, lambda: {"alarms": ["3: update_ratio > 100"]}),
 }
 SCENARIOS |= {
-    f"function {name}": Scenario(case.model, partial(function_loss, case))
+    f"function {name}": Scenario(case.model, partial(function_loss, case), steps=1)
     for name, case in FUNCTIONS.items()
 }

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture import eager, hook
-from faults.scenarios import SCENARIOS, STEPS, Scenario
+from faults.scenarios import SCENARIOS, Scenario
 from faults.world import Result, result, surroundings
 
 REASON = "the fault that was put in"
@@ -56,7 +56,7 @@ def take(
     scenario: Scenario,
     fault: AbstractContextManager[object] | None = None,
     *,
-    steps: int = STEPS,
+    steps: int | None = None,
     step: Step | None = None,
     **options: Any,
 ) -> Trial:
@@ -84,9 +84,13 @@ def take(
 
 
 def _train(
-    scenario: Scenario, model: nn.Module, optimizer: Optimizer, steps: int, step: Step | None
+    scenario: Scenario,
+    model: nn.Module,
+    optimizer: Optimizer,
+    steps: int | None,
+    step: Step | None,
 ) -> Iterator[Tensor]:
-    for _ in range(steps):
+    for _ in range(scenario.steps if steps is None else steps):
         if step is not None:
             yield step(model, optimizer)
         else:
@@ -99,12 +103,12 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def unmonitored(name: str, steps: int = STEPS) -> Result:
+def unmonitored(name: str, steps: int | None = None) -> Result:
     """What the training gives without a monitor."""
     return trained(SCENARIOS[name], steps)
 
 
-def trained(scenario: Scenario, steps: int = STEPS, step: Step | None = None) -> Result:
+def trained(scenario: Scenario, steps: int | None = None, step: Step | None = None) -> Result:
     """What a training gives without a monitor."""
     model, optimizer = scenario.make()
     losses = list(_train(scenario, model, optimizer, steps, step))

@@ -2,7 +2,9 @@
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,12 +146,23 @@ def _records(file: Path) -> Iterator[Any]:
             yield Record.FromString(record)
 
 
+def _finished(file: Path) -> list[Any]:
+    """All records: W&B's own process writes the last ones a little later than `finish` returns."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = list(_records(file))
+        if any(record.HasField("exit") for record in found):
+            return found
+        time.sleep(0.2)
+    raise TimeoutError(f"{file}: the run had not ended after 60 s")
+
+
 def wandb_wrote(folder: Path, axis: str) -> Written:
     (file,) = folder.rglob("run-*.wandb")
     scalars: dict[str, dict[int, float]] = {}
     texts: dict[str, str] = {}
     pictures: dict[str, list[Path]] = {}
-    for record in _records(file):
+    for record in _finished(file):
         row: dict[str, Any] = {}
         for item in record.history.item:
             *outer, last = item.nested_key or [item.key]
@@ -171,16 +184,28 @@ def wandb_wrote(folder: Path, axis: str) -> Written:
     return Written(scalars, texts, pictures)
 
 
+def _histories(client: Any, number: str) -> dict[str, dict[int, float]]:
+    """Tag → step → value, once all are there: a Trainer has them written by other threads."""
+    deadline, found = time.monotonic() + 60, {}
+    while time.monotonic() < deadline:
+        with suppress(ValueError):  # a file that has only been opened
+            keys = [k for k in client.get_run(number).data.metrics if k.startswith("adiv.")]
+            found = {
+                k: {m.step: m.value for m in client.get_metric_history(number, k)} for k in keys
+            }
+            if found and all(len(steps) == STEPS // EVERY for steps in found.values()):
+                return found
+        time.sleep(0.2)
+    return found
+
+
 def mlflow_wrote(folder: Path) -> Written:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"file:{folder}")
-    (run,) = [r for e in client.search_experiments() for r in client.search_runs([e.experiment_id])]
-    number = run.info.run_id
-    keys = [key for key in run.data.metrics if key.startswith("adiv.")]
-    scalars = {
-        key: {m.step: m.value for m in client.get_metric_history(number, key)} for key in keys
-    }
+    (run,) = Path(folder).glob("[0-9]*/*/meta.yaml")
+    number = run.parent.name
+    scalars = _histories(client, number)
     files = Path(client.download_artifacts(number, ""))
     names = {file.relative_to(files).with_suffix("").as_posix(): file for file in _files(files)}
     return Written(
@@ -227,7 +252,6 @@ def mlflow_by_trainer(folder: Path) -> tuple[MemorySink, Written]:
 
     mlflow.set_tracking_uri(f"file:{folder / 'runs'}")
     memory = by_trainer(folder, "mlflow")
-    mlflow.flush_async_logging()
     return memory, mlflow_wrote(folder / "runs")
 
 

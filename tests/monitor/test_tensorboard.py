@@ -301,6 +301,14 @@ def test_the_server_has_the_pictures(board: str) -> None:
     assert _json(url)[-1]["step"] == 100
 
 
+def test_a_chart_says_what_healthy_layers_read(board: str) -> None:
+    tags = _json(f"{board}/data/plugin/scalars/tags")["run"]
+    said = tags["adiv.summary/update_ratio_min"]["description"]
+    assert "Healthy layers read 0.009 to 0.7" in said
+    assert tags["adiv.summary/coverage"]["description"] == ""
+    assert all(tags[t]["description"] for t in tags if t.startswith("adiv.update_ratio/"))
+
+
 def test_the_server_answers_nan_with_a_word_its_charts_know(board: str) -> None:
     url = f"{board}/data/plugin/scalars/scalars?run=run&tag={quote('adiv.update_cosine/head')}"
     assert [value for _, _, value in _json(url)] == [0.5, "NaN", 0.5]

@@ -25,6 +25,7 @@ RULES: tuple[Rule, ...] = (
     wiring.not_held,
     wiring.unreached,
     loss.double_softmax,
+    loss.activated_logits,
     wiring.frozen,
     numbers.non_finite_from_the_start,
     inputs.input_scale,

@@ -7,7 +7,8 @@ import numpy as np
 
 from adiv_monitor.audit.diagnosis.inputs import LARGE_STD
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.seen import gradients, looked_up
+from adiv_monitor.audit.diagnosis.readings import gradients, looked_up
+from adiv_monitor.audit.diagnosis.remedies import clip_norm
 from adiv_monitor.audit.diagnosis.units import DEAD_ACT, dead_share
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
@@ -132,7 +133,7 @@ def exploding(record: Record) -> Iterator[Finding]:
             (
                 Advice("initialise the weights anew, by their fan-in", "reinitialise"),
                 Advice("layer normalisation in front of the layers", "layer-norm"),
-                Advice("clip the gradient's norm", "clip"),
+                Advice(f"clip the gradient's norm at {clip_norm(record):.2g}", "clip"),
             ),
             f"The gradient that reaches {first} is {min(ratios):.0f} times that of {last}.",
             "Clipping alone keeps the layers as unlike as they are.",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.audit.diagnosis.course import start
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.seen import (
+from adiv_monitor.audit.diagnosis.readings import (
     Typical,
     entering,
     maps,

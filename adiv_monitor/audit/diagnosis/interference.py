@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from adiv_monitor.audit.diagnosis.seen import by_layer
+from adiv_monitor.audit.diagnosis.readings import by_layer
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from adiv_monitor.audit.diagnosis.remedies import clip_norm
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 
@@ -43,7 +44,7 @@ def _finding(record: Record) -> Finding:
     else:
         advice = (
             Advice("lower the learning rate", "rate*0.1"),
-            Advice("clip the gradient's norm", "clip"),
+            Advice(f"clip the gradient's norm at {clip_norm(record):.2g}", "clip"),
             Advice("in the place named, look for log(0), x/0, sqrt(0), and half precision"),
         )
     when = (

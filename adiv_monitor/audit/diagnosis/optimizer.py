@@ -4,13 +4,23 @@ import math
 from collections.abc import Iterator
 from statistics import fmean, median
 
+from adiv_monitor.audit.diagnosis.course import is_long_enough
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.seen import Typical, at_first, by_layer, scale_free, worst_first
+from adiv_monitor.audit.diagnosis.readings import (
+    Typical,
+    at_first,
+    by_layer,
+    scale_free,
+    worst_first,
+)
+from adiv_monitor.audit.diagnosis.remedies import clip_norm, less_momentum
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 
 # A share of the last direction that lasts for 40 steps; 0.9 lasts for 10.
 LONG_MOMENTUM = 0.975
+# Of the run, how many times as long momentum lasts: nothing is left of what the loss says later.
+LONGER_THAN_THE_RUN = 10.0
 # parameter_cosine late in the run; healthy runs with momentum or Adam read 0.25 to 0.5.
 STALE = 0.2
 # Decay's pull over the gradient's.
@@ -38,7 +48,9 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
     uphill = fmean(d < 0 for d in descents) if len(descents) >= 3 else 0.0
     against = uphill > 0.5 or len(turned) > len(cosines) / 2
     late = _late_cosine(record)
-    stale = _momentum(record) > LONG_MOMENTUM and (suffers(record) or late < STALE)
+    lasts = 1 / (1 - _momentum(record))
+    outlasts = is_long_enough(record) and lasts > LONGER_THAN_THE_RUN * record.facts.steps
+    stale = _momentum(record) > LONG_MOMENTUM and (suffers(record) or late < STALE or outlasts)
     if not against and not stale:
         return
     layers = worst_first(turned)
@@ -46,7 +58,7 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
     yield Finding(
         "optimizer-turns",
         layers,
-        "act" if suffers(record) else "watch",
+        "act" if suffers(record) or outlasts else "watch",
         (
             *((Evidence("share of steps uphill", uphill, 0.5),) if against else ()),
             *((Evidence("momentum", _momentum(record), LONG_MOMENTUM),) if stale else ()),
@@ -55,16 +67,27 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
         ),
         (
             *((_WRONG_SIGN,) if against else ()),
-            Advice("less momentum (smaller β₁)", "less-momentum"),
+            Advice(_less_momentum(record), "less-momentum"),
             Advice("plain gradient descent" + by_default * " of learning rate 0.1", "plain-sgd"),
         ),
         f"{uphill:.0%} of the measured steps go uphill, as their own batch's gradient sees it."
         if against
         else f"Momentum of {_momentum(record):g} keeps each gradient for "
-        f"{1 / (1 - _momentum(record)):.0f} steps: it goes on when the loss has turned.",
+        f"{lasts:.0f} steps"
+        + (f", and there are {record.facts.steps}" * outlasts)
+        + ": it goes on when the loss has turned.",
         "Adam's steps have a low cosine with the gradient in healthy runs too; it tells only where "
         "it is near zero.",
     )
+
+
+def _less_momentum(record: Record) -> str:
+    if not _momentum(record):
+        return "less momentum (smaller β₁)"
+    less = less_momentum(_momentum(record))
+    if "betas" in record.facts.settings:
+        return f"less momentum: β₁ = {less:g}"
+    return f"less momentum: {less:g}, at the same rate in the long run"
 
 
 def _momentum(record: Record) -> float:
@@ -165,7 +188,9 @@ def projection_fights(record: Record) -> Iterator[Finding]:
             *(Evidence("applied_cosine", applied[p].value, 0, p) for p in worst if p in applied),
         ),
         (
-            Advice("train without what changes the weights after the step", "no-projection"),
+            Advice("train without what changes the weights after the step (a trial takes out the "
+                   "optimizer's hooks and max_norm; what the loss or forward() changes, only you "
+                   "can)", "no-projection"),
             Advice("project the gradient onto the constraint before the step"),
         ),
         f"What changes the weights of {layers[0]} {said}.",
@@ -204,7 +229,7 @@ def clipping_always(record: Record) -> Iterator[Finding]:
         ),
         (
             Advice("no clipping", "no-clip"),
-            Advice("clip at the 90th percentile of the gradient's norms"),
+            Advice(f"clip at {clip_norm(record):.2g}, the 90th percentile of the gradient's norms"),
             Advice("learning rate × 0.3, and clip less", "rate*0.3"),
         ),
         f"{share:.0%} of the steps are clipped; typically the gradient is {far:.2g} times as long "

@@ -4,8 +4,17 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from adiv_monitor.audit.diagnosis.course import FEWEST, STILL, end, fell, is_long_enough, start
-from adiv_monitor.audit.diagnosis.seen import Typical, at_first, by_layer, worst_first
+from adiv_monitor.audit.diagnosis.course import (
+    FEWEST,
+    STILL,
+    end,
+    fell,
+    is_long_enough,
+    is_opposed,
+    start,
+)
+from adiv_monitor.audit.diagnosis.readings import Typical, at_first, by_layer, worst_first
+from adiv_monitor.audit.diagnosis.remedies import own_rates
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength, Trial
 from adiv_monitor.audit.record import Record
 
@@ -45,9 +54,10 @@ def rate_too_low(record: Record) -> Iterator[Finding]:
 def suffers(record: Record) -> bool:
     """Whether the loss goes badly: it does not fall, or falls far further at another rate.
 
-    What other rules want to see before they say "act". A loss that nobody saw does not.
+    What other rules want to see before they say "act". A loss that nobody saw does not, nor one
+    that need not fall.
     """
-    if not record.losses or not is_long_enough(record):
+    if not record.losses or not is_long_enough(record) or is_opposed(record):
         return False
     share_at_lower, share_at_higher = (
         1.0 if better is None else share_of_fall(record, better[1])
@@ -86,7 +96,12 @@ def _higher(record: Record) -> tuple[float, Trial] | None:
 
 
 def _better(record: Record) -> tuple[float, Trial] | None:
-    """The best rate, if it pays: is better by more than two standard errors, and by 2 %."""
+    """The best rate, if it pays: is better by more than two standard errors, and by 2 %.
+
+    None is where the loss need not fall.
+    """
+    if is_opposed(record):
+        return None
     trials = [
         (factor, trial)
         for factor, trial in record.rates.items()
@@ -259,7 +274,7 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
             *(Evidence("effective_lr", rates[p].value, None, p) for p in layers[:3] if p in rates),
         ),
         (
-            Advice("give these layers learning rates of their own", "rate-per-layer"),
+            Advice(own_rates(record, layers), "rate-per-layer"),
             Advice("AdamW of learning rate 0.001, which scales each parameter's step", "adamw"),
         ),
         f"In one step the activations of {', '.join(layers[:3])} "

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.seen import maps, worst_first
+from adiv_monitor.audit.diagnosis.readings import maps, worst_first
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import Record
 from adiv_monitor.sinks.wording import listed

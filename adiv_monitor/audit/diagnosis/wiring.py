@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.audit.diagnosis.initialisation import vanishing
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.seen import maps, typical
+from adiv_monitor.audit.diagnosis.readings import maps, typical
 from adiv_monitor.audit.diagnosis.units import ALL_DEAD, dead_share
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record

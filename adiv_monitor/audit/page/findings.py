@@ -43,6 +43,11 @@ def _of_rates(record: Record) -> str:
     return "" if record.rates else "other learning rates (not tried)"
 
 
+def _of_loss(record: Record) -> str:
+    told = "its loss without the inputs (could not be told)"
+    return "" if record.chance is not None else told
+
+
 def _of_inputs(record: Record) -> str:
     return "" if record.inputs else "inputs (none of floating-point numbers was seen)"
 
@@ -80,6 +85,12 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
         "Is it too high or too low, does the loss fall, do layers learn at like rates?",
         ("rate-too-high", "rate-too-low", "uneven-rates", "loss-stuck"),
         _of_rates,
+    ),
+    (
+        "Loss",
+        "Does it take logits for logits, and once only? Is it of a suitable size?",
+        ("double-softmax", "activated-logits", "target-scale"),
+        _of_loss,
     ),
     (
         "Initialisation and depth",

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "percent": percent, "path": path, "visible": visible}
+    environment.filters["explained"] = explained
     return environment
 
 
@@ -66,6 +68,14 @@ def visible(name: str) -> str:
         c.encode("unicode-escape").decode() if category(c) == "Cc" or c in _TURNING else c
         for c in name
     )
+
+
+def explained(finding: str) -> "dict[str, Markup]":
+    """What docs/findings say of a finding: "means", "hurts", "problems"; nothing of others."""
+    from markupsafe import Markup
+
+    known: dict[str, str] = json.loads(_asset("findings.json")).get(finding, {})
+    return {section: Markup(html) for section, html in known.items()}
 
 
 @cache

@@ -30,7 +30,7 @@ from adiv_monitor.audit.page.titles import (
 from adiv_monitor.audit.page.what_if import what_if_tables
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.report import ATTENTION_MEASURES, StepReport
+from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, StepReport
 from adiv_monitor.sinks.scalars import taken
 from adiv_monitor.sinks.wording import not_measured, number
 
@@ -76,6 +76,7 @@ def page(report: AuditReport) -> str:
         layers=layers,
         anchors={} if last is None else {path: i for i, path in enumerate(last.layers)},
         attention=None if last is None else attention_table(last),
+        alignment=None if last is None else alignment_table(last),
         what_if=what_if_tables(report.what_if),
         settings=settings(record),
         size={"width": WIDTH, "height": HEIGHT},
@@ -191,3 +192,18 @@ def attention_table(report: StepReport) -> dict[str, Any] | None:
         for path, reading in report.attention.items()
     ]
     return {"measures": measures, "rows": rows}
+
+
+def alignment_table(report: StepReport) -> dict[str, Any] | None:
+    """A row for each layer of the probe; None where none was asked for."""
+    if not report.alignment:
+        return None
+    rows = [
+        (
+            path,
+            f"{reading.role}, {reading.kind}, {reading.fan_in:,} → {reading.fan_out:,}",
+            [getattr(reading, measure) for measure in ALIGNMENT_MEASURES],
+        )
+        for path, reading in report.alignment.items()
+    ]
+    return {"measures": ALIGNMENT_MEASURES, "rows": rows}

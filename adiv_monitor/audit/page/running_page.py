@@ -12,6 +12,7 @@ from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH
 from adiv_monitor.audit.page.pictures import cosine_picture
 from adiv_monitor.audit.page.render import render
 from adiv_monitor.audit.page.report_page import (
+    alignment_table,
     attention_table,
     headline,
     is_taken,
@@ -89,6 +90,7 @@ def running_page(
         heat=heat_map(reports, shown),
         layers=layer_table(last),
         attention=attention_table(last),
+        alignment=alignment_table(last),
         anchors={path: i for i, path in enumerate(last.layers)},
         size={"width": WIDTH, "height": HEIGHT},
         finding_title=finding_title,

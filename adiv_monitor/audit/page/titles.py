@@ -103,6 +103,19 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "attention_scale_cv": Title(
             "Spread of the attention scales", "standard deviation / mean of ‖∂Y/∂Θ‖²", True
         ),
+        "alpha": Title("α, update on old features", "log_n of RMS(dW z₀) / (RMS(dW) RMS(z₀))"),
+        "omega": Title("ω, old weights on the change", "log_n of RMS(W₀ dz) / (RMS(W₀) RMS(dz))"),
+        "u": Title("u, update on the change", "log_n of RMS(dW dz) / (RMS(dW) RMS(dz))"),
+        "cumulative": Title("Alignment of W and z", "log_n of RMS(W z) / (RMS(W) RMS(z))"),
+        "kappa_alpha": Title("κ of α", "n^(α − 1): the share of full alignment"),
+        "kappa_omega": Title("κ of ω", "n^(ω − 1)"),
+        "kappa_u": Title("κ of u", "n^(u − 1)"),
+        "kappa_cumulative": Title("κ of the alignment of W and z", "n^(A − 1)"),
+        "effective_rank": Title(
+            "Effective rank", "over how many directions weights and inputs are spread alike", True
+        ),
+        "output_rms": Title("RMS of W z", "without the bias", True),
+        "output_change_rms": Title("RMS of its change", "of W z − W₀ z₀", True),
     }
 )
 
@@ -148,6 +161,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "projection-fights": "A projection fights the update",
         "clipping-always": "Clipping is always at work",
         "double-softmax": "The softmax is taken twice",
+        "activated-logits": "An activation function on the logits",
         "target-scale": "A loss that is large by nature",
     }
 )

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
-from adiv_monitor.audit.config import Config
+from adiv_monitor.audit.command.config import Config
+from adiv_monitor.audit.command.usage import UsageError, said
 from adiv_monitor.audit.sources import huggingface, images, losses, random_data, text
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.sources.shapes import Fit, Inputs, fit
 from adiv_monitor.audit.sources.targets import MOST_CLASSES, Form, form
-from adiv_monitor.audit.usage import UsageError, said
 
 _MOST_BATCHES = 32  # different ones of random data: more would only take memory
 

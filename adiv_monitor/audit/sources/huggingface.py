@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adiv_monitor.audit.command.usage import UsageError, needed, said
 from adiv_monitor.audit.sources.shapes import Inputs
-from adiv_monitor.audit.usage import UsageError, needed, said
 
 _LENGTH = 32  # tokens
 _MASKED = 0.15  # share of the tokens that BERT's pretraining hides

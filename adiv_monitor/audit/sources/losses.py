@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adiv_monitor.audit.setup import Loss
+from adiv_monitor.audit.command.usage import UsageError, said
 from adiv_monitor.audit.sources.imported import imported
-from adiv_monitor.audit.usage import UsageError, said
+from adiv_monitor.audit.training.setup import Loss
 
 Targets = Literal["classes", "values", "shares"]
 Function = Callable[[Tensor, Tensor], Tensor]

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from adiv_monitor.audit.command.usage import UsageError, needed, said
 from adiv_monitor.audit.sources import huggingface
 from adiv_monitor.audit.sources.imported import imported, signature
-from adiv_monitor.audit.usage import UsageError, needed, said
 
 
 def build(name: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -61,7 +61,7 @@ def _made(name: str, found: Any, arguments: Mapping[str, Any]) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"MODEL {name}: calling it gave a {type(model).__name__}, expected a torch.nn.Module"
+            f"MODEL {name}: calling it gave {type(model).__name__}, expected a torch.nn.Module"
         )
     return model
 

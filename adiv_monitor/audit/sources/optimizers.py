@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adiv_monitor.audit.setup import OptimizerFactory
+from adiv_monitor.audit.command.usage import UsageError, said
 from adiv_monitor.audit.sources.imported import imported, signature
-from adiv_monitor.audit.usage import UsageError, said
+from adiv_monitor.audit.training.setup import OptimizerFactory
 
 _NAMED: Mapping[str, type[Optimizer]] = {
     name.lower(): kind
@@ -47,7 +47,7 @@ def factory(name: str, arguments: Mapping[str, Any]) -> OptimizerFactory:
             ) from error
         if not isinstance(made_one, Optimizer):
             raise UsageError(
-                f"--optimizer {name}: gave a {type(made_one).__name__}, expected a "
+                f"--optimizer {name}: gave {type(made_one).__name__}, expected a "
                 "torch.optim.Optimizer"
             )
         return made_one

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.setup import seeded
+from adiv_monitor.audit.command.usage import UsageError, said
 from adiv_monitor.audit.sources.losses import first_tensor
-from adiv_monitor.audit.usage import UsageError, said
+from adiv_monitor.audit.training.setup import seeded
 
 _SIDES = (64, 32, 28, 224, 96, 128, 256, 299, 384, 16, 8)  # of images, pixels
 _LENGTHS = (32, 16, 64, 128, 8, 4)  # of sequences

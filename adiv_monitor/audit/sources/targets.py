@@ -6,10 +6,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.config import Config
+from adiv_monitor.audit.command.config import Config
+from adiv_monitor.audit.command.usage import UsageError
 from adiv_monitor.audit.sources import losses
 from adiv_monitor.audit.sources.shapes import Fit, Inputs
-from adiv_monitor.audit.usage import UsageError
 
 MOST_CLASSES = 10  # of random data: there must be several samples of each
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
+from adiv_monitor.audit.command.usage import UsageError
 from adiv_monitor.audit.sources.shapes import Inputs
-from adiv_monitor.audit.usage import UsageError
 
 
 def examples(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from adiv_monitor.audit.diagnosis.course import FEWEST
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.training.setup import Setup
 
 
 def within(setup: Setup, record: Record, runs: int, seconds: float) -> Setup | None:

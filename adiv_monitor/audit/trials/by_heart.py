@@ -9,12 +9,12 @@ from torch import nn
 from adiv_monitor.audit.diagnosis.course import FEWEST
 from adiv_monitor.audit.finding import Trial
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Fork, Setup
+from adiv_monitor.audit.training.samples import first
+from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.trials.budget import step_seconds
 from adiv_monitor.audit.trials.mends import DoesNotApply
 from adiv_monitor.audit.trials.mends.rates import scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
-from adiv_monitor.audit.trials.samples import first
 from adiv_monitor.audit.trials.trial import at_the_end, losses_of
 
 SAMPLES = 16

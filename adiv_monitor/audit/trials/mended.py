@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from adiv_monitor.audit.finding import Trial
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.mends import Mend
 from adiv_monitor.audit.trials.mends.rates import scale_rate
 from adiv_monitor.audit.trials.trial import Losses, at_the_end, compared, losses_of

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from adiv_monitor.audit.finding import Trial
-from adiv_monitor.audit.observe import Progress
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.trials.budget import within
 from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
 from adiv_monitor.audit.trials.mends.rates import rate_name

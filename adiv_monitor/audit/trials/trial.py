@@ -7,8 +7,8 @@ import numpy as np
 
 from adiv_monitor.audit.finding import Trial
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Fork, Setup
-from adiv_monitor.audit.train import train
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.train import train
 
 Losses = tuple[float, ...]
 

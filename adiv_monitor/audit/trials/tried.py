@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from adiv_monitor.audit.finding import STRENGTHS, WIRING, Advice, Finding, Trial
-from adiv_monitor.audit.observe import Progress
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.trials.budget import Clock, step_seconds, within
 from adiv_monitor.audit.trials.mended import Bench
 from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply

@@ -96,6 +96,8 @@ class Origin:
         """Ids of the parameters to measure that it is made of, if of no data."""
         if not value.requires_grad:
             return ()
+        if isinstance(value, nn.Parameter) and id(value) not in self._held:
+            self._stands_in(value)
         if id(value) in self._trained:
             return (id(self._trained[id(value)]),)
         if self._is_spent(value):

@@ -1,5 +1,6 @@
 """All planted illnesses, and all runs without one."""
 
+from audit.ward import once_alarming
 from audit.ward.healthy import HEALTHY
 from audit.ward.ill import initial, inputs, optimizers, published, rates, unseen, wiring
 from audit.ward.run import Case
@@ -9,7 +10,8 @@ _ALL = [
     *(optimizers.CASES, wiring.CASES, published.CASES, unseen.CASES),
 ]
 CASES: dict[str, Case] = {case.name: case for cases in _ALL for case in cases}
-HEALTHY |= {each.name: each for each in (published.ONES_AND_ZEROS, *unseen.HEALTHY)}
+_MORE_HEALTHY = (published.ONES_AND_ZEROS, *unseen.HEALTHY, *once_alarming.HEALTHY)
+HEALTHY |= {each.name: each for each in _MORE_HEALTHY}
 UNSEEN = frozenset(each.name for each in (*unseen.CASES, *unseen.HEALTHY))
 # What was tried as an illness and left out, and why.
 DROPPED = {

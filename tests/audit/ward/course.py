@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from audit.ward.run import STEPS, Case, Healthy, error
 
-from adiv_monitor.audit.setup import Fork
-from adiv_monitor.audit.train import train
+from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.training.train import train
 
 FACTORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # on a healthy run's learning rate
 

@@ -25,7 +25,7 @@ from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.finding import Finding, Trial
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.setup import Setup
+from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.mended import Bench
 from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
 from adiv_monitor.audit.trials.mends.rates import rate_name, scale_rate

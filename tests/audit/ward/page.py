@@ -48,6 +48,27 @@ runs (36 %).
 """
 
 
+LIMITS = """
+## Limits
+
+**Shuffled labels** can't be told, by any audit, from inputs that say nothing. An audit sees samples
+(x, y) alone. If labels were shuffled, y is independent of x, and the samples' distribution is
+p(x)·p(y). If nothing was shuffled but x has no information on y, it is p(x)·p(y) as well: whatever
+is computed from the samples, a model's whole training included, is distributed alike in both, so
+no rule is right more often in one than it is wrong in the other. What can be told is that no
+relation was found, which a hard task and a short run give, too: so the finding is `loss-stuck`, to
+be watched, and says that a few samples are learnt by heart, which rules out most other causes.
+Where labels are unevenly frequent the loss falls to their entropy, and nothing is said.
+
+**Adversarial losses** are only told apart, not judged: of their learning rates, and of what is
+learnt, nothing is said.
+
+Some healthy runs are of kinds in which the audit once raised false alarms (separate queries, keys
+and values, an unused pooler, layers registered in another order than they run in, two players,
+padded batches). Rules were set right by them, so they are counted among what is not unseen.
+"""
+
+
 def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
     """All of it. Rows as `ward.py` makes them."""
     parts: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
@@ -75,6 +96,7 @@ def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
         *_misses(ill),
         *_healthy(healthy, parts["sweep"]),
         *_validity(parts["course"]),
+        LIMITS,
     ]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adiv_monitor.audit.setup import Loss, Setup, seeded
+from adiv_monitor.audit.training.setup import Loss, Setup, seeded
 
 STEPS = 60  # of an audit
 LONGER = 3 * STEPS  # of a run that judges its advice

@@ -5,6 +5,7 @@ an exception is raised where it begins, in one training after another. So a new 
 hook is covered by itself, as long as one of the scenarios reaches it.
 """
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice
@@ -22,10 +23,12 @@ from adiv_monitor.features import registry, uses
 HOME = Path(adiv_monitor.__file__).parent
 # What a measured step runs; what only several processes need is not reached here.
 ROOMS = ("capture", "features", "maths", "step", "alignment", "alarms.py", "monitor.py")
-ELSEWHERE = {"together.py", "attention_together.py", "rows_together.py", "ranks.py"}
-ELSEWHERE |= {"shard_accumulation.py"}  # of several processes, too: see test_sharded.py
-ELSEWHERE |= {"guard.py", "failures.py"}  # these keep faults away
-ELSEWHERE |= {"slopes.py", "width.py", "width_plot.py"}  # no part of a training
+ELSEWHERE = {
+    *("together.py", "attention_together.py", "rows_together.py", "ranks.py", "wholes.py"),
+    "shard_accumulation.py",
+    *("guard.py", "failures.py"),  # these keep faults away
+    *("slopes.py", "width.py", "width_plot.py"),  # no part of a training
+}
 FILES = sorted(
     str(file.relative_to(HOME))
     for file in HOME.rglob("*.py")
@@ -61,7 +64,12 @@ def is_guard(boundary: Boundary) -> bool:
 def scenario_of() -> dict[Boundary, str]:
     """Every boundary, with the first of the scenarios that reaches it."""
     found: dict[Boundary, str] = {}
+    stems: set[str] = set()
     for name, scenario in SCENARIOS.items():
+        stem = re.split(r"[- ]", name.removeprefix("function "))[0]
+        if stem in stems and name.startswith("function "):
+            continue  # another call of the same function
+        stems.add(stem)
         forget_caches()
         watched = Watched()
         take(scenario, watched, on_error="raise")
@@ -122,10 +130,9 @@ def test_an_interrupt_passes_and_an_error_is_raised_where_that_was_asked_for(fil
     for number, boundary, name in islice(in_file(file), 0, None, every):
         error = KeyboardInterrupt() if number % 2 else Fault(REASON)
         trial = with_fault(error, boundary, name, "warn" if number % 2 else "raise")
-        # Layers that could not be looked at together were looked at one by one, and nothing lacks.
-        mended = readings(trial) == readings(unharmed(name))
-        spared = not number % 2 and (trial.told or mended)
-        assert trial.raised is error or spared, f"{boundary}: {trial.raised!r}"
+        # The user's module may fail when it runs again; what is tried once more may succeed.
+        passed = not number % 2 and (trial.told or readings(trial) == readings(unharmed(name)))
+        assert trial.raised is error or passed, f"{boundary}: {trial.raised!r}"
 
 
 def test_the_scenarios_reach_every_rule_and_every_file() -> None:

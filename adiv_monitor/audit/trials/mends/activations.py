@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.audit.batches import copied
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Fork
+from adiv_monitor.audit.seen.outputs import activated_output
+from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
 from adiv_monitor.audit.trials.mends.places import modules_at
 
@@ -99,6 +100,17 @@ def _within(replaced: _Replaced, forward: Callable[..., Any]) -> Callable[..., A
     return replacing
 
 
+def _plain_outputs(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """The module whose outputs a loss takes for logits gives what it is given."""
+    output = activated_output(fork)
+    if output is None:
+        raise DoesNotApply("no activation function stands in front of the loss")
+    module = None if output.module is None else fork.model.get_submodule(output.module)
+    if module is None or not type(module).__module__.startswith("torch.nn.modules.activation"):
+        raise DoesNotApply(f"{output.function} is called in forward(), or in the loss")
+    module.forward = nn.Identity().forward
+
+
 MENDS = [
     Mend("leaky-relu", "leaky ReLU in place of ReLU", partial(_replaced, _RELUS, 0.1)),
     Mend(
@@ -107,4 +119,5 @@ MENDS = [
         partial(_replaced, _SATURATING, 0.0),
         rescales=True,
     ),
+    Mend("plain-outputs", "outputs without an activation function", _plain_outputs, rescales=True),
 ]

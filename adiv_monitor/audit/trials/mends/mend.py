@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Fork, seeded
+from adiv_monitor.audit.training.setup import Fork, seeded
 
 Change = Callable[[Fork, Sequence[str], Record | None], None]
 

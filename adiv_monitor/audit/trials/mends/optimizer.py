@@ -1,16 +1,15 @@
 """Changes of the optimizer: decay, momentum, clipping, another optimizer."""
 
 from collections.abc import Callable, Sequence
-from math import isfinite
 from typing import Any
 
-import numpy as np
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from adiv_monitor.audit.diagnosis.remedies import clip_norm, less_momentum
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Fork
-from adiv_monitor.audit.train import held
+from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.training.train import held
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
 
 
@@ -26,21 +25,24 @@ def _decay(factor: float) -> Callable[[Fork, Sequence[str], Record | None], None
 
 
 def _less_momentum(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Half of it; where momentum adds steps up, at the same rate in the long run, η/(1 − m)."""
-    changed = [_halved(group) for group in fork.optimizer.param_groups]
+    """0.9, or half of less; where momentum adds steps up, at the same rate in the long run.
+
+    That is η/(1 − m).
+    """
+    changed = [_lowered(group) for group in fork.optimizer.param_groups]
     if not any(changed):
         raise DoesNotApply("there is no momentum")
 
 
-def _halved(group: dict[str, Any]) -> bool:
+def _lowered(group: dict[str, Any]) -> bool:
     if group.get("momentum"):
-        before, after = group["momentum"], group["momentum"] / 2
+        before, after = group["momentum"], less_momentum(group["momentum"])
         group["momentum"] = after
         if not group.get("dampening"):
             group["lr"] = group["lr"] * (1 - after) / (1 - before)
         return True
     if "betas" in group and group["betas"][0]:
-        group["betas"] = (group["betas"][0] / 2, *group["betas"][1:])
+        group["betas"] = (less_momentum(group["betas"][0]), *group["betas"][1:])
         return True
     return False
 
@@ -55,8 +57,7 @@ def _clip(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     """At the 90th percentile of the norms that were seen (Google's tuning playbook), else at 1."""
     if fork.clip_norm is not None:
         raise DoesNotApply("gradients are clipped already")
-    norms = [] if record is None else [n for n in record.gradient_norms if isfinite(n) and n > 0]
-    fork.clip_norm = float(np.quantile(norms, 0.9)) if norms else 1.0
+    fork.clip_norm = 1.0 if record is None else clip_norm(record)
 
 
 def _plain_sgd(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
@@ -98,7 +99,7 @@ def _no_projection(fork: Fork, layers: Sequence[str], record: Record | None) -> 
 MENDS = [
     Mend("no-decay", "no weight decay", _decay(0.0)),
     Mend("less-decay", "a tenth of the weight decay", _decay(0.1)),
-    Mend("less-momentum", "half the momentum", _less_momentum),
+    Mend("less-momentum", "momentum of 0.9, or half of less", _less_momentum),
     Mend("no-clip", "no clipping of gradients", _no_clip),
     Mend("clip", "gradients clipped at the 90th percentile of their norms", _clip),
     Mend("plain-sgd", "plain SGD, without momentum or decay", _plain_sgd, rescales=True),

@@ -2,20 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import isfinite
-from statistics import median
 
 from torch import Tensor
-from torch.optim import ASGD, SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
+from adiv_monitor.audit.diagnosis.remedies import rates_per_layer
 from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.setup import Fork
+from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
 from adiv_monitor.capture.selection import named_modules
 
 FACTORS = (0.01, 0.1, 0.3, 3.0, 10.0, 100.0)
-_AT_MOST = 100.0  # a layer's rate is changed by no larger factor
 
 
 def rate_name(factor: float) -> str:
@@ -59,36 +57,17 @@ def _rate(factor: float, fork: Fork, layers: Sequence[str], record: Record | Non
 
 
 def _per_layer(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Layer l's rate × median(e) / e_l.
-
-    e is the effective learning rate; where the optimizer divides by the gradient's size, how far
-    activations move relative to their own size.
-    """
-    plain = isinstance(fork.optimizer, (SGD, ASGD))
-    speeds = {} if record is None else _speeds(record, "effective_lr" if plain else "update_ratio")
-    if len(speeds) < 2:
+    """As `remedies.rates_per_layer` has them."""
+    wanted = {} if record is None else rates_per_layer(record, layers)
+    if not wanted:
         raise DoesNotApply("the speeds of fewer than two layers are known")
-    middle = median(speeds.values())
     factors: dict[int, float] = {}
     for path, module in named_modules(fork.model):
-        if path in speeds and (not layers or path in layers):
-            factor = min(max(middle / speeds[path], 1 / _AT_MOST), _AT_MOST)
-            factors |= {id(p): factor for p in module.parameters(recurse=False)}
+        if path in wanted:
+            factors |= {id(p): wanted[path] for p in module.parameters(recurse=False)}
     if not factors:
         raise DoesNotApply("none of these layers was measured")
     scale_rates(fork.optimizer, factors)
-
-
-def _speeds(record: Record, measure: str) -> dict[str, float]:
-    """Each layer's median over the measured steps, where it is positive."""
-    seen: dict[str, list[float]] = {}
-    for report in record.reports:
-        for path, reading in report.layers.items():
-            value = getattr(reading, measure)
-            if value is not None and isfinite(value):
-                seen.setdefault(path, []).append(value)
-    middles = {path: median(values) for path, values in seen.items()}
-    return {path: value for path, value in middles.items() if value > 0}
 
 
 def _warm_up(fork: Fork, layers: Sequence[str], record: Record | None) -> None:

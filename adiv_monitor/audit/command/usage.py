@@ -7,7 +7,7 @@ from typing import Any
 
 _LONGEST = 400  # characters
 _INSTALLED = ("site-packages", "dist-packages")
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 class UsageError(ValueError):

@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from adiv_monitor.audit.fail_if import parse
-from adiv_monitor.audit.usage import UsageError, needed, one_line
+from adiv_monitor.audit.command.fail_if import parse
+from adiv_monitor.audit.command.usage import UsageError, needed, one_line
 
 # As Lightning calls them; float16 needs a scaled loss, which the audit's loop does not have.
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
@@ -184,6 +184,9 @@ class Config:
         False, _flag, "measure what steps really did, all layers having moved; costs two forwards"
     )
     attention: bool = _option(False, _flag, "measure attention scores too")
+    alignment: bool = _option(
+        False, _flag, "measure how weights, updates and activations are aligned, on the first batch"
+    )
     try_mends: bool = _option(
         True, _flag, "try the first mends in short runs before advising them (on by default)"
     )

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from adiv_monitor.audit import fail_if, terminal
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.config import NAMES, Config, default, load, read
-from adiv_monitor.audit.output import check, staged, write, write_whole
-from adiv_monitor.audit.prepare import Prepared, prepare
+from adiv_monitor.audit.command import fail_if, terminal
+from adiv_monitor.audit.command.config import NAMES, Config, default, load, read
+from adiv_monitor.audit.command.output import check, staged, write, write_whole
+from adiv_monitor.audit.command.prepare import Prepared, prepare
+from adiv_monitor.audit.command.usage import UsageError, needed, said
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.usage import UsageError, needed, said
-from adiv_monitor.report import ATTENTION_MEASURES, REALISED_MEASURES
+from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, REALISED_MEASURES
 
 _DESCRIPTION = """\
 Trains a copy of a model for some steps, says what is wrong with its training and how sure that is,
@@ -84,6 +84,8 @@ def _config(argv: list[str]) -> Config:
             raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --realised")
         if rule.measure in ATTENTION_MEASURES and not config.attention:
             raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --attention")
+        if rule.measure in ALIGNMENT_MEASURES and not config.alignment:
+            raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --alignment")
     return config
 
 
@@ -155,6 +157,7 @@ def _report(prepared: Prepared) -> AuditReport:
             clip_norm=config.clip_norm,
             realised=config.realised,
             attention=config.attention,
+            alignment=config.alignment,
             try_mends=config.try_mends,
             try_seconds=config.try_seconds,
             seed=config.seed,

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from adiv_monitor.audit.again import Again
-from adiv_monitor.audit.batches import tensors
-from adiv_monitor.audit.setup import Fork
+from adiv_monitor.audit.seen.again import Again
+from adiv_monitor.audit.training.batches import tensors
+from adiv_monitor.audit.training.setup import Fork
 
 
 def in_forward(fork: Fork, again: Again, step: int, batch: Any) -> str:

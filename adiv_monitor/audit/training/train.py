@@ -3,6 +3,7 @@
 import inspect
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adiv_monitor.audit.batches import copied
-from adiv_monitor.audit.setup import Fork, seeded
+from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.setup import Fork, seeded
+
+Progress = Callable[[str, int, int], None]  # what is done, how far, of how much
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.batches import mapped, size_of, tensors
+from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 
 
 def first(batch: Any, samples: int) -> Any:

@@ -13,10 +13,10 @@ from adiv_layers import convert
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from adiv_monitor.audit.batches import copied
-from adiv_monitor.audit.layer_step import Calls, Centred, Step, mean_feature, step_of
-from adiv_monitor.audit.normalisers import NORMALISERS
-from adiv_monitor.audit.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.what_if.layer_step import Calls, Centred, Step, mean_feature, step_of
+from adiv_monitor.audit.what_if.normalisers import NORMALISERS
 from adiv_monitor.capture.selection import named_modules
 from adiv_monitor.features.rows import exact
 

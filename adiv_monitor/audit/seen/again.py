@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from adiv_monitor.audit.batches import copied
-from adiv_monitor.audit.setup import Fork
+from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.capture.again.surroundings import Buffers, Surroundings, untouched
 
 

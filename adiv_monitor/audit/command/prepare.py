@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from adiv_monitor.audit.config import Config
-from adiv_monitor.audit.setup import Loss, OptimizerFactory, Setup, seeded
+from adiv_monitor.audit.command.config import Config
+from adiv_monitor.audit.command.usage import UsageError, said
 from adiv_monitor.audit.sources import checkpoints, losses, models, optimizers
 from adiv_monitor.audit.sources.data import Data, data
-from adiv_monitor.audit.train import train
-from adiv_monitor.audit.usage import UsageError, said
+from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, seeded
+from adiv_monitor.audit.training.train import train
 
 _DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}  # others: float32
 

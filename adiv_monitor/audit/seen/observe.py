@@ -1,7 +1,7 @@
 """One fork, trained under a monitor: all that is seen of it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, TypeVar
@@ -11,22 +11,21 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.audit import non_finite
-from adiv_monitor.audit.again import Again
-from adiv_monitor.audit.batches import copied, size_of
-from adiv_monitor.audit.beginning import chance, double_softmax, weights
-from adiv_monitor.audit.diagnosis.course import FEWEST
-from adiv_monitor.audit.given import Given
-from adiv_monitor.audit.inputs import Inputs
+from adiv_monitor.audit.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.audit.record import Facts, Record, Wiring
-from adiv_monitor.audit.setup import Fork, Setup, seeded
-from adiv_monitor.audit.train import Course, Watch, gradient_norm, held, train
-from adiv_monitor.audit.units import Units
-from adiv_monitor.audit.wiring import Gradients, input_matters, unused
+from adiv_monitor.audit.seen.beginning import chance, double_softmax, weights
+from adiv_monitor.audit.seen.digits import told
+from adiv_monitor.audit.seen.outputs import activated_output, descent_share
+from adiv_monitor.audit.seen.probed import probe
+from adiv_monitor.audit.seen.units import Units
+from adiv_monitor.audit.seen.watching import Watching
+from adiv_monitor.audit.seen.wiring import input_matters, unused
+from adiv_monitor.audit.training.batches import copied, size_of
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.train import Course, Progress, held, train
 from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.monitor import Monitor
 
-Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
 # Batches that the trained model is looked at with: at least so many, and so many samples.
 BATCHES, SAMPLES, MOST_BATCHES = 8, 512, 32
@@ -40,6 +39,7 @@ def observe(
     max_rows: int | None = DEFAULT_MAX_ROWS,
     realised: bool = False,
     attention: bool = False,
+    alignment: bool = False,
     progress: Progress | None = None,
 ) -> Record:
     """Train one fork under a monitor, and look at what it has become.
@@ -50,6 +50,7 @@ def observe(
         max_rows: as the monitor's.
         realised: as the monitor's.
         attention: as the monitor's.
+        alignment: measure alignments, on the first batch.
         progress: called after each step with ("training", steps done, steps).
 
     Raises:
@@ -66,11 +67,12 @@ def observe(
         max_rows=max_rows,
         attainable=True,
         attention=attention,
+        alignment=probe(setup) if alignment else None,
         realised=realised,
         keep=setup.steps,
         seed=setup.seed,
     )
-    watch = _Watching(
+    watch = Watching(
         setup, fork, every_n_steps, progress, (lambda: None) if trains else monitor.end_step
     )
     monitor.attach()
@@ -86,7 +88,7 @@ def observe(
         facts=_facts(setup, fork, every_n_steps, course),
         losses=tuple(course.losses),
         gradient_norms=tuple(course.gradient_norms),
-        reports=tuple(replace(r, layers=in_order(r.layers, ran)) for r in monitor.reports),
+        reports=tuple(told(replace(r, layers=in_order(r.layers, ran))) for r in monitor.reports),
         realised=watch.realised,
         inputs=watch.inputs.statistics(),
         wiring=watch.gradients.wiring(mattered),
@@ -126,7 +128,7 @@ def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
             )
             record = replace(record, repeats=False, notes=(*record.notes, note))
         else:
-            record = replace(record, chance=chance(setup), double_softmax=double_softmax(setup))
+            record = _with_beginning(record, setup)
         record = replace(record, wiring=_with_unused(record.wiring, setup))
         if not all(bool(p.isfinite().all()) for p in fork.model.parameters()):
             note = "Activation functions were not looked at: the weights are not finite at the end."
@@ -139,6 +141,25 @@ def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
     # A model that died in training looked at its inputs once: that is another illness.
     most = max((x for x in matters if not math.isnan(x)), default=math.nan)
     return replace(record, units=units, wiring=replace(record.wiring, input_matters=most))
+
+
+def _with_beginning(record: Record, setup: Setup) -> Record:
+    record = replace(
+        record,
+        chance=chance(setup),
+        double_softmax=double_softmax(setup),
+        activated_output=activated_output(setup.fork()),
+        descent_share=descent_share(setup),
+    )
+    if not is_opposed(record):
+        return record
+    note = (
+        f"In ever shorter steps the loss falls by {record.descent_share:.2g} of what its gradient "
+        "promises: parts of it oppose each other, as those of a generative adversarial network, or "
+        "it is trained with another gradient than its own. How far it falls says nothing, so "
+        "learning rates and what is learnt are not judged by it."
+    )
+    return replace(record, notes=(*record.notes, note))
 
 
 def _repeats(record: Record, setup: Setup) -> bool:
@@ -173,78 +194,6 @@ def _spread(batches: Sequence[Any]) -> list[Any]:
     wanted = math.ceil(SAMPLES / max(size_of(batches[0]), 1))
     count = min(max(BATCHES, wanted), MOST_BATCHES, len(batches))
     return [batches[i * len(batches) // count] for i in range(count)]
-
-
-class _Watching(Watch):
-    """Looks at inputs, gradients, and, after each measured step, the loss of its batch again."""
-
-    def __init__(
-        self,
-        setup: Setup,
-        fork: Fork,
-        every_n_steps: int,
-        progress: Progress | None,
-        end_step: Callable[[], None],
-    ) -> None:
-        """`end_step` is called after each step."""
-        self._fork = fork
-        self._every = every_n_steps
-        self._end_step = end_step
-        self._progress = progress
-        self._again: Again | None = None
-        self._loss = math.nan
-        self._failed: list[str] = []
-        self._given = Given(setup.model)
-        self.inputs = Inputs(fork.model)
-        self.gradients = Gradients(fork)
-        self.realised: dict[int, float] = {}
-        self.first_non_finite: str | None = None
-
-    def begins(self, step: int, batch: Any) -> None:
-        self._again = Again(self._fork)
-        self.inputs.watching = True
-
-    def has_loss(self, step: int, batch: Any, loss: float) -> None:
-        self.inputs.watching = False
-        self._loss = loss
-        if not math.isfinite(loss) and self.first_non_finite is None and self._again is not None:
-            self.first_non_finite = non_finite.in_forward(self._fork, self._again, step, batch)
-
-    def has_gradients(self, step: int, loss: Tensor) -> None:
-        if step == 0:
-            self._given.check()
-        self.gradients.look()
-        if self.first_non_finite is None and not math.isfinite(gradient_norm(self._fork.optimizer)):
-            self.first_non_finite = non_finite.in_backward(self._fork.model)
-
-    def has_stepped(self, step: int, batch: Any) -> None:
-        self._end_step()
-        if step % self._every == 0 and self._again is not None:
-            try:
-                self.realised[step] = self._again.loss(batch) - self._loss
-            except Exception as error:
-                self._failed.append(f"{type(error).__name__}: {error}")
-        if self._progress is not None:
-            self._progress("training", step + 1, len(self._fork.batches))
-
-    def remove(self) -> None:
-        """Take all hooks off the model."""
-        self.inputs.remove()
-        self.gradients.remove()
-
-    def notes(self) -> list[str]:
-        """What could not be seen."""
-        found = []
-        if self._failed:
-            found.append(
-                "How the loss really changed is not known: when a batch was given to the model "
-                f"again, it failed: {self._failed[0]}"
-            )
-        if not self.inputs.ran:
-            found.append(
-                "Nothing is known of the model's inputs: the loss did not call the model itself."
-            )
-        return found
 
 
 def _trains_any(fork: Fork) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from adiv_monitor.audit.config import Config, dumped
+from adiv_monitor.audit.command.config import Config, dumped
+from adiv_monitor.audit.command.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.usage import UsageError
 from adiv_monitor.sinks.tensorboard import TensorBoardSink
 
 

@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 
 from adiv_monitor import alarms
 from adiv_monitor.alarms import Rule
+from adiv_monitor.audit.command.usage import UsageError
 from adiv_monitor.audit.finding import STRENGTHS
 from adiv_monitor.audit.page.titles import FINDING_TITLES
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.usage import UsageError
-from adiv_monitor.report import ATTENTION_MEASURES, MEASURES
+from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES
 
 _NAME = re.compile(r"(?:(?P<layers>.+):)?\s*(?P<finding>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 
@@ -35,7 +35,7 @@ def parse(text: str) -> Rule:
         UsageError: it is no such rule, or there is no such measure or finding.
     """
     try:
-        rule = alarms.parse(text, *MEASURES, *ATTENTION_MEASURES)
+        rule = alarms.parse(text, *MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if rule is not None:

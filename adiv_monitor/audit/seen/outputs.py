@@ -1,0 +1,200 @@
+"""What the loss makes of the model's outputs: an activation function too many, parts that oppose.
+
+Both are looked at with the weights that training would begin with.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from adiv_monitor.audit.record import ActivatedOutput
+from adiv_monitor.audit.seen.again import Again
+from adiv_monitor.audit.seen.flat import ends_of_function
+from adiv_monitor.audit.training.batches import copied, mapped
+from adiv_monitor.audit.training.samples import first
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+
+# Losses that put a softmax or a sigmoid of their own behind what they are given.
+_WITH_THEIR_OWN = ("cross_entropy", "log_softmax", "binary_cross_entropy_with_logits")
+_LARGE = 100_000_000  # parameters, a copy of which in float64 is not made
+_SAMPLES = 2
+_MOST = 4  # players
+_SHORT = 1e-6  # of the weights' length, and of the loss
+_AGREE = 0.05  # the slopes of two steps
+
+
+def activated_output(fork: Fork) -> ActivatedOutput | None:
+    """The activation function, or softmax, whose outputs the loss takes for logits.
+
+    They go as they are into a loss that has a softmax or sigmoid of its own. None: there is none,
+    or the forward pass fails.
+    """
+    with seeded(fork.seed), torch.no_grad():
+        try:
+            with _Outputs(fork.model).watching() as outputs:
+                fork.loss(fork.model, copied(fork.batches[0]))
+        except Exception:  # whatever is wrong with the loss is the training run's to say
+            return None
+    return outputs.found
+
+
+class _Outputs(TorchFunctionMode):
+    """Watches which function's output a loss is given.
+
+    Tensors are told by their memory and by how often it was written to: a view is the same output,
+    what something was added to in place is not. They are held, so that no other gets their memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.found: ActivatedOutput | None = None
+        self._model = model
+        self._within: list[str] = []
+        self._made: dict[int, tuple[Tensor, int, ActivatedOutput]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator["_Outputs"]:
+        with ExitStack() as hooks:
+            for path, module in self._model.named_modules():
+                enter = module.register_forward_pre_hook(partial(self._enter, path))
+                leave = module.register_forward_hook(self._leave, always_call=True)
+                hooks.callback(enter.remove)
+                hooks.callback(leave.remove)
+            with self:
+                yield self
+
+    def _enter(self, path: str, module: nn.Module, args: Any) -> None:
+        self._within.append(path)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._within.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _WITH_THEIR_OWN:
+            self._look(args[0] if args else kwargs.get("input"))
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            self._note(name, result, kwargs)
+        return result
+
+    def _note(self, name: str, made: Tensor, arguments: Mapping[str, Any]) -> None:
+        known = (name, None) if name == "softmax" else ends_of_function(name, arguments)
+        if known is not None and made.is_floating_point():
+            path = self._within[-1] if self._within else None
+            where = made.untyped_storage().data_ptr()
+            self._made[where] = made, made._version, ActivatedOutput(known[0], path)
+
+    def _look(self, given: object) -> None:
+        if isinstance(given, Tensor):
+            made = self._made.get(given.untyped_storage().data_ptr())
+            if made is not None and made[1] == given._version:
+                self.found = made[2]
+
+
+def descent_share(setup: Setup) -> float | None:
+    """How much the loss of a few samples falls along its gradient, over what the gradient promises.
+
+    (L(θ + hg) − L(θ − hg)) / (2h‖g‖²) as h → 0, by the same chance, in float64. 1 where g is the
+    gradient of the loss; less, or below 0, where parts of the loss oppose one another, as in the
+    summed loss of a generative adversarial network, each of whose players has its own part of the
+    gradient. So the model's parts are moved one by one, and the smallest share counts.
+
+    Returns:
+        None where it can't be told: the model has one part, or too many for players; it is large,
+        or does not run in float64; the loss changes weights; there is no gradient; steps of two
+        lengths tell different things.
+    """
+    size = sum(p.numel() for p in setup.model.parameters())
+    if size > _LARGE or not 1 < len(_parts(setup.model)) <= _MOST:
+        return None
+    batch = mapped(first(setup.batches[0], _SAMPLES), _in_float64)
+    with seeded(setup.seed), _made_in_float64():
+        try:
+            fork = setup.fork()
+            fork.model.double()
+            again = Again(fork)
+            loss = fork.loss(fork.model, copied(batch))
+            loss.backward()  # type: ignore[no-untyped-call]
+            lines = [_Line(again, batch, list(part.parameters())) for part in _parts(fork.model)]
+            shares = [line.share(abs(float(loss.detach()))) for line in lines]
+        except Exception:  # whatever is wrong with the loss is the training run's to say
+            return None
+    return min((share for share in shares if share is not None), default=None)
+
+
+def _in_float64(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+@contextmanager
+def _made_in_float64() -> Iterator[None]:
+    """Within, new tensors are of float64 where nothing else is said: noise that a loss draws."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """The model's children that hold parameters; of an only one, its children."""
+    parts = [child for child in model.children() if any(True for _ in child.parameters())]
+    if len(parts) == 1:
+        return _parts(parts[0])
+    return parts
+
+
+class _Line:
+    """The loss along the gradient of some parameters."""
+
+    def __init__(self, again: Again, batch: Any, parameters: Sequence[Tensor]) -> None:
+        self._again = again
+        self._batch = batch
+        self._moved = [(p, p.detach().clone(), p.grad.to_dense())
+                       for p in parameters if p.grad is not None]  # fmt: skip
+
+    def share(self, loss: float) -> float | None:
+        """Of a short step; where it is not 1, of one that is shorter, too, if they agree."""
+        lengths = [
+            sum(float(x.square().sum()) for x in tensors)
+            for tensors in ([g for *_, g in self._moved], [p for _, p, _ in self._moved])
+        ]
+        square, weights = lengths
+        if not 0 < square < math.inf:
+            return None
+        h = _SHORT * min((loss or 1.0) / square, math.sqrt((weights or 1.0) / square))
+        slope = self._slope(h)
+        if slope is None or abs(slope - square) < _AGREE * square:
+            return None if slope is None else slope / square
+        shorter = self._slope(h / 4)  # is it the loss, or the length of the step?
+        if shorter is None or abs(slope - shorter) > _AGREE * max(abs(slope), square):
+            return None
+        return slope / square
+
+    def _slope(self, h: float) -> float | None:
+        there, back = self._loss(h), self._loss(-h)
+        return None if there is None or back is None else (there - back) / (2 * h)
+
+    @torch.no_grad()
+    def _loss(self, h: float) -> float | None:
+        """At so many gradients from here; None if the loss changes the weights itself."""
+        try:
+            for p, here, g in self._moved:
+                p.copy_(here + h * g)
+            loss = self._again.loss(self._batch)
+            is_kept = all(torch.equal(p, here + h * g) for p, here, g in self._moved)
+            return loss if is_kept else None
+        finally:
+            for p, here, _ in self._moved:
+                p.copy_(here)

@@ -1,0 +1,38 @@
+"""The probe of alignments: what a model is called with for the first batch."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from adiv_monitor.alignment.probe import Probe
+from adiv_monitor.audit.seen.inputs import names_by_place
+from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.setup import Setup, seeded
+
+
+def probe(setup: Setup) -> Probe:
+    """The arguments that the loss calls the model with, of the first batch.
+
+    Raises:
+        ValueError: the loss does not call the model itself.
+    """
+    fork = setup.fork()
+    seen: list[Any] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs:
+            names = names_by_place(module, len(args))
+            seen.append({**dict(zip(names, args, strict=True)), **kwargs})
+        else:
+            seen.append(args)
+
+    fork.model.register_forward_pre_hook(note, with_kwargs=True)
+    with seeded(setup.seed), torch.no_grad():
+        fork.loss(fork.model, copied(setup.batches[0]))
+    if not seen:
+        raise ValueError(
+            "audit(alignment=True): the loss did not call the model itself, expected model(…) in "
+            "it, whose arguments are the probe: leave alignment out"
+        )
+    return Probe(seen[0], seed=setup.seed)

@@ -1,0 +1,91 @@
+"""Looks on while a fork is trained: at its inputs, gradients, and what is not finite."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from adiv_monitor.audit.seen import non_finite
+from adiv_monitor.audit.seen.again import Again
+from adiv_monitor.audit.seen.given import Given
+from adiv_monitor.audit.seen.inputs import Inputs
+from adiv_monitor.audit.seen.wiring import Gradients
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.train import Progress, Watch, gradient_norm
+
+
+class Watching(Watch):
+    """Looks at inputs, gradients, and, after each measured step, the loss of its batch again."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        fork: Fork,
+        every_n_steps: int,
+        progress: Progress | None,
+        end_step: Callable[[], None],
+    ) -> None:
+        """`end_step` is called after each step."""
+        self._fork = fork
+        self._every = every_n_steps
+        self._end_step = end_step
+        self._progress = progress
+        self._again: Again | None = None
+        self._loss = math.nan
+        self._failed: list[str] = []
+        self._given = Given(setup.model)
+        self.inputs = Inputs(fork.model)
+        self.gradients = Gradients(fork)
+        self.realised: dict[int, float] = {}
+        self.first_non_finite: str | None = None
+
+    def begins(self, step: int, batch: Any) -> None:
+        """Keep what the forward pass begins with."""
+        self._again = Again(self._fork)
+        self.inputs.watching = True
+
+    def has_loss(self, step: int, batch: Any, loss: float) -> None:
+        """Find where it stopped being finite."""
+        self.inputs.watching = False
+        self._loss = loss
+        if not math.isfinite(loss) and self.first_non_finite is None and self._again is not None:
+            self.first_non_finite = non_finite.in_forward(self._fork, self._again, step, batch)
+
+    def has_gradients(self, step: int, loss: Tensor) -> None:
+        """Look at the gradients, and that only the fork received any."""
+        if step == 0:
+            self._given.check()
+        self.gradients.look()
+        if self.first_non_finite is None and not math.isfinite(gradient_norm(self._fork.optimizer)):
+            self.first_non_finite = non_finite.in_backward(self._fork.model)
+
+    def has_stepped(self, step: int, batch: Any) -> None:
+        """Compute the batch's loss again after a measured step."""
+        self._end_step()
+        if step % self._every == 0 and self._again is not None:
+            try:
+                self.realised[step] = self._again.loss(batch) - self._loss
+            except Exception as error:
+                self._failed.append(f"{type(error).__name__}: {error}")
+        if self._progress is not None:
+            self._progress("training", step + 1, len(self._fork.batches))
+
+    def remove(self) -> None:
+        """Take all hooks off the model."""
+        self.inputs.remove()
+        self.gradients.remove()
+
+    def notes(self) -> list[str]:
+        """What could not be seen."""
+        found = []
+        if self._failed:
+            found.append(
+                "How the loss really changed is not known: when a batch was given to the model "
+                f"again, it failed: {self._failed[0]}"
+            )
+        if not self.inputs.ran:
+            found.append(
+                "Nothing is known of the model's inputs: the loss did not call the model itself."
+            )
+        return found

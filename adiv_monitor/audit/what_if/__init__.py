@@ -1,0 +1,5 @@
+"""What a layer's step would be with another map, inputs or rate, without training again."""
+
+from adiv_monitor.audit.what_if.alternatives import Alternative, what_if
+
+__all__ = ["Alternative", "what_if"]

@@ -1,0 +1,129 @@
+"""Which function's outputs a loss takes for logits, and whether its parts oppose each other."""
+
+import pytest
+import torch
+from audit.ward.once_alarming import GAN, Players
+from audit.ward.run import STEPS
+from audited import batches, cross_entropy, sgd
+from torch import Tensor, nn
+from torch.nn import functional
+
+from adiv_monitor.audit.record import ActivatedOutput
+from adiv_monitor.audit.seen.outputs import activated_output, descent_share
+from adiv_monitor.audit.training.setup import Loss, Setup
+
+
+def setup(model: nn.Module, loss: Loss = cross_entropy, **given: object) -> Setup:
+    given = {"optimizer": sgd(), "batches": tuple(batches()), "steps": 4, **given}
+    return Setup(model, loss=loss, **given)  # type: ignore[arg-type]
+
+
+def net(*behind: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3), *behind)
+
+
+class Calls(nn.Module):
+    """Gives what a function makes of a layer's outputs."""
+
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(6, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("behind", "name"),
+    [(nn.ReLU(), "relu"), (nn.Sigmoid(), "sigmoid"), (nn.Hardtanh(), "hardtanh"),
+     (nn.ReLU(inplace=True), "relu"), (nn.Softmax(1), "softmax")],
+)  # fmt: skip
+def test_a_module_behind_the_last_layer_is_told(behind: nn.Module, name: str) -> None:
+    assert activated_output(setup(net(behind)).fork()) == ActivatedOutput(name, "3")
+
+
+@pytest.mark.parametrize("call", [torch.relu, lambda x: x.clamp(min=0), lambda x: x.relu()[:, :2]])
+def test_a_function_that_forward_calls_is_told(call: object) -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1].clamp(max=1))
+
+    assert activated_output(setup(Calls(call), loss).fork()) == ActivatedOutput("relu", "")
+
+
+def test_a_sigmoid_is_told_where_the_loss_has_one() -> None:
+    def with_one(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(model(batch[0])[:, 0], batch[1] / 2)
+
+    def without(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.binary_cross_entropy(model(batch[0])[:, 0], batch[1] / 2)
+
+    assert activated_output(setup(net(nn.Sigmoid()), with_one).fork()) is not None
+    assert activated_output(setup(net(nn.Sigmoid()), without).fork()) is None
+
+
+def test_what_is_well_is_not_told() -> None:
+    zeros = net()
+    nn.init.zeros_(zeros[2].weight)  # type: ignore[index, arg-type]
+    nn.init.zeros_(zeros[2].bias)  # type: ignore[index, arg-type]
+    bounded = Calls(lambda x: 30 * torch.tanh(x / 30))
+    added = Calls(lambda x: torch.relu(x).add_(x))
+    for model in (net(), zeros, bounded, added, net(nn.LeakyReLU()), net(nn.LogSoftmax(1))):
+        assert activated_output(setup(model).fork()) is None
+
+
+def test_a_loss_falls_as_its_gradient_promises() -> None:
+    for model in (net(), net(nn.BatchNorm1d(3)), net(nn.Dropout(0.5))):
+        assert descent_share(setup(model)) == pytest.approx(1, abs=1e-6)
+    scaled = setup(net(), lambda model, batch: 1e-3 * cross_entropy(model, batch))
+    assert descent_share(scaled) == pytest.approx(1, abs=1e-6)
+
+
+def test_two_players_oppose_each_other() -> None:
+    for seed in range(4):
+        share = descent_share(GAN.build(seed).setup(STEPS, seed))
+        assert share is not None and share < 0.7
+
+
+def test_a_reversed_gradient_opposes_all_of_it() -> None:
+    class Reversed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: object, g: Tensor) -> Tensor:
+            return -g
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        made = Reversed.apply(model.generator(torch.randn(10, 8)))
+        return functional.softplus(model.discriminator(made)).mean()
+
+    assert descent_share(setup(Players(), loss)) == pytest.approx(-1, abs=1e-5)
+
+
+def test_what_can_not_be_told_is_not() -> None:
+    def clamping(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        return cross_entropy(model, batch)
+
+    def failing(model: nn.Module, batch: object) -> Tensor:
+        raise RuntimeError("no")
+
+    assert descent_share(setup(net(), clamping)) is None
+    assert descent_share(setup(net(), failing)) is None
+    assert activated_output(setup(net(), failing).fork()) is None
+
+
+def test_all_is_as_it_was() -> None:
+    model = net(nn.ReLU())
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    of = setup(model)
+    state = torch.get_rng_state()
+    activated_output(of.fork())
+    descent_share(of)
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.get_default_dtype() == torch.float32
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(x.dtype == torch.float32 for x, _ in of.batches)

@@ -1,0 +1,264 @@
+"""Modules and parameters that change, copies, several monitors, several threads."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from faults.scenarios import SCENARIOS, Scenario, dense_loss, mlp
+from faults.trial import take, trained
+from faults.world import Result, result
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from adiv_monitor import Monitor
+
+MLP = Scenario(mlp, dense_loss)
+Change = Callable[[nn.Module, Optimizer], None]
+
+
+def swap_module(model: nn.Module, optimizer: Optimizer) -> None:
+    model[0] = nn.Linear(4, 5).double()
+
+
+def swap_parameter(model: nn.Module, optimizer: Optimizer) -> None:
+    model[3].weight = nn.Parameter(model[3].weight.detach().clone())
+
+
+def swap_data(model: nn.Module, optimizer: Optimizer) -> None:
+    model[3].weight.data = model[3].weight.data.clone()
+
+
+def drop_gradient(model: nn.Module, optimizer: Optimizer) -> None:
+    model[0].weight.grad = None
+
+
+def freeze(model: nn.Module, optimizer: Optimizer) -> None:
+    model[0].requires_grad_(False)
+
+
+def append_module(model: nn.Module, optimizer: Optimizer) -> None:
+    added = nn.Linear(3, 3).double()
+    model.append(added)
+    optimizer.add_param_group({"params": list(added.parameters())})
+
+
+def remove_module(model: nn.Module, optimizer: Optimizer) -> None:
+    del model[2]
+
+
+def clear_hooks(model: nn.Module, optimizer: Optimizer) -> None:
+    model[0]._forward_hooks.clear()
+    model[0]._forward_pre_hooks.clear()
+
+
+def copied(model: nn.Module, optimizer: Optimizer) -> None:
+    twin = copy.deepcopy(model)
+    own = torch.optim.SGD(twin.parameters(), lr=0.1)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    twin(x).sum().backward()
+    own.step()
+
+
+def pickled(model: nn.Module, optimizer: Optimizer) -> None:
+    pickle.loads(pickle.dumps((model, optimizer)))
+    torch.save(model, io.BytesIO())
+
+
+def autocast(model: nn.Module, optimizer: Optimizer) -> None:
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(torch.ones(2, 4, dtype=torch.float64))
+
+
+CHANGES: tuple[Change, ...] = (
+    *(swap_module, swap_parameter, swap_data, drop_gradient, freeze, append_module),
+    *(remove_module, clear_hooks, copied, pickled, autocast),
+)
+
+
+@pytest.mark.parametrize("when", ["before forward", "before backward", "before step", "after step"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changes(change: Change, when: str) -> None:
+    """At any moment of a measured step; the second step is with what there is then."""
+    taken = []
+
+    def step(model: nn.Module, optimizer: Optimizer) -> Tensor:
+        def comes(moment: str) -> None:
+            if moment == when and len(taken) % 3 == 0:
+                change(model, optimizer)
+
+        optimizer.zero_grad()
+        comes("before forward")
+        loss = dense_loss(model)
+        comes("before backward")
+        loss.backward()
+        comes("before step")
+        optimizer.step()
+        comes("after step")
+        taken.append(loss)
+        return loss.detach()
+
+    expected = trained(MLP, 3, step)
+    for options in ({"on_error": "raise"}, {"realised": True}):
+        trial = take(MLP, step=step, steps=3, **options)
+        assert trial.raised is None, repr(trial.raised)
+        assert trial.result == expected
+        assert len(trial.reports) == 3
+        assert not any("monitor failed" in note for r in trial.reports for note in r.notes)
+        hooks = {k for k in trial.left if k.endswith(("hooks", "called", "kwargs", "accumulation"))}
+        assert not [k for k in hooks if trial.left[k] not in (None, [], ([], {}))], trial.left
+
+
+def test_two_monitors_on_one_model() -> None:
+    """One is closed while the other goes on; one fails while the other measures."""
+
+    def run(monitored: bool) -> Result:
+        model, optimizer = MLP.make()
+        monitors = [
+            Monitor(model, optimizer, every_n_steps=n, on_error="raise", realised=n == 1)
+            for n in (1, 2)
+        ]
+        losses = []
+        for number in range(6):
+            if monitored and number in (0, 1):
+                monitors[number].attach()
+            if monitored and number == 4:
+                monitors[0].close()
+            optimizer.zero_grad()
+            loss = dense_loss(model)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        for monitor in monitors:
+            monitor.close()
+        if monitored:
+            assert [report.step for report in monitors[0].reports] == [0, 1, 2, 3]
+            assert [report.step for report in monitors[1].reports] == [0, 2, 4]
+            assert all(len(r.layers) == 3 for m in monitors for r in m.reports)
+        return result(model, optimizer, losses)
+
+    assert run(True) == run(False)
+
+
+BLOCKED = """
+import sys
+sys.modules["adiv_monitor"] = None
+import torch
+model, optimizer = torch.load(sys.argv[1], weights_only=False)
+model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_what_is_pickled_while_armed_loads_where_there_is_no_monitor(tmp_path: Path) -> None:
+    model, optimizer = MLP.make()
+    with Monitor(model, optimizer, realised=True):
+        dense_loss(model).backward()
+        optimizer.step()
+        dense_loss(model).backward()
+        torch.save((model, optimizer), tmp_path / "model.pt")
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BLOCKED, str(tmp_path / "model.pt")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def trains(seed: int, monitored: bool, threads: threading.Barrier | None = None) -> list[bytes]:
+    """Draws from a generator of its own; gives the bits of its losses and weights."""
+    generator = torch.Generator().manual_seed(seed)
+    with _BUILDS:
+        torch.manual_seed(seed)
+        model = mlp().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer, every_n_steps=1, on_error="raise")
+    if monitored:
+        monitor.attach()
+    found = []
+    for _ in range(12):
+        if threads is not None:
+            threads.wait(30)
+        optimizer.zero_grad()
+        loss = model(torch.randn(5, 4, generator=generator, dtype=torch.float64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach().numpy().tobytes())
+    monitor.close()
+    assert len(monitor.reports) == (12 if monitored else 0)
+    assert all(len(report.layers) == 3 for report in monitor.reports)
+    assert torch._C._len_torch_function_stack() == 0
+    return [*found, *(p.detach().numpy().tobytes() for p in model.parameters())]
+
+
+_BUILDS = threading.Lock()
+
+
+def test_two_models_are_trained_in_two_threads() -> None:
+    barrier = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(trains, seed, True, barrier) for seed in (0, 1)]
+        found = [run.result(60) for run in runs]
+    assert found == [trains(seed, False) for seed in (0, 1)]
+
+
+class Waits(nn.Module):
+    """Its forward waits where it is told to, in a thread that is not the training's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.inside, self.may_leave = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if threading.current_thread() is not threading.main_thread():
+            self.inside.set()
+            assert self.may_leave.wait(30)
+        return self.inner(x @ self.inner.weight)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_model_is_used_in_another_thread_while_it_is_trained(gradients: bool) -> None:
+    """The step ends while the other thread is inside of a forward: no mode stays on in there."""
+    model = Waits().double()
+    twin = copy.deepcopy(model.inner)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+
+    def uses() -> tuple[int, bytes]:
+        with torch.set_grad_enabled(gradients):
+            out = model(x)
+        return torch._C._len_torch_function_stack(), out.detach().numpy().tobytes()
+
+    with ThreadPoolExecutor(1) as pool:
+        monitor = Monitor(model, optimizer, on_error="raise")
+        monitor.attach()
+        used = pool.submit(uses)
+        assert model.inside.wait(30)
+        model(x).sum().backward()
+        optimizer.step()
+        twin(twin(x) @ twin.weight).sum().backward()
+        plain.step()
+        model.may_leave.set()
+        modes, _ = used.result(30)
+        monitor.close()
+        assert modes == 0
+        assert pool.submit(torch._C._len_torch_function_stack).result(30) == 0
+    assert torch.equal(model.inner.weight, twin.weight)
+    assert not model._forward_hooks and not model.inner._forward_hooks
+    assert monitor.latest is not None
+    assert monitor.latest.layers["inner"].rows_total == 4
+
+
+def test_changes_are_told_from_none() -> None:
+    assert trained(MLP) != trained(SCENARIOS["deep"])

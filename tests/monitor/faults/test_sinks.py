@@ -1,0 +1,189 @@
+"""A sink that can't write: full disks, closed writers and pipes."""
+
+import errno
+import io
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+from faults.scenarios import SCENARIOS
+from faults.trial import REASON, Fault, take, unmonitored
+from torch.utils.tensorboard import SummaryWriter
+
+from adiv_monitor import sinks
+from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
+
+FULL = Path("/dev/full")
+MLP = SCENARIOS["mlp"]
+EVERY = [name for name in sinks.__all__ if name != "Sink"]
+FILED = {"HtmlSink": "page.html", "JsonlSink": "reports.jsonl"}
+
+
+class Mute(SummaryWriter):
+    """Its threads need not be waited for: there are none."""
+
+    def __init__(self, folder: str) -> None:
+        self.log_dir, self.file_writer, self.all_writers = folder, None, None
+
+    def _get_file_writer(self) -> MagicMock:
+        return MagicMock()
+
+    add_text = add_custom_scalars = MagicMock()
+
+
+def made(name: str, folder: Path) -> Sink:
+    kind = getattr(sinks, name)
+    if name == "TableSink":
+        sink = TableSink(file=io.StringIO())
+    elif name == "TensorBoardSink":
+        sink = TensorBoardSink(Mute(str(folder)))
+    else:
+        sink = kind(*([folder / FILED[name]] if name in FILED else []))
+    assert isinstance(sink, Sink)
+    return sink
+
+
+def raises(error: BaseException) -> Callable[..., None]:
+    def body(*_: object, **__: object) -> None:
+        raise error
+
+    return body
+
+
+@pytest.mark.parametrize("method", ["write", "close"])
+@pytest.mark.parametrize("kind", [Fault, OSError, MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", EVERY)
+def test_a_sink_that_raises(
+    name: str,
+    kind: type[BaseException],
+    method: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    error = kind(errno.ENOSPC, REASON) if kind is OSError else kind(REASON)
+    monkeypatch.setattr(getattr(sinks, name), method, raises(error))
+    sound = MemorySink() if name != "MemorySink" else None
+    several = [made(name, tmp_path), *([sound] if sound else [])]
+    request.addfinalizer(lambda: several[0].close())
+    request.addfinalizer(monkeypatch.undo)  # first
+    trial = take(MLP, sinks=several)
+    assert not trial.left
+    if kind is KeyboardInterrupt:
+        assert trial.raised is error
+        return
+    assert trial.raised is None
+    assert trial.result == unmonitored("mlp")
+    assert len(trial.warned) == 1, trial.warned
+    assert f"{name} failed" in trial.warned[0]
+    assert len(trial.told) == (2 if method == "write" else 0)
+    if sound:
+        assert [report.step for report in sound.reports] == [0, 1]
+    trial = take(MLP, sinks=several[:1], on_error="raise")
+    assert trial.raised is error
+    assert not trial.left
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("kind", [JsonlSink, TableSink])
+def test_a_full_disk(kind: type[Sink], tmp_path: Path) -> None:
+    with suppress(OSError), FULL.open("w") as file:
+        sink = TableSink(file=file) if kind is TableSink else JsonlSink(tmp_path / "reports")
+        if isinstance(sink, JsonlSink):
+            sink._file = file.buffer
+        trial = take(MLP, sinks=[sink])
+    assert trial.raised is None
+    assert trial.result == unmonitored("mlp")
+    for report in trial.reports:
+        assert sum("No space left on device" in note for note in report.notes) == 1
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
+def test_a_table_is_not_printed_twice_after_the_disk_was_full(tmp_path: Path) -> None:
+    file = (tmp_path / "table").open("w")
+    sound, full = os.dup(file.fileno()), os.open(FULL, os.O_WRONLY)
+    os.dup2(full, file.fileno())
+    sink, reports = TableSink(file=file), take(MLP).reports
+    with pytest.raises(OSError, match="No space left"):
+        sink.write(reports[0])
+    os.dup2(sound, file.fileno())
+    file.flush()
+    sink.write(reports[1])
+    file.close()
+    os.close(sound)
+    os.close(full)
+    assert (tmp_path / "table").read_text().count("step 1 ·") == 1
+
+
+def test_the_page_of_before_stays_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("before")
+    monkeypatch.setattr(Path, "write_text", raises(OSError(errno.ENOSPC, REASON)))
+    trial = take(MLP, sinks=[HtmlSink(path)])
+    assert trial.result == unmonitored("mlp")
+    assert len(trial.warned) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+    assert path.read_text() == "before"
+
+
+def test_a_tensorboard_writer_that_is_closed(tmp_path: Path) -> None:
+    writer = SummaryWriter(tmp_path)
+    sink = TensorBoardSink(writer)
+    writer.close()
+    trial = take(MLP, sinks=[sink])
+    writer.close()
+    assert trial.result == unmonitored("mlp")
+    assert not trial.left.keys() - {"threads"}
+    lost = any("TensorBoardSink failed" in n for r in trial.reports for n in r.notes)
+    assert lost or len(list(tmp_path.iterdir())) > 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_tensorboard_folder_without_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer has a thread of its own, which dies: nobody waits for it."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    sink = TensorBoardSink(tmp_path)
+    monkeypatch.setattr(RecordWriter, "write", raises(OSError(errno.ENOSPC, REASON)))
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    trial = take(MLP, sinks=[sink])
+    assert trial.result == unmonitored("mlp")
+    assert any("No space" in n or REASON in n for r in trial.reports for n in r.notes)
+
+
+PIPED = """
+import sys, torch
+from adiv_monitor import Monitor
+from adiv_monitor.sinks import TableSink
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with Monitor(model, optimizer, every_n_steps=1, sinks=[TableSink()]) as monitor:
+    for _ in range(3):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+print(len(monitor.reports), *(note for r in monitor.reports for note in r.notes), file=sys.stderr)
+"""
+
+
+def test_a_pipe_that_nobody_reads_any_more() -> None:
+    """`python train.py | head`: the table goes nowhere, the training goes on."""
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PIPED],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert ran.stderr.startswith("3 TableSink failed: BrokenPipeError"), ran.stderr

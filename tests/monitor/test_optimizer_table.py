@@ -1,0 +1,353 @@
+"""What is exact for which optimizer: every row of docs/optimizers.md, against the truth by hand."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from setups import EXACT, cosine
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
+
+from adiv_monitor import LayerReading, Monitor
+from adiv_monitor.report import StepReport
+
+STEPS, LAYERS = 3, ("0", "2")
+Parameters = Iterable[nn.Parameter]
+
+
+def data() -> tuple[nn.Sequential, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 4, bias=False))
+    return model.double(), torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of an interpolated momentum (Chen et al. 2023)."""
+
+    def __init__(self, parameters: Parameters, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            m = self.state[p].setdefault("m", torch.zeros_like(p))
+            p.sub_((0.9 * m + 0.1 * p.grad).sign(), alpha=self.param_groups[0]["lr"])
+            m.lerp_(p.grad, 0.01)
+
+
+class Shampoo(torch.optim.Optimizer):
+    """L^(-1/4) γ R^(-1/4) with sums of γγᵀ and γᵀγ (Gupta et al. 2018)."""
+
+    def __init__(self, parameters: Parameters, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            sides = []
+            for name, square in (("L", p.grad @ p.grad.T), ("R", p.grad.T @ p.grad)):
+                state[name] = state.get(name, 1e-4 * torch.eye(len(square)).to(p)) + square
+                values, vectors = torch.linalg.eigh(state[name])
+                sides.append(vectors * values**-0.25 @ vectors.T)
+            p.sub_(sides[0] @ p.grad @ sides[1], alpha=self.param_groups[0]["lr"])
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """θ lies between an iterate z and the average x of all (Defazio et al. 2024)."""
+
+    def __init__(self, parameters: Parameters, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            x, z = (state.setdefault(name, p.detach().clone()) for name in ("x", "z"))
+            z.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+            x.lerp_(z, 1 / self.count)
+            p.copy_(0.1 * z + 0.9 * x)
+
+
+Work = Callable[[nn.Module], object]
+
+
+@dataclass
+class Row:
+    """A row of the table.
+
+    Attributes:
+        optimizer: makes it.
+        between: what is done to the gradients before the step.
+        after: what is done to the weights after it.
+    """
+
+    optimizer: Callable[[Parameters], torch.optim.Optimizer]
+    between: Work = lambda model: None
+    after: Work = lambda model: None
+
+
+def sgd(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def clip_norm(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def clip_value(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.02)
+
+
+@torch.no_grad()
+def swap_averages_in(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.lerp_(torch.ones_like(p), 0.01)
+
+
+optim = torch.optim
+TABLE: dict[str, Row] = {
+    "SGD": Row(sgd),
+    "SGD, momentum, decay": Row(
+        partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+    ),
+    "Adam": Row(partial(optim.Adam, lr=0.01)),
+    "AdamW, foreach": Row(partial(optim.AdamW, lr=0.01, foreach=True)),
+    "AdamW, fused": Row(partial(optim.AdamW, lr=0.01, fused=True)),
+    "AdamW, amsgrad": Row(partial(optim.AdamW, lr=0.01, amsgrad=True)),
+    **{
+        name: Row(partial(getattr(optim, name), lr=0.01))
+        for name in (
+            *("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "Muon", "NAdam", "RAdam"),
+            *("RMSprop", "Rprop"),
+        )
+    },
+    "Lion": Row(partial(Lion, lr=0.01)),
+    "Shampoo": Row(partial(Shampoo, lr=0.1)),
+    "schedule-free": Row(partial(ScheduleFree, lr=0.1)),
+    "clipping by norm": Row(sgd, between=clip_norm),
+    "clipping by value": Row(sgd, between=clip_value),
+    "averages put in": Row(sgd, after=swap_averages_in),
+}
+
+
+@dataclass
+class Truth:
+    """What a step was, by hand."""
+
+    phi: dict[str, Tensor]
+    G: dict[str, Tensor]
+    gamma: dict[str, Tensor]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    applied: dict[str, Tensor]
+
+    def of(self, path: str) -> dict[str, float]:
+        """The measures of a layer, by their definitions."""
+        phi, gamma = self.phi[path], self.gamma[path]
+        # The rows in the units of the gradient that the optimizer saw: as long as that.
+        raw = self.G[path].T @ phi
+        G = self.G[path] * (gamma.norm() / raw.norm())
+        u, a = self.after[path] - self.before[path], self.applied[path] - self.before[path]
+        d, e = -phi @ u.T, phi @ gamma.T
+        return {
+            "update_cosine": cosine(d, G),
+            "gradient_cosine": cosine(e, G),
+            "effective_lr": float((d * G).sum() / G.square().sum()),
+            "harmed_fraction": float(((d * G).sum(1) < 0).double().mean()),
+            "descent": float((d * G).sum()),
+            "parameter_cosine": cosine(u, -gamma),
+            "projection_cosine": cosine(a, u),
+            "applied_cosine": cosine(a, -gamma),
+        }
+
+
+def truths(row: Row) -> list[Truth]:
+    """The same run without a monitor, written down."""
+    model, x, y = data()
+    optimizer = row.optimizer(list(model.parameters()))
+    return [take(model, optimizer, x, y, row) for _ in range(STEPS)]
+
+
+def take(
+    model: nn.Sequential, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, row: Row
+) -> Truth:
+    phi, outputs = {"0": x}, {}
+    optimizer.zero_grad()
+    outputs["0"] = model[0](x)
+    phi["2"] = model[1](outputs["0"])
+    outputs["2"] = model[2](phi["2"])
+    for output in outputs.values():
+        output.retain_grad()
+    functional.cross_entropy(outputs["2"], y).backward()
+    row.between(model)
+    gamma, before = (copies(model, gradient=gradient) for gradient in (True, False))
+    optimizer.step()
+    after = copies(model)
+    row.after(model)
+    G = {path: z.grad for path, z in outputs.items() if z.grad is not None}
+    detached = {path: features.detach() for path, features in phi.items()}
+    return Truth(detached, G, gamma, before, after, copies(model))
+
+
+def copies(model: nn.Sequential, *, gradient: bool = False) -> dict[str, Tensor]:
+    found = {path: model.get_parameter(f"{path}.weight") for path in LAYERS}
+    return {path: (p.grad if gradient else p).detach().clone() for path, p in found.items()}
+
+
+def reports(row: Row) -> list[StepReport]:
+    model, x, y = data()
+    optimizer = row.optimizer(list(model.parameters()))
+    options: dict[str, Any] = {"every_n_steps": 1, "max_rows": None, "on_error": "raise"}
+    with Monitor(model, optimizer, **options) as monitor:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            row.between(model)
+            optimizer.step()
+            row.after(model)
+    return list(monitor.reports)
+
+
+def compare(reading: LayerReading, expected: dict[str, float]) -> None:
+    for name, value in expected.items():
+        assert getattr(reading, name) == pytest.approx(value, **EXACT), name
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_measure_is_what_the_step_really_did(name: str) -> None:
+    for report, truth in zip(reports(TABLE[name]), truths(TABLE[name]), strict=True):
+        assert report.coverage == 1
+        estimated = any("estimated from their rows" in note for note in report.notes)
+        assert estimated == (name == "clipping by value")
+        for path, reading in report.layers.items():
+            expected = truth.of(path)
+            if estimated:  # what the loss is owed by the gradient that the optimizer saw
+                u = truth.after[path] - truth.before[path]
+                expected["descent"] = -float((truth.gamma[path] * u).sum())
+            compare(reading, expected)
+            assert reading.standard_error == {}
+
+
+def test_the_table_in_the_docs_has_all_of_them() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    assert [name for name in TABLE if not any(name in row for row in rows)] == []
+
+
+def sam(model: nn.Module, base: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> None:
+    """Sharpness-aware minimization as it is mostly written: two passes, one step of another."""
+    base.zero_grad()
+    loss().backward()
+    with torch.no_grad():
+        parameters = list(model.parameters())
+        norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+        old = [p.detach().clone() for p in parameters]
+        for p in parameters:
+            assert p.grad is not None
+            p.add_(0.05 * p.grad / norm)
+    base.zero_grad()
+    loss().backward()
+    with torch.no_grad():
+        for p, value in zip(parameters, old, strict=True):
+            p.copy_(value)
+    base.step()
+
+
+def test_the_two_passes_of_sam_by_the_optimizer_inside() -> None:
+    """Its gradient is that of the second pass, whose rows the step is then read on."""
+    model, x, y = data()
+    base = sgd(model.parameters())
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def watched(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        output.register_hook(lambda g: seen.append((args[0].detach(), g)))  # type: ignore[no-untyped-call]
+
+    with Monitor(model, base, on_error="raise", max_rows=None) as monitor:
+        handle = model[2].register_forward_hook(watched)
+        sam(model, base, lambda: functional.cross_entropy(model(x), y))
+        handle.remove()
+    assert monitor.latest is not None
+    reading, (phi, G) = monitor.latest.layers["2"], seen[-1]
+    assert (reading.rows_seen, reading.rows_total) == (8, 8)
+    d = 0.1 * phi @ (phi.T @ G)
+    assert reading.update_cosine == pytest.approx(cosine(d, G), **EXACT)
+    assert reading.parameter_cosine == pytest.approx(1, **EXACT)
+
+
+def test_several_optimizers_each_with_a_monitor() -> None:
+    model, x, y = data()
+    kinds = (partial(torch.optim.AdamW, lr=0.01), sgd)
+    optimizers = [kind(model[i].parameters()) for kind, i in zip(kinds, (0, 2), strict=True)]
+    monitors = [Monitor(model, o, max_rows=None, on_error="raise") for o in optimizers]
+    for monitor in monitors:
+        monitor.attach()
+    functional.cross_entropy(model(x), y).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for monitor in monitors:
+        monitor.close()
+    for monitor, path, name in zip(monitors, LAYERS, ("AdamW, foreach", "SGD"), strict=True):
+        assert monitor.latest is not None
+        assert list(monitor.latest.layers) == [path]
+        compare(monitor.latest.layers[path], truths(TABLE[name])[0].of(path))
+
+
+def test_an_optimizer_in_the_backward_pass() -> None:
+    """Each parameter is stepped as soon as its gradient is there, by an optimizer of its own."""
+    model, x, y = data()
+    optimizers = {path: sgd(model.get_submodule(path).parameters()) for path in LAYERS}
+    monitors = {
+        p: Monitor(model, o, max_rows=None, on_error="raise") for p, o in optimizers.items()
+    }
+    for path, optimizer in optimizers.items():
+        weight = model.get_parameter(f"{path}.weight")
+        weight.register_post_accumulate_grad_hook(lambda _, own=optimizer: own.step())
+    for monitor in monitors.values():
+        monitor.attach()
+    functional.cross_entropy(model(x), y).backward()
+    for monitor in monitors.values():
+        monitor.close()
+    for path, monitor in monitors.items():
+        assert monitor.latest is not None
+        compare(monitor.latest.layers[path], truths(TABLE["SGD"])[0].of(path))
+
+
+def test_averages_kept_aside_change_nothing() -> None:
+    model, x, y = data()
+    optimizer = sgd(model.parameters())
+    averaged = AveragedModel(model)
+    with Monitor(model, optimizer, every_n_steps=1, max_rows=None, on_error="raise") as monitor:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+    for report, truth in zip(monitor.reports, truths(TABLE["SGD"]), strict=True):
+        for path, reading in report.layers.items():
+            compare(reading, truth.of(path))
+
+
+def test_a_step_that_a_scaler_skips_is_not_measured() -> None:
+    """The next one is; its gradients are unscaled, and the rows with them."""
+    model, x, y = data()
+    optimizer = sgd(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with Monitor(model, optimizer, every_n_steps=1, max_rows=None, on_error="raise") as monitor:
+        for factor in (math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(functional.cross_entropy(model(x), y) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (report,) = monitor.reports
+    assert "a step that an AMP scaler skipped?" in report.notes[0]
+    for path, reading in report.layers.items():
+        compare(reading, truths(TABLE["SGD"])[0].of(path))
