@@ -13,7 +13,7 @@ _PATIENCE = 20
 
 
 class HtmlSink:
-    """Writes what the reports so far come to as one HTML page: verdict, heat map, layers.
+    """Writes what the reports so far come to as one HTML page: verdict, alarms, heat map, layers.
 
     It is the audit's page without what only an audit can know. The file holds everything, asks for
     nothing over a network, and is replaced as a whole: at the first report, at those after it where

@@ -108,8 +108,19 @@ class Assembly:
             chance.advance(self._exchange.rank << 96)
         return self._exchange
 
-    def agree(self, point: str) -> bool:
-        """Whether all processes come to a point, so that what takes all of them may follow.
+    def decline(self, step: int, *, wholly: bool) -> None:
+        """This process comes to no point of a step; `wholly`: nor hands in a part of it."""
+        exchange = self._exchange
+        if exchange is None:
+            return
+        with suppress(RuntimeError):  # the store is gone
+            exchange.decline(step)
+            meeting = exchange.meeting()
+            if wholly and exchange.rank and meeting is not None:
+                exchange.put(meeting, step, b"")
+
+    def agree(self, step: int, point: str) -> bool:
+        """Whether all processes come to a point of a step, so that what takes all may follow.
 
         Where some did not, the next time nobody waits for long.
         """
@@ -118,7 +129,7 @@ class Assembly:
         if self._exchange is None:
             return False
         try:
-            self._agreed = self._exchange.agree(point, PATIENCE if self._agreed else _SHORT)
+            self._agreed = self._exchange.agree(step, point, PATIENCE if self._agreed else _SHORT)
         except RuntimeError:  # the store is gone
             self._agreed = False
         return self._agreed
@@ -213,7 +224,8 @@ class Assembly:
         for rank in range(1, exchange.world):  # those that have left since, too
             data = None if rank in waiting.parts else exchange.take(waiting.step, rank)
             if data is not None:
-                waiting.parts[rank] = pickle.loads(data)
+                if data:  # else it declined
+                    waiting.parts[rank] = pickle.loads(data)
                 waiting.expected.discard(rank)
                 self._silent.discard(rank)
         return not waiting.expected

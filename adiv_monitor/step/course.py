@@ -160,7 +160,7 @@ class Course:
     def _agree(self, point: str) -> bool:
         """Whether all processes come to this point of the step."""
         attempt = 0 if self._armed is None else self._armed.attempts
-        return self._assembly.agree(f"{self._number}/{attempt}/{point}")
+        return self._assembly.agree(self._number, f"{attempt}/{point}")
 
     def _follow(self, selection: Selection) -> Realised | None:
         """What notes the coming step, to find out what it really does, if asked for."""
@@ -184,9 +184,16 @@ class Course:
             self._failures.safely(self.finish)
         if self._assembly:
             self._failures.safely(self._assembly.collect)
-        if self._armed is None or self._armed.guard.broken:
+        if self._armed is None:
             return None
-        return self._read_gradients(self._armed, optimizer, args, kwargs)
+        if self._armed.guard.broken:
+            self._assembly.decline(number, wholly=True)
+            return None
+        try:
+            return self._read_gradients(self._armed, optimizer, args, kwargs)
+        except BaseException:
+            self._assembly.decline(number, wholly=False)
+            raise
 
     def _read_gradients(
         self, armed: "_Armed", optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -113,26 +113,33 @@ class Exchange:
         """The part of another process, if it has come."""
         return self._read(f"{self._key}/{self._meeting}/{step}/{rank}", remove=True)
 
-    def agree(self, point: str, patience: float) -> bool:
+    def decline(self, step: int) -> None:
+        """This process comes to no point of a step: nobody needs to wait for it there."""
+        store, meeting = _store(), self.meeting()
+        if store is not None and meeting is not None:
+            store.set(f"{self._key}/{meeting}/{step}/declined", "")
+
+    def agree(self, step: int, point: str, patience: float) -> bool:
         """Whether all processes come to a point: then all of them hear so, or none does.
 
         The only one that waits. Whoever comes last says yes; who has waited for too long says no;
         what was said first holds.
 
         Args:
+            step: its number.
             point: which, the same in all processes; none comes to it twice.
             patience: for how many seconds to wait at most.
         """
         store, meeting = _store(), self.meeting()
         if store is None or meeting is None:
             return False
-        key = f"{self._key}/{meeting}/{point}"
+        key, declined = (f"{self._key}/{meeting}/{step}/{name}" for name in (point, "declined"))
         is_last = store.add(f"{key}/came", 1) == self.world
         end = time.monotonic() + patience
         look = 0.0
         while not is_last and not store.check([key]) and time.monotonic() < end:
             if time.monotonic() > look:
-                if len(self.present()) < self.world - 1:
+                if len(self.present()) < self.world - 1 or store.check([declined]):
                     break
                 look = time.monotonic() + _LOOK
             time.sleep(_PAUSE)

@@ -301,6 +301,23 @@ def one_that_skips_a_step(rank: int) -> tuple[list[StepReport], float]:
     return list(monitor.reports), time.monotonic() - begin
 
 
+def hooks_that_fail_in_one(rank: int) -> tuple[list[StepReport], float]:
+    """So that there is nothing of the second step in that process."""
+    model, x = small(rank)
+    sharded(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    begin = time.monotonic()
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for number in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if (rank, number) == (1, 1):
+                assert monitor._course._armed is not None
+                monitor._course._armed.guard.broken = True
+            optimizer.step()
+    return list(monitor.reports), time.monotonic() - begin
+
+
 def layer_that_fails_in_one(rank: int) -> list[StepReport]:
     return without(rank, 1, "0")
 
@@ -375,6 +392,7 @@ TASKS: tuple[Callable[[int], Any], ...] = (
     layers_with_a_rule,
     one_without_a_monitor,
     one_that_skips_a_step,
+    hooks_that_fail_in_one,
     layer_that_fails_in_one,
     all_layers_fail_in_one,
     corrected,
@@ -451,6 +469,15 @@ def test_before_a_step_is_skipped_all_is_measured(found: dict[int, list[Found]])
 
 
 NOTE = "Rows of {} are missing from other processes: estimated from their rows alone."
+
+
+def test_hooks_that_fail_in_one_process_keep_no_other_waiting(
+    found: dict[int, list[Found]],
+) -> None:
+    (first, seconds), (second, _) = (own["hooks_that_fail_in_one"] for own in found[2])
+    assert [len(report.layers) for report in first] == [2, 0, 2]
+    assert second == [first[0], first[2]], "it hears of those that it has a part in"
+    assert seconds < assembly.PATIENCE / 2
 
 
 def test_a_layer_that_fails_in_one_process_rests_on_the_rows_of_the_others(
