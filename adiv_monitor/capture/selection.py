@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Source, Together, covered
-from adiv_monitor.capture.weights.shards import (
-    held_in_place_of,
-    is_shard,
-    is_whole_within,
-    managed,
-    why_unusable,
-)
+from adiv_monitor.capture.weights.shards import held_in_place_of, is_shard, managed, why_unusable
 from adiv_monitor.features.registry import Rule, find_rule
 from adiv_monitor.features.uses import as_it_is
 
@@ -280,11 +274,6 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             unsupported[path] = "the optimizer holds none of its parameters"
             continue
         rule = find_rule(module)
-        if rule is not None and is_whole_within(module):
-            rule = (
-                "its weights are gone once its forward is over, when its rule looks at them: call "
-                "fully_shard on a module around it"
-            )
         if isinstance(rule, str):
             unsupported[path] = f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
             continue

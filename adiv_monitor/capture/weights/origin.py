@@ -113,11 +113,7 @@ class Origin:
             Refused: its memory is read as numbers of another type, or it is no part of a sharded
                 parameter as that lies in memory.
         """
-        if value is None:
-            return None
-        if value._base is None and id(value) not in self._trained:
-            self._stands_in(value)  # that of a module which is measured by a rule of its class
-        if not self.is_trained(value):
+        if value is None or not self.is_trained(value):
             return None
         ref = self.tape.ref(value)
         parameter = ref.root.parameter

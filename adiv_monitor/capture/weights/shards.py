@@ -123,15 +123,6 @@ def managed(model: nn.Module) -> set[int]:
     return shards | {id(p) for p in held_in_place_of(model).values()}
 
 
-def is_whole_within(module: nn.Module) -> bool:
-    """Whether a module's own parameters are whole while its forward runs, and no longer."""
-    if not any(is_shard(p) for p in module._parameters.values()):
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
-
-
 def why_unusable(parameter: Tensor, managed: Iterable[int]) -> str | None:
     """Why a sharded parameter can't be measured; None if it can."""
     if id(parameter) not in managed:
