@@ -13,6 +13,10 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 DRIVER = shutil.which("chromedriver")
 
 
+# On a busy machine a script may be answered by the page of before.
+_THERE = "return location.protocol === 'file:' && document.readyState === 'complete'"
+
+
 class Browser:
     """One page at a time.
 
@@ -25,6 +29,8 @@ class Browser:
 
     def open(self, file: Path, dark: bool = False, width: int = 1280) -> None:
         """Load a file, as a reader with this preference would."""
+        from selenium.webdriver.support.ui import WebDriverWait
+
         command = self.driver.execute_cdp_cmd
         self.driver.get("about:blank")
         for log in ("browser", "performance"):
@@ -35,6 +41,7 @@ class Browser:
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         command("Emulation.setDeviceMetricsOverride", size)
         self.driver.get(file.as_uri())
+        WebDriverWait(self.driver, 60).until(lambda driver: driver.execute_script(_THERE))
 
     def run(self, script: str, *arguments: object) -> Any:
         """What a script returns."""

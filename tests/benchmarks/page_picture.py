@@ -1,6 +1,8 @@
 """The top of an audit's page, as headless Chromium draws it: of the demo's first network.
 
-make demo && python docs/figures/page.py runs/digits-*/audit/report.html [--out docs/images]
+    make demo && python tests/benchmarks/page_picture.py runs/digits-*/audit/report.html
+
+It becomes README's docs/images/page.png, unless --out names another folder.
 """
 
 import argparse
@@ -8,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))  # where the package of the browser is
+sys.path.append(str(Path(__file__).parents[1]))  # where the package of the browser is
 
 from audit.browser import chromium
 
@@ -16,7 +18,7 @@ from audit.browser import chromium
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("page", type=Path, help="report.html of an audit")
-    options.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "images")
+    options.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs" / "images")
     chosen = options.parse_args()
     path = chosen.out / "page.png"
     with tempfile.TemporaryDirectory() as folder, chromium(Path(folder)) as browser:
