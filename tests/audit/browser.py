@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,4 +101,5 @@ def chromium(profile: Path) -> Iterator[Browser]:
     try:
         yield Browser(driver)
     finally:
-        driver.quit()
+        with suppress(OSError):  # it may hang up before it has answered
+            driver.quit()
