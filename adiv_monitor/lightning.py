@@ -6,8 +6,6 @@ installed: the two packages hold equal but different classes.
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +17,7 @@ from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
+from adiv_monitor.lightning_base import Callback
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks import Sink
@@ -35,21 +34,7 @@ from adiv_monitor.sinks.scalars import (
 )
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Callback, LightningModule, Trainer
-else:
-
-    def _installed_callbacks() -> tuple[type, ...]:
-        found = []
-        for package in ("pytorch_lightning", "lightning.pytorch"):
-            with suppress(ImportError):
-                found.append(import_module(package).Callback)
-        if not found:
-            raise ImportError(
-                'adiv_monitor.lightning needs Lightning: pip install "adiv-monitor[lightning]"'
-            )
-        return tuple(found)
-
-    Callback = type("Callback", _installed_callbacks(), {})
+    from pytorch_lightning import LightningModule, Trainer
 
 
 _NAME = "optimizer_"

@@ -1,6 +1,7 @@
 """Several processes in a test: where they meet, what they train, how their reports are compared."""
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, multiprocessing, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor
@@ -34,6 +35,22 @@ def meet(rank: int, world: int, folder: str | Path) -> None:
         new.write_text(str(store.port))
         new.rename(told)  # what is there is whole
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
+
+
+def found_by(work: Callable[[int, int, str], None], folder: Path) -> dict[int, list[Any]]:
+    """What two processes, and four, left in `<rank>.pt`: by their number and rank.
+
+    Args:
+        work: (rank, how many, folder), what each of them does.
+        folder: an empty one.
+    """
+    found = {}
+    for world in (2, 4):
+        place = folder / str(world)
+        place.mkdir()
+        multiprocessing.spawn(work, (world, str(place)), nprocs=world)
+        found[world] = [torch.load(place / f"{r}.pt", weights_only=False) for r in range(world)]
+    return found
 
 
 def _read(told: Path) -> int:

@@ -18,18 +18,13 @@ MAY_IMPORT = {
     "step": {"adiv_layers", "alignment", "capture", "features", "maths", "report"},
     "sinks": {"audit", "report"},  # what the audit's rules and page are made of: see LOWER
     "alignment": {"capture", "errors", "features", "report"},
-    "max_lr": {"alignment", "capture", "errors", "report", "step"},
+    "max_lr": {"alignment", "capture", "errors", "lightning_base", "report", "step"},
     "arguments": {"alignment", "capture", "sinks", "step"},
     "monitor": {"alarms", "alignment", "arguments", "capture", "errors", "report", "sinks", "step"},
+    "lightning_base": set(),
     "lightning": {
-        "alarms",
-        "alignment",
-        "arguments",
-        "capture",
-        "errors",
-        "monitor",
-        "report",
-        "sinks",
+        *{"alarms", "alignment", "arguments", "capture", "errors", "lightning_base", "monitor"},
+        *{"report", "sinks"},
     },
     "huggingface": {"alarms", "arguments", "capture", "monitor", "sinks"},
     "audit": {

@@ -1,31 +1,15 @@
 """`MaxLRScheduler` as a callback of Lightning: translation only."""
 
-from contextlib import suppress
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from adiv_monitor.alignment.probe import Probe
+from adiv_monitor.lightning_base import Callback
 from adiv_monitor.max_lr.schedule.scheduler import MaxLRScheduler
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Callback, LightningModule, Trainer
-else:
-
-    def _installed_callbacks() -> tuple[type, ...]:
-        found = []
-        for package in ("pytorch_lightning", "lightning.pytorch"):
-            with suppress(ImportError):
-                found.append(import_module(package).Callback)
-        if not found:
-            raise ImportError(
-                "adiv_monitor.max_lr.lightning needs Lightning: "
-                'pip install "adiv-monitor[lightning]"'
-            )
-        return tuple(found)
-
-    Callback = type("Callback", _installed_callbacks(), {})
+    from pytorch_lightning import LightningModule, Trainer
 
 
 class MaxLRCallback(Callback):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_same, loss_of, make, meet, written
-from torch import Tensor, multiprocessing, nn
+from processes import assert_same, found_by, loss_of, make, meet, written
+from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -113,17 +113,7 @@ def work(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
     """What the processes found, by their number and rank."""
-    folder = tmp_path_factory.mktemp("processes")
-    for world in (2, 4):
-        (folder / str(world)).mkdir()
-        multiprocessing.spawn(work, (world, str(folder / str(world))), nprocs=world)
-    return {
-        world: [
-            torch.load(folder / str(world) / f"{rank}.pt", weights_only=False)
-            for rank in range(world)
-        ]
-        for world in (2, 4)
-    }
+    return found_by(work, tmp_path_factory.mktemp("processes"))
 
 
 def take_steps(world: int) -> Found:

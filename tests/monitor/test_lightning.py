@@ -21,7 +21,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from adiv_monitor import Monitor, StepReport
+from adiv_monitor import Monitor, StepReport, lightning_base
 from adiv_monitor import lightning as adiv_lightning
 from adiv_monitor.lightning import DivergenceCallback
 from adiv_monitor.sinks import JsonlSink, MemorySink
@@ -703,7 +703,11 @@ def load_again() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
+    base = sys.modules.pop(lightning_base.__name__)
+    try:
+        spec.loader.exec_module(loaded)
+    finally:
+        sys.modules[lightning_base.__name__] = base
     return loaded
 
 

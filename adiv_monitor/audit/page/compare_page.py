@@ -3,12 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from adiv_monitor.audit.page.findings import significant
 from adiv_monitor.audit.page.layers import Cell
 from adiv_monitor.audit.page.pictures import two_losses
 from adiv_monitor.audit.page.render import render
 from adiv_monitor.audit.page.report_page import headline, last_told, settings
-from adiv_monitor.audit.page.titles import MEASURE_TITLES, finding_title, measure_title
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.report import WORST, LayerReading, StepReport
 from adiv_monitor.sinks.wording import number
@@ -90,10 +88,6 @@ def compare(a: AuditReport, b: AuditReport, names: tuple[str, str]) -> str:
         settings=[row for row in both if row[1] != row[2]],
         same=[name for name, of_a, of_b in both if of_a == of_b],
         picture=two_losses([report.record.losses for report in (a, b)]),
-        finding_title=finding_title,
-        measure_title=measure_title,
-        measure_titles=MEASURE_TITLES,
-        significant=significant,
     )
 
 

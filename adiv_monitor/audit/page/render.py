@@ -3,11 +3,25 @@
 import base64
 import hashlib
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
+from adiv_monitor.audit.page.findings import (
+    STRENGTH_WORDS,
+    evidence_rows,
+    significant,
+)
+from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH
+from adiv_monitor.audit.page.titles import (
+    MEASURE_TITLES,
+    SHORT_TITLES,
+    finding_title,
+    measure_title,
+    mend_title,
+)
 from adiv_monitor.sinks.wording import number, percent
 
 if TYPE_CHECKING:
@@ -33,6 +47,21 @@ def render(template: str, **values: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()  # lone surrogates have no UTF-8
 
 
+# What all templates may call.
+_WORDS: dict[str, Any] = {
+    "finding_title": finding_title,
+    "measure_title": measure_title,
+    "mend_title": mend_title,
+    "measure_titles": MEASURE_TITLES,
+    "short_titles": SHORT_TITLES,
+    "strength_words": STRENGTH_WORDS,
+    "evidence_rows": evidence_rows,
+    "significant": significant,
+    "isfinite": math.isfinite,
+    "size": {"width": WIDTH, "height": HEIGHT},
+}
+
+
 @cache
 def _environment() -> "Environment":
     try:
@@ -50,6 +79,7 @@ def _environment() -> "Environment":
     )
     environment.filters |= {"number": number, "percent": percent, "path": path, "visible": visible}
     environment.filters["explained"] = explained
+    environment.globals |= _WORDS
     return environment
 
 

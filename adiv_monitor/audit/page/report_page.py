@@ -8,25 +8,14 @@ from typing import Any
 from adiv_monitor.audit.finding import STRENGTHS, Finding
 from adiv_monitor.audit.page.drives import drives
 from adiv_monitor.audit.page.findings import (
-    STRENGTH_WORDS,
     all_trials,
     checks,
-    evidence_rows,
-    significant,
     trial_words,
 )
 from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map
 from adiv_monitor.audit.page.layers import layer_table, worst
-from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH
 from adiv_monitor.audit.page.pictures import cosine_picture, loss_picture
 from adiv_monitor.audit.page.render import render
-from adiv_monitor.audit.page.titles import (
-    MEASURE_TITLES,
-    SHORT_TITLES,
-    finding_title,
-    measure_title,
-    mend_title,
-)
 from adiv_monitor.audit.page.what_if import what_if_tables
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
@@ -61,7 +50,6 @@ def page(report: AuditReport) -> str:
         findings=report.findings,
         headline=headline(report.findings),
         strengths=strengths_of(report.findings),
-        strength_words=STRENGTH_WORDS,
         checks=checks(report.findings, record),
         last=last,
         not_measured=[] if last is None else not_measured(last),
@@ -79,16 +67,7 @@ def page(report: AuditReport) -> str:
         alignment=None if last is None else alignment_table(last),
         what_if=what_if_tables(report.what_if),
         settings=settings(record),
-        size={"width": WIDTH, "height": HEIGHT},
-        finding_title=finding_title,
-        measure_title=measure_title,
-        mend_title=mend_title,
-        measure_titles=MEASURE_TITLES,
-        short_titles=SHORT_TITLES,
-        evidence_rows=evidence_rows,
-        trial_words=trial_words,
-        significant=significant,
-        isfinite=math.isfinite,
+        trial_words=trial_words,  # pages of runs that nothing is tried of have none
     )
 
 

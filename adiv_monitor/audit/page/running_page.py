@@ -1,14 +1,11 @@
 """The page of a training that goes on, from its reports alone."""
 
-import math
 from collections.abc import Sequence
 
 from adiv_monitor.audit.finding import Finding
 from adiv_monitor.audit.page.drives import drives
-from adiv_monitor.audit.page.findings import STRENGTH_WORDS, evidence_rows, significant
 from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map
 from adiv_monitor.audit.page.layers import layer_table, worst
-from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH
 from adiv_monitor.audit.page.pictures import cosine_picture
 from adiv_monitor.audit.page.render import render
 from adiv_monitor.audit.page.report_page import (
@@ -19,12 +16,6 @@ from adiv_monitor.audit.page.report_page import (
     last_told,
     notes_of,
     strengths_of,
-)
-from adiv_monitor.audit.page.titles import (
-    MEASURE_TITLES,
-    SHORT_TITLES,
-    finding_title,
-    measure_title,
 )
 from adiv_monitor.audit.record import Record
 from adiv_monitor.sinks.wording import not_measured
@@ -76,7 +67,6 @@ def running_page(
         findings=findings,
         headline=running_headline(findings),
         strengths=strengths_of(findings),
-        strength_words=STRENGTH_WORDS,
         count=count,
         alarms=[str(alarm) for alarm in alarms],
         newest=reports[-1],
@@ -92,12 +82,4 @@ def running_page(
         attention=attention_table(last),
         alignment=alignment_table(last),
         anchors={path: i for i, path in enumerate(last.layers)},
-        size={"width": WIDTH, "height": HEIGHT},
-        finding_title=finding_title,
-        measure_title=measure_title,
-        measure_titles=MEASURE_TITLES,
-        short_titles=SHORT_TITLES,
-        evidence_rows=evidence_rows,
-        significant=significant,
-        isfinite=math.isfinite,
     )

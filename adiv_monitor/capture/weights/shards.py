@@ -114,12 +114,13 @@ def _managed(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 def managed(model: nn.Module) -> set[int]:
     """Ids of the sharded parameters that modules of a model make whole when they run."""
-    if not any(map(is_shard, model.parameters())) and not held_in_place_of(model):
-        return set()
-    from torch.distributed.fsdp import FSDPModule
-
-    inside = (module for module in model.modules() if isinstance(module, FSDPModule))
-    shards = {id(p) for module in inside for p in module.parameters() if is_shard(p)}
+    shards = {
+        id(p)
+        for module in model.modules()
+        if gives_back(module)
+        for p in module.parameters()
+        if is_shard(p)
+    }
     return shards | {id(p) for p in held_in_place_of(model).values()}
 
 
