@@ -103,7 +103,6 @@ def test_a_layer_that_is_traced_through_is_looked_past() -> None:
 
 def test_compiling_goes_past_what_waits_for_the_next_forward_pass() -> None:
     """A model that is trained as it is and evaluated compiled."""
-    torch._dynamo.reset()
     model, batch = mlp()
     expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -194,7 +194,6 @@ def test_what_trains_the_model_is_compiled_as_often_as_without_the_monitor(way: 
 
 def test_a_raw_model_trained_through_a_compiled_one() -> None:
     """The monitor holds the raw model: its hooks must not break the compiled graph."""
-    torch._dynamo.reset()
     model, batch = mlp()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -209,7 +208,6 @@ def test_a_raw_model_trained_through_a_compiled_one() -> None:
 
 def test_two_monitors_that_overlap_leave_compilation_as_it_was() -> None:
     """Armed in one order and released in the same: neither may restore what the other had set."""
-    torch._dynamo.reset()
     graphs = 0
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:

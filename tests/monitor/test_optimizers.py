@@ -217,7 +217,6 @@ def test_a_step_within_a_step_counts_once() -> None:
 
 
 def test_a_compiled_step_within_a_step_counts_once() -> None:
-    torch._dynamo.reset()
     model, batch = mlp()
     Inner(model.parameters())
     optimizer = Outer(model.parameters())
@@ -473,7 +472,6 @@ def test_closures_get_their_arguments_and_unused_ones_are_told() -> None:
 
 
 def test_a_compiled_optimizer_step() -> None:
-    torch._dynamo.reset()
     model, batch = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = torch.compile(optimizer.step, backend="eager")
