@@ -59,15 +59,30 @@ def product_of_callback(callback: Any) -> Product | None:
             lambda key, picture, step: wandb.log({key: wandb.Image(picture), axis: step}), log_text
         )
     run = mlflow.active_run() if hasattr(mlflow, "active_run") else None
-    return None if run is None else _mlflow(mlflow.MlflowClient(), run.info.run_id)
+    if run is None:
+        return None
+    # The callback leaves figures to a thread, and a run whose figures are half written can't be
+    # read, which logging a file begins with.
+    wait = getattr(mlflow, "flush_async_logging", _no_wait)
+    return _mlflow(mlflow.MlflowClient(), run.info.run_id, wait)
 
 
-def _mlflow(client: Any, run: str) -> Product:
+def _no_wait() -> None:
+    """All is written already."""
+
+
+def _mlflow(client: Any, run: str, wait: Callable[[], None] = _no_wait) -> Product:
     """Files of the run, each in place of the last one."""
-    return Product(
-        lambda key, picture, step: client.log_image(run, picture, artifact_file=f"{key}.png"),
-        lambda key, text, step: client.log_text(run, text, artifact_file=f"{key}.md"),
-    )
+
+    def log_picture(key: str, picture: Any, step: int) -> None:
+        wait()
+        client.log_image(run, picture, artifact_file=f"{key}.png")
+
+    def log_text(key: str, text: str, step: int) -> None:
+        wait()
+        client.log_text(run, text, artifact_file=f"{key}.md")
+
+    return Product(log_picture, log_text)
 
 
 class ProductSink:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -248,10 +249,21 @@ def wandb_by_trainer(folder: Path) -> tuple[MemorySink, Written]:
 
 
 def mlflow_by_trainer(folder: Path) -> tuple[MemorySink, Written]:
+    """Figures are written by a thread, and not all at once."""
     import mlflow
+    from mlflow.store.tracking.file_store import FileStore
+
+    def write_slowly(store: Any, run: Any, metric: Any) -> None:
+        place = Path(store._get_metric_path(run.experiment_id, run.run_id, metric.key))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+        time.sleep(0.002)
+        write(store, run, metric)
 
     mlflow.set_tracking_uri(f"file:{folder / 'runs'}")
-    memory = by_trainer(folder, "mlflow")
+    write = FileStore._log_run_metric
+    with patch.object(FileStore, "_log_run_metric", write_slowly):
+        memory = by_trainer(folder, "mlflow")
     return memory, mlflow_wrote(folder / "runs")
 
 
