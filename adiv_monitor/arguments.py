@@ -38,6 +38,7 @@ def check_arguments(
     every_n_steps: int,
     max_overhead: float | None,
     layers: object,
+    layers_per_step: int | None,
     max_rows: int | None,
     realised: object,
     alignment: object,
@@ -48,8 +49,8 @@ def check_arguments(
     """Raise TypeError or ValueError for what can't be worked with."""
     _check_model(model)
     _check_optimizer(optimizer)
-    _check_numbers(every_n_steps, max_overhead, max_rows, keep)
-    _check_realised(realised, optimizer)
+    _check_numbers(every_n_steps, max_overhead, layers_per_step, max_rows, keep)
+    _check_realised(realised, optimizer, layers_per_step)
     _check_alignment(alignment)
     _check_layers(layers)
     if on_error not in ("warn", "raise"):
@@ -84,11 +85,15 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _check_numbers(
-    every_n_steps: int, max_overhead: float | None, max_rows: int | None, keep: int
+    every_n_steps: int,
+    max_overhead: float | None,
+    layers_per_step: int | None,
+    max_rows: int | None,
+    keep: int,
 ) -> None:
-    for name, value in (("every_n_steps", every_n_steps), ("max_rows", max_rows), ("keep", keep)):
-        if value is None and name == "max_rows":
-            continue
+    optional = {"layers_per_step": layers_per_step, "max_rows": max_rows}
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in {"every_n_steps": every_n_steps, **given, "keep": keep}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"Monitor({name}=…): got {value!r}, expected an integer of at least 1")
     if max_overhead is not None and not _is_share(max_overhead):
@@ -98,7 +103,7 @@ def _check_numbers(
         )
 
 
-def _check_realised(realised: object, optimizer: object) -> None:
+def _check_realised(realised: object, optimizer: object, layers_per_step: int | None) -> None:
     if not isinstance(realised, bool) and not callable(realised):
         raise TypeError(
             f"Monitor(realised=…): got {type(realised).__name__}, expected True, False, the module "
@@ -108,6 +113,12 @@ def _check_realised(realised: object, optimizer: object) -> None:
         raise ValueError(
             "Monitor(realised=…): got it with optimizer=None, expected the optimizer whose steps "
             "are to be followed"
+        )
+    if realised is not False and layers_per_step is not None:
+        raise ValueError(
+            f"Monitor(realised=…): got it with layers_per_step={layers_per_step}, expected one of "
+            "the two: what a step really did takes a copy of all parameters, which layers in turn "
+            "are there to avoid"
         )
 
 

@@ -60,6 +60,8 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
             `TrainingArguments(logging_steps=…)`.
         max_overhead: the share of the training time that the monitor may take, as in `Monitor`.
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
+        layers_per_step: measure the layers of so many modules in one step, in turn, as in
+            `Monitor`; None: all, always.
         max_rows: rows to look at per layer and step; None: all of them.
         attainable: measure the ceiling too, which looks at all rows.
         attention: measure what the step does to attention scores too.
@@ -88,6 +90,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         *,
         max_overhead: float | None = None,
         layers: LayerChoice = None,
+        layers_per_step: int | None = None,
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
         attention: bool = False,
@@ -103,6 +106,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         self._layers = layers
         self._options: dict[str, Any] = {
             "max_overhead": max_overhead,
+            "layers_per_step": layers_per_step,
             "max_rows": max_rows,
             "attainable": attainable,
             "attention": attention,

@@ -61,6 +61,8 @@ class DivergenceCallback(Callback):
             `Trainer(log_every_n_steps=…)`.
         max_overhead: the share of the training time that a monitor may take, as in `Monitor`.
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
+        layers_per_step: measure the layers of so many modules in one step, in turn, as in
+            `Monitor`; None: all, always.
         max_rows: rows to look at per layer and step; None: all of them.
         attainable: measure the ceiling too, which looks at all rows.
         attention: measure what the step does to attention scores too.
@@ -94,6 +96,7 @@ class DivergenceCallback(Callback):
         *,
         max_overhead: float | None = None,
         layers: LayerChoice = None,
+        layers_per_step: int | None = None,
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
         attention: bool = False,
@@ -111,6 +114,7 @@ class DivergenceCallback(Callback):
         self._layers = layers
         self._options: dict[str, Any] = {
             "max_overhead": max_overhead,
+            "layers_per_step": layers_per_step,
             "max_rows": max_rows,
             "attainable": attainable,
             "attention": attention,

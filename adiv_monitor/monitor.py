@@ -26,12 +26,13 @@ from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import Hook
 from adiv_monitor.capture.selection import LayerChoice, Selection, select
 from adiv_monitor.errors import AdivError
-from adiv_monitor.report import StepReport
+from adiv_monitor.report import StepReport, Turn
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.course import Asked, Course
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.schedule import make_schedule
 from adiv_monitor.step.stepping import is_within_own_step, stepping
+from adiv_monitor.step.turns import Turns
 
 
 class Monitor:
@@ -59,6 +60,10 @@ class Monitor:
             are timed, and the interval between measured ones becomes the smallest, but not below
             `every_n_steps` nor 16, that keeps to it. None: no clock has a say in what is measured.
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
+        layers_per_step: measure the layers of so many modules in one step, in turn, for models of
+            which no second copy fits beside the first: parameters of other layers are not copied.
+            Each report is of those layers (`StepReport.turn`); the forward pass is watched as a
+            whole. Not with `realised`, which copies all parameters. None: all layers, always.
         max_rows: rows to look at per layer and step, of all processes, chosen at random; None: all.
         attainable: measure the ceiling `attainable_cosine` too, which looks at all rows.
         attention: measure what the step does to attention scores too (`StepReport.attention`), on
@@ -107,6 +112,7 @@ class Monitor:
         every_n_steps: int = 50,
         max_overhead: float | None = None,
         layers: LayerChoice = None,
+        layers_per_step: int | None = None,
         max_rows: int | None = DEFAULT_MAX_ROWS,
         attainable: bool = False,
         attention: bool = False,
@@ -120,12 +126,14 @@ class Monitor:
     ) -> None:
         optimizer = stepping(optimizer)
         check_arguments(
-            *(model, optimizer, every_n_steps, max_overhead, layers, max_rows),
+            *(model, optimizer, every_n_steps, max_overhead, layers, layers_per_step, max_rows),
             *(realised, alignment, sinks, keep, on_error),
         )
         self._model = model
         self._optimizer = optimizer
         self._choice = layers
+        self._turns = Turns(layers_per_step)
+        self._measures_now = True  # the first step
         self._sinks = tuple(sinks)
         self._alarms = Alarms(alarms)
         self._generator = np.random.default_rng(seed)
@@ -134,7 +142,7 @@ class Monitor:
         self._course = Course(
             model,
             optimizer,
-            self._select,
+            self._select_due,
             Asked(max_rows, attainable, attention, realised, alignment),
             self._generator,
             self._schedule,
@@ -257,6 +265,7 @@ class Monitor:
             "generator": self._generator.bit_generator.state,
             "costs": self._schedule.costs(),
             "alignment": self._course.reference(),
+            "turns": self._turns.taken,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -264,6 +273,7 @@ class Monitor:
         self.step = int(state["step"])
         self._generator.bit_generator.state = state["generator"]
         self._schedule.resume(state.get("costs", ()))
+        self._turns.taken = int(state.get("turns", 0))
         self._course.resume(state.get("alignment"))
 
     def _before_step(
@@ -296,7 +306,9 @@ class Monitor:
 
     def _count(self) -> None:
         self.step += 1
-        if self._failures.safely(self._schedule.step_ended, self.step):
+        self._turns.taken += self._measures_now
+        self._measures_now = bool(self._failures.safely(self._schedule.step_ended, self.step))
+        if self._measures_now:
             self._failures.safely(self._course.arm)
 
     def _emit(self, report: StepReport, writes: bool) -> None:
@@ -324,3 +336,6 @@ class Monitor:
     def _select(self) -> Selection:
         held = held_parameters(self._model, self._optimizer)  # groups may be added while training
         return select(self._model, held, self._choice)
+
+    def _select_due(self) -> tuple[Selection, Turn | None]:
+        return self._turns.next(self._select())

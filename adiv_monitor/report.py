@@ -398,9 +398,28 @@ class MeasureSummary:
         return self.max_layers[0] if len(self.max_layers) == 1 else None
 
 
+@dataclass(frozen=True, order=True)
+class Turn:
+    """Whose turn it is, where the layers are measured in turn.
+
+    Attributes:
+        first: number of the first module with parameters of its own that is measured in this step,
+            from 1.
+        last: of the last one.
+        of: how many there are.
+    """
+
+    first: int
+    last: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"modules {self.first:,} to {self.last:,} of {self.of:,}"
+
+
 @dataclass(frozen=True)
 class StepReport:
-    """All layers at one step.
+    """All layers at one step; with `Monitor(layers_per_step=…)`, those whose turn it is.
 
     Attributes:
         step: optimizer steps taken before this one: the first is 0.
@@ -408,7 +427,7 @@ class StepReport:
         unsupported: module path → why this module, which has parameters, was not measured; the
             parameter's path where it is one parameter of a module.
         coverage: share of the elements of all parameters that the optimizer trains (without one: of
-            all that are trainable) that lie in measured layers, 0 to 1.
+            all that are trainable) that lie in measured layers, 0 to 1; of those whose turn it is.
         notes: what else a reader must know to trust the numbers, one sentence each.
         unmeasured: the parameters that are trained and were asked for but lie in no measured layer,
             with the number of their elements.
@@ -420,6 +439,7 @@ class StepReport:
             the loss says nothing of single samples.
         alignment: readings of the probe right after this step, by layer; empty unless asked for.
         alarms: where a rule of the user's holds (`Monitor(alarms=…)`).
+        turn: whose turn it is; None where all layers are measured.
     """
 
     step: int
@@ -434,6 +454,7 @@ class StepReport:
     realised_loss_changes: tuple[float, ...] = field(default=(), repr=False)
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
     alarms: tuple[Alarm, ...] = ()
+    turn: Turn | None = None
 
     @property
     def descent(self) -> float | None:
@@ -463,6 +484,7 @@ class StepReport:
             "realised_loss_changes": list(self.realised_loss_changes),
             "alignment": {path: reading.to_dict() for path, reading in self.alignment.items()},
             "alarms": [asdict(alarm) for alarm in self.alarms],
+            "turn": None if self.turn is None else asdict(self.turn),
         }
 
     @staticmethod
@@ -472,7 +494,7 @@ class StepReport:
         A line that the JSON-lines sink wrote is read, too: numbers may be "Infinity", "-Infinity"
         or "NaN", and a null where there must be a number is NaN.
         """
-        change = record["realised_loss_change"]
+        change, turn = record["realised_loss_change"], record.get("turn")
         return StepReport(
             step=record["step"],
             layers={path: LayerReading.from_dict(r) for path, r in record["layers"].items()},
@@ -489,6 +511,7 @@ class StepReport:
                 p: AlignmentReading.from_dict(r) for p, r in record.get("alignment", {}).items()
             },
             alarms=tuple(_alarm(alarm) for alarm in record.get("alarms", ())),
+            turn=None if turn is None else Turn(**turn),
         )
 
     def to_rows(self) -> list[dict[str, Any]]:

@@ -9,13 +9,14 @@ from pathlib import Path
 from adiv_monitor import AlignmentReading, AttentionReading, LayerReading, StepReport
 from adiv_monitor.audit import AuditReport, finding, record, what_if
 from adiv_monitor.audit.report import SCHEMA
+from adiv_monitor.report import Alarm, Turn
 
 PAGE = Path(__file__).parent.parent / "docs" / "report-schema.md"
 CLASSES = (
     *(AuditReport, finding.Finding, finding.Evidence, finding.Advice, finding.Trial),
     *(record.Record, record.Facts, record.InputStatistics, record.UnitStatistics),
     *(record.WeightStatistics, record.Wiring, what_if.Alternative),
-    *(StepReport, LayerReading, AttentionReading, AlignmentReading),
+    *(StepReport, LayerReading, AttentionReading, AlignmentReading, Alarm, Turn),
 )
 COMPUTED = {
     "AuditReport": {

@@ -1,5 +1,6 @@
 """The benchmarks still run, and count what they say."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +12,7 @@ import monitor
 import peers
 import pytest
 import rows
+import scale
 import torch
 from models import Trainer, images, mlp
 from torch import nn
@@ -29,6 +31,26 @@ def test_runs_and_writes_what_it_found(
     assert capsys.readouterr().out.strip() == text.strip()
     assert f"`python tests/benchmarks/{script.__name__}.py --threads" in text
     assert "| MLP" in text
+
+
+@pytest.mark.parametrize("job", scale.SIZES[-2:])
+def test_the_model_of_the_cost_is_what_is_counted(job: scale.Job) -> None:
+    small = replace(job, layers=tuple((n // 4, m // 4, k) for n, m, k in job.layers), rows=16)
+    plain, measured = (scale.counted(small, monitored=on) for on in (False, True))
+    model = scale.cost(small)
+    for name, tolerance in (("flops", 0.05), ("moved", 0.25), ("held", 0.25)):
+        extra = getattr(measured, name) - getattr(plain, name)
+        assert getattr(model, name) == pytest.approx(extra, rel=tolerance), name
+
+
+def test_the_model_of_the_cost_at_scale() -> None:
+    """More processes send less each; layers in turn make everything less in proportion."""
+    whole, in_turn = (scale.cost(job) for job in list(scale.LARGE.values())[:2])
+    share = list(scale.LARGE.values())[1].due
+    assert in_turn.gathered == pytest.approx(share * whole.gathered)
+    assert in_turn.flops == pytest.approx(share * whole.flops)
+    few, many = (scale.cost(replace(scale.SIZES[0], processes=n)).sent for n in (2, 64))
+    assert many < few
 
 
 def test_counts_what_moves_data() -> None:

@@ -71,7 +71,7 @@ class Capture:
         names = Names(model, selection, self._forwards)
         self._layers = Layers(
             *(names, self._origin, Chooser(max_rows, generator), switched_off, fail, guard),
-            *(calls, attention),
+            *(calls, attention, selection.is_due),
         )
         self._gathering = Gathering(
             *(self._layers, self._forwards, self._leftovers, checked, attention),
@@ -140,7 +140,7 @@ class Capture:
                 f"inside one module: what all uses do there is measured as {listed(by)}."
             )
         partly = defaultdict(list)
-        for parameter in self._selection.parameters:
+        for parameter in self._selection.due_parameters:
             why = self._leftovers.why(id(parameter))
             if why is not None and self._layers.have(parameter):
                 partly[why].append(self._selection.names[id(parameter)])

@@ -38,6 +38,7 @@ class Layers:
         guard: is told of what else fails.
         calls: notes the forward passes, so that they can be run again.
         attention: gathers samples of attentions, if that is asked for.
+        is_due: whether it is a layer's turn; the others are found, but not watched.
 
     Attributes:
         found: by path, the layers that were seen so far.
@@ -56,6 +57,7 @@ class Layers:
         guard: Guard,
         calls: ForwardCalls | None = None,
         attention: AttentionCalls | None = None,
+        is_due: Callable[[Layer], bool] = lambda layer: True,
     ) -> None:
         self.found: dict[str, Layer] = {}
         self.rows: dict[str, LayerRows] = {}
@@ -68,6 +70,7 @@ class Layers:
         self.guard = guard
         self._calls = calls
         self._attention = attention
+        self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
         self._led: dict[int, list[str]] = defaultdict(list)  # by its id, paths of layers
         self._verdict = (-1, False)
@@ -125,7 +128,7 @@ class Layers:
         layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order, use.form)
         self.found[path] = layer
         self._led[id(parameter)].append(path)
-        if path in self._off:
+        if path in self._off or not self._is_due(layer):
             return layer
         self.rows[path] = LayerRows(self._chooser)
         if id(parameter) not in self._accumulated:
@@ -187,7 +190,7 @@ class Layers:
         """There is no such layer after all."""
         lead = self.found.pop(path).pieces[0].parameter
         self._led[id(lead)].remove(path)
-        del self.rows[path]
+        self.rows.pop(path, None)
 
     # --- gradients -------------------------------------------------------------------------------
 

@@ -129,6 +129,7 @@ class Selection:
         trained: the parameters that the step trains. What is trainable is read now, because it may
             be switched off when the report is made.
         names: id → name, of the parameters that were asked for.
+        due: ids of the parameters whose turn it is; None: all layers are measured in every step.
     """
 
     places: dict[int, list[Place]]
@@ -139,11 +140,17 @@ class Selection:
     unsupported: dict[str, str]
     trained: list[Tensor]
     names: dict[int, str]
+    due: Collection[int] | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters to measure."""
         return list(self.held.values())
+
+    @property
+    def due_parameters(self) -> list[nn.Parameter]:
+        """Of those, the ones whose turn it is."""
+        return [p for key, p in self.held.items() if self.due is None or key in self.due]
 
     @property
     def owners(self) -> list[nn.Module]:
@@ -159,6 +166,17 @@ class Selection:
             dict.fromkeys(place.path for places in self.places.values() for place in places)
         )
 
+    def is_due(self, layer: Layer) -> bool:
+        """Whether it is a layer's turn, which is that of its first parameter."""
+        return self.due is None or id(layer.pieces[0].parameter) in self.due
+
+    @cached_property
+    def _trained_now(self) -> list[Tensor]:
+        """Those whose turn it is, and those that never have one."""
+        if self.due is None:
+            return self.trained
+        return [p for p in self.trained if id(p) in self.due or id(p) not in self.places]
+
     def unmeasured(self, measured: Iterable[Layer]) -> dict[str, int]:
         """Elements of the trained parameters that were asked for and lie in no measured layer."""
         missing = self._missing(measured)
@@ -166,8 +184,8 @@ class Selection:
 
     @property
     def elements(self) -> int:
-        """Of all parameters that are trained."""
-        return sum(map(_elements, self.trained))
+        """Of all parameters that are trained, those whose turn it is."""
+        return sum(map(_elements, self._trained_now))
 
     def coverage(self, measured: Iterable[Layer]) -> float:
         """Share of the trained elements that lie in the measured layers, 0 to 1."""
@@ -179,7 +197,7 @@ class Selection:
         for layer in measured:
             for piece in layer.pieces:
                 pieces[id(piece.parameter)].append(piece)
-        counts = ((p, _elements(p) - covered(p, pieces[id(p)])) for p in self.trained)
+        counts = ((p, _elements(p) - covered(p, pieces[id(p)])) for p in self._trained_now)
         return {id(p): count for p, count in counts if count or is_lazy(p)}
 
     def unexplained(
@@ -194,8 +212,9 @@ class Selection:
         """
         missing = self._missing(told)
         by_module: dict[str, list[tuple[Place, int]]] = defaultdict(list)
-        for key, places in self.places.items():
-            by_module[places[0].path].append((places[0], key))
+        for parameter in self.due_parameters:
+            place = self.places[id(parameter)][0]
+            by_module[place.path].append((place, id(parameter)))
         found = {}
         for path, held in by_module.items():
             lacking = [(place, key) for place, key in held if key in missing]

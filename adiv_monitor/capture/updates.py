@@ -3,11 +3,11 @@
 Of all layers together, parameter by parameter. Keeping all three until the next forward pass takes
 three copies of the parameters. That is only needed where something changes the weights after the
 step; elsewhere a = u, which a product of every row of θ with a fixed vector, taken again, proves.
-So the first measured step keeps everything, and what it sees decides (`Watch`).
+So the first measured step of a layer keeps everything, and what it sees decides (`Watch`).
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +43,7 @@ class Watch:
         suspected: layers whose gradient seemed to be more than ΦᵀG of their rows, at the last step.
         distrusted: layers whose gradient was once not that of their rows, times a known factor.
         idle: layers that had idle rows.
+        seen: layers that were measured, or found to be such that they can't be.
     """
 
     gradient_changes: bool = True
@@ -51,6 +52,7 @@ class Watch:
     suspected: set[str] = field(default_factory=set)
     distrusted: set[str] = field(default_factory=set)
     idle: set[str] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)
 
     def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
         """Once seen, a habit is expected ever after; what the first step lacks is not expected."""
@@ -62,7 +64,11 @@ class Watch:
 
     def expects_idle(self, path: str) -> bool:
         """Whether rows of this layer may be idle, so that its mean feature is the sample's."""
-        return not self.learnt or path in self.idle
+        return path not in self.seen or path in self.idle
+
+    def knows(self, paths: Collection[str]) -> bool:
+        """Whether all these layers were seen before; of a new one, anything is possible."""
+        return self.seen.issuperset(paths)
 
 
 class ParameterSteps:
@@ -73,6 +79,7 @@ class ParameterSteps:
         watch: what this run was seen to do so far.
         updates: an optimizer step follows, so that the parameters must be copied.
         copy_gradient: the optimizer will write into `.grad` (it unscales AMP gradients itself).
+        new: there are layers among them that were not measured before.
 
     Attributes:
         products: numbers that add up to dot products.
@@ -88,15 +95,16 @@ class ParameterSteps:
         *,
         updates: bool,
         copy_gradient: bool,
+        new: bool,
     ) -> None:
         uses = Counter(pieces)
         every = list(uses)
         self._shared = {p.key for p, count in uses.items() if count > 1}
         self._small = [p for p in every if is_small(p.value())]
         self._large = [p for p in every if not is_small(p.value())]
-        self._keep_update = watch.weights_change
+        self._keep_update = new or watch.weights_change
         # Until the next forward pass `.grad` may be zeroed, so then too γ has to be a copy.
-        self.has_copies = copy_gradient or watch.gradient_changes or watch.weights_change
+        self.has_copies = copy_gradient or watch.gradient_changes or self._keep_update
         self.products: Products = defaultdict(dict)
         self.norms: Products = defaultdict(dict)
         self._parameters = {id(p.parameter): gradient(p.parameter) for p in every}

@@ -74,6 +74,11 @@ class Board:
         self._not_before = now + _PATIENCE * (now - self._began)
 
     @property
+    def last(self) -> StepReport:
+        """The last report, or what the last round has come to."""
+        return self._running.last
+
+    @property
     def alarms(self) -> tuple[Raised, ...]:
         """What rules of the user's have raised so far."""
         return self._running.alarms

@@ -39,14 +39,12 @@ class HtmlSink:
         if self._path.is_dir():
             raise IsADirectoryError(f"HtmlSink: got the folder {path}, expected a file")
         self._running = Running()
-        self._last: StepReport | None = None  # with its distributions
         self._not_before = 0.0  # seconds, of the clock
         self._is_behind = False
 
     def write(self, report: StepReport) -> None:
         """Take the report, and write the page if that is not too soon."""
         self._running.add(report)
-        self._last = report
         self._is_behind = True
         if time.monotonic() >= self._not_before:
             self._write_page()
@@ -72,10 +70,8 @@ class HtmlSink:
     def _write_whole(self) -> None:
         from adiv_monitor.audit.page import running_page
 
-        record = self._running.record()
-        if self._last is not None:
-            record = replace(record, reports=(*record.reports[:-1], self._last))
-        running = self._running
+        running, record = self._running, self._running.record()
+        record = replace(record, reports=(*record.reports[:-1], running.last))
         text = running_page(record, running.findings(), running.count, running.alarms)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Under another name first: whoever loads it sees a whole page, the old one or the new one.

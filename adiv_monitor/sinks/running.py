@@ -41,20 +41,28 @@ class Running:
     Kept are the first two, by which rules judge the beginning, the last, and of those between every
     so many-th: twice as many steps lie between them whenever there are more than `MOST_REPORTS`.
     The distributions over rows are not kept, so that hundreds of layers stay within some ten MiB.
+
+    Where layers are measured in turn, the reports of a round are one, of all layers so far.
     """
 
     def __init__(self) -> None:
         self._kept: list[tuple[int, StepReport]] = []  # with the number of the report
+        self._last: StepReport | None = None
         self._count = 0
         self._stride = 1
         self._raised: dict[tuple[str, str], Raised] = {}  # by rule and layer
 
     def add(self, report: StepReport) -> None:
         """Take the report of one more step."""
-        if self._kept and not self._stays(self._kept[-1][0]):
-            self._kept.pop()
-        self._kept.append((self._count, _lean(report)))
-        self._count += 1
+        if self._last is not None and _goes_on(self._last, report):
+            self._last = _together(self._last, report)
+            self._kept[-1] = self._count - 1, _lean(self._last)
+        else:
+            if self._kept and not self._stays(self._kept[-1][0]):
+                self._kept.pop()
+            self._last = report
+            self._kept.append((self._count, _lean(report)))
+            self._count += 1
         for alarm in report.alarms:
             key = alarm.rule, alarm.layer
             raised = self._raised.setdefault(key, Raised(alarm, report.step, report.step))
@@ -69,8 +77,14 @@ class Running:
 
     @property
     def count(self) -> int:
-        """Reports that came."""
+        """Reports that came, or rounds of them."""
         return self._count
+
+    @property
+    def last(self) -> StepReport:
+        """The last one, with its distributions; there must be one."""
+        assert self._last is not None
+        return self._last
 
     @property
     def alarms(self) -> tuple[Raised, ...]:
@@ -101,6 +115,28 @@ class Running:
         from adiv_monitor.audit.diagnosis import diagnose
 
         return diagnose(self.record())
+
+
+def _goes_on(report: StepReport, later: StepReport) -> bool:
+    """Whether a later report is of the same round."""
+    return report.turn is not None and later.turn is not None and report.turn < later.turn
+
+
+def _together(report: StepReport, later: StepReport) -> StepReport:
+    """One report of two turns of a round: each layer at its own step."""
+    assert report.turn is not None
+    assert later.turn is not None
+    return replace(
+        later,
+        layers={**report.layers, **later.layers},
+        unsupported={**report.unsupported, **later.unsupported},
+        coverage=min(report.coverage, later.coverage),
+        notes=tuple(dict.fromkeys(report.notes + later.notes)),
+        unmeasured={**report.unmeasured, **later.unmeasured},
+        attention={**report.attention, **later.attention},
+        alarms=report.alarms + later.alarms,
+        turn=replace(later.turn, first=report.turn.first),
+    )
 
 
 def _lean(report: StepReport) -> StepReport:

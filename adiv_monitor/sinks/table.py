@@ -15,7 +15,7 @@ from adiv_monitor.report import (
     StepReport,
 )
 from adiv_monitor.sinks.scalars import known_measures, taken
-from adiv_monitor.sinks.wording import not_measured, number, percent
+from adiv_monitor.sinks.wording import not_measured, number, percent, trained
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +82,7 @@ class TableSink:
 
     def _show(self, report: StepReport) -> None:
         share = percent(report.coverage)
-        self._print(f"step {report.step} · {share} of the trained parameters measured")
+        self._print(f"step {report.step} · {share} of {trained(report)} measured")
         shown = taken(report, self._measures)
         for kind in (MEASURES, ATTENTION_MEASURES, ALIGNMENT_MEASURES):
             of_kind = tuple(measure for measure in shown if measure in kind)

@@ -20,7 +20,7 @@ from adiv_monitor.sinks.scalars import (
     summary_tags,
     taken,
 )
-from adiv_monitor.sinks.wording import not_measured, percent
+from adiv_monitor.sinks.wording import not_measured, percent, trained
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -107,10 +107,11 @@ class TensorBoardSink:
         # One event for all: the writer's own methods hand every single value to another thread,
         # which takes ten times as long.
         self._file_writer().add_summary(Summary(value=values), report.step)
-        self._write_texts(report)
+        due = self._board.add(report)
+        self._write_texts(self._board.last)
         self._written += 1
         self._last = report
-        if self._board.add(report):
+        if due:
             self._write_board(report)
         self._writer.flush()
 
@@ -266,7 +267,7 @@ def _histogram(tag: str, quantiles: tuple[float, ...], rows: int) -> Any:
 
 
 def _not_measured(report: StepReport) -> str:
-    head = f"{percent(report.coverage)} of the trained parameters are in measured layers.\n\n"
+    head = f"{percent(report.coverage)} of {trained(report)} are in measured layers.\n\n"
     return head + _bullets(not_measured(report, quote="`"))
 
 

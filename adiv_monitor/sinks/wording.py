@@ -39,6 +39,11 @@ def percent(share: float) -> str:
     return f"{min(max(share, 0.001), 0.999):.1%}"
 
 
+def trained(report: StepReport) -> str:
+    """Of which parameters the report's coverage is a share."""
+    return "the trained parameters" + ("" if report.turn is None else f" of {report.turn}")
+
+
 def not_measured(report: StepReport, quote: str = "") -> list[str]:
     """What was not measured: where, how much and why; one line per reason, the largest first.
 

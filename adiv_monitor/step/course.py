@@ -20,7 +20,7 @@ from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.updates import Watch
-from adiv_monitor.report import AlignmentReading, StepReport
+from adiv_monitor.report import AlignmentReading, StepReport, Turn
 from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.measured_step import MeasuredStep
@@ -47,7 +47,7 @@ class Course:
     Args:
         model: the model.
         optimizer: whose steps are measured; None: only gradients are.
-        select: which parameters are to be measured in the coming step.
+        select: which parameters are to be measured in the coming step, and whose turn that is.
         asked: what is to be found out.
         generator: the monitor's own source of chance.
         schedule: is told when the forward pass of a measured step begins.
@@ -59,7 +59,7 @@ class Course:
         self,
         model: nn.Module,
         optimizer: Optimizer | None,
-        select: Callable[[], Selection],
+        select: Callable[[], tuple[Selection, Turn | None]],
         asked: Asked,
         generator: np.random.Generator,
         schedule: Schedule,
@@ -122,7 +122,7 @@ class Course:
             undo.pop_all()
 
     def _arm(self, undo: ExitStack) -> "_Armed":
-        selection = self._select()
+        selection, turn = self._select()
         guard = Guard(self._failures.lost)
         realised = self._follow(selection)
         if realised is not None:
@@ -145,7 +145,7 @@ class Course:
         step = MeasuredStep(
             *(
                 capture,
-                selection.parameters,
+                selection,
                 self._watch,
                 self._failures.switch_off,
                 self._generator,
@@ -155,7 +155,7 @@ class Course:
         )
         eager = undo.enter_context(ExitStack())
         eager.enter_context(forced_eager())
-        return _Armed(capture, step, selection, guard, realised, eager)
+        return _Armed(capture, step, selection, turn, guard, realised, eager)
 
     def _agree(self, point: str) -> bool:
         """Whether all processes come to this point of the step."""
@@ -264,7 +264,9 @@ class Course:
         elif self._optimizer is not None:
             armed.step.updated()
         alignment = self._failures.safely(self._aligned) or {}
-        self._pending = _Pending(armed.step, armed.capture, armed.selection, number, alignment)
+        self._pending = _Pending(
+            *(armed.step, armed.capture, armed.selection, armed.turn, number, alignment)
+        )
         if not self._compiled:  # a hook would become part of the compiled code
             modules = armed.selection.owners
             # An embedding that keeps its rows short changes them when it looks them up.
@@ -342,6 +344,8 @@ class Course:
         """Which parameters it is of, and why there is nothing of others."""
         selection, seen = pending.selection, pending.capture.layers
         measured = [layer for path, layer in seen.items() if path in part.layers]
+        # Where several parameters are one layer, the others of them may be due in another step.
+        measured += [layer for layer in seen.values() if not selection.is_due(layer)]
         known = dict(part.unsupported)
         known |= {p: r for p, r in self._failures.switched_off.items() if p in seen}
         told = [*measured, *(layer for path, layer in seen.items() if path in known)]
@@ -350,7 +354,7 @@ class Course:
         part.unsupported = {**selection.unsupported, **unexplained, **known}
         part.unmeasured = selection.unmeasured(measured)
         part.coverage, part.elements = selection.coverage(measured), selection.elements
-        part.interval = self._schedule.interval
+        part.interval, part.turn = self._schedule.interval, pending.turn
         part.rows_lost |= set(self._failures.switched_off)
         part.alignment = pending.alignment
         part.notes[:0] = self._failures.notes
@@ -376,6 +380,7 @@ class Course:
             unmeasured=part.unmeasured,
             attention=outcome.attention,
             alignment=part.alignment,
+            turn=part.turn,
         )
 
 
@@ -387,6 +392,7 @@ class _Armed:
         capture: Capture,
         step: MeasuredStep,
         selection: Selection,
+        turn: Turn | None,
         guard: Guard,
         realised: Realised | None,
         eager: ExitStack,
@@ -394,6 +400,7 @@ class _Armed:
         self.capture = capture
         self.step = step
         self.selection = selection
+        self.turn = turn
         self.guard = guard
         self._realised = realised
         self._eager = eager
@@ -421,12 +428,14 @@ class _Pending:
         step: MeasuredStep,
         capture: Capture,
         selection: Selection,
+        turn: Turn | None,
         number: int,
         alignment: Mapping[str, AlignmentReading],
     ) -> None:
         self.step = step
         self.capture = capture
         self.selection = selection
+        self.turn = turn
         self.number = number
         self.alignment = alignment
         self.hooks: list[NextForward] = []

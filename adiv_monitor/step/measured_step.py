@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.processes import processes
-from adiv_monitor.capture.selection import Layer, listed
+from adiv_monitor.capture.selection import Layer, Selection, listed
 from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
@@ -47,7 +47,7 @@ class MeasuredStep:
 
     Args:
         capture: the rows; its hooks stay on until the step is taken, which may raise before.
-        parameters: those that are measured.
+        selection: what is measured.
         watch: what this run was seen to do so far.
         fail: called with a layer's path and the exception met while measuring it.
         generator: the monitor's own source of chance.
@@ -58,7 +58,7 @@ class MeasuredStep:
     def __init__(
         self,
         capture: Capture,
-        parameters: list[nn.Parameter],
+        selection: Selection,
         watch: Watch,
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
@@ -75,8 +75,8 @@ class MeasuredStep:
         self._refused: set[str] = set()  # of those, layers that had rows
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
         self._moved: Tensor | None = None  # did the weights move before the gradient was there?
-        self._parameters = parameters
-        self._wholes = Wholes(parameters, agree)
+        self._selection = selection
+        self._wholes = Wholes(selection.parameters, agree)
         self._watch = watch
         self._fail = fail
         self._generator = generator
@@ -111,10 +111,15 @@ class MeasuredStep:
         self._shared = self._capture.shared()
         pieces = [piece for layer in reached for piece in layer.pieces]
         self._steps = ParameterSteps(
-            pieces, self._watch, updates=steps, copy_gradient=scale is not None
+            *(pieces, self._watch),
+            updates=steps,
+            copy_gradient=scale is not None,
+            new=not self._watch.knows({layer.path for layer in reached}),
         )
         factors = self._factors(list(reached), scale)
-        come = self._wholes.gradients(self._steps, updates=steps)
+        wanted = {id(p) for p in self._selection.due_parameters}
+        wanted.update(id(p) for layer in reached for p in layer.parameters)
+        come = self._wholes.gradients(self._steps, wanted, updates=steps)
 
         def begin(layer: Layer, parts: Parts) -> None:
             self._begin(layer, reached[layer], factors.get(layer.path), scale, parts)
@@ -221,7 +226,7 @@ class MeasuredStep:
 
     def weights(self) -> list[Tensor]:
         """Norms of all weights, to be compared by `weights_moved`."""
-        return weight_norms(self._parameters)
+        return weight_norms(self._selection.parameters)
 
     def weights_moved(self, before: list[Tensor]) -> None:
         """The closure has run: an optimizer that moved the weights first has no one gradient."""

@@ -9,7 +9,7 @@ from adiv_monitor.capture.sampling import Draw
 from adiv_monitor.capture.updates import APPLIED, STEPPED, Watch
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.readings import Array
-from adiv_monitor.report import AlignmentReading
+from adiv_monitor.report import AlignmentReading, Turn
 from adiv_monitor.step.attention_outcome import Attended
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
@@ -140,6 +140,7 @@ class Part:
         attention: by path, their numbers.
         no_attention: path → why there are none.
         alignment: as in `StepReport`; of all processes already.
+        turn: as in `StepReport`.
     """
 
     layers: dict[str, LayerPart]
@@ -160,6 +161,7 @@ class Part:
     attention: dict[str, dict[str, Array]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
+    turn: Turn | None = None
 
 
 def make_part(
@@ -210,6 +212,7 @@ def learn(watch: Watch, part: Part) -> None:
     """Let the coming steps know what this one was seen to do."""
     watch.idle |= {path for path, layer in part.layers.items() if _has_idle_rows(layer)}
     if part.facts.updated and part.layers:
+        watch.seen |= part.layers.keys() | part.unsupported.keys()
         watch.learn(
             gradient_changed=part.facts.gradient_changed,
             weights_changed=part.facts.weights_changed,

@@ -6,7 +6,8 @@ through the store by which they met (`Exchange.agree`): either all come to it, o
 nothing that may fail in one of them alone stands between their collectives.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +48,15 @@ class Wholes:
         self._given: set[Layer] = set()
         self.entries: dict[int, Tensor] = {}
 
-    def gradients(self, steps: ParameterSteps, *, updates: bool) -> bool:
-        """Whether gradients can be made whole; what is not in `steps` is kept for the update."""
-        self._reached = [p for p in self._sharded if p.grad is not None]
+    def gradients(self, steps: ParameterSteps, wanted: Collection[int], *, updates: bool) -> bool:
+        """Whether gradients can be made whole; what is not in `steps` is kept for the update.
+
+        Args:
+            steps: has copies of parameters.
+            wanted: ids of the parameters whose gradients are.
+            updates: an optimizer step follows.
+        """
+        self._reached = [p for p in self._sharded if p.grad is not None and id(p) in wanted]
         known = [p for p in self._reached if updates and steps.before(p) is None]
         self._before = {id(p): part_of(p).clone() for p in known}
         self.entries.clear()
@@ -66,7 +73,9 @@ class Wholes:
         largest = max(self._reached, key=Tensor.numel)
         # A process without room for it must not find out when the others wait.
         torch.empty(2 * largest.numel(), dtype=exact_type(largest), device=largest.device)
-        return self._agree(f"{point} of {len(self._reached)}")
+        reached = set(map(id, self._reached))
+        which = [i for i, p in enumerate(self._sharded) if id(p) in reached]
+        return self._agree(f"{point} of {len(which)} {zlib.crc32(repr(which).encode()):08x}")
 
     def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
         """Layers with γ of their pieces, as the parameters come; those without one don't."""

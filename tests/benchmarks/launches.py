@@ -115,7 +115,7 @@ class Launches:
         if on_device:
             for tensor in outputs:
                 self._settle(tensor)
-        if func.namespace != "profiler" and packet not in _NO_KERNEL and not _is_view(func):
+        if is_kernel(func):
             self.operators[str(packet)] += 1
             self.places[_place()] += 1
 
@@ -141,7 +141,7 @@ class _Dispatched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._launches.dispatched(func, _tensors((args, kwargs)), _tensors(result))
+        self._launches.dispatched(func, tensors((args, kwargs)), tensors(result))
         return result
 
 
@@ -162,12 +162,18 @@ class _Methods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tensors(tree: object) -> list[Tensor]:
+def tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided
+
+
+def is_kernel(func: Any) -> bool:
+    """Whether an operation moves data."""
+    is_none = func.namespace == "profiler" or func.overloadpacket in _NO_KERNEL
+    return not is_none and not _is_view(func)
 
 
 def _is_view(func: Any) -> bool:
@@ -199,7 +205,7 @@ def _place() -> str:
 def resident(model: nn.Module, optimizer: torch.optim.Optimizer, *data: Tensor) -> list[Tensor]:
     """Everything that lives on the device between steps."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    state = _tensors([dict(held) for held in optimizer.state.values()])
+    state = tensors([dict(held) for held in optimizer.state.values()])
     return [*model.parameters(), *model.buffers(), *gradients, *state, *data]
 
 

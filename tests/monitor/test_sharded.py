@@ -35,6 +35,7 @@ class Case:
         nested: modules inside are sharded on their own too.
         replicas: groups of processes that hold the same.
         together: these average gradients after every micro-batch, too, if the others do.
+        turn: layers are measured in turn, three modules in a step, and this is the turn.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -45,6 +46,7 @@ class Case:
     replicas: int = 1
     together: bool = True
     attainable: bool = False
+    turn: int | None = None
 
 
 CASES = {
@@ -56,6 +58,9 @@ CASES = {
     "micro-batches, replicas at the end": Case(
         ((2, 2), (1, 3)), sync=True, replicas=2, together=False
     ),
+    "halves, the first of three turns": Case(((4,), (4,)), turn=0),
+    "halves, the second": Case(((4,), (4,)), turn=1),
+    "halves, the third": Case(((4,), (4,)), torch.optim.SGD, turn=2),
     "four": Case(((3,), (2,), (1,), (2,))),
     "four, two replicas": Case(((3,), (2,), (1,), (2,)), replicas=2),
 }
@@ -85,7 +90,9 @@ def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
     optimizer = case.optimizer(model.parameters(), lr=0.01)
     every = range(world) if rank is None else (rank,)
     options: dict[str, Any] = {"max_rows": None, "attainable": case.attainable}
+    options["layers_per_step"] = None if case.turn is None else 3
     monitor = Monitor(model, optimizer, sinks=[MemorySink()], on_error="raise", **options)
+    monitor.load_state_dict({**monitor.state_dict(), "turns": case.turn or 0})
     if monitored:
         monitor.attach()
     for process in every:

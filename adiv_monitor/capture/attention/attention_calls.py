@@ -177,6 +177,8 @@ class AttentionCalls:
         self._active = True
         self._choosers: dict[int, Chooser] = {}
         self._paths = selection.modules
+        self._due = selection.due
+        self._some_wait = False
         trained = {id(p) for p in selection.trained}
         self._held: dict[nn.Module, dict[str, nn.Parameter]] = {}
         for module in selection.modules:
@@ -193,7 +195,7 @@ class AttentionCalls:
 
     def saw_none(self) -> bool:
         """Whether there was nothing to be measured, or to be refused."""
-        return not self.attending and not self.refused
+        return not self.attending and not self.refused and not self._some_wait
 
     def rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
         """The samples whose gradient is told by this parameter's."""
@@ -248,6 +250,10 @@ class AttentionCalls:
                     if choice is not None:
                         self._keep(choice, forward, query, key, args[0])
 
+    def _is_due(self, module: nn.Module) -> bool:
+        """Whether it is the turn of its first parameter."""
+        return self._due is None or id(next(iter(self._held[module].values()))) in self._due
+
     def _around(self, running: Sequence[Forward]) -> Forward | None:
         """The innermost forward of a module that holds matrices that are trained."""
         return next((forward for forward in reversed(running) if forward in self._progress), None)
@@ -268,6 +274,9 @@ class AttentionCalls:
     ) -> _Choice | None:
         """Which samples of a call to look at; None: it is not to be measured."""
         if path in self.refused or not trains(query):
+            return None
+        if not self._is_due(forward.module):
+            self._some_wait = True
             return None
         if not forward.random.is_still(forward.random.now()):
             raise Refused(

@@ -1,0 +1,417 @@
+"""What a measured step costs by size: a model, held against counts, and worked out at scale.
+
+Counted are operations on linear layers n → m with bias: floating-point operations of matrix
+products, bytes that operations read and write, bytes that are held beside the training, kernels,
+bytes that processes send. Counts are the same on every machine; what takes how long is for
+`monitor.py`. Every formula of the model stands in `cost`, and is compared with a count.
+
+Expected before: within 10 % of the counts, but for what is held (20 %), where small tensors count.
+
+    python tests/benchmarks/scale.py [--write FILE]
+"""
+
+import pickle
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from launches import count, is_kernel, tensors
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from write_up import heading, parser, table, write
+
+sys.path.append(str(Path(__file__).parents[1]))  # where processes are made
+
+from processes import found_by, meet
+
+from adiv_monitor import Monitor
+from adiv_monitor.step import assembly, wholes
+from adiv_monitor.step.part import Part
+from adiv_monitor.step.together import prepared, together
+
+_aten = torch.ops.aten
+_ROW_VECTORS = 6  # G, e, z, what others add to a row, d, the bias's part of d
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training of linear layers, as one process sees it.
+
+    Attributes:
+        layers: (inputs, outputs, how many of them).
+        tokens: rows of a layer in a step of this process.
+        rows: `max_rows`.
+        processes: that train together.
+        shards: processes over which parameters are spread (`fully_shard`); 1: each has all.
+        element: bytes of a parameter.
+        due: share of the layers that are measured in one step (`layers_per_step`).
+    """
+
+    layers: tuple[tuple[int, int, int], ...]
+    tokens: int
+    rows: int = 128
+    processes: int = 1
+    shards: int = 1
+    element: int = 4
+    due: float = 1.0
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all weights and biases."""
+        return sum(n_layers * (n + 1) * m for n, m, n_layers in self.layers)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one measured step, in one process, beyond the plain step.
+
+    Attributes:
+        flops: of matrix products.
+        moved: bytes that operations read and write.
+        held: bytes beside the training's own while the optimizer steps.
+        gathered: bytes of whole parameters that come from other processes.
+        sent: bytes of the part of the report that goes to the first process.
+    """
+
+    flops: float
+    moved: float
+    held: float
+    gathered: float
+    sent: float
+
+
+def cost(job: Job) -> Cost:
+    """The model. R rows are looked at, T tokens passed over, P = nm + m parameters copied."""
+    flops = moved = held = gathered = sent = largest = 0.0
+    T, N, S, b = job.tokens, job.processes, job.shards, job.element
+    R = min(job.rows, T)
+    share = job.rows / N
+    # Of its rows a process sends those that may be in the sample of all.
+    kept = R if N == 1 else min(R, share + 4 * share**0.5)
+    for n, m, n_layers in job.layers:
+        P, k = (n + 1) * m, n_layers * job.due
+        # e and d: two products of the rows with a matrix; the dot products of R × 6 vectors; and
+        # twice every row of θ times a fixed vector, which shows whether it has changed.
+        flops += k * (4 * R * P + 2 * _ROW_VECTORS**2 * R * m + 4 * P / S)
+        # θ: copied 2, subtracted 3, norms of γ and w 2, ⟨w, γ⟩ 4, the fixed vector 2; e and d 2.
+        # x: its norms and its sum; G: its norm. Rows: taken, multiplied, and their dot products.
+        per_row = (4 * n + 41 * m) * R
+        moved += k * b * (13 * P / S + 2 * P + T * (2 * n + m) + per_row)
+        # A copy of θ; features, G, e, z and what others add to a row, from the forward pass on; and
+        # of the layer that is looked at, d, its parts and all vectors side by side; of a sharded
+        # one the whole in float32, twice while it is put together.
+        held += k * (b * P / S + 4 * R * (n + 4 * m))
+        largest = max(largest, 4 * R * 9 * m + (2 * 4 * P if S > 1 else 0))
+        gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
+        # Entries of the gradient, twice, and of the scales; two means of the features; the rows.
+        sent += k * (22_000 + 16 * n + 208 * kept) if N > 1 else 0
+    return Cost(flops, moved, held + largest, gathered, sent)
+
+
+# --- counts --------------------------------------------------------------------------------------
+
+
+class Work(TorchDispatchMode):
+    """Counts floating-point operations, bytes moved and bytes held inside its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.moved = self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        taken, made = tensors((args, kwargs)), tensors(result)
+        before = {tensor.untyped_storage()._cdata for tensor in taken}
+        for tensor in made:
+            if tensor.untyped_storage()._cdata not in before:  # else it is a view
+                self._hold(tensor.untyped_storage())
+        if is_kernel(func):
+            packet = func.overloadpacket
+            if packet in flop_registry:
+                self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+            elif packet is _aten.mv:
+                self.flops += 2 * args[0].numel()
+            if packet is _aten.index_select:  # reads no more than it takes
+                taken = made
+            self.moved += sum(t.numel() * t.element_size() for t in (*taken, *made))
+        return result
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def release() -> None:
+            self._known.discard(key)
+            self.live -= size
+
+        weakref.finalize(storage, release)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What was counted of one step; `held`: the peak while the optimizer steps."""
+
+    flops: int
+    moved: int
+    held: int
+    kernels: int
+
+
+def counted(job: Job, *, monitored: bool) -> Counted:
+    """One step in the middle of a run, of this job on one process."""
+    torch.manual_seed(0)
+    linear = [nn.Linear(n, m) for n, m, n_layers in job.layers for _ in range(n_layers)]
+    model, x = nn.Sequential(*linear), torch.randn(job.tokens, job.layers[0][0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    due = None if job.due == 1 else round(job.due * len(linear))
+    with ExitStack() as attached:
+        if monitored:
+            options: dict[str, Any] = {"every_n_steps": 1, "max_rows": job.rows}
+            monitor = Monitor(model, optimizer, layers_per_step=due, on_error="raise", **options)
+            attached.enter_context(monitor)
+        work = Work()
+
+        def step() -> int:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            work.peak = work.live
+            optimizer.step()
+            return work.peak
+
+        for _ in range(3 if due is None else 2 * len(linear) // due):
+            step()
+        with work:
+            held = step()
+        kernels = count(step).kernels
+    return Counted(work.flops, work.moved, held, kernels)
+
+
+SIZES = (
+    Job(((512, 512, 4),), tokens=2048, rows=64),
+    Job(((512, 512, 4),), tokens=2048, rows=128),
+    Job(((512, 512, 4),), tokens=8192, rows=128),
+    Job(((1024, 1024, 4),), tokens=1024, rows=128),
+    Job(((512, 2048, 1), (2048, 512, 1)), tokens=2048, rows=128),
+    Job(((512, 512, 12),), tokens=1024, rows=128, due=1 / 4),
+)
+_TITLE = ("layers", "tokens", "rows", "layers due")
+
+
+def _named(job: Job) -> tuple[object, ...]:
+    layers = " and ".join(f"{count} × {n}→{m}" for n, m, count in job.layers)
+    return layers, f"{job.tokens:,}", job.rows, f"{job.due:.0%}"
+
+
+def compared(jobs: Sequence[Job]) -> list[list[object]]:
+    """For each job: the model, the count and their ratio, of each thing."""
+    rows: list[list[object]] = []
+    for job in jobs:
+        plain, measured = (counted(job, monitored=on) for on in (False, True))
+        model, row = cost(job), list(_named(job))
+        for name, unit in (("flops", 1e9), ("moved", 2**20), ("held", 2**20)):
+            extra = getattr(measured, name) - getattr(plain, name)
+            expected = getattr(model, name)
+            row.append(f"{expected / unit:.2f} / {extra / unit:.2f} = {expected / extra:.2f}")
+        layers = sum(n_layers for _, _, n_layers in job.layers) * job.due
+        row.append(f"{(measured.kernels - plain.kernels) / layers:.0f}")
+        rows.append(row)
+    return rows
+
+
+# --- several processes ---------------------------------------------------------------------------
+
+WIDTHS, DEPTH, TOKENS = (64, 256, 1024), 2, 512
+WORLDS = (2, 8, 64, 1024, 16_384)
+
+
+@contextmanager
+def _noted() -> Iterator[tuple[list[Part], list[int]]]:
+    """Parts before they are thinned out, and bytes of what was made whole."""
+    parts: list[Part] = []
+    sizes: list[int] = []
+
+    def note_part(part: Part, *given: Any) -> Part:
+        parts.append(part)
+        return prepared(part, *given)
+
+    make_whole = wholes.whole_of_parts
+
+    def note_whole(part: Tensor, parameter: nn.Parameter) -> Tensor:
+        whole = make_whole(part, parameter)
+        sizes.append((whole.numel() - part.numel()) * whole.element_size())
+        return whole
+
+    with (
+        patch.object(assembly, "prepared", note_part),
+        patch.object(wholes, "whole_of_parts", note_whole),
+    ):
+        yield parts, sizes
+
+
+def _step_of_one(width: int, prepare: Callable[[nn.Module], nn.Module]) -> tuple[Part, int]:
+    torch.manual_seed(0)
+    model = prepare(nn.Sequential(*[nn.Linear(width, width) for _ in range(DEPTH)]))
+    x = torch.randn(TOKENS, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with _noted() as (parts, sizes):
+        monitor = Monitor(model, optimizer, every_n_steps=1, on_error="raise")
+        with monitor:
+            for _ in range(2):
+                sizes.clear()
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+    return parts[-1], sum(sizes)
+
+
+def _work(rank: int, world: int, folder: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    meet(rank, world, folder)
+    found: dict[int, tuple[Part, int]] = {}
+    for width in WIDTHS:
+        part, _ = _step_of_one(width, DistributedDataParallel)
+        dist.barrier()
+        _, gathered = _step_of_one(width, fully_shard)
+        dist.barrier()
+        found[width] = part, gathered
+    dist.destroy_process_group()
+    torch.save(found, Path(folder) / f"{rank}.pt")
+
+
+def several() -> tuple[list[list[object]], list[list[object]]]:
+    """Bytes that travel, modelled and counted; and how long the first process takes over them."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = found_by(_work, Path(folder))
+    rows: list[list[object]] = []
+    for width, world in product(WIDTHS, (2, 4)):
+        _, gathered = found[world][1][width]
+        job = Job(((width, width, DEPTH),), TOKENS, processes=world, shards=world)
+        expected = cost(job).gathered
+        rows.append([width, world, "made whole", *_ratio(expected, gathered)])
+    for width, world in product(WIDTHS, WORLDS):
+        sent = len(pickle.dumps(_thinned(found[2][1][width][0], world), protocol=5))
+        job = Job(((width, width, DEPTH),), TOKENS, processes=world)
+        rows.append([width, world, "part of a report", *_ratio(cost(job).sent, sent)])
+    times = []
+    for world in (2, 8, 64):
+        part = _thinned(found[2][1][1024][0], world)
+        data = pickle.dumps(part, protocol=5)
+        times.append([world, DEPTH, f"{1e3 * _seconds(data, world) / world / DEPTH:.2f}"])
+    return rows, times
+
+
+def _thinned(part: Part, world: int) -> Part:
+    return prepared(part, 128, world, np.random.default_rng(0))
+
+
+def _ratio(expected: float, found: float) -> tuple[str, str, str]:
+    return f"{expected:,.0f}", f"{found:,.0f}", f"{expected / found:.2f}"
+
+
+def _seconds(data: bytes, world: int) -> float:
+    """To read the parts of all and make one of them."""
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        parts = {rank: pickle.loads(data) for rank in range(world)}
+        together(parts, world, 128, np.random.default_rng(0))
+        times.append(time.perf_counter() - began)
+    return median(times)
+
+
+# --- at scale ------------------------------------------------------------------------------------
+
+
+def transformer(blocks: int, width: int, inner: int, keys: int, words: int) -> Any:
+    """The linear layers of a Llama-like model: blocks of attention and gated MLP, and the readout.
+
+    The embedding has no matrix product; its rows cost less than those of the readout.
+    """
+    return (
+        (width, width, 2 * blocks),  # queries and what comes out
+        (width, keys, 2 * blocks),  # keys and values
+        (width, inner, 2 * blocks),
+        (inner, width, blocks),
+        (width, words, 1),
+    )
+
+
+_7B = transformer(32, 4096, 11_008, 4096, 32_000)
+_405B = transformer(126, 16_384, 53_248, 1024, 128_256)
+LARGE = {
+    "7B, 8 processes, `fully_shard` over 8": Job(_7B, 8_192, processes=8, shards=8),
+    "the same, `layers_per_step=16`": Job(_7B, 8_192, processes=8, shards=8, due=16 / 225),
+    "405B, 16,384 processes, `fully_shard` over 512": Job(
+        _405B, 1_024, processes=16_384, shards=512
+    ),
+    "the same, `layers_per_step=4`": Job(_405B, 1_024, processes=16_384, shards=512, due=4 / 883),
+}
+LARGE_COLUMNS = (
+    *("training", "plain step, PFLOP", "extra, TFLOP", "extra, %"),
+    *("moved, GiB", "held, GiB", "made whole, GiB", "sent, MiB", "first process receives, GiB"),
+)
+
+
+def at_scale() -> list[list[object]]:
+    """The model's answers for trainings of a size that nobody measured here."""
+    rows: list[list[object]] = []
+    for name, job in LARGE.items():
+        job = replace(job, element=4)  # float32 as `fully_shard` keeps what the optimizer steps
+        plain, found = 6.0 * job.tokens * job.parameters, cost(job)
+        received = found.sent * (job.processes - 1)
+        rows.append(
+            [
+                *(name, f"{plain / 1e15:.2f}", f"{found.flops / 1e12:.2f}"),
+                *(f"{100 * found.flops / plain:.2f}", f"{found.moved / 2**30:.1f}"),
+                *(f"{found.held / 2**30:.2f}", f"{found.gathered / 2**30:.1f}"),
+                *(f"{found.sent / 2**20:.2f}", f"{received / 2**30:.2f}"),
+            ]
+        )
+    return rows
+
+
+def main(given: list[str] | None = None) -> None:
+    arguments = parser(__doc__).parse_args(given)
+    torch.set_num_threads(arguments.threads)
+    lines = heading("What a measured step costs, by size", __file__, arguments)
+    lines += ["Model / count = ratio; of one measured step, beyond the plain one.", ""]
+    jobs = SIZES[:1] if arguments.quick else SIZES
+    header = (*_TITLE, "GFLOP", "moved, MiB", "held, MiB", "kernels per layer (count)")
+    lines += table(header, compared(jobs))
+    if not arguments.quick:
+        rows, times = several()
+        lines += ["What travels, in bytes, for each process and measured step.", ""]
+        lines += table(("width", "processes", "what", "model", "count", "ratio"), rows)
+        lines += ["What the first process takes to read all parts and make one report.", ""]
+        lines += table(("processes", "layers", "ms per layer and process"), times)
+    lines += [
+        "The model at scale, for each process and measured step. Nothing here is measured.",
+        "",
+    ]
+    lines += table(LARGE_COLUMNS, at_scale())
+    print(write(lines, arguments.write))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""Layers in turn: what a turn says of its layers is what is said where all are measured."""
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import assert_same, loss_of, make
+from setups import mlp, one_step, same
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import ZOO, seed
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.report import Turn
+from adiv_monitor.sinks import HtmlSink, TableSink
+from adiv_monitor.sinks.running import Running
+
+# One of each sort: batch norm, windows, tied and fused weights, experts, recurrent maps, modules as
+# a whole, weights made of several modules' parameters, several optimizers, no layer at all.
+SPECIMENS = (
+    *(
+        "mobilenet_v3_small",
+        "vit",
+        "gpt2",
+        "llama",
+        "mixtral",
+        "t5",
+        "whisper",
+        "mamba",
+        "wav2vec2",
+    ),
+    *("lora", "eva02", "nfnet", "lstm", "lstm_tied", "transformer", "gan", "ten_times", "function"),
+)
+
+
+def first_steps(build: Callable[[], Any], turn: int, size: int | None) -> list[StepReport]:
+    """The first step's reports, of one turn, or with all layers."""
+    seed(7)
+    training = build()
+    monitors = []
+    for each in training.trained:
+        options: dict[str, Any] = {"max_rows": None, "on_error": "raise"}
+        monitor = Monitor(each.model, each.optimizer, layers_per_step=size, **options)
+        monitor.load_state_dict({**monitor.state_dict(), "turns": turn})
+        monitor.attach()
+        monitors.append(monitor)
+    training.step()
+    for monitor in monitors:
+        monitor.close()
+    reports = [monitor.reports[0] for monitor in monitors]
+    assert all(report.step == 0 for report in reports)
+    return reports
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+def test_the_turns_of_a_round_say_what_one_step_says_of_all(name: str) -> None:
+    specimen = ZOO[name]
+    expected = first_steps(specimen.build, 0, None)
+    held = [first_steps(specimen.build, 0, 1)[i].turn.of for i in range(len(expected))]
+    size = max(1, math.ceil(max(held) / 3))
+    rounds = [
+        first_steps(specimen.build, turn, size) for turn in range(math.ceil(max(held) / size))
+    ]
+    for i, whole in enumerate(expected):
+        turns = [reports[i] for reports in rounds]
+        found = {path: reading for report in turns for path, reading in report.layers.items()}
+        if max(held) == held[i]:  # of several optimizers, one may have been round before
+            assert sum(len(report.layers) for report in turns) == len(whole.layers)
+        assert found.keys() == whole.layers.keys()
+        for path, reading in whole.layers.items():
+            for measure, value in reading.measures().items():
+                if measure in ("scale_p05", "scale_p50", "scale_p95"):
+                    continue  # of rows that are drawn
+                close = pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True)
+                assert getattr(found[path], measure) == close, f"{measure} of {path}"
+        unmeasured = {n: count for report in turns for n, count in report.unmeasured.items()}
+        assert unmeasured == whole.unmeasured
+        unsupported = {n: why for report in turns for n, why in report.unsupported.items()}
+        assert unsupported == whole.unsupported
+        assert min(report.coverage for report in turns) <= whole.coverage + 1e-12
+
+
+class Several(nn.Module):
+    """Layers of one, of several and of moved parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.normed = weight_norm(nn.Linear(4, 4))
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.normed(torch.tanh(self.first(x))))
+        x = nn.functional.linear(x, self.up.weight @ self.down.weight)
+        y: Tensor = self.last(x)
+        return y
+
+
+def several() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Several().double(), torch.randn(5, 3, dtype=torch.float64)
+
+
+def trained(steps: int, **options: Any) -> tuple[list[StepReport], list[Tensor]]:
+    model, x = several()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    monitor = Monitor(model, optimizer, every_n_steps=1, on_error="raise", **options)
+    with monitor:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    return list(monitor.reports), [p.detach() for p in model.parameters()]
+
+
+def test_a_round_goes_through_the_modules_in_the_models_order_and_begins_anew() -> None:
+    reports, _ = trained(5, layers_per_step=2)
+    made = list(reports[1].layers)
+    assert len(made) == 1  # of two parameters
+    assert [list(report.layers) for report in reports] == [
+        *(["first", "normed"], made, ["last"], ["first", "normed"], made)
+    ]
+    turns = [Turn(1, 2, 5), Turn(3, 4, 5), Turn(5, 5, 5), Turn(1, 2, 5)]
+    assert [report.turn for report in reports[:4]] == turns
+    assert all(report.coverage == 1 and not report.unmeasured for report in reports)
+    assert all(not report.unsupported and not report.notes for report in reports)
+
+
+def test_each_reading_of_a_run_is_that_of_the_run_with_all_layers() -> None:
+    """Also where only one of the parameters that a layer is made of is due."""
+    whole, weights = trained(10, max_rows=None)
+    for size in (1, 2, 4):
+        reports, own = trained(10, layers_per_step=size, max_rows=None)
+        for report, expected in zip(reports, whole, strict=True):
+            layers = {path: expected.layers[path] for path in report.layers}
+            same(report, StepReport(report.step, layers, {}, 1.0))
+        seen = {path for report in reports for path in report.layers}
+        assert seen == whole[0].layers.keys()
+        assert all(map(torch.equal, own, weights))
+
+
+def test_the_run_is_the_unmonitored_one() -> None:
+    model, x = several()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(7):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    _, weights = trained(7, layers_per_step=1)
+    assert all(map(torch.equal, model.parameters(), weights))
+
+
+def test_weights_that_change_after_the_step_show_in_the_first_turn_of_their_layer() -> None:
+    """What the first turn was seen to do says nothing of layers that had none yet."""
+
+    def change(**options: Any) -> list[StepReport]:
+        model, x = several()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        monitor = Monitor(model, optimizer, every_n_steps=1, max_rows=None, **options)
+        with monitor:
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+                with torch.no_grad():
+                    model.last.weight.mul_(0.99)
+        return list(monitor.reports)
+
+    whole, turns = change(), change(layers_per_step=3)
+    applied = whole[1].layers["last"].applied_cosine
+    assert applied is not None
+    assert applied < 1
+    assert turns[1].layers["last"].applied_cosine == pytest.approx(applied)
+
+
+class Copies(TorchDispatchMode):
+    """Elements that are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten._foreach_mul):
+            several = made if isinstance(made, list) else [made]
+            self.elements += sum(tensor.numel() for tensor in several)
+        return made
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_more_than_the_due_parameters_are_copied(size: int) -> None:
+    layers, width = 12, 128
+
+    def copied(layers_per_step: int | None) -> int:
+        torch.manual_seed(0)
+        linear = [nn.Linear(width, width, bias=False) for _ in range(layers)]
+        model, x = nn.Sequential(*linear), torch.randn(4, width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+        monitor = Monitor(
+            model, optimizer, every_n_steps=1, layers_per_step=layers_per_step, max_rows=1
+        )
+        with monitor:
+            for _ in range(2):  # once for the first of which anything is possible
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                with Copies() as copies:
+                    optimizer.step()
+        return copies.elements
+
+    assert copied(None) >= layers * width**2
+    # Of a layer that was not measured before: θ, γ, and what the step took away.
+    assert size * width**2 <= copied(size) <= 3 * size * width**2 + 1000 * size
+
+
+def test_what_is_not_measured_is_told_in_its_turn() -> None:
+    model, batch = mlp()
+    model.add_module("unused", nn.Linear(3, 2).double())
+    reports = []
+    modules = [name for name, module in model.named_modules() if module._parameters]
+    for turn in range(len(modules)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = Monitor(model, optimizer, layers_per_step=1)
+        monitor.load_state_dict({**monitor.state_dict(), "turns": turn})
+        with monitor:
+            model.zero_grad()
+            x = batch[0]
+            for name, module in model.named_children():
+                x = x if name == "unused" else module(x)
+            x.square().sum().backward()
+            optimizer.step()
+        reports.append(monitor.latest)
+    own = reports[modules.index("unused")]
+    assert own.coverage == 0
+    assert "no gradient reached it" in own.unsupported["unused"]
+    others = [report for report in reports if report is not own]
+    assert all(report.coverage == 1 and not report.unsupported for report in others)
+
+
+def test_a_run_that_is_resumed_goes_on_with_its_round() -> None:
+    reports, _ = trained(1, layers_per_step=2)
+    model, x = several()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = Monitor(model, optimizer, every_n_steps=1, layers_per_step=2)
+    with before:
+        model(x).sum().backward()
+        optimizer.step()
+    assert before.latest.layers.keys() == reports[0].layers.keys()
+    after = Monitor(model, optimizer, every_n_steps=1, layers_per_step=2)
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    with after:
+        model(x).sum().backward()
+        optimizer.step()
+    assert after.latest.turn.first == 3
+
+
+def test_attentions_are_measured_in_the_turn_of_their_first_layer() -> None:
+    def attended(turn: int | None) -> StepReport:
+        model, tokens, targets = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        size = None if turn is None else 1
+        options: dict[str, Any] = {"attention": True, "max_rows": None, "on_error": "raise"}
+        monitor = Monitor(model, optimizer, layers_per_step=size, **options)
+        monitor.load_state_dict({**monitor.state_dict(), "turns": turn or 0})
+        with monitor:
+            loss_of(model(tokens), targets).backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        return monitor.latest
+
+    whole = attended(None)
+    assert list(whole.attention) == ["attend"]
+    turns = [attended(turn) for turn in range(7)]
+    (found,) = [report for report in turns if report.attention]
+    assert any(path.startswith("attend") for path in found.layers)
+    expected = whole.attention["attend"].measures()
+    assert found.attention["attend"].measures().keys() == expected.keys()
+    assert not [note for report in turns for note in report.notes if "No attention" in note]
+
+
+def test_a_report_with_its_turn_survives_json_and_is_told_in_the_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reports, _ = trained(2, layers_per_step=2, sinks=[TableSink()])
+    record = reports[0].to_dict()
+    assert record["turn"] == {"first": 1, "last": 2, "of": 5}
+    assert StepReport.from_dict(record) == StepReport.from_dict(reports[0].to_dict())
+    assert StepReport.from_dict(record).turn == Turn(1, 2, 5)
+    assert "100% of the trained parameters of modules 1 to 2 of 5" in capsys.readouterr().out
+
+
+def test_a_round_is_one_report_to_pictures_and_rules() -> None:
+    running = Running()
+    with pytest.warns(UserWarning, match="scale_mean > 0"):
+        reports, _ = trained(7, layers_per_step=2, alarms=["scale_mean > 0"])
+    for report in reports:
+        running.add(report)
+    turns = [Turn(1, 5, 5), Turn(1, 5, 5), Turn(1, 2, 5)]
+    assert [report.turn for report in running.reports] == turns
+    assert running.count == 3
+    whole = running.reports[0]
+    assert whole.step == 2
+    assert whole.layers.keys() == {path for report in reports[:3] for path in report.layers}
+    assert whole.coverage == 1
+    assert len(whole.alarms) == sum(len(report.alarms) for report in reports[:3])
+    assert running.last.layers.keys() == reports[-1].layers.keys()
+
+
+def test_the_page_of_a_running_training_shows_all_layers(tmp_path: Path) -> None:
+    trained(6, layers_per_step=2, sinks=[HtmlSink(tmp_path / "page.html")])
+    page = (tmp_path / "page.html").read_text()
+    for path in ("first", "normed", "last"):
+        assert f">{path}<" in page or f'"{path}"' in page, path
+
+
+def test_what_takes_a_copy_of_all_parameters_is_refused() -> None:
+    model, _ = several()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"realised=….*layers_per_step=2, expected one of the two"):
+        Monitor(model, optimizer, layers_per_step=2, realised=True)
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=r"layers_per_step=….*integer of at least 1"):
+            Monitor(model, optimizer, layers_per_step=wrong)  # type: ignore[arg-type]
+
+
+def test_more_than_there_are_is_all_of_them() -> None:
+    def backward(model: nn.Module) -> None:
+        model(batch[0]).square().sum().backward()
+
+    model, batch = mlp()
+    whole = one_step(copy.deepcopy(model), backward, max_rows=None)
+    report = one_step(model, backward, max_rows=None, layers_per_step=99)
+    assert_same(
+        {path: reading.to_dict() for path, reading in report.layers.items()},
+        {path: reading.to_dict() for path, reading in whole.layers.items()},
+    )
+    assert report.turn is not None
+    assert report.turn.last == report.turn.of
