@@ -147,10 +147,12 @@ class Assembly:
         """
         if patience is None:
             patience = PATIENCE if self._is_first else _FAREWELL
-        self.collect(patience)
-        if self._exchange is not None:
-            self._exchange.leave()
-            self._exchange = None
+        try:
+            self.collect(patience)
+        finally:  # monitors of this name that come later must not be counted apart
+            exchange, self._exchange = self._exchange, None
+            if exchange is not None:
+                exchange.leave()
 
     @property
     def _world(self) -> int:

@@ -119,12 +119,15 @@ class MeasuredStep:
         factors = self._factors(list(reached), scale)
         wanted = {id(p) for p in self._selection.due_parameters}
         wanted.update(id(p) for layer in reached for p in layer.parameters)
-        come = self._wholes.gradients(self._steps, wanted, updates=steps)
 
         def begin(layer: Layer, parts: Parts) -> None:
             self._begin(layer, reached[layer], factors.get(layer.path), scale, parts)
 
-        self._measure(reached, begin, self._wholes.of_gradients if come else None)
+        try:
+            come = self._wholes.gradients(self._steps, wanted, updates=steps)
+            self._measure(reached, begin, self._wholes.of_gradients if come else None)
+        finally:
+            self._wholes.settle()
         for path, found in totals.sums(self._all_rows, self._generator, self._lose).items():
             self._measured[path].values |= found
         self._all_rows.clear()
@@ -197,7 +200,10 @@ class MeasuredStep:
         def measure(layer: Layer, parts: Parts) -> None:
             self._measure_update(found[layer], parts)
 
-        self._measure(found, measure, made if self._wholes.updates() else None)
+        try:
+            self._measure(found, measure, made if self._wholes.updates() else None)
+        finally:
+            self._wholes.settle()
         self._flags["gradient_changed"] = self._steps.finish_update()
 
     @torch.no_grad()

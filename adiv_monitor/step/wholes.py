@@ -2,11 +2,13 @@
 
 What a step does to a row takes all of the gradient and of the update. To put them together is a
 collective: a process that doesn't come would keep the others waiting for ever. So all agree first,
-through the store by which they met (`Exchange.agree`): either all come to it, or none. From then on
-nothing that may fail in one of them alone stands between their collectives.
+through the store by which they met (`Exchange.agree`): either all come to it, or none. What fails
+in one of them after that keeps it from no collective that was agreed on (`Wholes.settle`).
 """
 
+import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
@@ -45,6 +47,7 @@ class Wholes:
         self._before: dict[int, Tensor] = {}
         self.come = False
         self._wholes: dict[int, Tensor] = {}
+        self._owed: deque[nn.Parameter] = deque()  # of which wholes are to be made yet
         self._given: set[Layer] = set()
         self.entries: dict[int, Tensor] = {}
 
@@ -75,7 +78,18 @@ class Wholes:
         torch.empty(2 * largest.numel(), dtype=exact_type(largest), device=largest.device)
         reached = set(map(id, self._reached))
         which = [i for i, p in enumerate(self._sharded) if id(p) in reached]
-        return self._agree(f"{point} of {len(which)} {zlib.crc32(repr(which).encode()):08x}")
+        agreed = self._agree(f"{point} of {len(which)} {zlib.crc32(repr(which).encode()):08x}")
+        if agreed:
+            self._owed.extend(self._reached)
+        return agreed
+
+    def settle(self) -> None:
+        """Come to what all have agreed on, where something has failed here; with no numbers."""
+        while self._owed:
+            parameter = self._owed.popleft()
+            part = part_of(parameter)
+            whole_of_parts(torch.full_like(part, math.nan, dtype=exact_type(part)), parameter)
+        self._wholes.clear()
 
     def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
         """Layers with γ of their pieces, as the parameters come; those without one don't."""
@@ -104,8 +118,10 @@ class Wholes:
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter with the whole of what this process has a part of."""
         self._given = set()
-        for parameter in self._reached:
+        while self._owed:
+            parameter = self._owed[0]
             whole = whole_of_parts(exact(part(parameter)).contiguous(), parameter)
+            self._owed.popleft()
             self._wholes[id(parameter)] = whole
             yield parameter, whole
 

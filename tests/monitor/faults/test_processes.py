@@ -1,0 +1,191 @@
+"""A fault in one of two processes, in any function by which they tell each other what they know."""
+
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.injection import Boundary, Raising, Watched
+from faults.scenarios import dense_loss, mlp
+from faults.trial import REASON, Fault, changed
+from faults.world import surroundings
+from processes import meet
+from torch import Tensor, multiprocessing, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from adiv_monitor import Monitor
+from adiv_monitor.step import assembly
+from adiv_monitor.step.ranks import Exchange
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
+STEPS, WORLD = 3, 2
+FILES = (
+    *("step/assembly.py", "step/ranks.py", "step/together.py", "step/rows_together.py"),
+    *("step/attention_together.py", "step/wholes.py", "capture/weights/shards.py"),
+)
+# Where each is told apart: what the store raises when it is gone, and anything else.
+ERRORS: tuple[Callable[[], Exception], ...] = (
+    lambda: Fault(REASON),
+    lambda: RuntimeError(REASON),
+)
+
+
+def replicas(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def shards(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model[3])
+    fully_shard(model)
+    return model
+
+
+WAYS = {"replicas": replicas, "shards": shards}
+
+
+def train(way: str, fault: Any, *, monitored: bool) -> dict[str, Any]:
+    """All steps of one process, each measured."""
+    torch.manual_seed(0)
+    inner = mlp().double()
+    model = WAYS[way](inner)
+    torch.manual_seed(dist.get_rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    dense_loss(model).backward()  # what wrappers put on at their first step, they keep
+    optimizer.step()
+    before = surroundings(inner, optimizer)
+    monitor = Monitor(model, optimizer, every_n_steps=1)
+    found: dict[str, Any] = {"raised": ""}
+    begun = time.monotonic()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            with fault:
+                if monitored:
+                    monitor.attach()
+                for _ in range(STEPS):
+                    optimizer.zero_grad()
+                    dense_loss(model).backward()
+                    optimizer.step()
+                monitor.close()
+        except Exception as error:
+            found["raised"] = repr(error)
+    found["seconds"] = time.monotonic() - begun
+    found["weights"] = [whole(p) for p in model.parameters()]
+    found["left"] = sorted(changed(before, surroundings(inner, optimizer)))
+    found["reports"] = [
+        (r.step, sorted(r.layers), [*r.notes, *r.unsupported.values()]) for r in monitor.reports
+    ]
+    found["warned"] = [str(w.message) for w in warned if "adiv_monitor" in str(w.message)]
+    return found
+
+
+def whole(parameter: Tensor) -> Tensor:
+    own: Tensor = getattr(parameter, "_local_tensor", parameter)
+    return own.detach().clone()
+
+
+def work(rank: int, folder: str) -> None:
+    assembly._FAREWELL, assembly._SHORT = 0.2, 0.1
+    meet(rank, WORLD, folder)
+    torch.set_num_threads(1)
+    found: dict[Any, Any] = {}
+    for way in WAYS:
+        Exchange._attached.clear()
+        dist.barrier()
+        assembly.PATIENCE = 20.0  # all is new, which takes long
+        plain = train(way, Watched(), monitored=False)
+        own = Watched()
+        found[way] = plain, train(way, own, monitored=True)
+        boundaries = [b for b in own.boundaries if b.file in FILES]
+        assembly.PATIENCE = 0.4
+        several: list[Any] = [None] * WORLD
+        dist.all_gather_object(several, boundaries)
+        for victim in range(WORLD):
+            for number, boundary in enumerate(several[victim]):
+                Exchange._attached.clear()  # what a fault has kept from leaving
+                dist.barrier()
+                fault = Raising(ERRORS[number % len(ERRORS)](), boundary)
+                trial = train(way, fault if rank == victim else Watched(), monitored=True)
+                trial["came"] = rank != victim or fault.raised
+                same = zip(trial.pop("weights"), plain["weights"], strict=True)
+                trial["same"] = all(torch.equal(a, b) for a, b in same)
+                found[way, victim, boundary] = trial
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("processes")
+    multiprocessing.spawn(work, (str(folder),), nprocs=WORLD)
+    return [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(WORLD)]
+
+
+def trials(
+    found: list[dict[Any, Any]], way: str, victim: int, rank: int
+) -> dict[Boundary, dict[str, Any]]:
+    """What one process saw of the faults in one of them that came to be."""
+    keys = [key for key in found[0] if len(key) == 3 and key[:2] == (way, victim)]
+    return {key[2]: found[rank][key] for key in keys if found[victim][key]["came"]}
+
+
+every = [
+    pytest.mark.parametrize("rank", range(WORLD)),
+    pytest.mark.parametrize("victim", range(WORLD)),
+    pytest.mark.parametrize("way", WAYS),
+]
+
+
+def each(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in every:
+        test = mark(test)
+    return test
+
+
+@each
+def test_the_training_is_the_unmonitored_one(
+    way: str, victim: int, rank: int, found: list[dict[Any, Any]]
+) -> None:
+    for boundary, trial in trials(found, way, victim, rank).items():
+        assert trial["same"], boundary
+        assert trial["raised"] == "", boundary
+        assert trial["left"] == [], boundary
+        assert trial["seconds"] < 20, boundary
+
+
+@each
+def test_what_is_lost_is_said_once(
+    way: str, victim: int, rank: int, found: list[dict[Any, Any]]
+) -> None:
+    for boundary, trial in trials(found, way, victim, rank).items():
+        steps = [step for step, _, _ in trial["reports"]]
+        if rank != victim:
+            assert steps == list(range(STEPS)), f"a report is missing in the other one: {boundary}"
+            assert trial["warned"] == [], boundary
+            continue
+        assert len(trial["warned"]) <= 1, boundary
+        told = [n for *_, notes in trial["reports"] for n in notes]
+        if steps != list(range(STEPS)):
+            assert REASON in "".join(trial["warned"]), boundary
+        assert sum(REASON in note for note in told) <= 1, boundary
+        for _, layers, notes in trial["reports"]:
+            assert layers == ["0", "2", "3"] or notes, boundary
+
+
+def test_there_are_hundreds_of_functions_to_fail(found: list[dict[Any, Any]]) -> None:
+    came = sum(len(trials(found, way, victim, victim)) for way in WAYS for victim in range(WORLD))
+    assert came > 150
+    for rank in range(WORLD):
+        for way in WAYS:
+            plain, monitored = found[rank][way]
+            assert all(map(torch.equal, plain["weights"], monitored["weights"]))
+            assert [(step, layers) for step, layers, _ in monitored["reports"]] == [
+                (step, ["0", "2", "3"]) for step in range(STEPS)
+            ]
