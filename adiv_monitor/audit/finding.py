@@ -43,6 +43,9 @@ class Trial:
             none was. What a rate would mend is no merit of another mend.
         error: standard error of `loss_without - loss`, over the same steps; NaN where one of the
             runs diverged.
+        loss_error: of `loss` alone.
+        error_by_rate: of `loss_by_rate - loss`, as of runs that share no batches, so that it is
+            rather too large.
         rate: factor on the learning rate that the mend was the best with, of those it was tried
             with; 1: as it is.
         runs: with how many learning rates it was tried.
@@ -58,6 +61,8 @@ class Trial:
     rate: float = 1.0
     runs: int = 1
     falls: bool = False
+    loss_error: float = math.nan
+    error_by_rate: float = math.nan
 
     def __str__(self) -> str:
         without = "" if math.isinf(self.loss_without) else f" instead of {self.loss_without:.3g}"
@@ -88,11 +93,14 @@ class Trial:
         """Whether the loss is also lower than with another learning rate alone.
 
         By 2 %, and by more than two standard errors: those of `loss_without - loss`, over the same
-        steps, stand for those of this difference.
+        steps, stand for those of this difference, unless the run as it is was so wild that they are
+        larger than `error_by_rate`.
         """
         if self.loss_by_rate is None or not math.isfinite(self.loss_by_rate):
             return math.isfinite(self.loss)
         error = 0.0 if math.isnan(self.error) else self.error
+        if self.error_by_rate < error:
+            error = self.error_by_rate
         return self.loss_by_rate - self.loss > max(2 * error, 0.02 * abs(self.loss_by_rate))
 
 
@@ -105,12 +113,14 @@ class Advice:
         mend: name of the mend that a short run can try (see `trials.mends`); None: none can.
         trial: what that gave; None: not tried.
         untried: why the mend was not tried; "" if it was, or if there is none.
+        everywhere: the mend is for all layers, wherever what is wrong shows.
     """
 
     text: str
     mend: str | None = None
     trial: Trial | None = None
     untried: str = ""
+    everywhere: bool = False
 
     def __str__(self) -> str:
         if self.trial is None:

@@ -108,12 +108,13 @@ def vanishing(record: Record) -> Iterator[Finding]:
             "act" if suffers(record) else "watch",
             _evidence(norms, first, max(ratios), VANISHED),
             (
-                Advice("layer normalisation in front of the layers", "layer-norm"),
-                Advice("initialise the weights anew, by their fan-in", "reinitialise"),
+                _everywhere("layer normalisation in front of all layers", "layer-norm"),
+                _everywhere("batch normalisation in front of all layers", "batch-norm"),
+                _everywhere("initialise all weights anew, by their fan-in", "reinitialise"),
                 Advice("ReLU-like activation functions in place of sigmoids, or residual paths"),
             ),
             f"The gradient that reaches {first} is {max(ratios):.1g} of that of {last}: the first "
-            "layers hardly hear of the loss.",
+            "layers hardly hear of the loss. It is lost in the layers between.",
             "A higher learning rate for all moves the last layers too far before the first move.",
             record.reports[0].step,
         )
@@ -131,14 +132,19 @@ def exploding(record: Record) -> Iterator[Finding]:
             "act" if suffers(record) else "watch",
             _evidence(norms, first, min(ratios), EXPLODED),
             (
-                Advice("initialise the weights anew, by their fan-in", "reinitialise"),
-                Advice("layer normalisation in front of the layers", "layer-norm"),
+                _everywhere("initialise all weights anew, by their fan-in", "reinitialise"),
+                _everywhere("layer normalisation in front of all layers", "layer-norm"),
                 Advice(f"clip the gradient's norm at {clip_norm(record):.2g}", "clip"),
             ),
             f"The gradient that reaches {first} is {min(ratios):.0f} times that of {last}.",
             "Clipping alone keeps the layers as unlike as they are.",
             record.reports[0].step,
         )
+
+
+def _everywhere(text: str, mend: str) -> Advice:
+    """What a gradient loses or gains, it does on its way: not in the layers that it reaches."""
+    return Advice(text, mend, everywhere=True)
 
 
 def gradient_ratios(record: Record) -> list[float]:

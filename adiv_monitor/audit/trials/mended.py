@@ -33,9 +33,9 @@ class Bench:
     may_run: Callable[[], bool]
 
     @property
-    def by_rate(self) -> float | None:
-        """The lowest loss of the learning rates that were tried."""
-        return min((trial.loss for trial in self.record.rates.values()), default=None)
+    def by_rate(self) -> Trial | None:
+        """Of the learning rates that were tried, the one of the lowest loss."""
+        return min(self.record.rates.values(), key=lambda trial: trial.loss, default=None)
 
     def trial(self, mend: Mend, layers: Sequence[str]) -> Trial:
         """Train forks with the mend.

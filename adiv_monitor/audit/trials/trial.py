@@ -65,26 +65,37 @@ def error_of_difference(without: Sequence[float], losses: Sequence[float], steps
     return float(np.std(differences, ddof=1) / math.sqrt(n))
 
 
+def error_of_mean(losses: Sequence[float], steps: int) -> float:
+    """Standard error of the mean over the last quarter of the steps: std/√n; NaN as above."""
+    n = _quarter(steps)
+    if not math.isfinite(at_the_end(losses, steps)) or n < 2:
+        return math.nan
+    return float(np.std(losses[-n:], ddof=1) / math.sqrt(n))
+
+
 def compared(
     mend: str,
     losses: Sequence[float],
     without: Sequence[float],
     steps: int,
     *,
-    by_rate: float | None = None,
+    by_rate: Trial | None = None,
     rate: float = 1.0,
     runs: int = 1,
 ) -> Trial:
-    """What a mend's run gave, beside the run as it is."""
+    """What a mend's run gave, beside the run as it is, and that at another learning rate."""
+    error = error_of_mean(losses, steps)
     return Trial(
         mend=mend,
         steps=steps,
         loss=at_the_end(losses, steps),
         loss_without=at_the_end(without, steps),
-        loss_by_rate=by_rate,
+        loss_by_rate=None if by_rate is None else by_rate.loss,
         error=error_of_difference(without, losses, steps),
         rate=rate,
         runs=runs,
+        loss_error=error,
+        error_by_rate=math.nan if by_rate is None else math.hypot(error, by_rate.loss_error),
     )
 
 

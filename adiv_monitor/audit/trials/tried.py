@@ -19,7 +19,8 @@ PLAIN = WIRING | {"non-finite", "cannot-overfit"}
 _LOWER = frozenset(rate_name(factor) for factor in (0.01, 0.1, 0.3))
 _AS_GOOD = 0.1  # losses that differ by less than this share of them
 
-_NO_TIME = "no time was left"
+NO_TIME = "no time was left"
+NOT_AMONG_THE_FIRST = f"of each finding only {FIRST} mends are"
 
 Outcome = Trial | str  # or why there is none
 Place = tuple[int, int]  # finding, advice
@@ -57,12 +58,12 @@ def tried(
     )
     outcomes = _known(findings, record)
     places = list(_places(findings, outcomes))
-    outcomes |= dict.fromkeys(places, _NO_TIME)
+    outcomes |= dict.fromkeys(places, NO_TIME)
     if shorter is not None and places:
         try:
             _try(findings, places, outcomes, _bench(shorter, record, seconds), progress)
         except KeyboardInterrupt:
-            left = {place for place in places if outcomes[place] == _NO_TIME}
+            left = {place for place in places if outcomes[place] == NO_TIME}
             outcomes |= dict.fromkeys(left, "interrupted")
     plain = [i for i, f in enumerate(findings) if f.strength == "act" and f.name in PLAIN]
     certain = max(plain, default=-1)
@@ -77,7 +78,7 @@ def _known(findings: Sequence[Finding], record: Record) -> dict[Place, Outcome]:
     """What is known before any mend is tried: the trials of learning rates."""
     rates = {trial.mend: trial for trial in record.rates.values()}
     return {
-        (i, j): rates.get(advice.mend, f"of each finding only {FIRST} mends are")
+        (i, j): rates.get(advice.mend, NOT_AMONG_THE_FIRST)
         for i, finding in enumerate(findings)
         for j, advice in enumerate(finding.advice)
         if advice.mend is not None and finding.strength != "note"
@@ -107,9 +108,11 @@ def _try(
 ) -> None:
     known: dict[object, Outcome] = {}
     for done, (i, j) in enumerate(places):
-        mend = findings[i].advice[j].mend
+        advice = findings[i].advice[j]
+        mend = advice.mend
         assert mend is not None
-        layers = () if mend.startswith("rate*") else findings[i].layers
+        is_for_all = advice.everywhere or mend.startswith("rate*")
+        layers = () if is_for_all else findings[i].layers
         if (mend, layers) not in known and bench.may_run():
             known[mend, layers] = _outcome(bench, mend, layers)
         outcomes[i, j] = known.get((mend, layers), outcomes[i, j])

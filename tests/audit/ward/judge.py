@@ -22,7 +22,7 @@ from audit.ward.course import at_the_end, losses_of
 from audit.ward.run import LONGER, STEPS, Case, Healthy, Run
 
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.finding import Finding, Trial
+from adiv_monitor.audit.finding import Advice, Finding, Trial
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Setup
@@ -31,6 +31,7 @@ from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
 from adiv_monitor.audit.trials.mends.rates import rate_name, scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import compared, plain_losses
+from adiv_monitor.audit.trials.tried import NO_TIME, NOT_AMONG_THE_FIRST
 
 ANOTHER = 1000  # added to a seed: other weights, other data
 SEARCHED = 5  # random search is as dear as an audit: it is done for every fifth seed
@@ -107,12 +108,23 @@ def audited(run: Run, seed: int) -> AuditReport:
 
 
 def advised(finding: Finding) -> Change | None:
-    """The finding's first advice that can be tried, as the audit tries it."""
+    """The finding's first advice that can be tried, as the audit tries it.
+
+    Not what the audit has tried itself, and said that it does not pay, or could not try: what is
+    advised is then in words.
+    """
     for advice in finding.advice:
-        if advice.mend in MENDS:
-            layers = () if advice.mend.startswith("rate*") else finding.layers
+        if advice.mend in MENDS and _is_advised(advice):
+            is_for_all = advice.everywhere or advice.mend.startswith("rate*")
+            layers = () if is_for_all else finding.layers
             return Change(advice.mend, layers, 1.0 if advice.trial is None else advice.trial.rate)
     return None
+
+
+def _is_advised(advice: Advice) -> bool:
+    if advice.trial is not None:
+        return advice.trial.pays
+    return advice.untried in ("", NO_TIME, NOT_AMONG_THE_FIRST)
 
 
 def _best_rate(record: Record) -> Change | None:

@@ -26,7 +26,8 @@ two standard errors and by 2 % of itself.
 
 - **advice**: the first of the first finding that a run can try, at the learning rate that its
   trial found best. Where the first finding's advice is in words only ("hand the parameters to the
-  optimizer" where no mend can), nothing is tried, and that is counted apart.
+  optimizer" where no mend can; or of all that a run can try, the audit's own short runs say that it
+  does not pay), nothing is tried, and that is counted apart.
 - **random change**: a mend drawn from all that apply, to all layers, at the learning rate that a
   trial of the same length found best.
 - **random search**: random changes, tried until as many short runs are spent as the audit spent on
