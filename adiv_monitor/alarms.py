@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from adiv_monitor.report import (
     ALIGNMENT_MEASURES,
@@ -96,6 +97,12 @@ class Alarms:
         if isinstance(rules, str) or not isinstance(rules, Sequence):
             raise TypeError(f"Monitor(alarms=…): got {rules!r}, expected a list of rules")
         self._rules = [rule if callable(rule) else _parsed(rule) for rule in rules]
+        self._idle = [rule for rule in self._rules if isinstance(rule, Rule)]
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Rules that have found nothing to compare in any report so far."""
+        return tuple(rule.text for rule in self._idle)
 
     def of(
         self, report: StepReport, fail: Callable[[str, Exception], None] | None = None
@@ -107,6 +114,7 @@ class Alarms:
             fail: called with the name of a rule and the exception that it met; None: it is raised.
         """
         found: list[Alarm] = []
+        self._idle = [rule for rule in self._idle if not any(_compared(rule, report))]
         for rule in self._rules:
             try:
                 found += _raised(rule, report)
@@ -120,7 +128,11 @@ class Alarms:
 def _name(rule: Rule | Condition) -> str:
     if isinstance(rule, Rule):
         return rule.text
-    return str(getattr(rule, "__qualname__", type(rule).__qualname__))
+    name = str(getattr(rule, "__qualname__", type(rule).__qualname__))
+    code = getattr(rule, "__code__", None)
+    if code is None or "<lambda>" not in name:
+        return name
+    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"  # all have one name
 
 
 def _parsed(text: object) -> Rule:
@@ -146,10 +158,14 @@ def _raised(rule: Rule | Condition, report: StepReport) -> Iterator[Alarm]:
         name = _name(rule)
         yield from (Alarm(name, path) for path, r in report.layers.items() if rule(path, r))
         return
-    for path, reading in report.readings(rule.measure).items():
-        value = getattr(reading, rule.measure)
-        if value is None or not fnmatchcase(path, rule.layers):
-            continue
-        error = getattr(reading, "standard_error", {}).get(rule.measure, 0.0)
+    for path, value, error in _compared(rule, report):
         if rule.holds(value, error):
             yield Alarm(rule.text, path, value, error)
+
+
+def _compared(rule: Rule, report: StepReport) -> Iterator[tuple[str, float, float]]:
+    """What the rule looks at: layer, value and standard error."""
+    for path, reading in report.readings(rule.measure).items():
+        value = getattr(reading, rule.measure)
+        if value is not None and fnmatchcase(path, rule.layers):
+            yield path, value, reading.standard_error.get(rule.measure, 0.0)

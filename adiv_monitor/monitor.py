@@ -320,6 +320,13 @@ class Monitor:
 
         alarms = self._failures.safely(self._alarms.of, report, fail) or ()
         report = replace(report, alarms=alarms, notes=(*report.notes, *failures))
+        is_whole = report.turn is None or report.turn.last == report.turn.of
+        for rule in self._alarms.idle if writes and is_whole and report.layers else ():
+            self._failures.warn(
+                f"idle {rule}",
+                f"adiv_monitor: the alarm {rule!r} has found nothing to compare up to step "
+                f"{report.step}: no layer with a reading has that name, or none that measure",
+            )
         for alarm in alarms if writes else ():
             self._failures.warn(
                 f"{alarm.rule} {alarm.layer}", f"adiv_monitor: step {report.step}: {alarm}"

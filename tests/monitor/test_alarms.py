@@ -122,3 +122,30 @@ def test_alarms_come_back_from_a_record() -> None:
     alarms = (Alarm("a rule", "a", float("inf"), 0.1), Alarm("a function", ""))
     made = StepReport(0, {}, {}, 1.0, alarms=alarms)
     assert StepReport.from_dict(made.to_dict()) == made
+
+
+def test_a_rule_that_finds_nothing_to_compare_is_said_once() -> None:
+    """A name that no layer has, or a measure that nobody asked for."""
+    for options in ({}, {"layers_per_step": 1}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rules = ["decoder.*: scale_cv > 1e9", "attainable_cosine < -2", "1: scale_cv > 1e9"]
+            monitor = trained(rules, **options)
+        said = [str(warning.message) for warning in caught]
+        step = 0 if not options else 1  # after a round
+        assert [text.partition(" up to")[0] for text in said] == [
+            "adiv_monitor: the alarm 'decoder.*: scale_cv > 1e9' has found nothing to compare",
+            "adiv_monitor: the alarm 'attainable_cosine < -2' has found nothing to compare",
+        ]
+        assert all(f"up to step {step}: " in text for text in said)
+        assert not any(made.alarms for made in monitor.reports)
+
+
+def test_functions_without_a_name_are_told_apart_by_where_they_stand() -> None:
+    made = report(a=0.1)
+    low, high = lambda path, reading: True, lambda path, reading: True
+    other = lambda path, reading: True  # noqa: E731
+    names = [alarm.rule for alarm in Alarms([low, high, other]).of(made)]
+    assert names[0].startswith("test_functions_without_a_name_are_told_apart")
+    assert names[0].endswith(f"(test_alarms.py:{low.__code__.co_firstlineno})")
+    assert names[2] != names[0]
