@@ -50,8 +50,9 @@ def check_arguments(
     _check_model(model)
     _check_optimizer(optimizer)
     _check_numbers(every_n_steps, max_overhead, layers_per_step, max_rows, keep)
-    _check_realised(realised, optimizer, layers_per_step)
+    _check_realised(realised, optimizer)
     _check_alignment(alignment)
+    _check_turns(layers_per_step, realised, alignment)
     _check_layers(layers)
     if on_error not in ("warn", "raise"):
         raise ValueError(f"Monitor(on_error=…): got {on_error!r}, expected 'warn' or 'raise'")
@@ -103,7 +104,7 @@ def _check_numbers(
         )
 
 
-def _check_realised(realised: object, optimizer: object, layers_per_step: int | None) -> None:
+def _check_realised(realised: object, optimizer: object) -> None:
     if not isinstance(realised, bool) and not callable(realised):
         raise TypeError(
             f"Monitor(realised=…): got {type(realised).__name__}, expected True, False, the module "
@@ -114,12 +115,16 @@ def _check_realised(realised: object, optimizer: object, layers_per_step: int | 
             "Monitor(realised=…): got it with optimizer=None, expected the optimizer whose steps "
             "are to be followed"
         )
-    if realised is not False and layers_per_step is not None:
-        raise ValueError(
-            f"Monitor(realised=…): got it with layers_per_step={layers_per_step}, expected one of "
-            "the two: what a step really did takes a copy of all parameters, which layers in turn "
-            "are there to avoid"
-        )
+
+
+def _check_turns(layers_per_step: int | None, realised: object, alignment: object) -> None:
+    for name, given in (("realised", realised), ("alignment", alignment)):
+        if layers_per_step is not None and given not in (False, None):
+            raise ValueError(
+                f"Monitor({name}=…): got it with layers_per_step={layers_per_step}, expected one "
+                "of the two: it takes a copy of all parameters, which layers in turn are there to "
+                "avoid"
+            )
 
 
 def _check_alignment(alignment: object) -> None:

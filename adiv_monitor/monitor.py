@@ -63,7 +63,8 @@ class Monitor:
         layers_per_step: measure the layers of so many modules in one step, in turn, for models of
             which no second copy fits beside the first: parameters of other layers are not copied.
             Each report is of those layers (`StepReport.turn`); the forward pass is watched as a
-            whole. Not with `realised`, which copies all parameters. None: all layers, always.
+            whole. Not with `realised` and `alignment`, which copy all parameters. None: all layers,
+            always.
         max_rows: rows to look at per layer and step, of all processes, chosen at random; None: all.
         attainable: measure the ceiling `attainable_cosine` too, which looks at all rows.
         attention: measure what the step does to attention scores too (`StepReport.attention`), on

@@ -398,7 +398,7 @@ class MeasureSummary:
         return self.max_layers[0] if len(self.max_layers) == 1 else None
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Turn:
     """Whose turn it is, where the layers are measured in turn.
 
@@ -406,12 +406,14 @@ class Turn:
         first: number of the first module with parameters of its own that is measured in this step,
             from 1.
         last: of the last one.
-        of: how many there are.
+        of: how many there are; modules that share a parameter count as one.
+        elements: of their trained parameters.
     """
 
     first: int
     last: int
     of: int
+    elements: int = 0
 
     def __str__(self) -> str:
         return f"modules {self.first:,} to {self.last:,} of {self.of:,}"
@@ -427,7 +429,8 @@ class StepReport:
         unsupported: module path → why this module, which has parameters, was not measured; the
             parameter's path where it is one parameter of a module.
         coverage: share of the elements of all parameters that the optimizer trains (without one: of
-            all that are trainable) that lie in measured layers, 0 to 1; of those whose turn it is.
+            all that are trainable) that lie in measured layers, 0 to 1. In turns, of those whose
+            turn it is: what can't be measured at all has none.
         notes: what else a reader must know to trust the numbers, one sentence each.
         unmeasured: the parameters that are trained and were asked for but lie in no measured layer,
             with the number of their elements.

@@ -44,8 +44,7 @@ class Trial:
         error: standard error of `loss_without - loss`, over the same steps; NaN where one of the
             runs diverged.
         loss_error: of `loss` alone.
-        error_by_rate: of `loss_by_rate - loss`, as of runs that share no batches, so that it is
-            rather too large.
+        error_by_rate: of `loss_by_rate - loss`, as of runs that share no batches.
         rate: factor on the learning rate that the mend was the best with, of those it was tried
             with; 1: as it is.
         runs: with how many learning rates it was tried.
@@ -94,7 +93,7 @@ class Trial:
 
         By 2 %, and by more than two standard errors: those of `loss_without - loss`, over the same
         steps, stand for those of this difference, unless the run as it is was so wild that they are
-        larger than `error_by_rate`.
+        larger than `error_by_rate`. Where it diverged, the 2 % alone decide.
         """
         if self.loss_by_rate is None or not math.isfinite(self.loss_by_rate):
             return math.isfinite(self.loss)

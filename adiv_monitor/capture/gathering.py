@@ -28,7 +28,7 @@ from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
-from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.layers import Layers, Passing
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
@@ -124,7 +124,10 @@ class Gathering:
     ) -> Call | None:
         """Gather rows of a use, and put a hook on its output."""
         layer = self._layers.of(use, path)
-        if layer is None or layer.path not in self._layers.rows:
+        if layer is None:
+            return None
+        if layer.path not in self._layers.rows:
+            self._layers.pass_by(layer, self._forwards.forward.number)
             return None
         z = use.layout(output)
         rows_of_layer = self._layers.rows[layer.path]
@@ -151,8 +154,12 @@ class Gathering:
         for use in uses_of(made):
             used += [tensor for tensor in (use.weight, use.bias) if tensor is not None]
             layer = self._layers.of(use)
-            if layer is not None and layer.path in self._layers.rows:
+            if layer is None:
+                continue
+            if layer.path in self._layers.rows:
                 calls[use.part] = self._new_call(layer, (made.rows,), made.input.device)
+            else:
+                self._layers.pass_by(layer, self._forwards.forward.number)
         if not calls:
             return used
         late = LateRows(made, Returned.of(made, outputs), rng_state, calls, self._on_replay)
@@ -181,6 +188,8 @@ class Gathering:
             self._leftovers.refuse(left, str(refusal))
             return
         layer = self._layers.of_whole(module, [module.get_parameter(name) for name in names])
+        if layer is not None and self._layers.waits(layer):
+            self._layers.replace(others, layer.path)
         if layer is None or layer.path not in self._layers.rows:
             return
         rows_of_layer = self._layers.rows[layer.path]
@@ -204,7 +213,7 @@ class Gathering:
 
     def _others(
         self, module: nn.Module, parameters: list[nn.Parameter]
-    ) -> tuple[list[Call], list[str]]:
+    ) -> tuple[list[Call | Passing], list[str]]:
         """The calls that a module's reading replaces, and the names of all that it reads.
 
         When the module runs again, a parameter moves wherever it is used there: what rules say of
@@ -214,7 +223,7 @@ class Gathering:
             Refused: one of these calls uses what the module does not hold.
         """
         inside = self._layers.calls_since(self._forwards.forward.number)
-        moving, others = set(parameters), list[Call]()
+        moving, others = set(parameters), list[Call | Passing]()
         while found := [c for c in inside if not moving.isdisjoint(c.layer.parameters)]:
             inside = [call for call in inside if call not in found]
             others += found

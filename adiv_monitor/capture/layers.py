@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,19 @@ from adiv_monitor.capture.weights.pieces import Piece, Source, Together, overlap
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Use, shape_alike
+
+
+@dataclass(frozen=True, eq=False)
+class Passing:
+    """A call of a layer whose turn it is not, of which nothing is looked at.
+
+    Attributes:
+        layer: the layer.
+        forward: the number of the module's forward in which it was made.
+    """
+
+    layer: Layer
+    forward: int
 
 
 class Layers:
@@ -72,6 +86,7 @@ class Layers:
         self._attention = attention
         self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
+        self._passing: list[Passing] = []
         self._led: dict[int, list[str]] = defaultdict(list)  # by its id, paths of layers
         self._verdict = (-1, False)
         self._verdict_of_shards = (-1, False)
@@ -161,19 +176,27 @@ class Layers:
         call.forward = forward
         return call
 
-    def calls_since(self, forward: int) -> list[Call]:
-        """Those made in a forward of this number, and in the later ones."""
-        return [
-            call for rows in self.rows.values() for call in rows.calls if call.forward >= forward
-        ]
+    def pass_by(self, layer: Layer, forward: int) -> None:
+        """A call of a layer that is not watched, in a forward of this number."""
+        if not self._is_due(layer):
+            self._passing.append(Passing(layer, forward))
 
-    def replace(self, calls: list[Call], path: str) -> None:
+    def waits(self, layer: Layer) -> bool:
+        """Whether a layer is not watched because it is not its turn."""
+        return not self._is_due(layer)
+
+    def calls_since(self, forward: int) -> list[Call | Passing]:
+        """Those made in a forward of this number, and in the later ones."""
+        calls: list[Call | Passing] = [call for rows in self.rows.values() for call in rows.calls]
+        return [call for call in calls + self._passing if call.forward >= forward]
+
+    def replace(self, calls: Sequence[Call | Passing], path: str) -> None:
         """Another layer's reading stands for these calls."""
         for replaced in self.withdraw(calls):
             later = {p: path for p, by in self.replacements.items() if by == replaced}
             self.replacements |= {**later, replaced: path}
 
-    def withdraw(self, calls: list[Call]) -> list[str]:
+    def withdraw(self, calls: Sequence[Call | Passing]) -> list[str]:
         """These calls are no uses after all; the paths of their layers."""
         paths = list(dict.fromkeys(call.layer.path for call in calls))
         for path in paths:
@@ -184,6 +207,10 @@ class Layers:
                     self.forget(path)
                     if self._calls is not None:
                         self._calls.forget(path)
+            elif path in self.found:
+                self._passing = [call for call in self._passing if call not in calls]
+                if not any(call.layer.path == path for call in self._passing):
+                    self.forget(path)
         return paths
 
     def forget(self, path: str) -> None:

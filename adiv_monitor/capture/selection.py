@@ -172,10 +172,23 @@ class Selection:
 
     @cached_property
     def _trained_now(self) -> list[Tensor]:
-        """Those whose turn it is, and those that never have one."""
+        """Those whose turn it is."""
+        return [p for p in self.trained if self.due is None or id(p) in self.due]
+
+    def accountable(self, layers: Iterable[Layer]) -> "Selection":
+        """With those due that the report is to account for.
+
+        Where several parameters make one layer, all of them have the turn of the first.
+
+        Args:
+            layers: all that were seen.
+        """
         if self.due is None:
-            return self.trained
-        return [p for p in self.trained if id(p) in self.due or id(p) not in self.places]
+            return self
+        ids = {True: set[int](), False: set[int]()}
+        for layer in layers:
+            ids[self.is_due(layer)].update(map(id, layer.parameters))
+        return replace(self, due=(set(self.due) - ids[False]) | ids[True])
 
     def unmeasured(self, measured: Iterable[Layer]) -> dict[str, int]:
         """Elements of the trained parameters that were asked for and lie in no measured layer."""

@@ -119,23 +119,29 @@ class Running:
 
 def _goes_on(report: StepReport, later: StepReport) -> bool:
     """Whether a later report is of the same round."""
-    return report.turn is not None and later.turn is not None and report.turn < later.turn
+    earlier, turn = report.turn, later.turn
+    if earlier is None or turn is None:
+        return False
+    return turn.of == earlier.of and turn.first == earlier.last + 1
 
 
 def _together(report: StepReport, later: StepReport) -> StepReport:
     """One report of two turns of a round: each layer at its own step."""
-    assert report.turn is not None
-    assert later.turn is not None
+    earlier, turn = report.turn, later.turn
+    assert earlier is not None
+    assert turn is not None
+    elements = earlier.elements + turn.elements
+    covered = earlier.elements * report.coverage + turn.elements * later.coverage
     return replace(
         later,
         layers={**report.layers, **later.layers},
         unsupported={**report.unsupported, **later.unsupported},
-        coverage=min(report.coverage, later.coverage),
+        coverage=covered / elements if elements else 0.0,
         notes=tuple(dict.fromkeys(report.notes + later.notes)),
         unmeasured={**report.unmeasured, **later.unmeasured},
         attention={**report.attention, **later.attention},
         alarms=report.alarms + later.alarms,
-        turn=replace(later.turn, first=report.turn.first),
+        turn=replace(turn, first=earlier.first, elements=elements),
     )
 
 

@@ -108,7 +108,9 @@ class TensorBoardSink:
         # which takes ten times as long.
         self._file_writer().add_summary(Summary(value=values), report.step)
         due = self._board.add(report)
-        self._write_texts(self._board.last)
+        turn = self._board.last.turn
+        if turn is None or turn.last == turn.of:
+            self._write_texts(self._board.last)
         self._written += 1
         self._last = report
         if due:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -342,12 +342,12 @@ class Course:
 
     def _describe(self, part: Part, pending: "_Pending") -> None:
         """Which parameters it is of, and why there is nothing of others."""
-        selection, seen = pending.selection, pending.capture.layers
+        seen = pending.capture.layers
+        selection = pending.selection.accountable(seen.values())
         measured = [layer for path, layer in seen.items() if path in part.layers]
-        # Where several parameters are one layer, the others of them may be due in another step.
-        measured += [layer for layer in seen.values() if not selection.is_due(layer)]
         known = dict(part.unsupported)
-        known |= {p: r for p, r in self._failures.switched_off.items() if p in seen}
+        due = {path for path, layer in seen.items() if pending.selection.is_due(layer)}
+        known |= {p: r for p, r in self._failures.switched_off.items() if p in due}
         told = [*measured, *(layer for path, layer in seen.items() if path in known)]
         why = partial(self._why, pending=pending)
         unexplained = selection.unexplained(told, known, why)
@@ -380,7 +380,7 @@ class Course:
             unmeasured=part.unmeasured,
             attention=outcome.attention,
             alignment=part.alignment,
-            turn=part.turn,
+            turn=None if part.turn is None else replace(part.turn, elements=part.elements),
         )
 
 

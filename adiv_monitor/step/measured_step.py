@@ -117,8 +117,8 @@ class MeasuredStep:
             new=not self._watch.knows({layer.path for layer in reached}),
         )
         factors = self._factors(list(reached), scale)
+        # Not those of the layers that were reached, of which each process has its own.
         wanted = {id(p) for p in self._selection.due_parameters}
-        wanted.update(id(p) for layer in reached for p in layer.parameters)
 
         def begin(layer: Layer, parts: Parts) -> None:
             self._begin(layer, reached[layer], factors.get(layer.path), scale, parts)

@@ -132,7 +132,7 @@ class Part:
         notes: what else a reader must know.
         unmeasured: as in `StepReport`.
         interval: as in `StepReport`.
-        elements: of all parameters that are trained.
+        elements: of all parameters that are trained, those whose turn it is.
         coverage: as in `StepReport`.
         loss_change: how the loss really changed, if that was measured.
         loss_changes: of every sample.
@@ -140,7 +140,7 @@ class Part:
         attention: by path, their numbers.
         no_attention: path → why there are none.
         alignment: as in `StepReport`; of all processes already.
-        turn: as in `StepReport`.
+        turn: as in `StepReport`, without the elements.
     """
 
     layers: dict[str, LayerPart]

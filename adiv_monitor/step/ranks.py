@@ -136,14 +136,19 @@ class Exchange:
         key, declined = (f"{self._key}/{meeting}/{step}/{name}" for name in (point, "declined"))
         is_last = store.add(f"{key}/came", 1) == self.world
         end = time.monotonic() + patience
-        with suppress(Exception):  # it has come: what fails now is to be heard by all, too
-            look = 0.0
+        look = 0.0
+        try:
             while not is_last and not store.check([key]) and time.monotonic() < end:
                 if time.monotonic() > look:
                     if len(self.present()) < self.world - 1 or store.check([declined]):
                         break
                     look = time.monotonic() + _LOOK
                 time.sleep(_PAUSE)
+        except Exception:  # it has come: what this means for all is said below
+            pass
+        except BaseException:
+            store.compare_set(key, "", "no")
+            raise
         agreed = store.compare_set(key, "", "yes" if is_last else "no") == b"yes"
         if agreed and self.rank == 0:
             for old in self._agreed:  # all have come here, so nobody looks there any more

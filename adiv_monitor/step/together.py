@@ -136,7 +136,9 @@ def _kept(layer: LayerPart, bound: float) -> LayerPart:
 
 
 def _trains_with(first: Part, other: Part) -> bool:
-    """Whether two processes hand the same gradients to their optimizers."""
+    """Whether two processes hand the same gradients to their optimizers, of the same layers."""
+    if first.turn != other.turn:
+        return False
     common = [
         path
         for path, layer in first.layers.items()

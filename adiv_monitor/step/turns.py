@@ -11,7 +11,7 @@ class Turns:
 
     The order is the model's, the same in all processes: what a forward pass happens to call has no
     say in it. Parameters that torch moved into modules of their own (`parametrize`) go with the
-    module that they were moved from.
+    module that they were moved from; modules that share a parameter count as one.
 
     Args:
         modules_per_step: how many modules' layers are measured in one step; None: all, always.
@@ -28,11 +28,23 @@ class Turns:
         """The selection with those parameters due whose turn is next."""
         if self._size is None:
             return selection, None
-        modules: dict[str, list[int]] = {}
-        for key, places in selection.places.items():
-            modules.setdefault(places[0].home[0], []).append(key)
-        held = list(modules.values())
+        held = _held_together(selection)
         first = self.taken % -(-len(held) // self._size) * self._size if held else 0
         due = held[first : first + self._size]
         keys = frozenset(key for parameters in due for key in parameters)
         return replace(selection, due=keys), Turn(first + bool(due), first + len(due), len(held))
+
+
+def _held_together(selection: Selection) -> list[list[int]]:
+    """Ids of the parameters of each module, in the model's order; of tied modules in one list."""
+    modules: dict[str, list[int]] = {}
+    for key, places in selection.places.items():
+        homes = dict.fromkeys(place.home[0] for place in places)
+        tied = {id(m): m for m in (modules.get(home) for home in homes) if m is not None}
+        first, *others = tied.values() if tied else ([],)
+        for other in others:
+            first += other
+        first.append(key)
+        moved = [home for home, held in modules.items() if id(held) in tied]
+        modules |= dict.fromkeys((*moved, *homes), first)
+    return list({id(held): held for held in modules.values()}.values())

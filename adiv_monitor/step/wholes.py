@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.updates import ParameterSteps, some
 from adiv_monitor.capture.weights.pieces import Parts, gradient
-from adiv_monitor.capture.weights.shards import is_shard, part_of, whole_of_parts
+from adiv_monitor.capture.weights.shards import is_shard, part_of, sharded_as
 from adiv_monitor.features.rows import exact, exact_type
 
 # Whether all processes have come to the same point, of this name.
@@ -63,6 +63,7 @@ class Wholes:
         known = [p for p in self._reached if updates and steps.before(p) is None]
         self._before = {id(p): part_of(p).clone() for p in known}
         self.entries.clear()
+        self._owed.clear()
         self.come = self._all_come("gradient")
         return self.come
 
@@ -88,7 +89,8 @@ class Wholes:
         while self._owed:
             parameter = self._owed.popleft()
             part = part_of(parameter)
-            whole_of_parts(torch.full_like(part, math.nan, dtype=exact_type(part)), parameter)
+            nothing = torch.full_like(part, math.nan, dtype=exact_type(part))
+            sharded_as(nothing, parameter).full_tensor()
         self._wholes.clear()
 
     def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
@@ -120,8 +122,9 @@ class Wholes:
         self._given = set()
         while self._owed:
             parameter = self._owed[0]
-            whole = whole_of_parts(exact(part(parameter)).contiguous(), parameter)
-            self._owed.popleft()
+            sharded = sharded_as(exact(part(parameter)).contiguous(), parameter)
+            self._owed.popleft()  # right before: whatever is still owed was not begun
+            whole = sharded.full_tensor().detach()
             self._wholes[id(parameter)] = whole
             yield parameter, whole
 

@@ -36,6 +36,7 @@ from adiv_monitor.capture.weights.origin import Origin
 
 SMALL = {
     "resnet18": TASKS["resnet18"],
+    "resnet18-224": TASKS["resnet18-224"],
     "mobilenet": Task(
         "MobileNetV3-small, 16×3×64×64",
         lambda: vision.mobilenet_v3_small(num_classes=10),

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adiv_monitor import Monitor
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.step import assembly, times
+from adiv_monitor.step import assembly, ranks, times
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 
@@ -233,6 +233,18 @@ def monitors_that_come_and_go(rank: int) -> list[list[tuple[str, ...]]]:
     return [[report.notes for report in each.reports] for each in (first, second, third)]
 
 
+def turns_that_differ(rank: int) -> list[StepReport]:
+    """One of them goes on with the round of another run."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    monitor = Monitor(net, optimizer, every_n_steps=1, layers_per_step=1, on_error="raise")
+    monitor.load_state_dict({**monitor.state_dict(), "turns": rank})
+    with monitor:
+        for _ in range(2):
+            train(net, optimizer, x)
+    return list(monitor.reports)
+
+
 def monitor_that_falls_silent(rank: int) -> tuple[list[tuple[str, ...]], float]:
     """It has said that it is there, and hands in nothing more."""
     model, optimizer, x = small(rank)
@@ -324,6 +336,7 @@ TASKS = (
     evaluation_by_the_first_alone,
     monitor_that_leaves,
     monitors_that_come_and_go,
+    turns_that_differ,
     monitor_that_falls_silent,
     layer_that_fails_in_one,
     training_of_its_own,
@@ -430,3 +443,35 @@ def test_processes_that_train_on_their_own_speak_for_themselves(
 def test_processes_agree_on_the_interval_and_wait_for_none(found: dict[int, list[Found]]) -> None:
     for rank, own in enumerate(found[2]):
         assert own["within_a_bound"] == [expected[rank] for _, expected in MONITORED]
+
+
+def test_processes_whose_turns_differ_each_speak_for_themselves(
+    found: dict[int, list[Found]],
+) -> None:
+    for rank, own in enumerate(found[2]):
+        for step, report in enumerate(own["turns_that_differ"]):
+            assert report.turn is not None
+            assert report.turn.first == (step + rank) % 2 + 1
+            assert f"Rows of process {rank} alone: 2 processes train together." in report.notes
+            assert len(report.layers) == 1
+
+
+def test_who_is_interrupted_while_waiting_for_the_others_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the last to come would say yes, and wait for ever in a collective."""
+
+    def interrupt(exchange: object) -> list[int]:
+        raise KeyboardInterrupt
+
+    store = dist.HashStore()
+    monkeypatch.setattr(ranks, "_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    exchange = ranks.Exchange("anything")
+    monkeypatch.setattr(ranks.Exchange, "present", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        exchange.agree(3, "point", 1.0)
+    exchange.leave()
+    key = f"{exchange._key}/{exchange.meeting()}/3/point"
+    assert store.get(key) == b"no"

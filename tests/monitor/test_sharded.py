@@ -320,6 +320,41 @@ def without(rank: int, failing: int, *paths: str) -> list[StepReport]:
     return list(monitor.reports)
 
 
+class Tied(nn.Module):
+    """A layer of two modules' parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.between = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 5)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.out(torch.tanh(self.between(self.embed(tokens))))
+        return logits
+
+
+def layer_in_turn_that_is_off_in_one(rank: int) -> tuple[list[StepReport], float]:
+    """What is put together must not depend on what each of them measures."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = Tied()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer, every_n_steps=1, layers_per_step=1)
+    if rank == 1:
+        monitor._failures.switched_off["out"] = "it failed here"
+    begin = time.monotonic()
+    with monitor:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.arange(5)).square().sum().backward()
+            optimizer.step()
+    return list(monitor.reports), time.monotonic() - begin
+
+
 def corrected(rank: int | None) -> StepReport | None:
     """Layers that a rule of their class measures; the last one is sharded on its own."""
     from torch.distributed.fsdp import fully_shard
@@ -375,6 +410,7 @@ TASKS: tuple[Callable[[int], Any], ...] = (
     hooks_that_fail_in_one,
     layer_that_fails_in_one,
     all_layers_fail_in_one,
+    layer_in_turn_that_is_off_in_one,
     corrected,
     tensor_parallel,
 )
@@ -488,3 +524,14 @@ def test_tensor_parallel_layers_are_refused_by_name(found: dict[int, list[Found]
     assert report.unsupported.keys() == {"0", "2"}
     assert all("(tensor parallelism?)" in why for why in report.unsupported.values())
     assert report.layers.keys() == {"3"}
+
+
+def test_a_layer_in_turn_that_is_off_in_one_process_delays_none(
+    found: dict[int, list[Found]],
+) -> None:
+    for own in found[2]:
+        reports, seconds = own["layer_in_turn_that_is_off_in_one"]
+        assert seconds < assembly.PATIENCE / 2
+        assert [sorted(report.layers) for report in reports] == [
+            *(["embed", "out"], ["between"], ["embed", "out"], ["between"])
+        ]

@@ -13,9 +13,10 @@ from setups import mlp, one_step, same
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import ZOO, seed
+from zoo import ZOO, Specimen, Training, seed
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.alignment import Probe
 from adiv_monitor.report import Turn
 from adiv_monitor.sinks import HtmlSink, TableSink
 from adiv_monitor.sinks.running import Running
@@ -57,6 +58,11 @@ def first_steps(build: Callable[[], Any], turn: int, size: int | None) -> list[S
     return reports
 
 
+def training_of(specimen: Specimen) -> Training:
+    seed(7)
+    return specimen.build()
+
+
 @pytest.mark.parametrize("name", SPECIMENS)
 @pytest.mark.filterwarnings("ignore")  # of the libraries
 def test_the_turns_of_a_round_say_what_one_step_says_of_all(name: str) -> None:
@@ -83,7 +89,13 @@ def test_the_turns_of_a_round_say_what_one_step_says_of_all(name: str) -> None:
         assert unmeasured == whole.unmeasured
         unsupported = {n: why for report in turns for n, why in report.unsupported.items()}
         assert unsupported == whole.unsupported
-        assert min(report.coverage for report in turns) <= whole.coverage + 1e-12
+        if max(held) == held[i]:
+            elements = sum(report.turn.elements for report in turns)
+            missing = sum((1 - report.coverage) * report.turn.elements for report in turns)
+            assert missing == pytest.approx(sum(whole.unmeasured.values()), abs=1e-6)
+            named = dict(training_of(specimen).trained[i].model.named_parameters())
+            trained = {n: p.numel() for n, p in named.items() if p.requires_grad}
+            assert elements == sum(trained.values())
 
 
 class Several(nn.Module):
@@ -127,7 +139,7 @@ def test_a_round_goes_through_the_modules_in_the_models_order_and_begins_anew() 
     assert [list(report.layers) for report in reports] == [
         *(["first", "normed"], made, ["last"], ["first", "normed"], made)
     ]
-    turns = [Turn(1, 2, 5), Turn(3, 4, 5), Turn(5, 5, 5), Turn(1, 2, 5)]
+    turns = [Turn(1, 2, 5, 40), Turn(3, 4, 5, 16), Turn(5, 5, 5, 10), Turn(1, 2, 5, 40)]
     assert [report.turn for report in reports[:4]] == turns
     assert all(report.coverage == 1 and not report.unmeasured for report in reports)
     assert all(not report.unsupported and not report.notes for report in reports)
@@ -292,9 +304,9 @@ def test_a_report_with_its_turn_survives_json_and_is_told_in_the_table(
 ) -> None:
     reports, _ = trained(2, layers_per_step=2, sinks=[TableSink()])
     record = reports[0].to_dict()
-    assert record["turn"] == {"first": 1, "last": 2, "of": 5}
+    assert record["turn"] == {"first": 1, "last": 2, "of": 5, "elements": 40}
     assert StepReport.from_dict(record) == StepReport.from_dict(reports[0].to_dict())
-    assert StepReport.from_dict(record).turn == Turn(1, 2, 5)
+    assert StepReport.from_dict(record).turn == Turn(1, 2, 5, 40)
     assert "100% of the trained parameters of modules 1 to 2 of 5" in capsys.readouterr().out
 
 
@@ -304,7 +316,7 @@ def test_a_round_is_one_report_to_pictures_and_rules() -> None:
         reports, _ = trained(7, layers_per_step=2, alarms=["scale_mean > 0"])
     for report in reports:
         running.add(report)
-    turns = [Turn(1, 5, 5), Turn(1, 5, 5), Turn(1, 2, 5)]
+    turns = [Turn(1, 5, 5, 66), Turn(1, 5, 5, 66), Turn(1, 2, 5, 40)]
     assert [report.turn for report in running.reports] == turns
     assert running.count == 3
     whole = running.reports[0]
@@ -327,6 +339,9 @@ def test_what_takes_a_copy_of_all_parameters_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"realised=….*layers_per_step=2, expected one of the two"):
         Monitor(model, optimizer, layers_per_step=2, realised=True)
+    probe = Probe(torch.randn(2, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"alignment=….*layers_per_step=2, expected one of the"):
+        Monitor(model, optimizer, layers_per_step=2, alignment=probe)
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match=r"layers_per_step=….*integer of at least 1"):
             Monitor(model, optimizer, layers_per_step=wrong)  # type: ignore[arg-type]
@@ -345,3 +360,111 @@ def test_more_than_there_are_is_all_of_them() -> None:
     )
     assert report.turn is not None
     assert report.turn.last == report.turn.of
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.rand(4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        y: Tensor = h.cumsum(-1) * torch.exp(self.p * h)
+        return y
+
+
+class Outer(nn.Module):
+    """A function without a rule uses the weights of two modules, which others use besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.bilinear = nn.Bilinear(4, 4, 4)
+        self.tied = nn.Embedding(6, 4)
+        self.readout = nn.Linear(4, 6)
+        self.readout.weight = self.tied.weight
+        self.composed = nn.ModuleList([nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.bilinear(self.inner(x), x + self.tied.weight)
+        mixed = self.bilinear.weight[0] + self.inner.linear.weight
+        z = torch.linalg.solve(torch.eye(4).to(x) + 0.01 * mixed, z.T).T
+        weight = self.composed[1].weight @ self.composed[0].weight
+        unused = nn.functional.linear(x, weight).detach()
+        y: Tensor = self.readout(z + unused)
+        return y
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_uses_of_layers_that_wait_are_known(size: int) -> None:
+    """Where a module as a whole stands for them, and in what is covered."""
+
+    def reports(layers_per_step: int | None) -> list[StepReport]:
+        torch.manual_seed(0)
+        model, x = Outer().double(), torch.randn(6, 4, dtype=torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        options: dict[str, Any] = {"every_n_steps": 1, "max_rows": None, "on_error": "raise"}
+        with Monitor(model, optimizer, layers_per_step=layers_per_step, **options) as monitor:
+            for _ in range(7):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+        return list(monitor.reports)
+
+    whole, turns = reports(None), reports(size)
+    round_ = turns[: next(i + 1 for i, r in enumerate(turns) if r.turn.last == r.turn.of)]
+    assert {path for report in round_ for path in report.layers} == whole[0].layers.keys()
+    for report, expected in zip(turns, whole, strict=True):
+        layers = {path: expected.layers[path] for path in report.layers}
+        same(report, StepReport(report.step, layers, {}, 1.0))
+    unmeasured = {name: n for report in round_ for name, n in report.unmeasured.items()}
+    assert unmeasured == whole[0].unmeasured == {"composed.0.weight": 8, "composed.1.weight": 8}
+    missing = sum((1 - report.coverage) * report.turn.elements for report in round_)
+    assert missing == pytest.approx(16)
+    assert sum(report.turn.elements for report in round_) == sum(
+        p.numel() for p in Outer().parameters()
+    )
+
+
+def test_what_was_not_asked_for_has_no_turn() -> None:
+    reports, _ = trained(3, layers_per_step=1, layers=["first", "last"])
+    assert [list(report.layers) for report in reports] == [["first"], ["last"], ["first"]]
+    assert [report.coverage for report in reports] == [1, 1, 1]
+    assert [report.turn for report in reports[:2]] == [Turn(1, 1, 2, 16), Turn(2, 2, 2, 10)]
+
+
+def test_rounds_that_are_cut_short_are_not_taken_for_one() -> None:
+    def made(step: int, turn: Turn) -> StepReport:
+        return StepReport(step, {str(turn.first): reports[0].layers["first"]}, {}, 1.0, turn=turn)
+
+    reports, _ = trained(1)
+    running = Running()
+    for step, turn in enumerate(
+        (Turn(1, 2, 5, 4), Turn(5, 5, 5, 1), Turn(3, 4, 5, 1), Turn(5, 5, 5, 3), Turn(2, 2, 2, 1))
+    ):
+        running.add(made(step, turn))
+    assert [report.turn for report in running.reports] == [
+        *(Turn(1, 2, 5, 4), Turn(5, 5, 5, 1), Turn(3, 5, 5, 4), Turn(2, 2, 2, 1))
+    ]
+
+
+def test_coverage_of_a_round_is_of_all_its_parameters() -> None:
+    reports, _ = trained(1)
+    running = Running()
+    for turn, share in ((Turn(1, 1, 2, 30), 1.0), (Turn(2, 2, 2, 10), 0.0)):
+        running.add(StepReport(0, reports[0].layers, {}, share, turn=turn))
+    assert running.last.coverage == 0.75
+
+
+def test_an_attention_has_a_turn_where_not_all_its_layers_were_asked_for() -> None:
+    model, tokens, targets = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"attention": True, "layers": ["attend.out_proj", "head"]}
+    found = []
+    with Monitor(model, optimizer, every_n_steps=1, layers_per_step=1, **options) as monitor:
+        for _ in range(2):
+            loss_of(model(tokens), targets).backward()
+            optimizer.step()
+    found = [list(report.attention) for report in monitor.reports]
+    assert found == [["attend"], []]

@@ -177,7 +177,7 @@ class AttentionCalls:
         self._active = True
         self._choosers: dict[int, Chooser] = {}
         self._paths = selection.modules
-        self._due = selection.due
+        self._due, self._selected = selection.due, selection.places
         self._some_wait = False
         trained = {id(p) for p in selection.trained}
         self._held: dict[nn.Module, dict[str, nn.Parameter]] = {}
@@ -251,8 +251,11 @@ class AttentionCalls:
                         self._keep(choice, forward, query, key, args[0])
 
     def _is_due(self, module: nn.Module) -> bool:
-        """Whether it is the turn of its first parameter."""
-        return self._due is None or id(next(iter(self._held[module].values()))) in self._due
+        """Whether it is the turn of its first parameter that has one."""
+        if self._due is None:
+            return True
+        held = map(id, self._held[module].values())
+        return next((key in self._due for key in held if key in self._selected), False)
 
     def _around(self, running: Sequence[Forward]) -> Forward | None:
         """The innermost forward of a module that holds matrices that are trained."""

@@ -24,8 +24,8 @@ def part_of(tensor: Tensor) -> Tensor:
     return part.to_local() if is_shard(part) else part  # type: ignore[attr-defined]
 
 
-def whole_of_parts(part: Tensor, like: Tensor) -> Tensor:
-    """All of it, from every process's part: a collective, of all processes that have one.
+def sharded_as(part: Tensor, like: Tensor) -> Any:
+    """A part as one of those of a whole, which its `full_tensor` makes: a collective of all.
 
     Args:
         part: what this process holds.
@@ -33,14 +33,12 @@ def whole_of_parts(part: Tensor, like: Tensor) -> Tensor:
     """
     from torch.distributed.tensor import DTensor  # not in every build of torch
 
-    sharded = DTensor.from_local(
+    return DTensor.from_local(
         *(part, like.device_mesh, like.placements),  # type: ignore[attr-defined]
         run_check=False,
         shape=like.shape,
         stride=like.stride(),
     )
-    with torch.no_grad():
-        return sharded.full_tensor().detach()
 
 
 def holders(tensor: Tensor) -> int:
