@@ -28,6 +28,7 @@ _MOST_NAMES_OVERVIEW = 15
 _MOST_ROWS = 130  # of two pixels, in the overview
 _MOST_BLOCKS = 40
 _NAME_LENGTH = 34
+_HEADLINE_LENGTH = 35  # letters, as wide as the overview; longer ones are set smaller
 _INK, _MUTED, _BAD = "#1f2328", "#6b7280", "#b30000"
 
 
@@ -98,7 +99,8 @@ def overview_picture(
     height = words + rows + 1.35
     figure = Figure(figsize=(8.6, height), dpi=100, facecolor="white")
     text: dict[str, Any] = {"va": "top", "color": _INK, "parse_math": False}
-    figure.text(0.015, 1 - 0.12 / height, headline, size=27, weight="bold", **text)
+    size = 27 * min(1.0, _HEADLINE_LENGTH / len(headline))
+    figure.text(0.015, 1 - 0.12 / height, headline, size=size, weight="bold", **text)
     for i, line in enumerate(lines):
         figure.text(0.015, 1 - (0.76 + 0.29 * i) / height, line, size=14, **text)
     names = _names(layers, _MOST_NAMES_OVERVIEW)

@@ -58,7 +58,9 @@ class Job:
         processes: that train together.
         shards: processes over which parameters are spread (`fully_shard`); 1: each has all.
         element: bytes of a parameter.
-        due: share of the layers that are measured in one step (`layers_per_step`).
+        due: share of the layers that are measured in one step (`layers_per_step`), as the mean over
+            a round.
+        looked_up: elements of tables, in which rows are looked up and not multiplied.
     """
 
     layers: tuple[tuple[int, int, int], ...]
@@ -68,10 +70,11 @@ class Job:
     shards: int = 1
     element: int = 4
     due: float = 1.0
+    looked_up: int = 0
 
     @property
     def parameters(self) -> int:
-        """Elements of all weights and biases."""
+        """Elements of what is multiplied."""
         return sum(n_layers * (n + 1) * m for n, m, n_layers in self.layers)
 
 
@@ -119,6 +122,10 @@ def cost(job: Job) -> Cost:
         gathered += k * 2 * 4 * P * (S - 1) / S  # γ and w, in float32
         # Entries of the gradient, twice, and of the scales; two means of the features; the rows.
         sent += k * (22_000 + 16 * n + 208 * kept) if N > 1 else 0
+    tables = job.due * job.looked_up
+    moved += 13 * b * tables / S
+    held += b * tables / S
+    gathered += 2 * 4 * tables * (S - 1) / S
     return Cost(flops, moved, held + largest, gathered, sent)
 
 
@@ -254,16 +261,15 @@ def _noted() -> Iterator[tuple[list[Part], list[int]]]:
         parts.append(part)
         return prepared(part, *given)
 
-    make_whole = wholes.whole_of_parts
+    sharded_as = wholes.sharded_as
 
-    def note_whole(part: Tensor, parameter: nn.Parameter) -> Tensor:
-        whole = make_whole(part, parameter)
-        sizes.append((whole.numel() - part.numel()) * whole.element_size())
-        return whole
+    def note_whole(part: Tensor, parameter: nn.Parameter) -> Any:
+        sizes.append((parameter.numel() - part.numel()) * part.element_size())
+        return sharded_as(part, parameter)
 
     with (
         patch.object(assembly, "prepared", note_part),
-        patch.object(wholes, "whole_of_parts", note_whole),
+        patch.object(wholes, "sharded_as", note_whole),
     ):
         yield parts, sizes
 
@@ -346,7 +352,7 @@ def _seconds(data: bytes, world: int) -> float:
 def transformer(blocks: int, width: int, inner: int, keys: int, words: int) -> Any:
     """The linear layers of a Llama-like model: blocks of attention and gated MLP, and the readout.
 
-    The embedding has no matrix product; its rows cost less than those of the readout.
+    Without gains of norms. Of the embedding see `Job.looked_up`.
     """
     return (
         (width, width, 2 * blocks),  # queries and what comes out
@@ -359,13 +365,14 @@ def transformer(blocks: int, width: int, inner: int, keys: int, words: int) -> A
 
 _7B = transformer(32, 4096, 11_008, 4096, 32_000)
 _405B = transformer(126, 16_384, 53_248, 1024, 128_256)
+_SMALLER = Job(_7B, 8_192, processes=8, shards=8, looked_up=32_000 * 4096)
+_LARGER = Job(_405B, 1_024, processes=16_384, shards=512, looked_up=128_256 * 16_384)
+# A block has nine modules with parameters, norms among them; besides: embedding, norm and readout.
 LARGE = {
-    "7B, 8 processes, `fully_shard` over 8": Job(_7B, 8_192, processes=8, shards=8),
-    "the same, `layers_per_step=16`": Job(_7B, 8_192, processes=8, shards=8, due=16 / 225),
-    "405B, 16,384 processes, `fully_shard` over 512": Job(
-        _405B, 1_024, processes=16_384, shards=512
-    ),
-    "the same, `layers_per_step=4`": Job(_405B, 1_024, processes=16_384, shards=512, due=4 / 883),
+    "7B, 8 processes, `fully_shard` over 8": _SMALLER,
+    "the same, `layers_per_step=16`": replace(_SMALLER, due=16 / (32 * 9 + 3)),
+    "405B, 16,384 processes, `fully_shard` over 512": _LARGER,
+    "the same, `layers_per_step=4`": replace(_LARGER, due=4 / (126 * 9 + 3)),
 }
 LARGE_COLUMNS = (
     *("training", "plain step, PFLOP", "extra, TFLOP", "extra, %"),

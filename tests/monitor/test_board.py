@@ -181,7 +181,7 @@ def test_the_text_says_what_where_and_what_to_do() -> None:
     record = vanishing()
     text = findings_text(running(*record.reports).findings())
     assert "**Vanishing gradients** (watch, `vanishing`, since step 0)" in text
-    assert "1. layer normalisation in front of the layers" in text
+    assert "1. layer normalisation in front of all layers" in text
     assert "`adiv-audit`" in text
 
 
