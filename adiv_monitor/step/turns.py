@@ -37,14 +37,15 @@ class Turns:
 
 def _held_together(selection: Selection) -> list[list[int]]:
     """Ids of the parameters of each module, in the model's order; of tied modules in one list."""
-    modules: dict[str, list[int]] = {}
+    held: dict[str, list[int]] = {}
     for key, places in selection.places.items():
         homes = dict.fromkeys(place.home[0] for place in places)
-        tied = {id(m): m for m in (modules.get(home) for home in homes) if m is not None}
-        first, *others = tied.values() if tied else ([],)
-        for other in others:
-            first += other
-        first.append(key)
-        moved = [home for home, held in modules.items() if id(held) in tied]
-        modules |= dict.fromkeys((*moved, *homes), first)
-    return list({id(held): held for held in modules.values()}.values())
+        known = [held[home] for home in homes if home in held]
+        mine = known[0] if known else []
+        mine.append(key)
+        for other in known[1:]:
+            if other is not mine:
+                mine += other
+                held |= {home: mine for home, keys in held.items() if keys is other}
+        held |= dict.fromkeys(homes, mine)
+    return list({id(keys): keys for keys in held.values()}.values())

@@ -17,9 +17,11 @@ from zoo import ZOO, Specimen, Training, seed
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.alignment import Probe
+from adiv_monitor.capture.selection import select
 from adiv_monitor.report import Turn
 from adiv_monitor.sinks import HtmlSink, TableSink
 from adiv_monitor.sinks.running import Running
+from adiv_monitor.step.turns import Turns
 
 # One of each sort: batch norm, windows, tied and fused weights, experts, recurrent maps, modules as
 # a whole, weights made of several modules' parameters, several optimizers, no layer at all.
@@ -468,3 +470,22 @@ def test_an_attention_has_a_turn_where_not_all_its_layers_were_asked_for() -> No
             optimizer.step()
     found = [list(report.attention) for report in monitor.reports]
     assert found == [["attend"], []]
+
+
+def test_modules_that_share_parameters_have_one_turn() -> None:
+    """In a chain, too: b with d, d with c."""
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "abcde"})
+    model["d"].weight, model["c"].bias = model["b"].weight, model["d"].bias
+    found = []
+    turns = Turns(1)
+    for taken in range(3):
+        turns.taken = taken
+        selection, turn = turns.next(select(model, None, None))
+        assert turn == Turn(taken + 1, taken + 1, 3)
+        named = {id(p): name for name, p in model.named_parameters()}
+        found.append(sorted(named[key] for key in selection.due or ()))
+    assert found == [
+        ["a.bias", "a.weight"],
+        ["b.bias", "b.weight", "c.bias", "c.weight"],
+        ["e.bias", "e.weight"],
+    ]
