@@ -74,11 +74,13 @@ class _Mode(TorchFunctionMode):
         gradients = torch.is_grad_enabled()
         try:
             return call() if is_aside() else self._watcher.called(call)
-        except Exception as error:
+        except BaseException as error:
             if error is call.error:
                 raise
             if func is not torch._C._set_grad_enabled:
                 torch._C._set_grad_enabled(gradients)
+            if not isinstance(error, Exception):  # the keyboard's, which is not ours to keep
+                raise
             self._guard.failed(error)
             return call()
 
