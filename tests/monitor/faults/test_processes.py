@@ -23,10 +23,9 @@ from adiv_monitor.step.ranks import Exchange
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 STEPS, WORLD = 3, 2
-FILES = (
-    *("step/assembly.py", "step/ranks.py", "step/together.py", "step/rows_together.py"),
-    *("step/attention_together.py", "step/wholes.py", "capture/weights/shards.py"),
-)
+TALKING = ("step/assembly.py", "step/ranks.py", "step/wholes.py", "capture/weights/shards.py")
+# What only computes fails alike wherever it does: every fourth function of it.
+COMPUTING = ("step/together.py", "step/rows_together.py", "step/attention_together.py")
 # Where each is told apart: what the store raises when it is gone, and anything else.
 ERRORS: tuple[Callable[[], Exception], ...] = (
     lambda: Fault(REASON),
@@ -102,7 +101,8 @@ def work(rank: int, folder: str) -> None:
         plain = train(way, Watched(), monitored=False)
         own = Watched()
         found[way] = plain, train(way, own, monitored=True)
-        boundaries = [b for b in own.boundaries if b.file in FILES]
+        boundaries = [b for b in own.boundaries if b.file in TALKING]
+        boundaries += [b for b in own.boundaries if b.file in COMPUTING][::4]
         assembly.PATIENCE = 0.4
         several: list[Any] = [None] * WORLD
         dist.all_gather_object(several, boundaries)
@@ -179,9 +179,9 @@ def test_what_is_lost_is_said_once(
             assert layers == ["0", "2", "3"] or notes, boundary
 
 
-def test_there_are_hundreds_of_functions_to_fail(found: list[dict[Any, Any]]) -> None:
+def test_there_are_many_functions_to_fail(found: list[dict[Any, Any]]) -> None:
     came = sum(len(trials(found, way, victim, victim)) for way in WAYS for victim in range(WORLD))
-    assert came > 150
+    assert came > 80
     for rank in range(WORLD):
         for way in WAYS:
             plain, monitored = found[rank][way]
