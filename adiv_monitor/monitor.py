@@ -321,8 +321,7 @@ class Monitor:
 
         alarms = self._failures.safely(self._alarms.of, report, fail) or ()
         report = replace(report, alarms=alarms, notes=(*report.notes, *failures))
-        is_whole = report.turn is None or report.turn.last == report.turn.of
-        for rule in self._alarms.idle if writes and is_whole and report.layers else ():
+        for rule in self._alarms.idle if writes and report.ends_round and report.layers else ():
             self._failures.warn(
                 f"idle {rule}",
                 f"adiv_monitor: the alarm {rule!r} has found nothing to compare up to step "

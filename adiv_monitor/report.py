@@ -460,6 +460,11 @@ class StepReport:
     turn: Turn | None = None
 
     @property
+    def ends_round(self) -> bool:
+        """Whether no layer waits for its turn any more."""
+        return self.turn is None or self.turn.last == self.turn.of
+
+    @property
     def descent(self) -> float | None:
         """Σ of the layers' descents: how far the loss falls to first order; None if there are none.
 

@@ -151,3 +151,8 @@ class Finding:
     summary: str = ""
     not_advised: str = ""
     since: int | None = None
+
+    def layers_for(self, advice: Advice) -> tuple[str, ...]:
+        """The layers that an advice is for; empty: all, and so is a learning rate."""
+        is_rate = (advice.mend or "").startswith("rate*")
+        return () if advice.everywhere or is_rate else self.layers

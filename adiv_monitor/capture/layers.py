@@ -143,7 +143,7 @@ class Layers:
         layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order, use.form)
         self.found[path] = layer
         self._led[id(parameter)].append(path)
-        if path in self._off or not self._is_due(layer):
+        if path in self._off or self.waits(layer):
             return layer
         self.rows[path] = LayerRows(self._chooser)
         if id(parameter) not in self._accumulated:
@@ -178,7 +178,7 @@ class Layers:
 
     def pass_by(self, layer: Layer, forward: int) -> None:
         """A call of a layer that is not watched, in a forward of this number."""
-        if not self._is_due(layer):
+        if self.waits(layer):
             self._passing.append(Passing(layer, forward))
 
     def waits(self, layer: Layer) -> bool:

@@ -108,9 +108,7 @@ class TensorBoardSink:
         # which takes ten times as long.
         self._file_writer().add_summary(Summary(value=values), report.step)
         due = self._board.add(report)
-        turn = self._board.last.turn
-        if turn is None or turn.last == turn.of:
-            self._write_texts(self._board.last)
+        self._write_texts(report)
         self._written += 1
         self._last = report
         if due:
@@ -167,8 +165,10 @@ class TensorBoardSink:
 
     def _write_texts(self, report: StepReport) -> None:
         measures = self._measures or (*FRONT_MEASURES, *DEFAULT_MEASURES)
-        self._write_text("worst_layers", worst_layers(report, measures), report.step)
-        self._write_text("not_measured", _not_measured(report), report.step)
+        if report.ends_round:  # of the layers of one turn they would say another thing each time
+            whole = self._board.last
+            self._write_text("worst_layers", worst_layers(whole, measures), report.step)
+            self._write_text("not_measured", _not_measured(whole), report.step)
         self._write_text("notes", _bullets(report.notes), report.step)
         self._write_text("alarms", _bullets(map(str, report.alarms)), report.step)
 

@@ -16,7 +16,8 @@ from adiv_monitor.audit.training.samples import first, joined
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried
-from adiv_monitor.audit.trials.mends import MENDS
+from adiv_monitor.audit.trials.mended import Bench
+from adiv_monitor.audit.trials.mends import MENDS, Mend
 from adiv_monitor.audit.trials.trial import compared, plain_losses
 
 
@@ -79,6 +80,39 @@ def test_a_loss_that_grows_without_bound_has_diverged() -> None:
 def test_one_step_tells_nothing() -> None:
     assert math.isnan(compared("a", [1.0], [2.0], 1).error)
     assert not compared("a", [1.0], [2.0], 1).pays
+
+
+def test_beside_a_wild_run_a_mend_is_told_from_a_rate_by_errors_of_their_own() -> None:
+    wild = [100.0, 300.0] * 10
+    rate = compared("rate*0.1", [1.6, 1.7] * 10, wild, 20)
+    mended = compared("a", [0.1, 0.2] * 10, wild, 20, by_rate=rate)
+    assert mended.loss_by_rate == rate.loss
+    alone = float(np.std([0.2, 0.1, 0.2, 0.1, 0.2], ddof=1) / math.sqrt(5))
+    assert mended.loss_error == pytest.approx(alone)
+    assert mended.error_by_rate == pytest.approx(math.hypot(alone, rate.loss_error))
+    assert mended.error > 40 > 1 > mended.error_by_rate
+    assert mended.beats_rate
+    assert not replace(mended, error_by_rate=math.nan).beats_rate
+
+
+def test_what_is_for_all_layers_is_tried_in_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rate is, wherever what is wrong shows."""
+    seen: list[tuple[str, tuple[str, ...]]] = []
+
+    def trial(bench: Bench, mend: Mend, layers: tuple[str, ...]) -> Trial:
+        seen.append((mend.name, layers))
+        return Trial(mend.name, 20, 1.0, 2.0, None, 0.1)
+
+    monkeypatch.setattr(Bench, "trial", trial)
+    advice = (
+        Advice("in the layers", "layer-norm"),
+        Advice("in all", "batch-norm", everywhere=True),
+        Advice("a rate", "rate*0.1"),
+    )
+    here = replace(finding(), layers=("0",), advice=advice)
+    healthy = setup()
+    tried([here], healthy, record(healthy), seconds=math.inf)
+    assert seen == [("layer-norm", ("0",)), ("batch-norm", ()), ("rate*0.1", ())]
 
 
 def test_trials_are_reproducible_bit_for_bit() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from processes import assert_same, loss_of, make
 from setups import mlp, one_step, same
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +20,7 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.alignment import Probe
 from adiv_monitor.capture.selection import select
 from adiv_monitor.report import Turn
-from adiv_monitor.sinks import HtmlSink, TableSink
+from adiv_monitor.sinks import HtmlSink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.running import Running
 from adiv_monitor.step.turns import Turns
 
@@ -489,3 +490,16 @@ def test_modules_that_share_parameters_have_one_turn() -> None:
         ["b.bias", "b.weight", "c.bias", "c.weight"],
         ["e.bias", "e.weight"],
     ]
+
+
+def test_texts_of_a_board_are_of_whole_rounds_but_alarms_of_every_step(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="scale_mean > 0"):
+        sink = TensorBoardSink(tmp_path)
+        trained(4, layers_per_step=2, alarms=["first: scale_mean > 0"], sinks=[sink])
+    written = EventAccumulator(str(tmp_path)).Reload()
+
+    def steps(name: str) -> list[int]:
+        return [text.step for text in written.Tensors(f"adiv.summary/{name}/text_summary")]
+
+    assert steps("not_measured") == [2]  # the one whole round
+    assert steps("alarms") == [0, 1, 3], "raised, not any more, raised in a round cut short"

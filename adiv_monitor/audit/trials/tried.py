@@ -111,8 +111,7 @@ def _try(
         advice = findings[i].advice[j]
         mend = advice.mend
         assert mend is not None
-        is_for_all = advice.everywhere or mend.startswith("rate*")
-        layers = () if is_for_all else findings[i].layers
+        layers = findings[i].layers_for(advice)
         if (mend, layers) not in known and bench.may_run():
             known[mend, layers] = _outcome(bench, mend, layers)
         outcomes[i, j] = known.get((mend, layers), outcomes[i, j])

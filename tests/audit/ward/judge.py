@@ -115,8 +115,7 @@ def advised(finding: Finding) -> Change | None:
     """
     for advice in finding.advice:
         if advice.mend in MENDS and _is_advised(advice):
-            is_for_all = advice.everywhere or advice.mend.startswith("rate*")
-            layers = () if is_for_all else finding.layers
+            layers = finding.layers_for(advice)
             return Change(advice.mend, layers, 1.0 if advice.trial is None else advice.trial.rate)
     return None
 
