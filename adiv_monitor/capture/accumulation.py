@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import is_small, some
+from adiv_monitor.capture.weights.shards import gradient_part
 from adiv_monitor.maths import dots
 
 
@@ -126,7 +127,8 @@ class Accumulation:
         given, version = self._arriving
         if given() is not grad or grad._version != version:
             return None
-        return grad.detach() if is_small(grad) else dots.norms(grad)
+        grad = self._part(grad)
+        return grad if is_small(grad) else dots.norms(grad)
 
     @property
     def entries(self) -> Tensor | None:
@@ -134,19 +136,19 @@ class Accumulation:
         return self._entries
 
     def _before_hooks(self, gradient: Tensor) -> None:
-        self._raw = dots.norm(gradient)
+        self._raw = dots.norm(self._part(gradient))
 
     def _before(self, gradient: Tensor) -> None:
         """Just before a gradient is accumulated, or returned by `autograd.grad`."""
         for rows in self._users():
             rows.settle()
         held = self._parameter.grad
-        norm = None if held is None else dots.norm(held)
+        norm = None if held is None else dots.norm(self._part(held))
         touched = held is not None and not self._untouched(held)
         self._held = torch._C._current_graph_task_id(), norm, touched
         self._arriving = weakref.ref(gradient), gradient._version
         if self._raw is not None:  # the rows have what came before the user's hooks
-            factor = _ratio(dots.norm(gradient), self._raw)
+            factor = _ratio(dots.norm(self._part(gradient)), self._raw)
             for rows in self._users():
                 rows.rescale_arrived(factor)
             self._raw = None
@@ -174,7 +176,7 @@ class Accumulation:
             rows.fold()
         if held is None:
             self.foreign = None
-        grad = parameter.grad.detach()
+        grad = self._part(parameter.grad)
         if is_small(grad):
             self._left = grad.clone()
             self._entries = some(self._left).reshape(-1)
@@ -182,6 +184,10 @@ class Accumulation:
             self._left = dots.norms(grad)
             self._entries = some(grad).clone().reshape(-1)
         self._tensor = weakref.ref(parameter.grad), parameter.grad._version
+
+    def _part(self, gradient: Tensor) -> Tensor:
+        """As far as this process has it."""
+        return gradient_part(gradient, self._parameter)
 
     def _untouched(self, held: Tensor) -> bool:
         """Whether this is the tensor that the last pass left, and nothing has written to it."""

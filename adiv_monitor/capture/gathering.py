@@ -30,6 +30,8 @@ from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers, Passing
 from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.split_calls import SUM, Split
+from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import Map, Returned, uses_of
@@ -44,7 +46,13 @@ class Takes(Protocol):
     """What is to be done with the uses that are seen in a forward pass."""
 
     def use(
-        self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
+        self,
+        use: Use,
+        output: Tensor,
+        path: str | None = None,
+        *,
+        checked: bool = True,
+        split: Split | None = None,
     ) -> Call | None:
         """A use, and what the function gave; the call that it became, if it is watched.
 
@@ -53,6 +61,7 @@ class Takes(Protocol):
             output: what the function gave.
             path: of the layer, if that is known.
             checked: the use describes the output for sure.
+            split: how this process's part of the call, which the use is of, and others make it.
         """
         ...
 
@@ -120,7 +129,13 @@ class Gathering:
         self._hooks.clear()
 
     def use(
-        self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
+        self,
+        use: Use,
+        output: Tensor,
+        path: str | None = None,
+        *,
+        checked: bool = True,
+        split: Split | None = None,
     ) -> Call | None:
         """Gather rows of a use, and put a hook on its output."""
         layer = self._layers.of(use, path)
@@ -129,9 +144,10 @@ class Gathering:
         if layer.path not in self._layers.rows:
             self._layers.pass_by(layer, self._forwards.forward.number)
             return None
-        z = use.layout(output)
+        z = use.layout(part_of(output))
         rows_of_layer = self._layers.rows[layer.path]
         call = self._new_call(layer, tuple(z.shape[:-1]), output.device)
+        call.split = split
         features = self._look(call, use, z)
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
@@ -245,7 +261,12 @@ class Gathering:
         whole = use.whole() if layer.weight is not None else None
         if whole is not None:
             whole = whole.restrict(weight=True, bias=layer.bias is not None)
-        call.look(_trained(layer, features), call.rows.take(z), whole)
+        taken = call.rows.take(z)
+        if call.split is not None:
+            taken = call.split.term(taken, features)
+        call.look(_trained(layer, features), taken, whole)
+        if call.split is not None and not call.split.own:
+            return features  # for the ceiling all rows had to be put together
         if self._attainable and call.rows.total and isinstance(features, ceiling.KNOWN):
             every = Rows(call.rows.shape, None, call.rows.device)
             call.every_row = _trained(layer, use.features(every))
@@ -265,8 +286,14 @@ class Gathering:
     def _on_gradient(
         self, path: str, layout: Callable[[Tensor], Tensor], call: Call, gradient: Tensor
     ) -> None:
+        if call.split is not None:
+            call.split = call.split.arrived(gradient)
+            gradient = part_of(gradient)
         whole, gradient = gradient, layout(gradient)
-        if call.whole is not None:
+        size = None
+        if call.split is not None and call.split.gradient == SUM:
+            pass  # terms of a sum tell nothing of it
+        elif call.whole is not None:
             size = squares(gradient).reshape(-1)
         else:  # as it lies in memory, if the layout has all of it
             has_all = gradient.data_ptr() == whole.data_ptr() and gradient.numel() == whole.numel()

@@ -11,6 +11,7 @@ from torch import Tensor
 from adiv_monitor.capture.again.forward_calls import CallPlace
 from adiv_monitor.capture.sampling import Draw, draw, threshold, winners
 from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.split_calls import Split
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, to_device
 from adiv_monitor.features.whole import Whole
@@ -41,11 +42,14 @@ class Call:
         gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
         size: of the gradient of all rows: ‖g_r‖² of each, (rows,), where one pass looked at the
             input's rows too, else norms of its parts; None once two backward passes have gone
-            through one graph: the sum of their gradients is known of the chosen rows alone.
+            through one graph, or where processes have terms of it: the sum of these is known of the
+            chosen rows alone.
         precision: rounding of the gradients that came.
         place: where in the step the call was made, if the forward passes are noted.
         forward: the number of the module's forward in which it was made.
         replay_error: how far off the replay was that told the rows; None: they were seen.
+        split: how this call and those of other processes make one; None: it is no part of one.
+        total: how many rows of the call this process stands for; `rows` may be chosen of more.
     """
 
     features: Features
@@ -60,7 +64,9 @@ class Call:
         self.gradient: Tensor | None = None
         self.size: Tensor | None = None
         self.precision = 0.0
-        self._arrived: tuple[Tensor, Tensor] | None = None  # since the parameters last accumulated
+        self._arrived: tuple[Tensor, Tensor | None] | None = (
+            None  # since the parameters last accumulated
+        )
         self._backward = -1  # in which backward pass
         self.replay_error: Tensor | None = None
         self.hook: weakref.ref[Any] | None = None  # dies with the graph
@@ -69,6 +75,8 @@ class Call:
         self.every_gradient: Tensor | None = None
         self.place: CallPlace | None = None
         self.forward = -1
+        self.split: Split | None = None
+        self.total = rows.total
 
     @property
     def layer(self) -> Layer:
@@ -87,7 +95,7 @@ class Call:
         if late is not None:
             late.settle()
 
-    def arrive(self, gradient: Tensor, size: Tensor, precision: float) -> None:
+    def arrive(self, gradient: Tensor, size: Tensor | None, precision: float) -> None:
         """Keep ∂L/∂z of the rows, and what all say, until the parameters accumulate.
 
         A backward pass that reaches no parameter (of an attack on the input, say, or with this
@@ -117,8 +125,7 @@ class Call:
         """The parameters' gradient was multiplied since this call became a part of it."""
         if self.gradient is not None:
             self.gradient = self.gradient * factor.to(self.gradient.dtype)
-        if self.size is not None:
-            self.size = self._times(self.size, factor)
+        self.size = self._times(self.size, factor)
 
     def rescale_arrived(self, factor: Tensor) -> None:
         """The gradient that is about to accumulate was multiplied by a hook of the user's."""
@@ -128,7 +135,9 @@ class Call:
             if self.every_gradient is not None:
                 self.every_gradient = self.every_gradient * factor.to(self.every_gradient.dtype)
 
-    def _times(self, size: Tensor, factor: Tensor) -> Tensor:
+    def _times(self, size: Tensor | None, factor: Tensor) -> Tensor | None:
+        if size is None:
+            return None
         return size * factor.to(size.dtype) ** (1 if self.whole is None else 2)
 
     @property

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Source, Together, covered
-from adiv_monitor.capture.weights.shards import held_in_place_of, is_shard, managed, why_unusable
+from adiv_monitor.capture.weights.shards import (
+    Peers,
+    held_in_place_of,
+    is_shard,
+    managed,
+    peers,
+    why_unusable,
+)
 from adiv_monitor.features.registry import Rule, find_rule
 from adiv_monitor.features.uses import as_it_is
 
@@ -129,6 +136,7 @@ class Selection:
         trained: the parameters that the step trains. What is trainable is read now, because it may
             be switched off when the report is made.
         names: id → name, of the parameters that were asked for.
+        peers: the processes that are given the same data as this one (tensor parallelism).
         due: ids of the parameters whose turn it is; None: all layers are measured in every step.
     """
 
@@ -140,6 +148,7 @@ class Selection:
     unsupported: dict[str, str]
     trained: list[Tensor]
     names: dict[int, str]
+    peers: Peers | None = None
     due: Collection[int] | None = None
 
     @property
@@ -287,7 +296,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     rules: dict[nn.Module, Rule] = {}
     unsupported: dict[str, str] = {}
     names: dict[int, str] = {}
-    made_whole, sharded = managed(model), held_in_place_of(model)
+    made_whole, sharded, parallel = managed(model), held_in_place_of(model), peers(model)
     for path, module in named_modules(model):
         own = {
             name: sharded.get(id(p), p)
@@ -309,11 +318,19 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
         if isinstance(rule, str):
             unsupported[path] = f"{type(module).__module__}.{type(module).__qualname__}: {rule}"
             continue
-        unusable = {n: why for n, p in held_here.items() if (why := _unusable(p, made_whole))}
+        unusable = {
+            n: why for n, p in held_here.items() if (why := _unusable(p, made_whole, parallel))
+        }
         if unusable:
             unsupported[path] = "; ".join(f"its {name} {why}" for name, why in unusable.items())
         if rule is not None:
             if unusable:
+                continue
+            if parallel and any(map(parallel.have, held_here.values())):
+                unsupported[path] = (
+                    f"{type(module).__module__}.{type(module).__qualname__}: its rule was not told "
+                    "how its rows lie on the processes (tensor parallelism)"
+                )
                 continue
             rules[module] = rule
         for name, parameter in held_here.items():
@@ -327,7 +344,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
     holders, closed = _holders(model, places, sharded)
-    return Selection(places, kept, rules, holders, closed, unsupported, trained, names)
+    return Selection(places, kept, rules, holders, closed, unsupported, trained, names, parallel)
 
 
 def _holders(
@@ -396,11 +413,11 @@ def _elements(parameter: Tensor) -> int:
     return 0 if is_lazy(parameter) else parameter.numel()
 
 
-def _unusable(parameter: Tensor, made_whole: Collection[int]) -> str | None:
+def _unusable(parameter: Tensor, made_whole: Collection[int], parallel: Peers | None) -> str | None:
     if is_lazy(parameter):
         return "has no shape yet: the layer is lazy and has not run"
     if is_shard(parameter):
-        if (why := why_unusable(parameter, made_whole)) is not None:
+        if (why := why_unusable(parameter, made_whole, parallel)) is not None:
             return why
     elif type(parameter.data) is not Tensor:
         return f"is a {type(parameter.data).__name__}, of which one process sees only a part"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.weights.pieces import Piece, gradient
+from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import exact, to_device
 from adiv_monitor.maths import dots
@@ -80,6 +80,7 @@ class ParameterSteps:
         updates: an optimizer step follows, so that the parameters must be copied.
         copy_gradient: the optimizer will write into `.grad` (it unscales AMP gradients itself).
         new: there are layers among them that were not measured before.
+        gradients: by id of a parameter, its gradient, where `.grad` is not that yet.
 
     Attributes:
         products: numbers that add up to dot products.
@@ -96,6 +97,7 @@ class ParameterSteps:
         updates: bool,
         copy_gradient: bool,
         new: bool,
+        gradients: Parts = NOTHING,
     ) -> None:
         uses = Counter(pieces)
         every = list(uses)
@@ -107,7 +109,11 @@ class ParameterSteps:
         self.has_copies = copy_gradient or watch.gradient_changes or self._keep_update
         self.products: Products = defaultdict(dict)
         self.norms: Products = defaultdict(dict)
-        self._parameters = {id(p.parameter): gradient(p.parameter) for p in every}
+        parameters = {id(p.parameter): p.parameter for p in every}
+        self._parameters = {
+            key: gradients[key] if key in gradients else gradient(p)
+            for key, p in parameters.items()
+        }
         self._whole = {id(p.parameter): p.key for p in every if p.view is None}
         self._seen = _Entries(self._parameters)
         grads = {p.key: p.own(self._parameters[id(p.parameter)]) for p in every}

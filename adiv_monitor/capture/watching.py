@@ -1,6 +1,6 @@
 """Watches the functions that a forward pass calls, and its modules, for uses of parameters."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.repetitions import Repetition, Repetitions
 from adiv_monitor.capture.selection import Place, Selection
+from adiv_monitor.capture.split_calls import Split, uses_of_parts
 from adiv_monitor.capture.weights.origin import Origin
+from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, tensors_in, values_in
 from adiv_monitor.features.functions.tokens import REPEATING
 from adiv_monitor.features.recurrent_call import RECURRENT, read_call
 from adiv_monitor.features.registry import use_of
-from adiv_monitor.features.uses import FunctionCall, Refused, name_of, uses_in
+from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses_in
 
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
@@ -264,14 +266,26 @@ class Watching:
         if self._is_off(trained):
             return trained
         with self._noting(trained) as used, without_autocast(call.result):
-            for use in uses_in(name, call, args, kwargs):
+            found, split = self._uses_in(name, call, args, kwargs)
+            for use in found:
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
-                if name in REPEATING:
+                if split is not None:
+                    self._takes.use(use, call.result, split=split)
+                elif name in REPEATING:
                     number = self._forwards.forward.number
                     self._repetitions.add(Repetition(use, call.result, number))
                 else:
                     self._takes.use(use, call.result)
         return used
+
+    def _uses_in(
+        self, name: str, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Use], Split | None]:
+        """The uses in a call; where processes make it together, in this one's part of it."""
+        peers = self._selection.peers
+        if peers is None or not is_shard(call.result):
+            return uses_in(name, call, args, kwargs), None
+        return uses_of_parts(name, call, args, kwargs, peers)
 
     def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor]) -> Any:
         """Call a recurrent function, and hand on the linear maps in it."""

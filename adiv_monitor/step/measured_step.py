@@ -34,6 +34,7 @@ from adiv_monitor.step.part import CEILING_SUMS, Looked, Part, learn, make_part
 from adiv_monitor.step.plain_step import act, added, changes, gram_is_less, probe, stretch
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.transfer import fetch
+from adiv_monitor.step.whole_rows import NOT_ALIKE
 from adiv_monitor.step.wholes import WHY_NOT, Agree, Wholes, spread
 
 # There is no mean feature, and no telling which of the parameters are a bias.
@@ -76,7 +77,7 @@ class MeasuredStep:
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
         self._moved: Tensor | None = None  # did the weights move before the gradient was there?
         self._selection = selection
-        self._wholes = Wholes(selection.parameters, agree)
+        self._wholes = Wholes(selection, agree)
         self._watch = watch
         self._fail = fail
         self._generator = generator
@@ -109,22 +110,25 @@ class MeasuredStep:
             self._realised.step_begins()
         reached = self._reached()
         self._shared = self._capture.shared()
-        pieces = [piece for layer in reached for piece in layer.pieces]
-        self._steps = ParameterSteps(
-            *(pieces, self._watch),
-            updates=steps,
-            copy_gradient=scale is not None,
-            new=not self._watch.knows({layer.path for layer in reached}),
-        )
-        factors = self._factors(list(reached), scale)
-        # Not those of the layers that were reached, of which each process has its own.
-        wanted = {id(p) for p in self._selection.due_parameters}
-
-        def begin(layer: Layer, parts: Parts) -> None:
-            self._begin(layer, reached[layer], factors.get(layer.path), scale, parts)
-
         try:
-            come = self._wholes.gradients(self._steps, wanted, updates=steps)
+            # Not those of the layers that were reached, of which each process has its own.
+            come = self._wholes.gradients({id(p) for p in self._selection.due_parameters})
+            self._put_together(reached)
+            pieces = [piece for layer in reached for piece in layer.pieces]
+            self._steps = ParameterSteps(
+                *(pieces, self._watch),
+                updates=steps,
+                copy_gradient=scale is not None,
+                new=not self._watch.knows({layer.path for layer in reached}),
+                gradients=self._wholes.sums,
+            )
+            if steps:
+                self._wholes.keep(self._steps)
+            factors = self._factors(list(reached), scale)
+
+            def begin(layer: Layer, parts: Parts) -> None:
+                self._begin(layer, reached[layer], factors.get(layer.path), scale, parts)
+
             self._measure(reached, begin, self._wholes.of_gradients if come else None)
         finally:
             self._wholes.settle()
@@ -157,6 +161,14 @@ class MeasuredStep:
             else:
                 self._unreached[layer.path] = _why_unreached(layer, called=bool(rows.calls))
         return reached
+
+    def _put_together(self, reached: dict[Layer, list[Call]]) -> None:
+        """The rows that processes know together; layers of which that can't be are lost."""
+        for layer in self._wholes.rows(reached):
+            why = NOT_ALIKE if self._wholes.come or not spread(layer) else WHY_NOT
+            self._lose(layer.path, Refused(why))
+            self._capture.rows[layer.path].calls.clear()
+            del reached[layer]
 
     def _factors(self, layers: list[Layer], scale: Tensor | None) -> dict[str, Tensor]:
         """‖gradient now‖ / ‖gradient that backward left‖ of the layers where it is known."""
@@ -368,7 +380,7 @@ class MeasuredStep:
             pieces=[piece.key for piece in layer.pieces],
             bias_alone=layer.weight is None,
             rows_seen=len(G),
-            rows_total=sum(call.rows.total for call in calls),
+            rows_total=sum(call.total for call in calls),
             groups=features.groups,
             precision=max(call.precision for call in calls),
             from_rows=_why_from_rows(features, shared=layer.path in self._shared),
@@ -376,10 +388,9 @@ class MeasuredStep:
             features=_fan_in(features),
             shares={p.key: 1 / holders(p.parameter) for p in layer.pieces} if parts else {},
         )
-        accumulated = self._capture.accumulation_of(layer)
-        if accumulated.entries is not None:
+        accumulated, lead = self._capture.accumulation_of(layer), layer.parameters[0]
+        if accumulated.entries is not None and self._counts(lead):
             values["then"] = accumulated.entries
-            lead = layer.parameters[0]
             entries = self._wholes.entries.get(id(lead))
             values["now"] = self._steps.entries_of(lead) if entries is None else entries
         if accumulated.foreign is not None:
@@ -390,7 +401,9 @@ class MeasuredStep:
         if replay_errors:
             values["replay_error"] = torch.stack(replay_errors).amax()
         if rows.ceiling is not None and rows.ceiling_is_whole:
-            values |= self._of_ceiling(layer.path, rows.ceiling)
+            peers = self._selection.peers if calls[0].split is None else None
+            alike = 1 if peers is None else peers.count
+            values |= self._of_ceiling(layer.path, rows.ceiling, alike)
         self._add_all_rows(layer.path, calls, values)
         makings = [
             (made, sum(len(call.z) for call in alike))
@@ -417,11 +430,22 @@ class MeasuredStep:
         self._measured[layer.path] = measured
         rows.calls.clear()
 
-    def _of_ceiling(self, path: str, ceiling: Ceiling) -> dict[str, Tensor]:
-        """What is to be known of it: its cosine, or of several processes, the sums for that."""
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Whether what backward passes left of its gradient adds to what other processes have."""
+        peers = self._selection.peers
+        return peers is None or not peers.place or id(parameter) in self._wholes.sums
+
+    def _of_ceiling(self, path: str, ceiling: Ceiling, alike: int) -> dict[str, Tensor]:
+        """What is to be known of it: its cosine, or of several processes, the sums for that.
+
+        Args:
+            path: of the layer.
+            ceiling: of all rows that this process has.
+            alike: how many processes have the same rows.
+        """
         if processes() == 1:
             return {"attainable_cosine": ceiling.cosine()}
-        sums = ceiling.sums()
+        sums = [part / alike for part in ceiling.sums()]
         if sum(part.numel() for part in sums) > _MOST_SUMS:
             self._too_large.append(path)
             return {}
@@ -433,7 +457,7 @@ class MeasuredStep:
         if len(squares) < len(calls):  # two passes through one graph: only the sample has their sum
             return
         whole = [call.whole for call in calls if call.whole is not None]
-        if len(whole) < len(calls) or not sum(call.rows.total for call in calls):
+        if len(whole) < len(calls) or not sum(call.total for call in calls):
             values["G_norms"] = joined(squares)
             return
         for i, all_rows in enumerate(whole):

@@ -1,24 +1,23 @@
 """Sharded parameters' gradients and updates, made whole, one parameter at a time.
 
-What a step does to a row takes all of the gradient and of the update. To put them together is a
-collective: a process that doesn't come would keep the others waiting for ever. So all agree first,
-through the store by which they met (`Exchange.agree`): either all come to it, or none. What fails
-in one of them after that keeps it from no collective that was agreed on (`Wholes.settle`).
+What a step does to a row takes all of the gradient and of the update. All processes agree first to
+put them together, through the store by which they met: either all come to it, or none.
 """
 
-import math
 import zlib
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.updates import ParameterSteps, some
 from adiv_monitor.capture.weights.pieces import Parts, gradient
-from adiv_monitor.capture.weights.shards import is_shard, part_of, sharded_as
+from adiv_monitor.capture.weights.shards import gradient_part, is_shard, is_sum, part_of, same_on
 from adiv_monitor.features.rows import exact, exact_type
+from adiv_monitor.step.collectives import Collectives
+from adiv_monitor.step.whole_rows import WholeRows
 
 # Whether all processes have come to the same point, of this name.
 Agree = Callable[[str], bool]
@@ -32,44 +31,72 @@ class Wholes:
     """Makes them whole around one step.
 
     Args:
-        parameters: those that are measured, the same in all processes.
+        selection: what is measured, the same in all processes.
         agree: asks the other processes.
 
     Attributes:
         come: all processes have come to make the gradients whole.
-        entries: some entries of the gradient, by id of the parameter.
+        entries: some entries of the gradient, by id of the parameter, where it is whole, or a sum,
+            that backward passes leave.
+        sums: by id, gradients that were sums of which each process had a term: now as each has the
+            parameter.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], agree: Agree) -> None:
-        self._sharded = [p for p in parameters if is_shard(p)]
+    def __init__(self, selection: Selection, agree: Agree) -> None:
+        self._sharded = [p for p in selection.parameters if is_shard(p)]
+        self._peers = selection.peers
         self._agree = agree
+        self._collectives = Collectives()
+        self._rows = WholeRows(selection, self._collectives)
         self._reached: list[nn.Parameter] = []  # have a gradient: all processes', or none's
         self._before: dict[int, Tensor] = {}
         self.come = False
         self._wholes: dict[int, Tensor] = {}
-        self._owed: deque[nn.Parameter] = deque()  # of which wholes are to be made yet
         self._given: set[Layer] = set()
         self.entries: dict[int, Tensor] = {}
+        self.sums: dict[int, Tensor] = {}
+        self._summed: dict[int, Tensor] = {}  # the same, whole
 
-    def gradients(self, steps: ParameterSteps, wanted: Collection[int], *, updates: bool) -> bool:
-        """Whether gradients can be made whole; what is not in `steps` is kept for the update.
+    def gradients(self, wanted: Collection[int]) -> bool:
+        """Whether gradients can be made whole; sums are.
 
         Args:
-            steps: has copies of parameters.
             wanted: ids of the parameters whose gradients are.
-            updates: an optimizer step follows.
         """
         self._reached = [p for p in self._sharded if p.grad is not None and id(p) in wanted]
-        known = [p for p in self._reached if updates and steps.before(p) is None]
-        self._before = {id(p): part_of(p).clone() for p in known}
-        self.entries.clear()
-        self._owed.clear()
+        for made in (self.entries, self.sums, self._summed, self._before):
+            made.clear()
+        self._collectives.clear()
         self.come = self._all_come("gradient")
+        if self.come:
+            sums = [p for p in self._reached if is_sum(p.grad)]
+            self._collectives.owe([p.grad for p in sums if p.grad is not None])
+            self._rows.owe()
+            self._collectives.owe([p for p in self._reached if not is_sum(p.grad)])
+            for p in sums:
+                self._summed[id(p)] = whole = self._collectives.whole(gradient(p))
+                self.sums[id(p)] = gradient_part(same_on(whole, p), p)
         return self.come
+
+    def rows(self, reached: Mapping[Layer, Sequence[Call]]) -> list[Layer]:
+        """Put together what processes know of rows together; the layers that is not known of.
+
+        Args:
+            reached: the layers with their calls.
+        """
+        return self._rows.make(reached, come=self.come)
+
+    def keep(self, steps: ParameterSteps) -> None:
+        """An optimizer step follows: keep of the parameters what `steps` has no copy of."""
+        known = [p for p in self._reached if steps.before(p) is None]
+        self._before = {id(p): part_of(p).clone() for p in known}
 
     def updates(self) -> bool:
         """Whether updates can be."""
-        return self.come and self._all_come("update")
+        if not (self.come and self._all_come("update")):
+            return False
+        self._collectives.owe(self._reached)
+        return True
 
     def _all_come(self, point: str) -> bool:
         if not self._reached:
@@ -79,24 +106,19 @@ class Wholes:
         torch.empty(2 * largest.numel(), dtype=exact_type(largest), device=largest.device)
         reached = set(map(id, self._reached))
         which = [i for i, p in enumerate(self._sharded) if id(p) in reached]
-        agreed = self._agree(f"{point} of {len(which)} {zlib.crc32(repr(which).encode()):08x}")
-        if agreed:
-            self._owed.extend(self._reached)
-        return agreed
+        return self._agree(f"{point} of {len(which)} {zlib.crc32(repr(which).encode()):08x}")
 
     def settle(self) -> None:
         """Come to what all have agreed on, where something has failed here; with no numbers."""
-        while self._owed:
-            parameter = self._owed.popleft()
-            part = part_of(parameter)
-            nothing = torch.full_like(part, math.nan, dtype=exact_type(part))
-            sharded_as(nothing, parameter).full_tensor()
+        self._collectives.settle()
         self._wholes.clear()
 
     def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
         """Layers with γ of their pieces, as the parameters come; those without one don't."""
-        for parameter, whole in self._made(gradient):
-            self.entries[id(parameter)] = exact(some(whole)).reshape(-1).clone()
+        for parameter, whole in self._made(gradient, self._summed):
+            # Parts of it are what a backward pass leaves where processes compute with parts.
+            if id(parameter) in self._summed or not (self._peers and self._peers.have(parameter)):
+                self.entries[id(parameter)] = exact(some(whole)).reshape(-1).clone()
             yield from self._ready(layers)
         self._wholes.clear()
 
@@ -111,20 +133,19 @@ class Wholes:
             assert before is not None
             return exact(before) - exact(part_of(parameter))
 
-        for _ in self._made(taken):
+        for _ in self._made(taken, {}):
             yield from self._ready(layers)
         self._wholes.clear()
 
     def _made(
-        self, part: Callable[[nn.Parameter], Tensor]
+        self, part: Callable[[nn.Parameter], Tensor], known: Mapping[int, Tensor]
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter with the whole of what this process has a part of."""
         self._given = set()
-        while self._owed:
-            parameter = self._owed[0]
-            sharded = sharded_as(exact(part(parameter)).contiguous(), parameter)
-            self._owed.popleft()  # right before: whatever is still owed was not begun
-            whole = sharded.full_tensor().detach()
+        for parameter in self._reached:
+            whole = known.get(id(parameter))
+            if whole is None:
+                whole = self._collectives.whole(part(parameter))
             self._wholes[id(parameter)] = whole
             yield parameter, whole
 

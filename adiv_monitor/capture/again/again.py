@@ -19,6 +19,7 @@ from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer, Selection
+from adiv_monitor.capture.split_calls import Split
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.pieces import Source
@@ -115,7 +116,13 @@ class Again:
         return joined(parts)
 
     def use(
-        self, use: Use, output: Tensor, path: str | None = None, *, checked: bool = True
+        self,
+        use: Use,
+        output: Tensor,
+        path: str | None = None,
+        *,
+        checked: bool = True,
+        split: Split | None = None,
     ) -> None:
         """Take z of a use."""
         layer = self._layers.of(use, path)

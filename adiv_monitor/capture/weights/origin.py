@@ -115,6 +115,11 @@ class Origin:
         """
         if value is None or not self.is_trained(value):
             return None
+        if is_shard(value) and id(value) not in self._trained:
+            raise Refused(
+                "its weight is made of a parameter of which each process has a part and no more "
+                "(tensor parallelism): only the parameter itself can be put together"
+            )
         ref = self.tape.ref(value)
         parameter = ref.root.parameter
         view = None

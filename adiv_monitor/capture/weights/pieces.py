@@ -9,7 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.weights.shards import is_shard, part_of, stretch_of_part
+from adiv_monitor.capture.weights.shards import (
+    gradient_part,
+    is_shard,
+    part_of,
+    stretch_of_part,
+)
 
 Parts = Mapping[int, Tensor]  # by a piece's key, a tensor of its shape: a change, a gradient
 NOTHING: Parts = {}
@@ -251,7 +256,7 @@ def gradient(parameter: nn.Parameter) -> Tensor:
     """∂L/∂θ as it stands in `.grad`, or this process's part; zeros where there is none."""
     if parameter.grad is None:
         return torch.zeros_like(part_of(parameter))
-    return part_of(parameter.grad)
+    return gradient_part(parameter.grad, parameter)
 
 
 def covered(parameter: Tensor, pieces: Sequence[Piece]) -> int:

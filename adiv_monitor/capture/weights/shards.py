@@ -1,10 +1,12 @@
-"""Parameters of which each process holds a part (FSDP2): what that part is, and the whole.
+"""Parameters of which each process holds a part: what that part is, and the whole.
 
-Such a parameter is a `DTensor`, whose local tensor is the part. While a module runs, its parameters
-are replaced by whole ones, so what a forward pass uses is not what the optimizer steps.
+Such a parameter is a `DTensor`, whose local tensor is the part. With FSDP2 whole ones stand in for
+them while a module runs, so what a forward pass uses is not what the optimizer steps. With tensor
+parallelism they are never whole: each process computes with its part (`Peers`).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ def is_shard(tensor: object) -> bool:
 
 def part_of(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor, without its graph: all, or its part."""
-    part: Tensor = tensor.detach()
-    return part.to_local() if is_shard(part) else part  # type: ignore[attr-defined]
+    if is_shard(tensor):
+        with torch.no_grad():  # where a sum is detached first, its terms may be added up
+            tensor = tensor.to_local()  # type: ignore[operator]
+    return tensor.detach()
 
 
 def sharded_as(part: Tensor, like: Tensor) -> Any:
@@ -41,12 +45,85 @@ def sharded_as(part: Tensor, like: Tensor) -> Any:
     )
 
 
+def same_on(whole: Tensor, like: Tensor) -> Any:
+    """A tensor that all processes have, as one of those that a sharded one lies on."""
+    from torch.distributed.tensor import DTensor, Replicate  # not in every build of torch
+
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def is_sum(tensor: object) -> bool:
+    """Whether it is what the processes' tensors add up to, and nobody has added them up yet."""
+    return is_shard(tensor) and any(p.is_partial() for p in tensor.placements)  # type: ignore[attr-defined]
+
+
+def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """What this process holds of a gradient: as it does of the parameter, if it holds that much.
+
+    Of a part of a parameter a backward pass may leave the gradient of all, or a sum of which each
+    process has a term: then that term.
+    """
+    if is_shard(gradient) and is_shard(parameter):
+        placements = parameter.placements  # type: ignore[attr-defined]
+        if gradient.placements != placements and not is_sum(gradient):  # type: ignore[attr-defined]
+            gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return part_of(gradient)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The processes that are given the same data, since each computes with parts of parameters.
+
+    Attributes:
+        mesh: they, in one dimension: a `DeviceMesh`.
+    """
+
+    mesh: Any
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return int(self.mesh.size())
+
+    @property
+    def place(self) -> int:
+        """Which of them this process is."""
+        return int(self.mesh.get_local_rank())
+
+    @property
+    def first(self) -> int:
+        """The rank of the first one, among all processes."""
+        return int(self.mesh.mesh.flatten()[0])
+
+    def share(self, rows: int) -> int:
+        """How many of so many rows this process looks at: each looks at some."""
+        return len(range(self.place, rows, self.count))
+
+    def have(self, tensor: object) -> bool:
+        """Whether it lies on these processes."""
+        return is_shard(tensor) and tensor.device_mesh == self.mesh  # type: ignore[attr-defined]
+
+
+def peers(model: nn.Module) -> Peers | None:
+    """The processes among which parameters are spread that are never whole; None: there are none.
+
+    Where groups of them differ from parameter to parameter, those of the first.
+    """
+    whole_at_times = managed(model)
+    for parameter in model.parameters():
+        if is_shard(parameter) and id(parameter) not in whole_at_times:
+            mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+            return Peers(mesh) if mesh.ndim == 1 and mesh.size() > 1 else None
+    return None
+
+
 def holders(tensor: Tensor) -> int:
     """How many processes hold the same as this one does of a tensor."""
     if not is_shard(tensor):
         return processes()
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    count = 1
+    count: int = processes() // mesh.size()
     for dimension, placement in enumerate(placements):
         count *= mesh.size(dimension) if placement.is_replicate() else 1
     return count
@@ -122,17 +199,23 @@ def managed(model: nn.Module) -> set[int]:
     return shards | {id(p) for p in held_in_place_of(model).values()}
 
 
-def why_unusable(parameter: Tensor, managed: Iterable[int]) -> str | None:
-    """Why a sharded parameter can't be measured; None if it can."""
-    if id(parameter) not in managed:
-        return (
-            "is a DTensor that is never made whole, of which one process sees only a part (tensor "
-            "parallelism?)"
-        )
+def why_unusable(parameter: Tensor, managed: Collection[int], peers: Peers | None) -> str | None:
+    """Why a sharded parameter can't be measured; None if it can.
+
+    Args:
+        parameter: the parameter.
+        managed: ids of those that modules make whole when they run.
+        peers: see `peers`.
+    """
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     split = [placement for placement in placements if not placement.is_replicate()]
-    if len(split) > 1 or mesh.size() != processes():
-        return "is spread over the processes in more than one way (tensor parallelism?)"
+    if id(parameter) not in managed and (peers is None or not peers.have(parameter)):
+        return (
+            "is a DTensor that is never made whole, spread over other processes than the model's "
+            "first one, or over a mesh of several dimensions"
+        )
+    if id(parameter) in managed and (len(split) > 1 or mesh.size() != processes()):
+        return "is spread over the processes in more than one way (tensor parallelism below FSDP?)"
     return None
 
 

@@ -1,0 +1,152 @@
+"""Calls of functions that several processes make together, each with a part of what they get.
+
+With tensor parallelism a function gets `DTensor`s: of its input a process has all, some columns or
+some rows; of its result all, some columns, some rows, or a term of a sum. What rules say of such a
+call they say of this process's part of it; how the parts make the whole is kept beside (`Split`),
+so that chosen rows can be put together when all processes come to it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from adiv_monitor.capture.weights.shards import Peers, is_shard, part_of
+from adiv_monitor.features.features import Features, OneHotFeatures
+from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses_in
+
+COLUMNS, SUM, SAME = "columns", "sum", "same"  # of rows, what a process has
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the rows of one call lie on the processes that make it together.
+
+    Attributes:
+        peers: the processes.
+        own: each has rows of its own, and all of those; the rest says nothing then.
+        features: what each has of the rows' features: `COLUMNS` or `SAME`.
+        output: of z: `COLUMNS`, `SUM` or `SAME`.
+        widths: how many columns features and z have in all.
+        tokens: from where to where the process's part of a table goes, where rows beyond it are
+            to count as zeros in its term of z.
+        gradient: what each has of ∂L/∂z; None: none came yet.
+    """
+
+    peers: Peers
+    own: bool = False
+    features: str = SAME
+    output: str = SAME
+    widths: tuple[int, int] = (0, 0)
+    tokens: tuple[int, int] | None = None
+    gradient: str | None = None
+
+    def arrived(self, gradient: Any) -> "Split":
+        """With what has come as ∂L/∂z.
+
+        Raises:
+            ValueError: its rows lie on the processes as those of z do not, or as before.
+        """
+        placement = gradient.placements[0]
+        rows = placement.is_shard() and placement.dim < gradient.dim() - 1
+        lies = _lie(gradient)
+        if rows is not self.own or self.gradient not in (None, lies):
+            raise ValueError(
+                f"∂L/∂z lies on the processes as {placement}, its rows or those before do not"
+            )
+        return replace(self, gradient=lies)
+
+    def term(self, z: Tensor, features: Features) -> Tensor:
+        """This process's term of z of some rows, where it is a sum."""
+        if self.tokens is None:
+            return z
+        assert isinstance(features, OneHotFeatures)
+        first, last = self.tokens
+        mine = (features.token >= first) & (features.token < last)
+        return torch.where(mine[:, None], z, 0)
+
+
+def uses_of_parts(
+    name: str, call: FunctionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], peers: Peers
+) -> tuple[Sequence[Use], Split]:
+    """The uses in this process's part of a call, and how the parts make the whole.
+
+    Args:
+        name: of the function.
+        call: with its result, spread over the processes.
+        args: its arguments, likewise.
+        kwargs: see args.
+        peers: the processes.
+
+    Raises:
+        Refused: they can't be put together.
+    """
+    data: list[Any] = []
+
+    def local(tensor: Any) -> Any:
+        if not is_shard(tensor) or call.of_model(tensor):
+            return tensor  # of a weight a rule asks no more than its shape
+        data.append(tensor)
+        return part_of(tensor)
+
+    args, kwargs = tree_map_only(Tensor, local, (args, dict(kwargs)))
+    result: Any = call.result
+    found = uses_in(name, replace(call, result=part_of(result)), args, dict(kwargs))
+    if not found:
+        return (), Split(peers)
+    if len(found) > 1 or not all(map(peers.have, [*data, result])):
+        raise Refused(_CANT)
+    return found, _split(found[0], data, result, peers)
+
+
+def _split(use: Use, data: Sequence[Any], result: Any, peers: Peers) -> Split:
+    of_rows = {_row_dimension(tensor) for tensor in (*data, result)}
+    if of_rows != {None}:
+        if len(of_rows) > 1:
+            raise Refused(_CANT)
+        return Split(peers, own=True)
+    lies = {_lie(tensor) for tensor in data}
+    output = _lie(result)
+    if use.kind == "linear" and len(data) == 1 and SUM not in lies:
+        widths = data[0].shape[-1], result.shape[-1]
+        return Split(peers, False, _lie(data[0]), output, widths)
+    if lies <= {SAME} and use.kind == "embedding":
+        assert use.weight is not None
+        tokens = _own_rows(use.weight) if output == SUM else None
+        return Split(peers, False, SAME, output, (0, result.shape[-1]), tokens)
+    if lies <= {SAME} and output == SAME:
+        return Split(peers)
+    raise Refused(_CANT)
+
+
+_CANT = (
+    "what it is given, or gives, lies on the processes (tensor parallelism) in a way in which its "
+    "rows can't be put together"
+)
+
+
+def _row_dimension(tensor: Any) -> int | None:
+    """The dimension of which each process has a part, if that makes other rows of it."""
+    placement = tensor.placements[0]
+    is_last = placement.is_shard() and placement.dim == tensor.dim() - 1 and tensor.dim() > 1
+    return placement.dim if placement.is_shard() and not is_last else None
+
+
+def _lie(tensor: Any) -> str:
+    placement = tensor.placements[0]
+    if placement.is_partial():
+        return SUM
+    return COLUMNS if placement.is_shard() else SAME
+
+
+def _own_rows(table: Any) -> tuple[int, int]:
+    """Which rows of a table this process has."""
+    placement = table.placements[0]
+    if not placement.is_shard() or placement.dim:
+        return 0, len(table)
+    place, parts = table.device_mesh.get_local_rank(), table.device_mesh.size()
+    rows = -(-len(table) // parts)
+    return min(place * rows, len(table)), min((place + 1) * rows, len(table))
