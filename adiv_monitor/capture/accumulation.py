@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import is_small, some
-from adiv_monitor.capture.weights.shards import gradient_part
+from adiv_monitor.capture.weights.shards import gradient_part, is_sum
 from adiv_monitor.maths import dots
 
 
@@ -90,6 +90,7 @@ class Accumulation:
         self._tensor: tuple[weakref.ref[Tensor], int] | None = None  # as the last pass left it
         self._arriving: tuple[weakref.ref[Tensor], int] | None = None
         self._raw: Tensor | None = None  # ‖gradient‖ before hooks of the user's
+        self.is_term = False  # processes have terms of what passes leave
         self.foreign: Tensor | None = None  # ‖.grad‖ that was there before any row was seen
         self._handles: list[RemovableHandle] = []
         try:
@@ -142,6 +143,7 @@ class Accumulation:
         """Just before a gradient is accumulated, or returned by `autograd.grad`."""
         for rows in self._users():
             rows.settle()
+        self.is_term = is_sum(gradient)
         held = self._parameter.grad
         norm = None if held is None else dots.norm(self._part(held))
         touched = held is not None and not self._untouched(held)

@@ -326,7 +326,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
         if rule is not None:
             if unusable:
                 continue
-            if parallel and any(map(parallel.have, held_here.values())):
+            if parallel and any(id(p) in parallel.placements for p in held_here.values()):
                 unsupported[path] = (
                     f"{type(module).__module__}.{type(module).__qualname__}: its rule was not told "
                     "how its rows lie on the processes (tensor parallelism)"

@@ -53,7 +53,7 @@ class ShardAccumulation(Accumulation):
     def _before(self, gradient: Tensor) -> None:
         """Just before a gradient is accumulated, or returned by `autograd.grad`."""
         super()._before(gradient)
-        entries = exact(some(gradient)).reshape(-1).clone()
+        entries = exact(some(self._part(gradient))).reshape(-1).clone()
         self._arrived = torch._C._current_graph_task_id(), entries
         self._waits = self._parameter.grad is not None or self._is_waiting()
 

@@ -97,7 +97,7 @@ def uses_of_parts(
     found = uses_in(name, replace(call, result=part_of(result)), args, dict(kwargs))
     if not found:
         return (), Split(peers)
-    if len(found) > 1 or not all(map(peers.have, [*data, result])):
+    if len(found) > 1 or not all(map(peers.hold, [*data, result])):
         raise Refused(_CANT)
     return found, _split(found[0], data, result, peers)
 

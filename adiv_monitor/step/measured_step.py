@@ -389,7 +389,11 @@ class MeasuredStep:
             shares={p.key: 1 / holders(p.parameter) for p in layer.pieces} if parts else {},
         )
         accumulated, lead = self._capture.accumulation_of(layer), layer.parameters[0]
-        if accumulated.entries is not None and self._counts(lead):
+        peers = self._selection.peers
+        # What it left of the gradient: of processes that compute the same, the first one's counts.
+        if accumulated.entries is not None and (
+            peers is None or peers.place == 0 or accumulated.is_term
+        ):
             values["then"] = accumulated.entries
             entries = self._wholes.entries.get(id(lead))
             values["now"] = self._steps.entries_of(lead) if entries is None else entries
@@ -401,8 +405,7 @@ class MeasuredStep:
         if replay_errors:
             values["replay_error"] = torch.stack(replay_errors).amax()
         if rows.ceiling is not None and rows.ceiling_is_whole:
-            peers = self._selection.peers if calls[0].split is None else None
-            alike = 1 if peers is None else peers.count
+            alike = 1 if peers is None or calls[0].split is not None else peers.count
             values |= self._of_ceiling(layer.path, rows.ceiling, alike)
         self._add_all_rows(layer.path, calls, values)
         makings = [
@@ -429,11 +432,6 @@ class MeasuredStep:
         measured.add_scale(self._generator)
         self._measured[layer.path] = measured
         rows.calls.clear()
-
-    def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether what backward passes left of its gradient adds to what other processes have."""
-        peers = self._selection.peers
-        return peers is None or not peers.place or id(parameter) in self._wholes.sums
 
     def _of_ceiling(self, path: str, ceiling: Ceiling, alike: int) -> dict[str, Tensor]:
         """What is to be known of it: its cosine, or of several processes, the sums for that.

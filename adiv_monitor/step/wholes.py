@@ -36,8 +36,8 @@ class Wholes:
 
     Attributes:
         come: all processes have come to make the gradients whole.
-        entries: some entries of the gradient, by id of the parameter, where it is whole, or a sum,
-            that backward passes leave.
+        entries: some entries of the gradient, by id of the parameter, where backward passes leave
+            them.
         sums: by id, gradients that were sums of which each process had a term: now as each has the
             parameter.
     """
@@ -75,7 +75,7 @@ class Wholes:
             self._collectives.owe([p for p in self._reached if not is_sum(p.grad)])
             for p in sums:
                 self._summed[id(p)] = whole = self._collectives.whole(gradient(p))
-                self.sums[id(p)] = gradient_part(same_on(whole, p), p)
+                self.sums[id(p)] = gradient_part(same_on(whole, p.device_mesh), p)  # type: ignore[attr-defined]
         return self.come
 
     def rows(self, reached: Mapping[Layer, Sequence[Call]]) -> list[Layer]:
@@ -116,9 +116,8 @@ class Wholes:
     def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
         """Layers with γ of their pieces, as the parameters come; those without one don't."""
         for parameter, whole in self._made(gradient, self._summed):
-            # Parts of it are what a backward pass leaves where processes compute with parts.
-            if id(parameter) in self._summed or not (self._peers and self._peers.have(parameter)):
-                self.entries[id(parameter)] = exact(some(whole)).reshape(-1).clone()
+            left = whole if self._peers is None else self._peers.part(whole, parameter)
+            self.entries[id(parameter)] = exact(some(left)).reshape(-1).clone()
             yield from self._ready(layers)
         self._wholes.clear()
 

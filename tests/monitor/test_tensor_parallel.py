@@ -64,6 +64,7 @@ class Case:
         parallel: how many processes hold parts of one model; more are replicas of these.
         world: how many processes there are.
         sequence: norms are split by tokens.
+        sharded: replicas hold parts of all parameters (FSDP2).
         parts: samples of each micro-batch, for each replica.
         optimizer: makes the optimizer.
         clip: the largest norm of the gradient.
@@ -74,6 +75,7 @@ class Case:
     parts: tuple[tuple[int, ...], ...] = ((8,),)
     parallel: int = 2
     sequence: bool = False
+    sharded: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     clip: float | None = None
     attainable: bool = False
@@ -94,6 +96,8 @@ CASES = {
     "four, norms by tokens": Case(4, parallel=4, sequence=True),
     "four, two replicas": Case(4, parts=((5,), (3,))),
     "four, two replicas, norms by tokens": Case(4, parts=((2, 2), (1, 3)), sequence=True),
+    "four, sharded": Case(4, parts=((5,), (3,)), sharded=True),
+    "four, sharded, norms by tokens": Case(4, parts=((2, 2), (1, 3)), sequence=True, sharded=True),
 }
 
 
@@ -151,11 +155,16 @@ def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
     replicas, group = case.world // case.parallel, None
     if rank is not None:
         from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
 
         names = ("replicas", "parts")
         mesh = init_device_mesh("cpu", (replicas, case.parallel), mesh_dim_names=names)
         split(model, mesh["parts"], sequence=case.sequence)
         group = mesh["replicas"].get_group()
+        if case.sharded:
+            fully_shard(model.block, mesh=mesh["replicas"])
+            fully_shard(model, mesh=mesh["replicas"])
+            group = None
     if case.sequence:
         model.scale.requires_grad_(False)
     optimizer = case.optimizer(model.parameters(), lr=0.01)
@@ -170,7 +179,9 @@ def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
         for size in case.parts[replica]:
             mine = slice(first, first + size)
             first += size
-            loss_of(model(tokens[mine]), targets[mine]).backward()
+            loss = loss_of(model(tokens[mine]), targets[mine])
+            # FSDP takes the mean of what replicas leave.
+            (loss * (replicas if case.sharded and rank is not None else 1)).backward()
     for p in model.parameters() if group is not None and replicas > 1 else ():
         if p.grad is not None:
             dist.all_reduce(local(p.grad), group=group)

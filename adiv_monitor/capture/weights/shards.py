@@ -5,7 +5,7 @@ them while a module runs, so what a forward pass uses is not what the optimizer 
 parallelism they are never whole: each process computes with its part (`Peers`).
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ def part_of(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor, without its graph: all, or its part."""
     if is_shard(tensor):
         with torch.no_grad():  # where a sum is detached first, its terms may be added up
-            tensor = tensor.to_local()  # type: ignore[operator]
+            tensor = tensor.to_local()  # type: ignore[attr-defined]
     return tensor.detach()
 
 
@@ -45,11 +45,10 @@ def sharded_as(part: Tensor, like: Tensor) -> Any:
     )
 
 
-def same_on(whole: Tensor, like: Tensor) -> Any:
-    """A tensor that all processes have, as one of those that a sharded one lies on."""
+def same_on(whole: Tensor, mesh: Any) -> Any:
+    """A tensor that all processes of a mesh have, as one that lies on them."""
     from torch.distributed.tensor import DTensor, Replicate  # not in every build of torch
 
-    mesh = like.device_mesh  # type: ignore[attr-defined]
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
@@ -77,9 +76,11 @@ class Peers:
 
     Attributes:
         mesh: they, in one dimension: a `DeviceMesh`.
+        placements: by id of a parameter that is spread over them, how it lies on them.
     """
 
     mesh: Any
+    placements: Mapping[int, Any]
 
     @property
     def count(self) -> int:
@@ -100,9 +101,17 @@ class Peers:
         """How many of so many rows this process looks at: each looks at some."""
         return len(range(self.place, rows, self.count))
 
-    def have(self, tensor: object) -> bool:
+    def hold(self, tensor: object) -> bool:
         """Whether it lies on these processes."""
         return is_shard(tensor) and tensor.device_mesh == self.mesh  # type: ignore[attr-defined]
+
+    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """What this process computes with of a tensor that lies as a parameter does."""
+        placements = self.placements.get(id(parameter))
+        if placements is None:
+            return whole
+        spread = same_on(whole, self.mesh).redistribute(placements=placements)
+        return part_of(spread)
 
 
 def peers(model: nn.Module) -> Peers | None:
@@ -110,11 +119,20 @@ def peers(model: nn.Module) -> Peers | None:
 
     Where groups of them differ from parameter to parameter, those of the first.
     """
-    whole_at_times = managed(model)
+    spread: dict[int, tuple[Any, Any]] = {}
+    for _, held in _managed(model):  # over others too, which make them less spread at times
+        known = "_unsharded_dtensor_spec", "_tp_spec"  # the second before torch 2.14
+        spec = next((s for name in known if (s := getattr(held, name, None)) is not None), None)
+        if spec is not None:
+            spread[id(held.sharded_param)] = spec.mesh, spec.placements
+    at_times = managed(model)
     for parameter in model.parameters():
-        if is_shard(parameter) and id(parameter) not in whole_at_times:
-            mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-            return Peers(mesh) if mesh.ndim == 1 and mesh.size() > 1 else None
+        if is_shard(parameter) and id(parameter) not in at_times:
+            p: Any = parameter
+            spread[id(parameter)] = p.device_mesh, p.placements
+    for mesh, _ in spread.values():
+        if mesh.ndim == 1 and mesh.size() > 1:
+            return Peers(mesh, {key: lies for key, (on, lies) in spread.items() if on == mesh})
     return None
 
 
@@ -209,13 +227,16 @@ def why_unusable(parameter: Tensor, managed: Collection[int], peers: Peers | Non
     """
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     split = [placement for placement in placements if not placement.is_replicate()]
-    if id(parameter) not in managed and (peers is None or not peers.have(parameter)):
+    is_parallel = peers is not None and id(parameter) in peers.placements
+    if id(parameter) in managed:
+        alike = 1 if peers is None or is_parallel else peers.count  # groups that do the same
+        if len(split) > 1 + is_parallel or alike * mesh.size() != processes():
+            return "is spread over the processes in more ways than FSDP and one of another kind"
+    elif not is_parallel:
         return (
             "is a DTensor that is never made whole, spread over other processes than the model's "
             "first one, or over a mesh of several dimensions"
         )
-    if id(parameter) in managed and (len(split) > 1 or mesh.size() != processes()):
-        return "is spread over the processes in more than one way (tensor parallelism below FSDP?)"
     return None
 
 
@@ -227,19 +248,19 @@ class Standing:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        held = held_in_place_of(model)
+        held, whole_at_times = held_in_place_of(model), managed(model)
         self._places = [
             (module, name, parameter)
             for module in model.modules()
             for name, now in module._parameters.items()
-            if now is not None and is_shard(parameter := held.get(id(now), now))
+            if now is not None and id(parameter := held.get(id(now), now)) in whole_at_times
         ]
 
     def of(self, tensor: object) -> nn.Parameter | None:
         """The sharded parameter that a whole one stands in for; None if it is none."""
-        if not self._places or not isinstance(tensor, nn.Parameter) or is_shard(tensor):
+        if not self._places or not isinstance(tensor, nn.Parameter):
             return None
         for module, name, parameter in self._places:
             if module._parameters.get(name) is tensor:
-                return parameter
+                return None if tensor is parameter else parameter
         return None
