@@ -168,7 +168,7 @@ class Assembly:
         if self._world == 1:
             self._emit(self._complete(step, part), True)
             return
-        own = prepared(part, self._max_rows, self._world, self._generator)
+        own = prepared(part, step, self._max_rows, self._world, self._generator)
         waiting = _Waiting(step, own, None)
         self._waiting.append(waiting)
         with suppress(RuntimeError):  # the store is gone

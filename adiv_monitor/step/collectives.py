@@ -7,7 +7,6 @@ no collective that was agreed on (`Collectives.settle`).
 
 import math
 from collections import deque
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -17,26 +16,15 @@ from adiv_monitor.features.rows import exact, exact_type
 
 
 class Collectives:
-    """The collectives of one step that this process owes the others, in their order."""
+    """The collectives of one step that this process owes the others.
+
+    Attributes:
+        owed: for each, in their order, a tensor that is spread as that is which comes then. What is
+            agreed on must be here at once: a list that was made before, and no call in between.
+    """
 
     def __init__(self) -> None:
-        self._owed: deque[Tensor] = deque()
-
-    def clear(self) -> None:
-        """Nothing was agreed on."""
-        self._owed.clear()
-
-    def owe(self, alike: Iterable[Tensor], *, next: bool = False) -> None:
-        """All processes are to put tensors together that are spread as these are.
-
-        Args:
-            alike: tensors of which each process holds a part; the same in all of them.
-            next: before all that is owed already.
-        """
-        if next:
-            self._owed.extendleft(reversed(list(alike)))
-        else:
-            self._owed.extend(alike)
+        self.owed: deque[Tensor] = deque()
 
     def whole(self, part: Tensor) -> Tensor:
         """What comes next, put together.
@@ -44,15 +32,15 @@ class Collectives:
         Args:
             part: what this process has of it.
         """
-        sharded = sharded_as(exact(part).contiguous(), self._owed[0])
-        self._owed.popleft()  # right before: whatever is still owed was not begun
+        sharded = sharded_as(exact(part).contiguous(), self.owed[0])
+        self.owed.popleft()  # right before: whatever is still owed was not begun
         whole: Tensor = sharded.full_tensor().detach()
         return whole
 
     def settle(self) -> None:
         """Come to all that is owed, where something has failed here; with no numbers."""
-        while self._owed:
-            alike = self._owed.popleft()
+        while self.owed:
+            alike = self.owed.popleft()
             part = part_of(alike)
             nothing = torch.full_like(part, math.nan, dtype=exact_type(part))
             sharded_as(nothing, alike).full_tensor()

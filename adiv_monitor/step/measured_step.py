@@ -34,7 +34,7 @@ from adiv_monitor.step.part import CEILING_SUMS, Looked, Part, learn, make_part
 from adiv_monitor.step.plain_step import act, added, changes, gram_is_less, probe, stretch
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.transfer import fetch
-from adiv_monitor.step.whole_rows import NOT_ALIKE
+from adiv_monitor.step.whole_rows import NOT_ALIKE, dealt
 from adiv_monitor.step.wholes import WHY_NOT, Agree, Wholes, spread
 
 # There is no mean feature, and no telling which of the parameters are a bias.
@@ -73,6 +73,7 @@ class MeasuredStep:
         self._realised = realised
         self._unreached: dict[str, str] = {}
         self._too_large: list[str] = []  # layers whose sums for the ceiling can't travel
+        self._in_parts: list[str] = []  # layers of whose rows no process has all
         self._refused: set[str] = set()  # of those, layers that had rows
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
         self._moved: Tensor | None = None  # did the weights move before the gradient was there?
@@ -100,6 +101,7 @@ class MeasuredStep:
         self._measured.clear()  # what an earlier attempt at this step, which raised, has left
         self._unreached.clear()
         self._too_large.clear()
+        self._in_parts.clear()
         self._all_rows.clear()
         self._flags.clear()
         # An optimizer that unscales AMP gradients itself writes them back.
@@ -306,6 +308,11 @@ class MeasuredStep:
                 f"attainable_cosine of {listed(self._too_large)} is missing: with several "
                 "processes it takes sums that are too large to be exchanged."
             )
+        if self._in_parts:
+            notes.append(
+                f"attainable_cosine of {listed(self._in_parts)} is missing: it takes all rows, of "
+                "which processes have parts (tensor parallelism)."
+            )
         return notes
 
     def _measure(
@@ -365,7 +372,7 @@ class MeasuredStep:
         parts: Parts,
     ) -> None:
         assert self._steps is not None
-        rows = self._capture.rows[layer.path]
+        rows, peers = self._capture.rows[layer.path], self._selection.peers
         features = calls[0].features.joined([call.features for call in calls[1:]])
         G = joined([call.gradient for call in calls if call.gradient is not None])
         if isinstance(features, OneHotFeatures):  # nothing trains the padding token: idle
@@ -387,9 +394,9 @@ class MeasuredStep:
             undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
             features=_fan_in(features),
             shares={p.key: 1 / holders(p.parameter) for p in layer.pieces} if parts else {},
+            dealt=dealt(calls, peers),
         )
         accumulated, lead = self._capture.accumulation_of(layer), layer.parameters[0]
-        peers = self._selection.peers
         # What it left of the gradient: of processes that compute the same, the first one's counts.
         if accumulated.entries is not None and (
             peers is None or peers.place == 0 or accumulated.is_term
@@ -404,6 +411,8 @@ class MeasuredStep:
         replay_errors = [call.replay_error for call in calls if call.replay_error is not None]
         if replay_errors:
             values["replay_error"] = torch.stack(replay_errors).amax()
+        if not (rows.ceiling_is_whole or looked.dealt is None):
+            self._in_parts.append(layer.path)
         if rows.ceiling is not None and rows.ceiling_is_whole:
             alike = 1 if peers is None or calls[0].split is not None else peers.count
             values |= self._of_ceiling(layer.path, rows.ceiling, alike)

@@ -27,6 +27,25 @@ _REFUSED = {
 }
 
 
+@dataclass(frozen=True)
+class Dealt:
+    """Rows that a group of processes chose together, each of which keeps some.
+
+    Attributes:
+        first: rank of the first of these processes.
+        place: of this process among them.
+        count: how many they are.
+        rows_seen: rows that they look at, all together.
+        rows_total: rows that there are.
+    """
+
+    first: int
+    place: int
+    count: int
+    rows_seen: int
+    rows_total: int
+
+
 @dataclass
 class Looked:
     """What was looked at in a layer.
@@ -48,6 +67,7 @@ class Looked:
         features: how many numbers of a row the weight multiplies, where a row is such a vector.
         shares: by piece, what of its dot products this process is to count, where each process
             holds a part of the parameters, so that theirs add up; else empty.
+        dealt: what the rows are part of, if they were dealt out.
     """
 
     path: str
@@ -65,6 +85,7 @@ class Looked:
     asked_common: bool = False
     features: int | None = None
     shares: dict[int, float] = field(default_factory=dict)
+    dealt: Dealt | None = None
 
     def without_parameters(self) -> None:
         """Parts of the parameters are missing: rows alone speak, and not of these."""

@@ -6,42 +6,55 @@ those with the smallest keys of all processes are as even a choice of all rows
 """
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from adiv_monitor.capture.sampling import draw, winners
+from adiv_monitor.capture.sampling import Draw, draw, winners
 from adiv_monitor.maths.readings import Array
 from adiv_monitor.step import rows_together
 from adiv_monitor.step.attention_together import attention_together
 from adiv_monitor.step.outcome import LIKENESS_TOLERANCE
-from adiv_monitor.step.part import LayerPart, Part
+from adiv_monitor.step.part import Dealt, LayerPart, Part
 
 Generator = np.random.Generator
 
 
-def prepared(part: Part, max_rows: int | None, processes: int, generator: Generator) -> Part:
+def prepared(
+    part: Part, step: int, max_rows: int | None, processes: int, generator: Generator
+) -> Part:
     """A process's part as it travels: with no more rows than may be in the sample of all.
 
     Args:
         part: what the process knows.
+        step: of which step.
         max_rows: how many rows all of them together look at, per layer; None: all.
         processes: how many there are.
         generator: the source of chance.
     """
     layers = {}
     for path, layer in part.layers.items():
-        seen, total = layer.looked.rows_seen, layer.looked.rows_total
-        chosen = draw(total, None if max_rows is None else seen, np.inf, generator)
+        looked, dealt = layer.looked, layer.looked.dealt
+        seen, total = (dealt or looked).rows_seen, (dealt or looked).rows_total
+        alike = generator if dealt is None else _chance_of_all(step, dealt, path)
+        chosen = draw(total, None if max_rows is None else seen, np.inf, alike)
+        if dealt is not None:
+            chosen = Draw(None, chosen.keys[dealt.place :: dealt.count], chosen.bound)
         layer = replace(layer, values=rows_together.with_common(layer.values), draw=chosen)
         if max_rows is not None and total:
-            # More than this share of the sample is not one process's but by chance.
-            share = max_rows / processes
+            # More than this share of the sample is not one process's, or group's, but by chance.
+            share = max_rows / processes * (1 if dealt is None else dealt.count)
             bound = min(chosen.bound, (share + 4 * math.sqrt(share)) / total)
             layer = _kept(replace(layer, draw=replace(chosen, bound=bound)), bound)
         layers[path] = replace(layer, values=rows_together.packed(layer.values))
     return replace(part, layers=layers)
+
+
+def _chance_of_all(step: int, dealt: Dealt, path: str) -> Generator:
+    """The same for all processes among which a layer's rows were dealt out."""
+    return np.random.default_rng([step, dealt.first, zlib.crc32(path.encode())])
 
 
 @np.errstate(all="ignore")  # as in `understand`

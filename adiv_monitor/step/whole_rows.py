@@ -6,11 +6,13 @@ whole is put together; then each process keeps every k-th row, so that from here
 processes with rows of their own are. Layers of which each has all are dealt out in the same way.
 """
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,9 @@ from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.split_calls import COLUMNS, SAME, SUM
 from adiv_monitor.capture.weights.shards import Peers
 from adiv_monitor.features.features import DenseFeatures
+from adiv_monitor.features.rows import to_device
 from adiv_monitor.step.collectives import Collectives
+from adiv_monitor.step.part import Dealt
 
 NOT_ALIKE = (
     "the processes that compute it together (tensor parallelism) have not all looked at the same "
@@ -42,11 +46,12 @@ class WholeRows:
         self._parameters = [id(p) for p in selection.parameters]
         self._collectives = collectives
 
-    def owe(self) -> None:
-        """All processes have agreed to put together what they can."""
-        if self._peers is not None:
-            size = self._peers.count, len(self._parameters)
-            self._collectives.owe([_spread(self._unsigned(self._peers), 0, size, self._peers)])
+    def signatures(self) -> list[Tensor]:
+        """What is put together before any rows: it tells of which that can be done."""
+        if self._peers is None:
+            return []
+        size = self._peers.count, len(self._parameters)
+        return [_spread(self._unsigned(self._peers), 0, size, self._peers)]
 
     def make(self, reached: Reached, *, come: bool) -> list[Layer]:
         """Put the calls' rows together, and deal them out; the layers of which that can't be.
@@ -58,41 +63,54 @@ class WholeRows:
         peers = self._peers
         if peers is None:
             return []
-        alike = self._alike(reached, peers) if come else _apart(reached)
-        joint = [call for layer in reached if layer in alike for call in reached[layer]]
-        parts = [part for call in joint for part in _parts(call)]
-        self._collectives.owe((part.spread(peers) for part in parts), next=True)
-        for part in parts:
-            part.give(self._collectives.whole(part.tensor))
-        for call in joint:
-            if call.split is None or not call.split.own:
-                _deal(call, peers)
+        alike = self._put_together(reached, peers) if come else _apart(reached)
+        for layer in alike:
+            deal([call for call in reached[layer] if not _is_own(call)], peers)
         return [layer for layer in reached if layer not in alike]
 
-    def _alike(self, reached: Reached, peers: Peers) -> set[Layer]:
-        """The layers of which all processes have the same rows, or rows of their own."""
-        own = self._unsigned(peers)
+    def _put_together(self, reached: Reached, peers: Peers) -> set[Layer]:
+        """The layers of which all processes have the same rows, which are whole then, or own ones.
+
+        All tell each other by a number which rows they have, so that none comes to put them
+        together alone: from then on everybody knows who comes.
+        """
+        parts = {x: [part for call in reached[x] for part in _parts(call)] for x in reached}
+        spread = {x: [part.spread(peers) for part in parts[x]] for x in reached}
         led: dict[int, list[Layer]] = {key: [] for key in self._parameters}
         for layer in sorted(reached, key=lambda layer: layer.path):
             led[id(layer.parameters[0])].append(layer)
+        own = self._unsigned(peers)
         for place, layers in enumerate(led.values()):
             if layers:
-                told = [(layer.path, *map(_told, reached[layer])) for layer in layers]
-                own[0, place] = 1 + zlib.crc32(repr(told).encode())
-        same = (self._collectives.whole(own) == own).all(0).tolist()
-        return {x for layers, yes in zip(led.values(), same, strict=True) if yes for x in layers}
+                own[0, place] = _signature(layers, reached)
+        every = self._collectives.whole(own)
+        same = zip(led.values(), (every == own).all(0).tolist(), strict=True)
+        alike = [layer for layers, is_same in same if is_same for layer in layers]
+        owed = [tensor for layer in alike for tensor in spread[layer]]
+        self._collectives.owed.extendleft(reversed(owed))
+        for part in (part for layer in alike for part in parts[layer]):
+            part.give(self._collectives.whole(part.tensor))
+        return set(alike)
 
     def _unsigned(self, peers: Peers) -> Tensor:
-        """Room for a number of each parameter, 0 where none of its layers was seen."""
+        """Room for a number of each parameter; −1 where none of its layers was seen."""
         numbers, device = len(self._parameters), peers.mesh.device_type
-        return torch.zeros(1, numbers, dtype=torch.float64, device=device)
+        return torch.full((1, numbers), -1, dtype=torch.float64, device=device)
+
+
+def _signature(layers: Sequence[Layer], reached: Reached) -> float:
+    """A number for the rows of layers; NaN, which is like no other, where they can't be dealt."""
+    if any(len(set(map(_is_own, reached[layer]))) > 1 for layer in layers):
+        return math.nan
+    told = [(layer.path, *map(_told, reached[layer])) for layer in layers]
+    return float(zlib.crc32(repr(told).encode()))
 
 
 def _told(call: Call) -> object:
     """What must be the same in all processes of a call that they make together."""
-    split, known = call.split, (call.size is not None, call.whole is not None)
-    if split is not None and split.own:
+    if _is_own(call):
         return "own"
+    split, known = call.split, (call.size is not None, call.whole is not None)
     chosen = b"" if call.rows.chosen is None else call.rows.chosen.tobytes()
     lies = split and (split.features, split.output, split.gradient, split.widths)
     return call.rows.shape, zlib.crc32(chosen), lies, str(call.z.dtype), known
@@ -103,8 +121,13 @@ def _apart(reached: Reached) -> set[Layer]:
     return {
         layer
         for layer, calls in reached.items()
-        if all(call.split is None or call.split.own for call in calls)
+        if all(call.split is None for call in calls) or all(map(_is_own, calls))
     }
+
+
+def _is_own(call: Call) -> bool:
+    """Whether each process has rows of its own."""
+    return call.split is not None and call.split.own
 
 
 class _Part:
@@ -184,25 +207,40 @@ def _spread(part: Tensor, dim: int | None, size: Sequence[int], peers: Peers) ->
     return made  # type: ignore[no-any-return]
 
 
-def _deal(call: Call, peers: Peers) -> None:
-    """Keep this process's share of the rows, all of which it knows."""
-    assert call.gradient is not None
-    share = slice(peers.place, None, peers.count)
-    index = torch.arange(*share.indices(len(call.z)), device=call.z.device)
-    call.pick(index)
-    call.gradient = call.gradient.index_select(0, index)
-    call.total = peers.share(call.rows.total)
-    whole, split = call.whole, call.split
-    if call.size is not None and (whole is not None or split is None or split.gradient == SAME):
-        call.size = call.size.reshape(-1)[share]  # else norms of columns, all of them its own
-    if whole is not None:
-        call.whole = replace(
-            whole,
-            weight_square=_share(whole.weight_square, share),
-            bias_square=_share(whole.bias_square, share),
-            weight_sum=None if whole.weight_sum is None else whole.weight_sum / peers.count,
-            trained=_share(whole.trained, share),
-        )
+def deal(calls: Sequence[Call], peers: Peers) -> None:
+    """Keep this process's share of the rows of a layer, all of which it knows."""
+    chosen = rows = 0
+    for call in calls:
+        assert call.gradient is not None
+        count, total = len(call.z), call.rows.total
+        kept = np.arange(count)[peers.share(count, chosen)]
+        share = peers.share(total, rows)
+        chosen, rows = chosen + count, rows + total
+        index = to_device(kept, call.z.device)
+        call.pick(index)
+        call.gradient = call.gradient.index_select(0, index)
+        call.total = len(range(total)[share])
+        whole, split = call.whole, call.split
+        if call.size is not None and (whole or split is None or split.gradient == SAME):
+            call.size = call.size.reshape(-1)[share]  # else norms of columns, all of them its own
+        if whole is not None:
+            call.whole = replace(
+                whole,
+                weight_square=_share(whole.weight_square, share),
+                bias_square=_share(whole.bias_square, share),
+                weight_sum=None if whole.weight_sum is None else whole.weight_sum / peers.count,
+                trained=_share(whole.trained, share),
+            )
+
+
+def dealt(calls: Sequence[Call], peers: Peers | None) -> Dealt | None:
+    """What the rows of a layer's calls are part of, if they were dealt out."""
+    if peers is None or all(map(_is_own, calls)):
+        return None
+    every = [call.rows for call in calls if not _is_own(call)]
+    seen = sum(rows.total if rows.chosen is None else len(rows.chosen) for rows in every)
+    total = sum(rows.total for rows in every)
+    return Dealt(peers.first, peers.place, peers.count, seen, total)
 
 
 def _share(values: Any, share: slice) -> Any:

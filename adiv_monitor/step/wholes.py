@@ -66,13 +66,11 @@ class Wholes:
         self._reached = [p for p in self._sharded if p.grad is not None and id(p) in wanted]
         for made in (self.entries, self.sums, self._summed, self._before):
             made.clear()
-        self._collectives.clear()
-        self.come = self._all_come("gradient")
+        self._collectives.owed.clear()
+        sums = {p: p.grad for p in self._reached if p.grad is not None and is_sum(p.grad)}
+        rest = [p for p in self._reached if p not in sums]
+        self.come = self._all_come("gradient", [*sums.values(), *self._rows.signatures(), *rest])
         if self.come:
-            sums = [p for p in self._reached if is_sum(p.grad)]
-            self._collectives.owe([p.grad for p in sums if p.grad is not None])
-            self._rows.owe()
-            self._collectives.owe([p for p in self._reached if not is_sum(p.grad)])
             for p in sums:
                 self._summed[id(p)] = whole = self._collectives.whole(gradient(p))
                 self.sums[id(p)] = gradient_part(same_on(whole, p.device_mesh), p)  # type: ignore[attr-defined]
@@ -93,12 +91,9 @@ class Wholes:
 
     def updates(self) -> bool:
         """Whether updates can be."""
-        if not (self.come and self._all_come("update")):
-            return False
-        self._collectives.owe(self._reached)
-        return True
+        return self.come and self._all_come("update", self._reached)
 
-    def _all_come(self, point: str) -> bool:
+    def _all_come(self, point: str, owed: Sequence[Tensor]) -> bool:
         if not self._reached:
             return False
         largest = max(self._reached, key=Tensor.numel)
@@ -106,7 +101,10 @@ class Wholes:
         torch.empty(2 * largest.numel(), dtype=exact_type(largest), device=largest.device)
         reached = set(map(id, self._reached))
         which = [i for i, p in enumerate(self._sharded) if id(p) in reached]
-        return self._agree(f"{point} of {len(which)} {zlib.crc32(repr(which).encode()):08x}")
+        agreed = self._agree(f"{point} of {len(which)} {zlib.crc32(repr(which).encode()):08x}")
+        if agreed:
+            self._collectives.owed.extend(owed)
+        return agreed
 
     def settle(self) -> None:
         """Come to what all have agreed on, where something has failed here; with no numbers."""

@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where processes are made
 from processes import found_by, meet
 
 from adiv_monitor import Monitor
-from adiv_monitor.step import assembly, wholes
+from adiv_monitor.step import assembly, collectives
 from adiv_monitor.step.part import Part
 from adiv_monitor.step.together import prepared, together
 
@@ -261,7 +261,7 @@ def _noted() -> Iterator[tuple[list[Part], list[int]]]:
         parts.append(part)
         return prepared(part, *given)
 
-    sharded_as = wholes.sharded_as
+    sharded_as = collectives.sharded_as
 
     def note_whole(part: Tensor, parameter: nn.Parameter) -> Any:
         sizes.append((parameter.numel() - part.numel()) * part.element_size())
@@ -269,7 +269,7 @@ def _noted() -> Iterator[tuple[list[Part], list[int]]]:
 
     with (
         patch.object(assembly, "prepared", note_part),
-        patch.object(wholes, "sharded_as", note_whole),
+        patch.object(collectives, "sharded_as", note_whole),
     ):
         yield parts, sizes
 
@@ -328,7 +328,7 @@ def several() -> tuple[list[list[object]], list[list[object]]]:
 
 
 def _thinned(part: Part, world: int) -> Part:
-    return prepared(part, 128, world, np.random.default_rng(0))
+    return prepared(part, 0, 128, world, np.random.default_rng(0))
 
 
 def _ratio(expected: float, found: float) -> tuple[str, str, str]:

@@ -207,7 +207,7 @@ class Divided(Step):
 
 def merged(parts: list[Part], seed: int) -> dict[str, LayerReading]:
     generator = np.random.default_rng(seed)
-    own = {rank: prepared(part, MAX_ROWS, WORLD, generator) for rank, part in enumerate(parts)}
+    own = {rank: prepared(part, 0, MAX_ROWS, WORLD, generator) for rank, part in enumerate(parts)}
     whole, ranks = together(own, WORLD, MAX_ROWS, generator)
     assert ranks == [0, 1]
     outcome = understand(whole, Watch())

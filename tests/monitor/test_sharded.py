@@ -372,33 +372,6 @@ def corrected(rank: int | None) -> StepReport | None:
     return monitor.latest
 
 
-def tensor_parallel(rank: int) -> tuple[StepReport | None, bool]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    found = []
-    for monitored in (True, False):
-        model, x = small(None)
-        model.append(nn.Linear(3, 2).double())
-        mesh = init_device_mesh("cpu", (2,))
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        monitor = Monitor(model, optimizer, on_error="raise")
-        if monitored:
-            monitor.attach()
-        model(x).square().mean().backward()
-        optimizer.step()
-        monitor.close()
-        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-        found.append((monitor.latest, [p.detach().clone() for p in whole]))
-    same = all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
-    return found[0][0], same
-
-
 TASKS: tuple[Callable[[int], Any], ...] = (
     weights_that_change_after_the_step,
     weights_of_one_part_that_change,
@@ -412,7 +385,6 @@ TASKS: tuple[Callable[[int], Any], ...] = (
     all_layers_fail_in_one,
     layer_in_turn_that_is_off_in_one,
     corrected,
-    tensor_parallel,
 )
 
 
@@ -516,14 +488,6 @@ def test_layers_that_a_rule_of_their_class_measures(found: dict[int, list[Found]
     for own in found[2]:
         assert own["corrected"].coverage == 1
         assert_same(own["corrected"].to_dict(), expected.to_dict())
-
-
-def test_tensor_parallel_layers_are_refused_by_name(found: dict[int, list[Found]]) -> None:
-    report, same = found[2][0]["tensor_parallel"]
-    assert same
-    assert report.unsupported.keys() == {"0", "2"}
-    assert all("(tensor parallelism?)" in why for why in report.unsupported.values())
-    assert report.layers.keys() == {"3"}
 
 
 def test_a_layer_in_turn_that_is_off_in_one_process_delays_none(

@@ -1,5 +1,7 @@
-"""Tensor parallelism: what processes with parts of the layers say is what one with all of it says."""
+"""Tensor parallelism: what processes with parts of layers say is what one with all of it says."""
 
+import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,8 @@ from torch.nn import functional
 from adiv_monitor import Monitor
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
+from adiv_monitor.step.whole_rows import NOT_ALIKE
+from adiv_monitor.step.wholes import WHY_NOT
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 
@@ -35,7 +39,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.before(x)
-        heads = [map_(y).unflatten(-1, (-1, 2)).transpose(1, 2) for map_ in (self.q, self.k, self.v)]
+        heads = [
+            map_(y).unflatten(-1, (-1, 2)).transpose(1, 2) for map_ in (self.q, self.k, self.v)
+        ]
         mixed = functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
         x = x + self.out(mixed)
         return x + self.down(torch.tanh(self.up(self.between(x))))
@@ -64,6 +70,7 @@ class Case:
         parallel: how many processes hold parts of one model; more are replicas of these.
         world: how many processes there are.
         sequence: norms are split by tokens.
+        spread: what the block computes is spread, too, from the first layer to the last.
         sharded: replicas hold parts of all parameters (FSDP2).
         parts: samples of each micro-batch, for each replica.
         optimizer: makes the optimizer.
@@ -75,6 +82,7 @@ class Case:
     parts: tuple[tuple[int, ...], ...] = ((8,),)
     parallel: int = 2
     sequence: bool = False
+    spread: bool = False
     sharded: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     clip: float | None = None
@@ -91,6 +99,7 @@ CASES = {
     ),
     "two, micro-batches": Case(2, parts=((3, 5),)),
     "two, norms by tokens, micro-batches": Case(2, parts=((3, 5),), sequence=True),
+    "two, all is spread": Case(2, spread=True),
     "two, the first of turns": Case(2, turn=0),
     "four": Case(4, parallel=4),
     "four, norms by tokens": Case(4, parallel=4, sequence=True),
@@ -101,9 +110,9 @@ CASES = {
 }
 
 
-def split(model: Net, mesh: Any, *, sequence: bool) -> None:
+def split(model: Net, mesh: Any, case: "Case") -> None:
     """Give each process its parts, as torch's tutorials do."""
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_module
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -117,7 +126,11 @@ def split(model: Net, mesh: Any, *, sequence: bool) -> None:
         "embed": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
-    if sequence:
+    if case.spread:
+        plan["embed"] = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+        for path in ("block.out", "block.down", "block.up"):
+            plan[path] = type(plan[path])(use_local_output=False)
+    if case.sequence:
         tokens = Shard(1)
         plan |= {
             "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
@@ -131,6 +144,8 @@ def split(model: Net, mesh: Any, *, sequence: bool) -> None:
             "head": ColwiseParallel(input_layouts=tokens, output_layouts=Replicate()),
         }
     parallelize_module(model, mesh, plan)
+    if case.spread:
+        distribute_module(model, mesh)  # what the plan doesn't name is on all processes
 
 
 def make(dtype: torch.dtype = torch.float64) -> tuple[Net, Tensor, Tensor]:
@@ -159,7 +174,7 @@ def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
 
         names = ("replicas", "parts")
         mesh = init_device_mesh("cpu", (replicas, case.parallel), mesh_dim_names=names)
-        split(model, mesh["parts"], sequence=case.sequence)
+        split(model, mesh["parts"], case)
         group = mesh["replicas"].get_group()
         if case.sharded:
             fully_shard(model.block, mesh=mesh["replicas"])
@@ -192,6 +207,64 @@ def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
     return monitor, model
 
 
+def train(rank: int, *, monitored: bool = True, off: str = "", **options: Any) -> Any:
+    """Three steps, all measured: the reports, what was warned of, how long it took."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, tokens, targets = make(options.pop("dtype", torch.float64))
+    split(model, init_device_mesh("cpu", (2,)), Case(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    begin = time.monotonic()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        monitor = Monitor(model, optimizer, every_n_steps=1, **options)
+        if monitored:
+            monitor.attach()
+        if off:
+            monitor._failures.switched_off[off] = "a test"
+            monitor._course.disarm()
+            monitor._course.arm()
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model(tokens), targets).backward()
+            optimizer.step()
+        monitor.close()
+    said = [str(w.message) for w in warned if "adiv_monitor" in str(w.message)]
+    return list(monitor.reports), said, time.monotonic() - begin
+
+
+def few_rows(rank: int) -> Any:
+    return train(rank, max_rows=8, on_error="raise")
+
+
+def half_precision(rank: int) -> Any:
+    return train(rank, dtype=torch.bfloat16, on_error="raise")
+
+
+def all_that_can_be_asked(rank: int) -> Any:
+    return train(rank, attainable=True, realised=True, attention=True, on_error="raise")
+
+
+def one_without_a_monitor(rank: int) -> Any:
+    return train(rank, monitored=rank == 0)
+
+
+def one_that_looks_at_others(rank: int) -> Any:
+    return train(rank, max_rows=8 + rank)
+
+
+def one_that_is_off_in_one(rank: int) -> Any:
+    return train(rank, off="block.up" if rank else "")
+
+
+TASKS: tuple[Callable[[int], Any], ...] = (
+    few_rows,
+    half_precision,
+    all_that_can_be_asked,
+    one_without_a_monitor,
+    one_that_looks_at_others,
+    one_that_is_off_in_one,
+)
 Found = dict[str, Any]
 
 
@@ -205,6 +278,9 @@ def work(rank: int, world: int, folder: str) -> None:
             pairs = zip(model.parameters(), other.parameters(), strict=True)
             same = all(torch.equal(local(a), local(b)) for a, b in pairs)
             found[name] = monitor.latest, written(monitor), same
+    for task in TASKS if world == 2 else ():
+        found[task.__name__] = task(rank)
+        dist.barrier()  # a monitor of the next one would be taken for one of this
     dist.destroy_process_group()
     torch.save(found, Path(folder) / f"{rank}.pt")
 
@@ -227,3 +303,74 @@ def test_the_report_is_that_of_one_process_with_all_of_it(
     assert isinstance(expected, StepReport)
     assert reports[0].coverage == 1
     assert_same(reports[0].to_dict(quantiles=True), expected.to_dict(quantiles=True))
+
+
+SPREAD = {f"block.{name}" for name in ("q", "k", "v", "out", "up", "down")} | {"embed", "head"}
+WHOLE = {"scale", "block.before", "block.between"}
+
+
+def test_few_rows_are_those_of_all_processes(found: dict[int, list[Found]]) -> None:
+    """All look at the same; each of these is counted once."""
+    of_all, _, _ = found[2][0]["all_that_can_be_asked"]
+    reports, said, _ = found[2][0]["few_rows"]
+    assert not said
+    for report, expected in zip(reports, of_all, strict=True):
+        assert report.layers.keys() == SPREAD | WHOLE
+        for path, reading in report.layers.items():
+            assert (reading.rows_seen, reading.rows_total) == (8, 64), path
+            whole = expected.layers[path]
+            for name in ("scale_mean", "descent", "effective_lr"):
+                if reading.standard_error.get(name, 0.0) == 0:
+                    value = getattr(whole, name)
+                    assert getattr(reading, name) == pytest.approx(value, nan_ok=True), path
+            error = reading.standard_error["update_cosine"]
+            assert 0 < error < 1, path
+            assert abs(reading.update_cosine - whole.update_cosine) < 5 * error, path
+
+
+def test_in_half_precision(found: dict[int, list[Found]]) -> None:
+    reports, said, _ = found[2][0]["half_precision"]
+    of_all, _, _ = found[2][0]["all_that_can_be_asked"]
+    assert not said
+    for report, expected in zip(reports, of_all, strict=True):
+        assert report.coverage == 1
+        assert report.notes == ()
+        for path, reading in report.layers.items():
+            value = expected.layers[path].gradient_cosine
+            assert reading.gradient_cosine == pytest.approx(value, abs=0.05), path
+
+
+def test_what_takes_all_rows_is_said_to_be_missing(found: dict[int, list[Found]]) -> None:
+    reports, _, _ = found[2][0]["all_that_can_be_asked"]
+    for report in reports:
+        for path, reading in report.layers.items():
+            assert (reading.attainable_cosine is None) == (path in SPREAD), path
+        assert any("attainable_cosine" in note for note in report.notes)
+        assert any("not a plain tensor" in note for note in report.notes)
+
+
+def test_where_one_has_no_monitor(found: dict[int, list[Found]]) -> None:
+    """Nobody waits for it; what it takes all processes for is said to be missing."""
+    reports, _, seconds = found[2][0]["one_without_a_monitor"]
+    assert seconds < 10
+    for report in reports:
+        assert report.layers.keys() == WHOLE
+        assert report.unsupported.keys() == SPREAD
+        assert set(report.unsupported.values()) == {WHY_NOT}
+
+
+def test_where_processes_look_at_different_rows(found: dict[int, list[Found]]) -> None:
+    for own in found[2]:
+        reports, _, _ = own["one_that_looks_at_others"]
+        for report in reports:
+            assert not report.layers
+            assert set(report.unsupported.values()) == {NOT_ALIKE}
+
+
+def test_where_a_layer_is_off_in_one(found: dict[int, list[Found]]) -> None:
+    for own in found[2]:
+        reports, _, seconds = own["one_that_is_off_in_one"]
+        assert seconds < 10
+        for report in reports:
+            assert report.layers.keys() == (SPREAD | WHOLE) - {"block.up"}
+            assert report.unsupported.keys() == {"block.up"}

@@ -97,9 +97,14 @@ class Peers:
         """The rank of the first one, among all processes."""
         return int(self.mesh.mesh.flatten()[0])
 
-    def share(self, rows: int) -> int:
-        """How many of so many rows this process looks at: each looks at some."""
-        return len(range(self.place, rows, self.count))
+    def share(self, rows: int, dealt: int = 0) -> slice:
+        """Which of so many rows this process looks at: they are dealt out one by one.
+
+        Args:
+            rows: how many.
+            dealt: how many others were dealt out before.
+        """
+        return slice((self.place - dealt) % self.count, rows, self.count)
 
     def hold(self, tensor: object) -> bool:
         """Whether it lies on these processes."""

@@ -23,7 +23,12 @@ from adiv_monitor.step.ranks import Exchange
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 STEPS, WORLD = 3, 2
-TALKING = ("step/assembly.py", "step/ranks.py", "step/wholes.py", "capture/weights/shards.py")
+TALKING = ("step/assembly.py", "step/ranks.py")
+# These put parts together: of what the processes of one group have, or of what all of them have.
+JOINING = (
+    *("step/wholes.py", "step/whole_rows.py", "step/collectives.py"),
+    *("capture/split_calls.py", "capture/weights/shards.py"),
+)
 # What only computes fails alike wherever it does: every fourth function of it.
 COMPUTING = ("step/together.py", "step/rows_together.py", "step/attention_together.py")
 # Where each is told apart: what the store raises when it is gone, and anything else.
@@ -45,7 +50,21 @@ def shards(model: nn.Module) -> nn.Module:
     return model
 
 
-WAYS = {"replicas": replicas, "shards": shards}
+def parts(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    whole = Replicate()
+    first, last = ColwiseParallel(output_layouts=whole), RowwiseParallel(input_layouts=whole)
+    return parallelize_module(model, init_device_mesh("cpu", (WORLD,)), {"0": first, "3": last})
+
+
+WAYS = {"replicas": replicas, "shards": shards, "parts": parts}
 
 
 def train(way: str, fault: Any, *, monitored: bool) -> dict[str, Any]:
@@ -53,7 +72,7 @@ def train(way: str, fault: Any, *, monitored: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     inner = mlp().double()
     model = WAYS[way](inner)
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(0 if way == "parts" else dist.get_rank())  # these are given the same data
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     dense_loss(model).backward()  # what wrappers put on at their first step, they keep
     optimizer.step()
@@ -78,7 +97,7 @@ def train(way: str, fault: Any, *, monitored: bool) -> dict[str, Any]:
     found["weights"] = [whole(p) for p in model.parameters()]
     found["left"] = sorted(changed(before, surroundings(inner, optimizer)))
     found["reports"] = [
-        (r.step, sorted(r.layers), [*r.notes, *r.unsupported.values()]) for r in monitor.reports
+        (r.step, sorted(r.layers), r.notes, tuple(r.unsupported.values())) for r in monitor.reports
     ]
     found["warned"] = [str(w.message) for w in warned if "adiv_monitor" in str(w.message)]
     return found
@@ -101,8 +120,10 @@ def work(rank: int, folder: str) -> None:
         plain = train(way, Watched(), monitored=False)
         own = Watched()
         found[way] = plain, train(way, own, monitored=True)
-        boundaries = [b for b in own.boundaries if b.file in TALKING]
-        boundaries += [b for b in own.boundaries if b.file in COMPUTING][::4]
+        boundaries = [b for b in own.boundaries if b.file in JOINING]
+        if way != "parts":  # of which the others are no different
+            boundaries += [b for b in own.boundaries if b.file in TALKING]
+            boundaries += [b for b in own.boundaries if b.file in COMPUTING][::4]
         assembly.PATIENCE = 0.4
         several: list[Any] = [None] * WORLD
         dist.all_gather_object(several, boundaries)
@@ -165,18 +186,19 @@ def test_what_is_lost_is_said_once(
     way: str, victim: int, rank: int, found: list[dict[Any, Any]]
 ) -> None:
     for boundary, trial in trials(found, way, victim, rank).items():
-        steps = [step for step, _, _ in trial["reports"]]
+        steps = [step for step, *_ in trial["reports"]]
         if rank != victim:
             assert steps == list(range(STEPS)), f"a report is missing in the other one: {boundary}"
             assert trial["warned"] == [], boundary
             continue
         assert len(trial["warned"]) <= 1, boundary
-        told = [n for *_, notes in trial["reports"] for n in notes]
+        told = [note for *_, notes, _ in trial["reports"] for note in notes]
+        told += {why for *_, unsupported in trial["reports"] for why in unsupported}
         if steps != list(range(STEPS)):
             assert REASON in "".join(trial["warned"]), boundary
         assert sum(REASON in note for note in told) <= 1, boundary
-        for _, layers, notes in trial["reports"]:
-            assert layers == ["0", "2", "3"] or notes, boundary
+        for _, layers, notes, unsupported in trial["reports"]:
+            assert layers == ["0", "2", "3"] or notes or unsupported, boundary
 
 
 def test_there_are_many_functions_to_fail(found: list[dict[Any, Any]]) -> None:
@@ -186,6 +208,6 @@ def test_there_are_many_functions_to_fail(found: list[dict[Any, Any]]) -> None:
         for way in WAYS:
             plain, monitored = found[rank][way]
             assert all(map(torch.equal, plain["weights"], monitored["weights"]))
-            assert [(step, layers) for step, layers, _ in monitored["reports"]] == [
+            assert [(step, layers) for step, layers, *_ in monitored["reports"]] == [
                 (step, ["0", "2", "3"]) for step in range(STEPS)
             ]
