@@ -120,7 +120,8 @@ def work(rank: int, folder: str) -> None:
         plain = train(way, Watched(), monitored=False)
         own = Watched()
         found[way] = plain, train(way, own, monitored=True)
-        boundaries = [b for b in own.boundaries if b.file in JOINING]
+        joining = JOINING[:-1] if way == "parts" else JOINING  # what the others do not reach
+        boundaries = [b for b in own.boundaries if b.file in joining]
         if way != "parts":  # of which the others are no different
             boundaries += [b for b in own.boundaries if b.file in TALKING]
             boundaries += [b for b in own.boundaries if b.file in COMPUTING][::4]
