@@ -45,23 +45,31 @@ def net() -> nn.Sequential:
 
 
 class Classifier(pl.LightningModule):
-    """Looks at its process's share of each batch."""
+    """Looks at its process's share of each batch; at all of it where it has parts of layers."""
 
-    def __init__(self, *, shards: bool) -> None:
+    def __init__(self, *, way: str) -> None:
         super().__init__()
         self.net = net()
-        self._shards = shards
+        self._way = way
 
     def configure_model(self) -> None:
-        if self._shards:
+        if self._way == "model_parallel":
             from torch.distributed.fsdp import fully_shard
 
             mesh = self.device_mesh["data_parallel"]
             fully_shard(self.net[2], mesh=mesh)
             fully_shard(self.net, mesh=mesh)
+        if self._way == "tensor_parallel":
+            from torch.distributed.tensor import parallel
+
+            first, last = parallel.ColwiseParallel(), parallel.RowwiseParallel()
+            mesh = self.device_mesh["tensor_parallel"]
+            parallel.parallelize_module(self.net, mesh, {"0": first, "2": last})
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = (part[self.global_rank :: WORLD] for part in batch)
+        x, y = batch
+        if self._way != "tensor_parallel":
+            x, y = (part[self.global_rank :: WORLD] for part in batch)
         return nn.functional.cross_entropy(self.net(x), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -71,13 +79,14 @@ class Classifier(pl.LightningModule):
         return torch.utils.data.DataLoader(batches(), batch_size=None)
 
 
-def fit(strategy: Any, path: Path, **options: Any) -> None:
+def fit(way: str, strategy: Any, folder: str | Path, **options: Any) -> None:
+    path = Path(folder) / f"{way}.jsonl"
     callback = DivergenceCallback(2, sinks=[JsonlSink(path)], on_error="raise")
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     fixed = {"accelerator": "cpu", "devices": WORLD, "max_epochs": 1, "callbacks": callback}
     alone = {"use_distributed_sampler": False, "enable_checkpointing": False}
     trainer = pl.Trainer(strategy=strategy, **quiet, **fixed, **alone, **options)
-    trainer.fit(Classifier(shards=not isinstance(strategy, str)))
+    trainer.fit(Classifier(way=way))
 
 
 def work(rank: int, folder: str) -> None:
@@ -86,8 +95,9 @@ def work(rank: int, folder: str) -> None:
     os.environ |= {name: str(value) for name, value in where.items()}
     os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "here"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # they have met already
-    strategy = ModelParallelStrategy(data_parallel_size=WORLD, tensor_parallel_size=1)
-    fit(strategy, Path(folder) / "run.jsonl", plugins=TorchElasticEnvironment())
+    for way, data, tensors in (("model_parallel", WORLD, 1), ("tensor_parallel", 1, WORLD)):
+        strategy = ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensors)
+        fit(way, strategy, folder, plugins=TorchElasticEnvironment())
     dist.destroy_process_group()
 
 
@@ -103,13 +113,17 @@ def plain() -> list[dict[str, Any]]:
     return [report.to_dict() for report in monitor.reports]
 
 
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "model_parallel"])
-def test_one_file_says_what_a_plain_loop_would(strategy: str, tmp_path: Path) -> None:
-    if strategy == "ddp_spawn":
-        fit(strategy, tmp_path / "run.jsonl")
-    else:
-        multiprocessing.spawn(work, (str(tmp_path),), nprocs=WORLD)
-    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("strategies")
+    fit("ddp_spawn", "ddp_spawn", folder)
+    multiprocessing.spawn(work, (str(folder),), nprocs=WORLD)
+    return folder
+
+
+@pytest.mark.parametrize("way", ["ddp_spawn", "model_parallel", "tensor_parallel"])
+def test_one_file_says_what_a_plain_loop_would(way: str, written: Path) -> None:
+    lines = [json.loads(line) for line in (written / f"{way}.jsonl").read_text().splitlines()]
     expected = plain()
     assert [line["step"] for line in lines] == [0, 2]
     for line, report in zip(lines, expected, strict=True):
