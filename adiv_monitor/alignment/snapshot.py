@@ -89,7 +89,8 @@ def look(model: nn.Module, probe: Probe) -> dict[str, Seen]:
     if not firsts:
         raise AdivError(
             f"Probe: the forward pass of {type(model).__name__} shows no layer to measure, "
-            "expected linear layers, convolutions or embeddings that Probe(layers=…) takes"
+            "expected linear layers, convolutions or embeddings that Probe(layers=…) takes, and "
+            "that each process computes by itself (no tensor parallelism)"
         )
     order = list(firsts)
     return {

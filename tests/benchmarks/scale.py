@@ -129,6 +129,18 @@ def cost(job: Job) -> Cost:
     return Cost(flops, moved, held + largest, gathered, sent)
 
 
+def put_together(n: int, m: int, rows: int, tokens: int, parts: int) -> float:
+    """Bytes of rows that a process receives of two layers n → m → n which `parts` compute together.
+
+    Of the first each has some of the m outputs, of the second as many inputs.
+    """
+    others = (parts - 1) / parts
+    outputs = 2 * 4 * rows * m * others  # z and G
+    inputs = 4 * (rows + 1) * m * others  # x, and the sum of all rows' x
+    terms = 4 * rows * n  # z of the second, which is a sum
+    return outputs + inputs + terms + 2 * 4 * tokens  # and, of all rows, ‖g‖² and ‖x‖²
+
+
 # --- counts --------------------------------------------------------------------------------------
 
 
@@ -263,9 +275,11 @@ def _noted() -> Iterator[tuple[list[Part], list[int]]]:
 
     sharded_as = collectives.sharded_as
 
-    def note_whole(part: Tensor, parameter: nn.Parameter) -> Any:
-        sizes.append((parameter.numel() - part.numel()) * part.element_size())
-        return sharded_as(part, parameter)
+    def note_whole(part: Tensor, alike: Any) -> Any:
+        is_sum = any(placement.is_partial() for placement in alike.placements)
+        received = alike.numel() - (0 if is_sum else part.numel())
+        sizes.append(received * part.element_size())
+        return sharded_as(part, alike)
 
     with (
         patch.object(assembly, "prepared", note_part),
@@ -294,15 +308,27 @@ def _work(rank: int, world: int, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     meet(rank, world, folder)
-    found: dict[int, tuple[Part, int]] = {}
+    found: dict[int, tuple[Part, int, int]] = {}
     for width in WIDTHS:
         part, _ = _step_of_one(width, DistributedDataParallel)
         dist.barrier()
         _, gathered = _step_of_one(width, fully_shard)
         dist.barrier()
-        found[width] = part, gathered
+        _, joined = _step_of_one(width, _in_parts)
+        dist.barrier()
+        found[width] = part, gathered, joined
     dist.destroy_process_group()
     torch.save(found, Path(folder) / f"{rank}.pt")
+
+
+def _in_parts(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    plan = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
+    return parallel.parallelize_module(
+        model, init_device_mesh("cpu", (dist.get_world_size(),)), plan
+    )
 
 
 def several() -> tuple[list[list[object]], list[list[object]]]:
@@ -311,10 +337,14 @@ def several() -> tuple[list[list[object]], list[list[object]]]:
         found = found_by(_work, Path(folder))
     rows: list[list[object]] = []
     for width, world in product(WIDTHS, (2, 4)):
-        _, gathered = found[world][1][width]
+        _, gathered, joined = found[world][1][width]
         job = Job(((width, width, DEPTH),), TOKENS, processes=world, shards=world)
         expected = cost(job).gathered
         rows.append([width, world, "made whole", *_ratio(expected, gathered)])
+        expected += put_together(width, width, 128, TOKENS, world)
+        rows.append(
+            [width, world, "made whole and rows, of layers in parts", *_ratio(expected, joined)]
+        )
     for width, world in product(WIDTHS, WORLDS):
         sent = len(pickle.dumps(_thinned(found[2][1][width][0], world), protocol=5))
         job = Job(((width, width, DEPTH),), TOKENS, processes=world)
