@@ -6,6 +6,7 @@ counts: `torch.autograd.grad` runs a parameter's tensor hooks too, but not its p
 hooks.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import is_small, some
-from adiv_monitor.capture.weights.shards import gradient_part, is_sum
+from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart
 from adiv_monitor.maths import dots
 
 
@@ -181,15 +182,21 @@ class Accumulation:
         grad = self._part(parameter.grad)
         if is_small(grad):
             self._left = grad.clone()
-            self._entries = some(self._left).reshape(-1)
+            entries = some(self._left).reshape(-1)
         else:
             self._left = dots.norms(grad)
-            self._entries = some(grad).clone().reshape(-1)
+            entries = some(grad).clone().reshape(-1)
+        self._entries = self._if_alike(entries, parameter.grad)
         self._tensor = weakref.ref(parameter.grad), parameter.grad._version
 
     def _part(self, gradient: Tensor) -> Tensor:
         """As far as this process has it."""
         return gradient_part(gradient, self._parameter)
+
+    def _if_alike(self, entries: Tensor, gradient: Tensor) -> Tensor:
+        """Some entries of a gradient; NaN where others of it are here than of the parameter."""
+        is_other = lies_apart(gradient, self._parameter) and not is_sum(gradient)
+        return entries * math.nan if is_other else entries
 
     def _untouched(self, held: Tensor) -> bool:
         """Whether this is the tensor that the last pass left, and nothing has written to it."""

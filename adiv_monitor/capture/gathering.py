@@ -30,8 +30,8 @@ from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers, Passing
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.split_calls import SUM, Split
-from adiv_monitor.capture.weights.shards import part_of
+from adiv_monitor.capture.split_calls import NO_RULE, SUM, Split
+from adiv_monitor.capture.weights.shards import is_shard, part_of
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import Map, Returned, uses_of
@@ -198,6 +198,9 @@ class Gathering:
     ) -> None:
         """Gather rows of a module that is measured as a whole, and hook its output."""
         left = [module.get_parameter(name) for name in names]
+        if any(map(is_shard, tensors)):  # to take rows of them might be a collective
+            self._leftovers.refuse(left, NO_RULE)
+            return
         try:
             others, names = self._others(module, left)
         except Refused as refusal:

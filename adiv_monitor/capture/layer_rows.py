@@ -64,9 +64,8 @@ class Call:
         self.gradient: Tensor | None = None
         self.size: Tensor | None = None
         self.precision = 0.0
-        self._arrived: tuple[Tensor, Tensor | None] | None = (
-            None  # since the parameters last accumulated
-        )
+        # Since the parameters last accumulated.
+        self._arrived: tuple[Tensor, Tensor | None] | None = None
         self._backward = -1  # in which backward pass
         self.replay_error: Tensor | None = None
         self.hook: weakref.ref[Any] | None = None  # dies with the graph

@@ -54,6 +54,7 @@ class ShardAccumulation(Accumulation):
         """Just before a gradient is accumulated, or returned by `autograd.grad`."""
         super()._before(gradient)
         entries = exact(some(self._part(gradient))).reshape(-1).clone()
+        entries = self._if_alike(entries, gradient)
         self._arrived = torch._C._current_graph_task_id(), entries
         self._waits = self._parameter.grad is not None or self._is_waiting()
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from adiv_monitor.capture.weights.shards import Peers, is_shard, part_of
 from adiv_monitor.features.features import Features, OneHotFeatures
+from adiv_monitor.features.functions.tokens import REPEATING
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses_in
 
 COLUMNS, SUM, SAME = "columns", "sum", "same"  # of rows, what a process has
@@ -84,6 +85,8 @@ def uses_of_parts(
     Raises:
         Refused: they can't be put together.
     """
+    if name in REPEATING:  # what it shows is told by later calls
+        raise Refused(NO_RULE)
     data: list[Any] = []
 
     def local(tensor: Any) -> Any:
@@ -122,6 +125,10 @@ def _split(use: Use, data: Sequence[Any], result: Any, peers: Peers) -> Split:
     raise Refused(_CANT)
 
 
+NO_RULE = (
+    "no rule describes what is computed of it, and processes compute that together (tensor "
+    "parallelism)"
+)
 _CANT = (
     "what it is given, or gives, lies on the processes (tensor parallelism) in a way in which its "
     "rows can't be put together"

@@ -122,7 +122,7 @@ class MeasuredStep:
                 updates=steps,
                 copy_gradient=scale is not None,
                 new=not self._watch.knows({layer.path for layer in reached}),
-                gradients=self._wholes.sums,
+                gradients=self._wholes.parts,
             )
             if steps:
                 self._wholes.keep(self._steps)

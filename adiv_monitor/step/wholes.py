@@ -14,7 +14,13 @@ from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.updates import ParameterSteps, some
 from adiv_monitor.capture.weights.pieces import Parts, gradient
-from adiv_monitor.capture.weights.shards import gradient_part, is_shard, is_sum, part_of, same_on
+from adiv_monitor.capture.weights.shards import (
+    gradient_part,
+    is_shard,
+    lies_apart,
+    part_of,
+    same_on,
+)
 from adiv_monitor.features.rows import exact, exact_type
 from adiv_monitor.step.collectives import Collectives
 from adiv_monitor.step.whole_rows import WholeRows
@@ -38,8 +44,7 @@ class Wholes:
         come: all processes have come to make the gradients whole.
         entries: some entries of the gradient, by id of the parameter, where backward passes leave
             them.
-        sums: by id, gradients that were sums of which each process had a term: now as each has the
-            parameter.
+        parts: by id, gradients of which processes had less than of the parameter: now as much.
     """
 
     def __init__(self, selection: Selection, agree: Agree) -> None:
@@ -54,26 +59,27 @@ class Wholes:
         self._wholes: dict[int, Tensor] = {}
         self._given: set[Layer] = set()
         self.entries: dict[int, Tensor] = {}
-        self.sums: dict[int, Tensor] = {}
-        self._summed: dict[int, Tensor] = {}  # the same, whole
+        self.parts: dict[int, Tensor] = {}
+        self._known: dict[int, Tensor] = {}  # the same, whole
 
     def gradients(self, wanted: Collection[int]) -> bool:
-        """Whether gradients can be made whole; sums are.
+        """Whether gradients can be made whole; those of `parts` are.
 
         Args:
             wanted: ids of the parameters whose gradients are.
         """
         self._reached = [p for p in self._sharded if p.grad is not None and id(p) in wanted]
-        for made in (self.entries, self.sums, self._summed, self._before):
+        for made in (self.entries, self.parts, self._known, self._before):
             made.clear()
         self._collectives.owed.clear()
-        sums = {p: p.grad for p in self._reached if p.grad is not None and is_sum(p.grad)}
-        rest = [p for p in self._reached if p not in sums]
-        self.come = self._all_come("gradient", [*sums.values(), *self._rows.signatures(), *rest])
+        apart = {p: p.grad for p in self._reached if p.grad is not None and lies_apart(p.grad, p)}
+        rest = [p for p in self._reached if p not in apart]
+        self.come = self._all_come("gradient", [*apart.values(), *self._rows.signatures(), *rest])
         if self.come:
-            for p in sums:
-                self._summed[id(p)] = whole = self._collectives.whole(gradient(p))
-                self.sums[id(p)] = gradient_part(same_on(whole, p.device_mesh), p)  # type: ignore[attr-defined]
+            for p in apart:
+                whole = self._collectives.whole(gradient(p))
+                self._known[id(p)], mesh = whole, p.device_mesh  # type: ignore[attr-defined]
+                self.parts[id(p)] = gradient_part(same_on(whole, mesh), p)
         return self.come
 
     def rows(self, reached: Mapping[Layer, Sequence[Call]]) -> list[Layer]:
@@ -113,7 +119,7 @@ class Wholes:
 
     def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
         """Layers with γ of their pieces, as the parameters come; those without one don't."""
-        for parameter, whole in self._made(gradient, self._summed):
+        for parameter, whole in self._made(gradient, self._known):
             left = whole if self._peers is None else self._peers.part(whole, parameter)
             self.entries[id(parameter)] = exact(some(left)).reshape(-1).clone()
             yield from self._ready(layers)

@@ -57,16 +57,22 @@ def is_sum(tensor: object) -> bool:
     return is_shard(tensor) and any(p.is_partial() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
-def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """What this process holds of a gradient: as it does of the parameter, if it holds that much.
+def lies_apart(gradient: object, parameter: object) -> bool:
+    """Whether this process has less of a gradient than of its parameter: a term of it, or a part.
 
-    Of a part of a parameter a backward pass may leave the gradient of all, or a sum of which each
-    process has a term: then that term.
+    Of a part of a parameter a backward pass may leave the gradient of all, too.
     """
-    if is_shard(gradient) and is_shard(parameter):
+    if not (is_shard(gradient) and is_shard(parameter)):
+        return False
+    lies, wanted = gradient.placements, parameter.placements  # type: ignore[attr-defined]
+    return any(g != p and not g.is_replicate() for g, p in zip(lies, wanted, strict=True))
+
+
+def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """What this process holds of a gradient: as it does of the parameter, if it has that much."""
+    if is_shard(gradient) and is_shard(parameter) and not lies_apart(gradient, parameter):
         placements = parameter.placements  # type: ignore[attr-defined]
-        if gradient.placements != placements and not is_sum(gradient):  # type: ignore[attr-defined]
-            gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+        gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
     return part_of(gradient)
 
 
