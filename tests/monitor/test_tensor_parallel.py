@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from torch.nn import functional
 from adiv_monitor import Monitor
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
+from adiv_monitor.step import rows_together
+from adiv_monitor.step.part import Dealt, Looked, make_part
+from adiv_monitor.step.together import prepared
 from adiv_monitor.step.whole_rows import NOT_ALIKE
 from adiv_monitor.step.wholes import WHY_NOT
 
@@ -374,3 +378,32 @@ def test_where_a_layer_is_off_in_one(found: dict[int, list[Found]]) -> None:
         for report in reports:
             assert report.layers.keys() == (SPREAD | WHOLE) - {"block.up"}
             assert report.unsupported.keys() == {"block.up"}
+
+
+def test_what_was_dealt_out_makes_one_sample() -> None:
+    """Each row of a group has a key of its own, and groups are represented alike."""
+    chance, world, rows, most = np.random.default_rng(0), 4, 60, 12
+    chosen = dict.fromkeys(range(2), 0)
+    for step_number in range(400):
+        kept = []
+        for rank in range(world):
+            group, place = divmod(rank, 2)
+            dealt = Dealt(2 * group, place, 2, most, rows)
+            looked = Looked("x", "linear", [], False, most // 2, rows // 2, 1, 0.0, "", dealt=dealt)
+            values = {"scale": np.full(most // 2, float(group))}
+            part = make_part(
+                *({"x": looked}, {"x": values}, {}, {}),
+                unreached={},
+                notes=[],
+                keeps_gradient=True,
+            )
+            kept.append(prepared(part, step_number, most, world, chance).layers["x"])
+        keys = np.concatenate([layer.draw.keys for layer in kept if layer.draw is not None])
+        assert len(set(keys)) == len(keys)
+        whole = rows_together.layer_together(kept, most, chance)
+        assert whole.looked.rows_seen <= most
+        assert whole.looked.rows_total == 2 * rows
+        for group in chosen:
+            chosen[group] += int((whole.values["scale"] == group).sum())
+    assert sum(chosen.values()) > 0.9 * 400 * most
+    assert abs(chosen[0] - chosen[1]) < 5 * np.sqrt(400 * most)
