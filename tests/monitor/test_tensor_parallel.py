@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor
+from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.sampling import Draw
+from adiv_monitor.capture.weights.shards import Peers
+from adiv_monitor.features.features import DenseFeatures
+from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.whole import Whole
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import rows_together
 from adiv_monitor.step.part import Dealt, Looked, make_part
 from adiv_monitor.step.together import prepared
-from adiv_monitor.step.whole_rows import NOT_ALIKE
+from adiv_monitor.step.whole_rows import NOT_ALIKE, deal, dealt
 from adiv_monitor.step.wholes import WHY_NOT
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
@@ -380,17 +387,19 @@ def test_where_a_layer_is_off_in_one(found: dict[int, list[Found]]) -> None:
             assert report.unsupported.keys() == {"block.up"}
 
 
-def test_what_was_dealt_out_makes_one_sample() -> None:
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
     """Each row of a group has a key of its own, and groups are represented alike."""
-    chance, world, rows, most = np.random.default_rng(0), 4, 60, 12
-    chosen = dict.fromkeys(range(2), 0)
-    for step_number in range(400):
+    chance, world, rows, most = np.random.default_rng(0), 4, 200, 64
+    chosen = dict.fromkeys(range(world // count), 0)
+    for step_number in range(100):
         kept = []
         for rank in range(world):
-            group, place = divmod(rank, 2)
-            dealt = Dealt(2 * group, place, 2, most, rows)
-            looked = Looked("x", "linear", [], False, most // 2, rows // 2, 1, 0.0, "", dealt=dealt)
-            values = {"scale": np.full(most // 2, float(group))}
+            group, place = divmod(rank, count)
+            shared = Dealt(count * group, place, count, most, rows)
+            of_each = most // count, rows // count
+            looked = Looked("x", "linear", [], False, *of_each, 1, 0.0, "", dealt=shared)
+            values = {"scale": np.full(of_each[0], float(group))}
             part = make_part(
                 *({"x": looked}, {"x": values}, {}, {}),
                 unreached={},
@@ -402,8 +411,55 @@ def test_what_was_dealt_out_makes_one_sample() -> None:
         assert len(set(keys)) == len(keys)
         whole = rows_together.layer_together(kept, most, chance)
         assert whole.looked.rows_seen <= most
-        assert whole.looked.rows_total == 2 * rows
+        assert whole.looked.rows_total == world // count * rows
         for group in chosen:
             chosen[group] += int((whole.values["scale"] == group).sum())
-    assert sum(chosen.values()) > 0.9 * 400 * most
-    assert abs(chosen[0] - chosen[1]) < 5 * np.sqrt(400 * most)
+    assert sum(chosen.values()) > 0.95 * 100 * most
+    assert max(chosen.values()) - min(chosen.values()) < 5 * np.sqrt(100 * most)
+
+
+@pytest.mark.parametrize("most", [None, 5])
+def test_every_row_is_dealt_to_one(most: int | None) -> None:
+    """Also of calls whose rows don't divide; what all rows say goes with them."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for place in range(2):
+        calls = []
+        for first, size in ((0, 3), (3, 6)):
+            rows = Rows((size,), None if most is None else np.arange(min(size, most)))
+            call = Call(None, rows, Draw(None, np.zeros(size), np.inf))
+            every = torch.arange(float(first), first + size)
+            kept = every[: len(every) if most is None else most]
+            call.look(
+                DenseFeatures(kept[:, None, None]), kept[:, None], Whole(every, 1.0, every.sum())
+            )
+            call.gradient, call.size = kept[:, None], every
+            calls.append(call)
+        deal(calls, Dealer(place))
+        of_all = dealt(calls, Dealer(place))
+        assert of_all == Dealt(0, place, 2, 9 if most is None else 8, 9)
+        for call in calls:
+            assert isinstance(call.features, DenseFeatures) and call.features.phi is not None
+            assert call.whole is not None and call.whole.weight_square is not None
+            assert call.total == len(call.whole.weight_square)
+            found["z"] += call.z.flatten().tolist()
+            found["phi"] += call.features.phi.flatten().tolist()
+            found["squares"] += call.whole.weight_square.tolist()
+            found["sums"].append(float(call.whole.weight_sum))  # type: ignore[arg-type]
+        # The keys that `prepared` draws for them.
+        assert sum(len(call.z) for call in calls) == len(range(place, of_all.rows_seen, 2))
+    seen = [0.0, 1, 2, *range(3, 3 + (most or 6))]
+    assert sorted(found["z"]) == sorted(found["phi"]) == seen
+    assert sorted(found["squares"]) == list(range(9))
+    assert sum(found["sums"]) == sum(range(9))
+
+
+class Dealer(Peers):
+    """One of two processes, without the other."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__(None, {})
+        object.__setattr__(self, "_place", place)
+
+    count = property(lambda self: 2)  # type: ignore[assignment]
+    place = property(lambda self: self._place)  # type: ignore[assignment]
+    first = property(lambda self: 0)  # type: ignore[assignment]
