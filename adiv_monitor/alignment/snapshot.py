@@ -11,6 +11,7 @@ from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.alignment.sharding import Kept
 from adiv_monitor.alignment.slots import Held, Slot
 from adiv_monitor.capture.selection import is_chosen
+from adiv_monitor.capture.weights.shards import peers
 from adiv_monitor.errors import AdivError
 from adiv_monitor.features.rows import Rows, joined
 
@@ -60,8 +61,13 @@ def look(model: nn.Module, probe: Probe) -> dict[str, Seen]:
     """Run the probe: the chosen layers in the order in which they are first called.
 
     Raises:
-        AdivError: none of them is called.
+        AdivError: none of them is called, or processes compute some together.
     """
+    if peers(model) is not None:
+        raise AdivError(
+            "Probe: some layers are computed by several processes together (tensor parallelism), "
+            "expected layers of which each process has all"
+        )
     firsts: dict[str, tuple[Held, Slot]] = {}
     rows: dict[str, list[Tensor]] = {}
     shapes: dict[str, list[tuple[int, ...]]] = {}
@@ -89,8 +95,7 @@ def look(model: nn.Module, probe: Probe) -> dict[str, Seen]:
     if not firsts:
         raise AdivError(
             f"Probe: the forward pass of {type(model).__name__} shows no layer to measure, "
-            "expected linear layers, convolutions or embeddings that Probe(layers=…) takes, and "
-            "that each process computes by itself (no tensor parallelism)"
+            "expected linear layers, convolutions or embeddings that Probe(layers=…) takes"
         )
     order = list(firsts)
     return {

@@ -35,6 +35,7 @@ class Capture:
         selection: the parameters to watch.
         max_rows: rows to look at per layer; None: all.
         generator: the monitor's own source of chance.
+        step: the number of the last step.
         attainable: gather all rows too, for the ceiling.
         checked: paths of the layers whose module's rule was already checked against the output.
         switched_off: paths of the layers that must not be watched.
@@ -53,6 +54,7 @@ class Capture:
         *,
         max_rows: int | None,
         generator: np.random.Generator,
+        step: int,
         attainable: bool,
         checked: Collection[str],
         switched_off: Collection[str],
@@ -69,8 +71,9 @@ class Capture:
         self._leftovers = Leftovers(selection)
         self._forwards = Forwards.of(selection, guard)
         names = Names(model, selection, self._forwards)
+        shared = None if selection.peers is None else (step, selection.peers.first)
         self._layers = Layers(
-            *(names, self._origin, Chooser(max_rows, generator), switched_off, fail, guard),
+            *(names, self._origin, Chooser(max_rows, generator, shared), switched_off, fail, guard),
             *(calls, attention, selection.is_due),
         )
         self._gathering = Gathering(

@@ -1,6 +1,8 @@
 """The rows of one layer in one step: gathered call by call, matched with gradients."""
 
 import weakref
+import zlib
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Protocol
 
@@ -176,32 +178,44 @@ class Chooser:
     Args:
         max_rows: rows to look at per layer; None: all.
         generator: the monitor's own source of chance.
+        shared: numbers for a source of chance that other processes have too, which are given the
+            same data: what they draw for a call must not depend on what they drew before.
     """
 
-    def __init__(self, max_rows: int | None, generator: np.random.Generator) -> None:
+    def __init__(
+        self,
+        max_rows: int | None,
+        generator: np.random.Generator,
+        shared: Sequence[int] | None = None,
+    ) -> None:
         self.max_rows = max_rows
         self._generator = generator
+        self._shared = shared
         self._first: dict[tuple[tuple[int, ...], torch.device], tuple[Rows, Draw]] = {}
 
     def first(self, shape: tuple[int, ...], device: torch.device) -> tuple[Rows, Draw]:
         """Rows of a layer's first call."""
         alike = shape, device
         if alike not in self._first:
-            self._first[alike] = self.further(shape, device, np.inf)
+            self._first[alike] = self.further(shape, device, np.inf, shape)
         return self._first[alike]
 
     def further(
-        self, shape: tuple[int, ...], device: torch.device, bound: float
+        self, shape: tuple[int, ...], device: torch.device, bound: float, call: object
     ) -> tuple[Rows, Draw]:
-        """Rows of another one, with keys below a bound."""
-        chosen = draw(prod(shape), self.max_rows, bound, self._generator)
+        """Rows of another one, with keys below a bound; `call`: which it is."""
+        generator = self._generator
+        if self._shared is not None:
+            generator = np.random.default_rng([*self._shared, zlib.crc32(repr(call).encode())])
+        chosen = draw(prod(shape), self.max_rows, bound, generator)
         return Rows(shape, chosen.chosen, device), chosen
 
 
 class LayerRows:
     """The rows of one layer in one step: at most `max_rows`, each row as likely as any other."""
 
-    def __init__(self, chooser: Chooser) -> None:
+    def __init__(self, chooser: Chooser, path: str) -> None:
+        self._path, self._drawn = path, 0
         self.calls: list[Call] = []
         self.dropped = False  # rows whose gradient was zeroed before a step was taken
         self.ceiling: Ceiling | None = None
@@ -215,7 +229,9 @@ class LayerRows:
         self.calls = [call for call in self.calls if not call.dead]  # evaluations, recomputations
         if not self.calls:
             return self._chooser.first(shape, device)
-        return self._chooser.further(shape, device, self._bound(prod(shape)))
+        self._drawn += 1
+        call = self._path, self._drawn
+        return self._chooser.further(shape, device, self._bound(prod(shape)), call)
 
     def _bound(self, total: int) -> float:
         """Below which a row's key must be to have a chance."""

@@ -145,7 +145,7 @@ class Layers:
         self._led[id(parameter)].append(path)
         if path in self._off or self.waits(layer):
             return layer
-        self.rows[path] = LayerRows(self._chooser)
+        self.rows[path] = LayerRows(self._chooser, path)
         if id(parameter) not in self._accumulated:
             self._accumulated[id(parameter)] = self._accumulation(parameter)
         return layer

@@ -131,7 +131,8 @@ class Course:
             self._model,
             selection,
             max_rows=self._asked.max_rows,
-            generator=self._chance_of_rows(selection),
+            generator=self._generator,
+            step=self._number,
             attainable=self._asked.attainable,
             attention=self._attention_calls(selection) if self._asked.attention else None,
             checked=self._checked,
@@ -156,12 +157,6 @@ class Course:
         eager = undo.enter_context(ExitStack())
         eager.enter_context(forced_eager())
         return _Armed(capture, step, selection, turn, guard, realised, eager)
-
-    def _chance_of_rows(self, selection: Selection) -> np.random.Generator:
-        """The source of chance for rows: the same in processes that are given the same data."""
-        if selection.peers is None:
-            return self._generator
-        return np.random.default_rng([self._number, selection.peers.first])
 
     def _agree(self, point: str) -> bool:
         """Whether all processes come to this point of the step."""

@@ -394,13 +394,12 @@ class MeasuredStep:
             undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
             features=_fan_in(features),
             shares={p.key: 1 / holders(p.parameter) for p in layer.pieces} if parts else {},
-            dealt=dealt(calls, peers),
+            dealt=dealt(calls, peers, come=self._wholes.come),
         )
         accumulated, lead = self._capture.accumulation_of(layer), layer.parameters[0]
         # What it left of the gradient: of processes that compute the same, the first one's counts.
-        if accumulated.entries is not None and (
-            peers is None or peers.place == 0 or accumulated.is_term
-        ):
+        counts = looked.dealt is None or looked.dealt.place == 0 or accumulated.is_term
+        if accumulated.entries is not None and counts:
             values["then"] = accumulated.entries
             entries = self._wholes.entries.get(id(lead))
             values["now"] = self._steps.entries_of(lead) if entries is None else entries
@@ -414,7 +413,7 @@ class MeasuredStep:
         if not (rows.ceiling_is_whole or looked.dealt is None):
             self._in_parts.append(layer.path)
         if rows.ceiling is not None and rows.ceiling_is_whole:
-            alike = 1 if peers is None or calls[0].split is not None else peers.count
+            alike = 1 if looked.dealt is None else looked.dealt.count
             values |= self._of_ceiling(layer.path, rows.ceiling, alike)
         self._add_all_rows(layer.path, calls, values)
         makings = [

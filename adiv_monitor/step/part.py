@@ -34,7 +34,7 @@ class Dealt:
     Attributes:
         first: rank of the first of these processes.
         place: of this process among them.
-        count: how many they are.
+        count: how many they are; 1 where each has all of them.
         rows_seen: rows that they look at, all together.
         rows_total: rows that there are.
     """

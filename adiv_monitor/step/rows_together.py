@@ -1,6 +1,7 @@
 """One layer's numbers of several processes, made one."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -76,6 +77,23 @@ def is_alike(part: LayerPart, other: LayerPart) -> bool:
     """Whether the same was looked at in both."""
     mine, others = part.looked, other.looked
     return (mine.kind, mine.groups, mine.vectors) == (others.kind, others.groups, others.vectors)
+
+
+def once(parts: Sequence[LayerPart]) -> list[LayerPart]:
+    """Those that make up all rows, each once; none if some of what was dealt out is missing."""
+    kept, groups = list[LayerPart](), defaultdict[int, list[LayerPart]](list)
+    for part in parts:
+        if part.looked.dealt is None:
+            kept.append(part)
+        else:
+            groups[part.looked.dealt.first].append(part)
+    for group in groups.values():
+        shared = group[0].looked.dealt
+        assert shared is not None
+        if len(group) < shared.count:
+            return []
+        kept += group[: shared.count]  # the first, where each has all
+    return kept
 
 
 def layer_together(

@@ -88,12 +88,18 @@ def together(
         here = ", ".join(map(str, ranks))
         notes.insert(0, f"Rows of process {here} alone: {processes} processes train together.")
     layers: dict[str, LayerPart] = {}
+    incomplete: dict[str, str] = {}
     for path in dict.fromkeys(path for part in several for path in part.layers):
         if path not in misdescribed:
             own = [part.layers[path] for part in several if path in part.layers]
             alike = [layer for layer in own if rows_together.is_alike(own[0], layer)]
             if len(alike) < len(own):
                 rows_lost.add(path)
+            alike = rows_together.once(alike)
+            if not alike:
+                rows_lost.add(path)
+                incomplete[path] = _INCOMPLETE
+                continue
             layers[path] = rows_together.layer_together(alike, max_rows, generator)
             if layers[path].looked.shares and len(alike) < processes:
                 layers[path].looked.without_parameters()
@@ -111,7 +117,7 @@ def together(
     whole = replace(
         first,
         layers=layers,
-        unsupported=_unsupported(several, layers, rows_lost),
+        unsupported=incomplete | _unsupported(several, layers, rows_lost),
         misdescribed=misdescribed,
         rows_lost=rows_lost,
         notes=notes,
@@ -128,6 +134,12 @@ def together(
         ),
     )
     return attention_together(whole, several, generator), ranks
+
+
+_INCOMPLETE = (
+    "its rows were dealt out among processes that compute it together (tensor parallelism), one of "
+    "which failed"
+)
 
 
 def _with_applied(part: Part) -> Part:

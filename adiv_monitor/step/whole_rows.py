@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer, Selection
-from adiv_monitor.capture.split_calls import COLUMNS, SAME, SUM
+from adiv_monitor.capture.split_calls import COLUMNS, SAME, SUM, Split
 from adiv_monitor.capture.weights.shards import Peers
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import to_device
@@ -50,7 +50,7 @@ class WholeRows:
         """What is put together before any rows: it tells of which that can be done."""
         if self._peers is None:
             return []
-        size = self._peers.count, len(self._parameters)
+        size = self._peers.count, len(self._parameters), 4
         return [_spread(self._unsigned(self._peers), 0, size, self._peers)]
 
     def make(self, reached: Reached, *, come: bool) -> list[Layer]:
@@ -58,12 +58,14 @@ class WholeRows:
 
         Args:
             reached: the layers with their calls.
-            come: all processes have come to it; else only what each has alone is dealt out.
+            come: all processes have come to it; else each keeps what it has alone.
         """
         peers = self._peers
         if peers is None:
             return []
-        alike = self._put_together(reached, peers) if come else _apart(reached)
+        if not come:
+            return [layer for layer in reached if layer not in _apart(reached)]
+        alike = self._put_together(reached, peers)
         for layer in alike:
             deal([call for call in reached[layer] if not _is_own(call)], peers)
         return [layer for layer in reached if layer not in alike]
@@ -71,7 +73,7 @@ class WholeRows:
     def _put_together(self, reached: Reached, peers: Peers) -> set[Layer]:
         """The layers of which all processes have the same rows, which are whole then, or own ones.
 
-        All tell each other by a number which rows they have, so that none comes to put them
+        All tell each other by a few numbers which rows they have, so that none comes to put them
         together alone: from then on everybody knows who comes.
         """
         parts = {x: [part for call in reached[x] for part in _parts(call)] for x in reached}
@@ -82,20 +84,66 @@ class WholeRows:
         own = self._unsigned(peers)
         for place, layers in enumerate(led.values()):
             if layers:
-                own[0, place] = _signature(layers, reached)
-        every = self._collectives.whole(own)
-        same = zip(led.values(), (every == own).all(0).tolist(), strict=True)
-        alike = [layer for layers, is_same in same if is_same for layer in layers]
-        owed = [tensor for layer in alike for tensor in spread[layer]]
+                calls = [call for layer in layers for call in reached[layer]]
+                own[0, place, 0] = _signature(layers, reached)
+                own[0, place, 1] = sum(call.rows.total for call in calls)
+                own[0, place, 2:] = _fingerprint(calls)
+        same, apart = _compared(self._collectives.whole(own))
+        alike, owed = [], []
+        for layers, is_same, is_apart in zip(led.values(), same, apart, strict=True):
+            if is_same or is_apart:
+                alike += layers
+                owed += [tensor for layer in layers for tensor in spread[layer]]
         self._collectives.owed.extendleft(reversed(owed))
+        for layers, is_apart in zip(led.values(), apart, strict=True):
+            for call in (call for x in layers if is_apart for call in reached[x]):
+                call.split = Split(peers, own=True)
         for part in (part for layer in alike for part in parts[layer]):
             part.give(self._collectives.whole(part.tensor))
         return set(alike)
 
     def _unsigned(self, peers: Peers) -> Tensor:
-        """Room for a number of each parameter; −1 where none of its layers was seen."""
-        numbers, device = len(self._parameters), peers.mesh.device_type
-        return torch.full((1, numbers), -1, dtype=torch.float64, device=device)
+        """Room for four numbers of each parameter; −1 where none of its layers was seen."""
+        size, device = (1, len(self._parameters), 4), peers.mesh.device_type
+        return torch.full(size, -1, dtype=torch.float64, device=device)
+
+
+def _compared(every: Tensor) -> tuple[list[bool], list[bool]]:
+    """Of each parameter, whether all have the same rows of it; and whether each has other ones.
+
+    Args:
+        every: (processes, parameters, 4), a signature, how many rows, and a fingerprint.
+    """
+    signatures, totals, prints = every[..., 0], every[..., 1], every[..., 2:]
+    chose_alike = signatures[:, None] == signatures
+    differ = ((prints[:, None] - prints).abs() > _UNLIKE).any(-1)
+    same = chose_alike.all(0).all(0) & ~differ.any(0).any(0)
+    # Other numbers of as many rows mean nothing where these were not chosen alike.
+    differ &= chose_alike | (totals[:, None] != totals)
+    apart = (signatures >= 0).all(0) & (differ.sum((0, 1)) == len(every) * (len(every) - 1))
+    return same.tolist(), apart.tolist()
+
+
+# Two fingerprints of one size are as close as this by chance once in ten thousand times.
+_UNLIKE = 1e-2
+
+
+def _fingerprint(calls: Sequence[Call]) -> Tensor:
+    """Two numbers that tell rows apart; zeros where functions tell that they are the same.
+
+    The rows' z and ∂L/∂z, along a fixed direction. With layers that a process computes by itself
+    nobody says whether it is given what the others are, or its own part of the samples or tokens.
+    """
+    if any(call.split is not None for call in calls):
+        return torch.zeros(2, dtype=torch.float64)
+    found = torch.zeros(2, dtype=torch.float64, device=calls[0].z.device)
+    for call in calls:
+        assert call.gradient is not None
+        rows = torch.stack([call.z, call.gradient]).flatten(1).double()
+        direction = torch.arange(1.0, rows.shape[1] + 1, device=rows.device).double().cos()
+        tiny = torch.finfo(torch.float32).tiny
+        found += rows @ direction / (torch.linalg.vector_norm(rows, dim=1) + tiny)
+    return found
 
 
 def _signature(layers: Sequence[Layer], reached: Reached) -> float:
@@ -233,14 +281,21 @@ def deal(calls: Sequence[Call], peers: Peers) -> None:
             )
 
 
-def dealt(calls: Sequence[Call], peers: Peers | None) -> Dealt | None:
-    """What the rows of a layer's calls are part of, if they were dealt out."""
+def dealt(calls: Sequence[Call], peers: Peers | None, *, come: bool) -> Dealt | None:
+    """What the rows of a layer's calls are part of, if other processes have the same.
+
+    Args:
+        calls: the calls.
+        peers: those processes.
+        come: they were dealt out; else each has all of them.
+    """
     if peers is None or all(map(_is_own, calls)):
         return None
     every = [call.rows for call in calls if not _is_own(call)]
     seen = sum(rows.total if rows.chosen is None else len(rows.chosen) for rows in every)
     total = sum(rows.total for rows in every)
-    return Dealt(peers.first, peers.place, peers.count, seen, total)
+    place, count = (peers.place, peers.count) if come else (0, 1)
+    return Dealt(peers.first, place, count, seen, total)
 
 
 def _share(values: Any, share: slice) -> Any:

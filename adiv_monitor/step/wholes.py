@@ -49,6 +49,7 @@ class Wholes:
 
     def __init__(self, selection: Selection, agree: Agree) -> None:
         self._sharded = [p for p in selection.parameters if is_shard(p)]
+        self._named = {key: places[0].full_name for key, places in selection.places.items()}
         self._peers = selection.peers
         self._agree = agree
         self._collectives = Collectives()
@@ -105,9 +106,10 @@ class Wholes:
         largest = max(self._reached, key=Tensor.numel)
         # A process without room for it must not find out when the others wait.
         torch.empty(2 * largest.numel(), dtype=exact_type(largest), device=largest.device)
-        reached = set(map(id, self._reached))
-        which = [i for i, p in enumerate(self._sharded) if id(p) in reached]
-        agreed = self._agree(f"{point} of {len(which)} {zlib.crc32(repr(which).encode()):08x}")
+        # Whoever comes must mean the same: all that is measured, and what is put together.
+        which = [self._named[id(p)] for p in self._reached]
+        meant = repr((self._named.values(), which, [(t.shape, t.placements) for t in owed]))  # type: ignore[attr-defined]
+        agreed = self._agree(f"{point} of {len(which)} {zlib.crc32(meant.encode()):08x}")
         if agreed:
             self._collectives.owed.extend(owed)
         return agreed

@@ -64,7 +64,7 @@ def test_no_rows_and_no_limit() -> None:
 def test_rows_that_wait_do_not_use_up_the_room_of_those_that_come() -> None:
     """A large pass whose graph lives on without a gradient, then a training pass of few rows."""
     for seed in range(20):
-        rows = LayerRows(Chooser(16, np.random.default_rng(seed)))
+        rows = LayerRows(Chooser(16, np.random.default_rng(seed)), "x")
         rows.choose((10_000,), torch.device("cpu"))
         _, small = rows.choose((12,), torch.device("cpu"))
         assert small.chosen is None
@@ -72,7 +72,7 @@ def test_rows_that_wait_do_not_use_up_the_room_of_those_that_come() -> None:
 
 def test_rows_that_wait_stay_few() -> None:
     """However many passes live on without a gradient."""
-    rows = LayerRows(Chooser(16, np.random.default_rng(0)))
+    rows = LayerRows(Chooser(16, np.random.default_rng(0)), "x")
     layer = Layer("", nn.Identity(), "linear", None, None)
     for _ in range(500):
         rows.calls.append(Call(layer, *rows.choose((100,), torch.device("cpu"))))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -86,7 +86,7 @@ class Case:
         parts: samples of each micro-batch, for each replica.
         optimizer: makes the optimizer.
         clip: the largest norm of the gradient.
-        options: of the monitor.
+        turn: layers are measured in turn, three modules in a step, and this is the turn.
     """
 
     world: int
@@ -97,7 +97,6 @@ class Case:
     sharded: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     clip: float | None = None
-    attainable: bool = False
     turn: int | None = None
 
 
@@ -194,7 +193,7 @@ def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
     if case.sequence:
         model.scale.requires_grad_(False)
     optimizer = case.optimizer(model.parameters(), lr=0.01)
-    options: dict[str, Any] = {"max_rows": None, "attainable": case.attainable}
+    options: dict[str, Any] = {"max_rows": None}
     options["layers_per_step"] = None if case.turn is None else 3
     monitor = Monitor(model, optimizer, sinks=[MemorySink()], on_error="raise", **options)
     monitor.load_state_dict({**monitor.state_dict(), "turns": case.turn or 0})
@@ -218,30 +217,13 @@ def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
     return monitor, model
 
 
-def train(rank: int, *, monitored: bool = True, off: str = "", **options: Any) -> Any:
-    """Three steps, all measured: the reports, what was warned of, how long it took."""
+def train(rank: int, **options: Any) -> Any:
+    """Steps of one of two processes."""
     from torch.distributed.device_mesh import init_device_mesh
 
     model, tokens, targets = make(options.pop("dtype", torch.float64))
     split(model, init_device_mesh("cpu", (2,)), Case(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    begin = time.monotonic()
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        monitor = Monitor(model, optimizer, every_n_steps=1, **options)
-        if monitored:
-            monitor.attach()
-        if off:
-            monitor._failures.switched_off[off] = "a test"
-            monitor._course.disarm()
-            monitor._course.arm()
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss_of(model(tokens), targets).backward()
-            optimizer.step()
-        monitor.close()
-    said = [str(w.message) for w in warned if "adiv_monitor" in str(w.message)]
-    return list(monitor.reports), said, time.monotonic() - begin
+    return some_steps(model, lambda: loss_of(model(tokens), targets), **options)
 
 
 def few_rows(rank: int) -> Any:
@@ -249,7 +231,7 @@ def few_rows(rank: int) -> Any:
 
 
 def half_precision(rank: int) -> Any:
-    return train(rank, dtype=torch.bfloat16, on_error="raise")
+    return train(rank, dtype=torch.bfloat16, on_error="raise", max_rows=128)
 
 
 def all_that_can_be_asked(rank: int) -> Any:
@@ -268,7 +250,148 @@ def one_that_is_off_in_one(rank: int) -> Any:
     return train(rank, off="block.up" if rank else "")
 
 
+class Gated(nn.Module):
+    """Of a whole weight a backward pass leaves columns of the gradient in each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(torch.tanh(self.gate(x)) * self.up(x))
+        return found
+
+
+class Tokens(nn.Module):
+    """A norm that each process computes for its own tokens, and code that adds up its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return found
+
+
+def gated(rank: int | None, **options: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, distribute_module, parallel
+
+    torch.manual_seed(0)
+    model, x = Gated().double(), torch.randn(6, 8, dtype=torch.float64)
+    if rank is not None:
+        mesh = init_device_mesh("cpu", (2,))
+        gate = parallel.ColwiseParallel(use_local_output=False)
+        plan = {"gate": gate, "down": parallel.RowwiseParallel()}
+        parallel.parallelize_module(model, mesh, plan)
+        distribute_module(model, mesh)
+        x = DTensor.from_local(x, mesh, [Replicate()])
+    return some_steps(model, lambda: model(x).square().sum(), **options)
+
+
+def tokens_of_each(rank: int | None) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, parallel
+
+    torch.manual_seed(0)
+    model, x = Tokens().double(), torch.randn(3, 4, 8, dtype=torch.float64)
+    if rank is not None:
+        tokens = Shard(1)
+        plan = {
+            "up": parallel.ColwiseParallel(input_layouts=tokens),
+            "down": parallel.RowwiseParallel(output_layouts=tokens),
+        }
+        parallel.parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+        x = x[:, 2 * rank : 2 * rank + 2]
+
+    def add_up() -> None:
+        for p in model.norm.parameters() if rank is not None else ():
+            dist.all_reduce(p.grad)
+
+    return some_steps(model, lambda: model(x).square().sum(), add_up)
+
+
+def odd_tokens(rank: int | None) -> Any:
+    """Which are not as many in each process; of two micro-batches."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor, parallel
+
+    torch.manual_seed(0)
+    model, x = Tokens().double(), torch.randn(6, 5, 8, dtype=torch.float64)
+    mesh, spread = init_device_mesh("cpu", (2,)), {"use_local_output": False}
+    plan = {
+        "norm": parallel.SequenceParallel(**spread),
+        "up": parallel.ColwiseParallel(input_layouts=Shard(1), **spread),
+        "down": parallel.RowwiseParallel(output_layouts=Shard(1), **spread),
+    }
+    parallel.parallelize_module(model, mesh, plan)
+    halves = [distribute_tensor(half, mesh, [Shard(1)]) for half in x.split(3)]
+
+    def loss() -> Tensor:
+        model(halves[0]).square().sum().backward()
+        return cast(Tensor, model(halves[1]).square().sum())
+
+    return some_steps(model, loss, max_rows=8)
+
+
+def frozen_in_one(rank: int) -> Any:
+    """Other parameters in each process, but as many."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, tokens, targets = make()
+    split(model, init_device_mesh("cpu", (2,)), Case(2))
+    (model.head if rank else model.block.down).weight.requires_grad_(False)
+    return some_steps(model, lambda: loss_of(model(tokens), targets))
+
+
+def some_steps(
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    after: Callable[[], object] = lambda: None,
+    *,
+    monitored: bool = True,
+    off: str = "",
+    **options: Any,
+) -> Any:
+    """Two steps, measured with all rows: the reports, what was warned of, how long it took."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    begin = time.monotonic()
+    options = {"max_rows": None, **options}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        monitor = Monitor(model, optimizer, every_n_steps=1, **options)
+        if monitored:
+            monitor.attach()
+        if off:
+            monitor._failures.switched_off[off] = "a test"
+            monitor._course.disarm()
+            monitor._course.arm()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss().backward()
+            after()
+            optimizer.step()
+        monitor.close()
+    said = [str(w.message) for w in warned if "adiv_monitor" in str(w.message)]
+    return list(monitor.reports), said, time.monotonic() - begin
+
+
+def gated_alone(rank: int) -> Any:
+    return gated(rank, monitored=rank == 0)
+
+
+def gated_off_in_one(rank: int) -> Any:
+    return gated(rank, off="up" if rank else "")
+
+
 TASKS: tuple[Callable[[int], Any], ...] = (
+    gated,
+    gated_alone,
+    gated_off_in_one,
+    tokens_of_each,
+    odd_tokens,
+    frozen_in_one,
     few_rows,
     half_precision,
     all_that_can_be_asked,
@@ -435,7 +558,7 @@ def test_every_row_is_dealt_to_one(most: int | None) -> None:
             call.gradient, call.size = kept[:, None], every
             calls.append(call)
         deal(calls, Dealer(place))
-        of_all = dealt(calls, Dealer(place))
+        of_all = dealt(calls, Dealer(place), come=True)
         assert of_all == Dealt(0, place, 2, 9 if most is None else 8, 9)
         for call in calls:
             assert isinstance(call.features, DenseFeatures) and call.features.phi is not None
@@ -463,3 +586,49 @@ class Dealer(Peers):
     count = property(lambda self: 2)  # type: ignore[assignment]
     place = property(lambda self: self._place)  # type: ignore[assignment]
     first = property(lambda self: 0)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("task", [gated, tokens_of_each])
+def test_whatever_lies_where(
+    task: Callable[[int | None], Any], found: dict[int, list[Found]]
+) -> None:
+    """Gradients that don't lie as parameters do; rows of its own where a layer is no one else's."""
+    expected, _, _ = task(None)
+    for own in found[2]:
+        reports, said, _ = own[task.__name__]
+        assert not said
+        assert len(reports) == len(expected) == 2
+        for report, whole in zip(reports, expected, strict=True):
+            assert_same(report.to_dict(quantiles=True), whole.to_dict(quantiles=True))
+
+
+@pytest.mark.parametrize("task", [gated_alone, gated_off_in_one])
+def test_no_gradient_is_put_together_by_one_alone(
+    task: Callable[[int], Any], found: dict[int, list[Found]]
+) -> None:
+    reports, said, seconds = found[2][0][task.__name__]
+    assert not said
+    assert seconds < 10
+    for report in reports:
+        missing = {"up"} if task is gated_off_in_one else {"gate", "up", "down"}
+        assert report.unsupported.keys() == missing
+
+
+def test_few_rows_where_processes_have_more_or_less_of_them(found: dict[int, list[Found]]) -> None:
+    reports, said, _ = found[2][0]["odd_tokens"]
+    assert not said
+    for report in reports:
+        assert report.layers.keys() == {"norm", "up", "down"}
+        assert not report.unsupported
+        for reading in report.layers.values():
+            assert (reading.rows_seen, reading.rows_total) == (8, 30)
+
+
+def test_processes_that_measure_other_parameters_put_none_together(
+    found: dict[int, list[Found]],
+) -> None:
+    for own in found[2]:
+        reports, _, _ = own["frozen_in_one"]
+        for report in reports:
+            assert report.layers.keys() == WHOLE
+            assert WHY_NOT in report.unsupported.values()

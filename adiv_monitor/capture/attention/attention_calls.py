@@ -308,7 +308,7 @@ class AttentionCalls:
             held = self._held[module]
             if self._in_parts or any(map(is_shard, held.values())):
                 raise Refused("each process holds but a part of its parameters, or of the model's")
-            self.attending[path] = Attending(module, held, number, LayerRows(chooser))
+            self.attending[path] = Attending(module, held, number, LayerRows(chooser, path))
         return self.attending[path]
 
     def _keep(

@@ -1,5 +1,6 @@
 """Affine maps: φ(x) = [x, 1], scale ‖x‖² + 1 (paper, eqn 11)."""
 
+from math import prod
 from string import ascii_uppercase
 
 from torch import Tensor
@@ -51,7 +52,7 @@ def affine(
         return DenseFeatures(rows.take(x)[:, None], of_bias, transposed=transposed)
 
     def whole() -> Whole:
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # which may be of no columns
         return Whole(squares(flat), of_bias or 0.0, flat.sum(0, dtype=exact_type(flat)))
 
     def layout(tensor: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ JOINING = (
     *("step/wholes.py", "step/whole_rows.py", "step/collectives.py"),
     *("capture/split_calls.py", "capture/weights/shards.py"),
 )
+OF_PARTS = ("peers", "place", "first", "share", "hold", "part", "lies_apart", "gradient_part")
 # What only computes fails alike wherever it does: every fourth function of it.
 COMPUTING = ("step/together.py", "step/rows_together.py", "step/attention_together.py")
 # Where each is told apart: what the store raises when it is gone, and anything else.
@@ -120,9 +121,10 @@ def work(rank: int, folder: str) -> None:
         plain = train(way, Watched(), monitored=False)
         own = Watched()
         found[way] = plain, train(way, own, monitored=True)
-        joining = JOINING[:-1] if way == "parts" else JOINING  # what the others do not reach
-        boundaries = [b for b in own.boundaries if b.file in joining]
-        if way != "parts":  # of which the others are no different
+        boundaries = [b for b in own.boundaries if b.file in JOINING]
+        if way == "parts":  # the rest is no different from the others'
+            boundaries = [b for b in boundaries if "shards" not in b.file or b.name in OF_PARTS]
+        else:
             boundaries += [b for b in own.boundaries if b.file in TALKING]
             boundaries += [b for b in own.boundaries if b.file in COMPUTING][::4]
         assembly.PATIENCE = 0.4
