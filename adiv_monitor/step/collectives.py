@@ -7,12 +7,16 @@ no collective that was agreed on (`Collectives.settle`).
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from adiv_monitor.capture.weights.shards import part_of, sharded_as
 from adiv_monitor.features.rows import exact, exact_type
+
+# Whether all processes have come to the same point, of this name.
+Agree = Callable[[str], bool]
 
 
 class Collectives:

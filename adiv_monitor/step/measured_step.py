@@ -29,13 +29,14 @@ from adiv_monitor.maths import dots, totals
 from adiv_monitor.maths.ceiling import Ceiling
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.attention_step import AttentionStep
+from adiv_monitor.step.collectives import Agree
 from adiv_monitor.step.measured_layer import MeasuredLayer
 from adiv_monitor.step.part import CEILING_SUMS, Looked, Part, learn, make_part
 from adiv_monitor.step.plain_step import act, added, changes, gram_is_less, probe, stretch
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.transfer import fetch
 from adiv_monitor.step.whole_rows import NOT_ALIKE, dealt
-from adiv_monitor.step.wholes import WHY_NOT, Agree, Wholes, spread
+from adiv_monitor.step.wholes import WHY_NOT, Wholes, spread
 
 # There is no mean feature, and no telling which of the parameters are a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")

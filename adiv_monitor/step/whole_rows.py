@@ -22,7 +22,7 @@ from adiv_monitor.capture.split_calls import COLUMNS, SAME, SUM, Split
 from adiv_monitor.capture.weights.shards import Peers
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import to_device
-from adiv_monitor.step.collectives import Collectives
+from adiv_monitor.step.collectives import Agree, Collectives
 from adiv_monitor.step.part import Dealt
 
 NOT_ALIKE = (
@@ -39,12 +39,14 @@ class WholeRows:
     Args:
         selection: what is measured, the same in all processes.
         collectives: those of the step.
+        agree: asks the other processes.
     """
 
-    def __init__(self, selection: Selection, collectives: Collectives) -> None:
+    def __init__(self, selection: Selection, collectives: Collectives, agree: Agree) -> None:
         self._peers = selection.peers
         self._parameters = [id(p) for p in selection.parameters]
         self._collectives = collectives
+        self._agree = agree
 
     def signatures(self) -> list[Tensor]:
         """What is put together before any rows: it tells of which that can be done."""
@@ -73,8 +75,8 @@ class WholeRows:
     def _put_together(self, reached: Reached, peers: Peers) -> set[Layer]:
         """The layers of which all processes have the same rows, which are whole then, or own ones.
 
-        All tell each other by a few numbers which rows they have, so that none comes to put them
-        together alone: from then on everybody knows who comes.
+        All tell each other by a few numbers which rows they have, and agree to come when all have
+        read them, so that none comes to put them together alone.
         """
         parts = {x: [part for call in reached[x] for part in _parts(call)] for x in reached}
         spread = {x: [part.spread(peers) for part in parts[x]] for x in reached}
@@ -94,7 +96,10 @@ class WholeRows:
             if is_same or is_apart:
                 alike += layers
                 owed += [tensor for layer in layers for tensor in spread[layer]]
-        self._collectives.owed.extendleft(reversed(owed))
+        owed.reverse()
+        if owed and not self._agree("rows"):
+            return set()
+        self._collectives.owed.extendleft(owed)
         for layers, is_apart in zip(led.values(), apart, strict=True):
             for call in (call for x in layers if is_apart for call in reached[x]):
                 call.split = Split(peers, own=True)

@@ -22,11 +22,9 @@ from adiv_monitor.capture.weights.shards import (
     same_on,
 )
 from adiv_monitor.features.rows import exact, exact_type
-from adiv_monitor.step.collectives import Collectives
+from adiv_monitor.step.collectives import Agree, Collectives
 from adiv_monitor.step.whole_rows import WholeRows
 
-# Whether all processes have come to the same point, of this name.
-Agree = Callable[[str], bool]
 WHY_NOT = (
     "its parameters are spread over the processes, which did not all come to put them together (a "
     "process without a monitor, that skipped the step or failed?)"
@@ -53,7 +51,7 @@ class Wholes:
         self._peers = selection.peers
         self._agree = agree
         self._collectives = Collectives()
-        self._rows = WholeRows(selection, self._collectives)
+        self._rows = WholeRows(selection, self._collectives, agree)
         self._reached: list[nn.Parameter] = []  # have a gradient: all processes', or none's
         self._before: dict[int, Tensor] = {}
         self.come = False
