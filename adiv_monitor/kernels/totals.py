@@ -82,7 +82,7 @@ def totals(
     if any(t.dtype != torch.float32 or not t.is_contiguous() for t in given):
         return None
     layers, rows = square.shape
-    count = square.new_empty((layers, 1), dtype=torch.int64)
+    count = torch.empty((layers, 1), dtype=torch.int64, device=square.device)
     sums, entries = square.new_empty(len(_NAMES), layers, 1), torch.empty_like(square)
     arguments = (weight_square, bias_square, square, bias, count, sums, entries, layers, rows)
     block = max(128, min(_BLOCK, power_of_two(rows)))
