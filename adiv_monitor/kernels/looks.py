@@ -47,7 +47,7 @@ def look_kernel(
             step += programs
         if norms is not None:
             tl.store(norms + program, tl.sqrt(total))
-    else:
+    elif taken is not None:
         number = (program - programs) * POSITIONS + tl.arange(0, POSITIONS)
         within = number < count
         if chosen is not None:

@@ -1,4 +1,5 @@
 # mypy: disable-error-code="assignment, no-untyped-def, untyped-decorator"
+# ruff: noqa: RUF005 -- tuples in a kernel are added, not unpacked
 """Everything of a layer's rows in one pass: scales, what the others did, and all row products."""
 
 import torch

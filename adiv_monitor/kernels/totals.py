@@ -9,7 +9,7 @@ from torch import Tensor
 
 # In the order in which the kernel writes them.
 _NAMES = ("G_G", "own_G", "own_own", "scale_sum", "scale_deviation", "scale_max", "weight_squares")
-_BLOCK = 4096
+_BLOCK = 2048
 
 
 @triton.jit

@@ -18,15 +18,29 @@ from unittest import mock
 
 import torch
 from adiv_layers.kernels import choice as devices
+from adiv_layers.kernels.launch import power_of_two
 from launches import Launches, count_task
 from models import TASKS
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adiv_monitor.kernels import choice
 
 ROOMS = sorted(set(choice._ROOMS.values()))
-# By room, sizes of tiles: the interpreter's time goes by programs, not by entries.
-LARGE = {"looks": {"_TILE": 2**16}, "moments": {"_TILE": 2**16}, "products": {"_TILE": 2**13}}
+
+
+def large_tile(view: Tensor) -> tuple[int, int]:
+    """In place of `looks._tile`."""
+    _, positions, width = view.shape
+    return min(2**13, power_of_two(positions)), min(2**8, power_of_two(width))
+
+
+# By room, larger tiles: the interpreter's time goes by programs, not by entries.
+LARGE: dict[str, dict[str, Any]] = {
+    "looks": {"_tile": large_tile},
+    "moments": {"_TILE": 2**16},
+    "products": {"_TILE": 2**13},
+}
 LARGE["steps"] = {"_BLOCK": 2**18, "_CHUNK": 2**18}
 
 
