@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from adiv_layers.kernels import launch
+from fused_runs import alike, trained
 from interpreted import plain, relative_error
-from torch import Tensor, nn
+from torch import Tensor
 
-from adiv_monitor import Monitor
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.whole import squares, squares_and_sum
@@ -19,7 +18,6 @@ from adiv_monitor.kernels import looks, moments, products, steps, totals
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.totals import _of_stacked
-from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step.row_vectors import RowVectors, _fused, _plain
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -247,49 +245,6 @@ def test_what_lies_in_another_order_is_plain() -> None:
     assert attempt("step_products", a[:, ::2], a[:, ::2], a[:, ::2]) is None
 
 
-class Net(nn.Module):
-    """Every kind of layer that kernels know, and one that they don't."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 4)
-        self.conv = nn.Conv2d(4, 6, 3, padding=1, bias=False)
-        self.batch = nn.BatchNorm2d(6)
-        self.depthwise = nn.Conv2d(6, 6, 3, padding=1, groups=6)
-        self.layer = nn.LayerNorm(6)
-        self.wide = nn.Linear(6, 1500)
-        self.out = nn.Linear(1500, 5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.batch(self.conv(self.embed(tokens).movedim(-1, 1))).relu_()
-        x = self.layer(self.depthwise(x).flatten(2).mT)
-        out: Tensor = self.out(self.wide(x).relu()).mean(1)
-        return out
-
-
-def trained(kernels: bool, monitored: bool = True, **options: Any) -> tuple[MemorySink, nn.Module]:
-    torch.manual_seed(1)
-    net, tokens, labels = Net(), torch.randint(11, (2, 4, 4)), torch.randint(5, (2,))
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    sink = MemorySink()
-    ways: AbstractContextManager[Any] = plain()
-    if monitored:
-        monitor = Monitor(net, optimizer, every_n_steps=1, sinks=[sink], seed=3, **options)
-        monitor.attach()
-    if not kernels:
-        ways.__enter__()
-    for _ in range(3):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(tokens), labels).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-    if monitored:
-        monitor.close()
-    if not kernels:
-        ways.__exit__(None, None, None)
-    return sink, net
-
-
 @pytest.mark.parametrize("max_rows", [8, None])
 def test_a_measured_step(max_rows: int | None, monkeypatch: Patch) -> None:
     started: set[str] = set()
@@ -302,7 +257,7 @@ def test_a_measured_step(max_rows: int | None, monkeypatch: Patch) -> None:
         monkeypatch.setattr(room, "run", run)
     monkeypatch.setattr(products, "_TILE", 4096)  # for the interpreter's sake
     monkeypatch.setattr(looks, "_TILE", 2**15)
-    sink, net = trained(True, max_rows=max_rows)
+    reports, net = trained(True, max_rows=max_rows)
     assert started == {
         *("look_kernel", "moments_kernel", "normalised_rows_kernel", "row_products_kernel"),
         *("step_products_kernel", "totals_kernel"),
@@ -313,23 +268,13 @@ def test_a_measured_step(max_rows: int | None, monkeypatch: Patch) -> None:
     unmonitored = trained(False, monitored=False)[1]
     for a, b, c in zip(*(m.parameters() for m in (net, other, unmonitored)), strict=True):
         assert torch.equal(a, b) and torch.equal(b, c)
-    assert len(sink.reports) == len(expected.reports) == 3
-    for mine, theirs in zip(sink.reports, expected.reports, strict=True):
+    assert len(reports) == len(expected) == 3
+    for mine, theirs in zip(reports, expected, strict=True):
         assert mine.layers.keys() == theirs.layers.keys() and len(mine.layers) == 7
         assert mine.notes == theirs.notes
         for path, reading in mine.layers.items():
             for name, value in vars(reading).items():
                 assert alike(value, vars(theirs.layers[path])[name]), (path, name)
-
-
-def alike(a: Any, b: Any) -> bool:
-    if isinstance(a, float):
-        return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(alike, a, b))
-    return bool(a == b)
 
 
 @pytest.mark.filterwarnings("ignore:adiv_layers. .* does not start")
@@ -340,7 +285,7 @@ def test_kernels_that_do_not_start_change_nothing(monkeypatch: Patch) -> None:
     for room in (looks, moments, products, steps, totals):
         monkeypatch.setattr(room, "run", fails)
     found, expected = (trained(kernels, max_rows=8)[0] for kernels in (True, False))
-    for mine, theirs in zip(found.reports, expected.reports, strict=True):
+    for mine, theirs in zip(found, expected, strict=True):
         assert mine.layers.keys() == theirs.layers.keys()
         for path, reading in mine.layers.items():
             assert alike(vars(reading), vars(theirs.layers[path])), path
