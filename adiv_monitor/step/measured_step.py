@@ -415,9 +415,9 @@ class MeasuredStep:
             values["probe"] = probe(layer, features, G, gamma, self._generator)
         else:
             changed = changes(makings, gamma)
-            e = act(makings, changed, features)
-            if any(_shares(e[1], piece.gradient()) for piece in layer.pieces):
-                e = added(*e), None  # the optimizer may write to it
+            gradients = [piece.gradient() for piece in layer.pieces]
+            by_weight, by_bias = act(makings, changed, features)
+            e = _apart(by_weight, gradients), _apart(by_bias, gradients)
             if not layer.is_direct:
                 values["stretch"] = stretch(changed, gamma)
         vectors = RowVectors(G, factor, joined([call.z for call in calls]), e)
@@ -484,11 +484,13 @@ class MeasuredStep:
         measured.release()
 
 
-def _shares(part: Tensor | None, gradient: Tensor) -> bool:
-    """Whether one is a view of the other's memory."""
+def _apart(part: Tensor | None, gradients: Iterable[Tensor]) -> Tensor | None:
+    """The same; a copy of what is a view of gradients, which the optimizer may write to."""
     if part is None:
-        return False
-    return part.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
+        return None
+    memory = part.untyped_storage().data_ptr()
+    is_view = any(gradient.untyped_storage().data_ptr() == memory for gradient in gradients)
+    return part.clone() if is_view else part
 
 
 def _fan_in(features: Features) -> int | None:
