@@ -39,6 +39,7 @@ from adiv_monitor.features.recurrent_call import RecurrentCall
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Refused, Use, as_it_is
 from adiv_monitor.features.whole import squares
+from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import ceiling, dots
 
 
@@ -293,15 +294,9 @@ class Gathering:
             call.split = call.split.arrived(gradient)
             gradient = part_of(gradient)
         whole, gradient = gradient, layout(gradient)
-        size = None
-        if call.split is not None and call.split.gradient == SUM:
-            pass  # terms of a sum tell nothing of it
-        elif call.whole is not None:
-            size = squares(gradient).reshape(-1)
-        else:  # as it lies in memory, if the layout has all of it
-            has_all = gradient.data_ptr() == whole.data_ptr() and gradient.numel() == whole.numel()
-            size = dots.sample_norms(whole if has_all else gradient)
-        call.arrive(call.rows.take(gradient), size, torch.finfo(gradient.dtype).eps)
+        rows, size = _seen(call, whole, gradient)
+        is_term = call.split is not None and call.split.gradient == SUM  # which tells nothing
+        call.arrive(rows, None if is_term else size, torch.finfo(gradient.dtype).eps)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
         elif self._attainable and call.rows.total:
@@ -320,6 +315,27 @@ class Gathering:
         except Exception as failure:
             self._layers.failed(path, failure)
         call.replay_error = error
+
+
+def _seen(call: Call, whole: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The call's rows of a gradient, and how large all rows are; see `Call.size`.
+
+    Args:
+        call: the call.
+        whole: the gradient.
+        gradient: the same in the layout of rows.
+    """
+    rows, by_row = call.rows, call.whole is not None
+    what = {"chosen": rows.places, "rows": rows.count, "squares": by_row, "norms": not by_row}
+    seen = attempt("look", gradient, **what)
+    if seen is not None:
+        return seen[2], seen[0]
+    if by_row:
+        size = squares(gradient).reshape(-1)
+    else:  # as it lies in memory, if the layout has all of it
+        has_all = gradient.data_ptr() == whole.data_ptr() and gradient.numel() == whole.numel()
+        size = dots.sample_norms(whole if has_all else gradient)
+    return rows.take(gradient), size
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:

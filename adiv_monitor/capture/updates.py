@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import exact, to_device
+from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import dots
 
 # Smaller parameters go through one operation for all of them, and their products to the host whole.
@@ -117,16 +118,16 @@ class ParameterSteps:
         self._whole = {id(p.parameter): p.key for p in every if p.view is None}
         self._seen = _Entries(self._parameters)
         grads = {p.key: p.own(self._parameters[id(p.parameter)]) for p in every}
-        self._before: dict[int, Tensor] = {}
-        if updates:
-            self._before |= _copied({p.key: p.value() for p in self._small})
-            self._before |= {p.key: p.value().clone() for p in self._large}
-        self._gamma = _copied({p.key: grads[p.key] for p in self._small})
-        for p in self._large:
-            grad = grads[p.key]
-            self._gamma[p.key] = grad.clone() if self.has_copies else grad
-            self.norms["gamma_gamma"][p.key] = dots.norms(grad)
-        self._multiply("gamma_gamma", self._gamma, self._gamma)
+        copied = every if self.has_copies else self._small
+        self._before, moving = _copied(
+            {p.key: p.value() for p in every} if updates else {},
+            {p.key: grads[p.key] for p in copied},
+        )
+        self._gamma = grads | moving
+        large = [p.key for p in self._large]
+        norms = dots.norms_of([grads[key] for key in large])
+        self.norms["gamma_gamma"] |= zip(large, norms, strict=True)
+        self._multiply({"gamma_gamma": (self._gamma, self._gamma)})
         self._update: dict[int, Tensor] = {}
         self.updated = False
         self._places: dict[object, Tensor] = {}
@@ -135,6 +136,10 @@ class ParameterSteps:
         """The parameter before the step, until the update of the layers is taken; None: no copy."""
         key = self._whole.get(id(parameter))
         return None if key is None else self._before.get(key)
+
+    def gamma(self, piece: Piece) -> Tensor:
+        """γ of a piece: a copy of a small one, which stays as it is."""
+        return self._gamma[piece.key]
 
     def gamma_norm_of(self, parameter: nn.Parameter) -> Tensor:
         """A tensor as long as the parameter's gradient: itself, or the norms of its parts."""
@@ -158,14 +163,19 @@ class ParameterSteps:
         key = piece.key
         if key in self._update:
             return self._update[key]
-        before, now = exact(self._before[key]), exact(piece.value())
         if self._keep_update:
-            self._update[key] = before - now
+            self._update[key] = exact(self._before[key]) - exact(piece.value())
             return self._update[key]
         if key in self._shared:
-            return before - now
-        del self._before[key]
-        return before.sub_(now)
+            return exact(self._before[key]) - exact(piece.value())
+        before, now = self._before.pop(key), piece.value()
+        seen = attempt("step_products", before, now, self._gamma[key])
+        if seen is not None:
+            taken: Tensor = seen[0]
+            _, self.norms["w_w"][key], self.products["w_gamma"][key] = seen
+            self.products[STEPPED][key] = self._row_products(piece)
+            return taken
+        return exact(before).sub_(exact(now))
 
     def take_products(self, piece: Piece, taken: Tensor) -> None:
         """‖w‖ and ⟨w, γ⟩ of a large piece, from a difference that is then used up."""
@@ -183,8 +193,8 @@ class ParameterSteps:
 
         By value: version counters miss what is done through .data or by fused kernels.
         """
-        self._multiply("w_w", self._update, self._update)
-        self._multiply("w_gamma", self._update, self._gamma)
+        update, gamma = self._update, self._gamma
+        self._multiply({"w_w": (update, update), "w_gamma": (update, gamma)})
         changed = self._seen.differ(_Entries(self._parameters))
         self._parameters.clear()
         if not self._keep_update:
@@ -200,9 +210,8 @@ class ParameterSteps:
             for p in self._large:
                 self.products[APPLIED][p.key] = self._row_products(p)
         else:
-            self._multiply("a_a", applied, applied)
-            self._multiply("a_w", applied, self._update)
-            self._multiply("a_gamma", applied, self._gamma)
+            others = {"a_a": applied, "a_w": self._update, "a_gamma": self._gamma}
+            self._multiply({name: (applied, other) for name, other in others.items()})
             for p in self._large:
                 key = p.key
                 if key not in self._update:  # its layer failed to be measured
@@ -234,12 +243,14 @@ class ParameterSteps:
         keys = (p.key for p in self._small)
         return dict(zip(keys, torch._foreach_sub(before, now), strict=True))
 
-    def _multiply(self, name: str, a: dict[int, Tensor], b: dict[int, Tensor]) -> None:
-        """The products of the small parameters' entries, in one operation."""
+    def _multiply(self, named: Mapping[str, tuple[dict[int, Tensor], dict[int, Tensor]]]) -> None:
+        """The products of the small parameters' entries, by name, in one operation."""
         keys = [p.key for p in self._small]
         if keys:
-            pairs = [exact(a[key]) for key in keys], [exact(b[key]) for key in keys]
-            self.products[name] |= zip(keys, torch._foreach_mul(*pairs), strict=True)
+            pairs = [(exact(a[key]), exact(b[key])) for a, b in named.values() for key in keys]
+            found = iter(torch._foreach_mul(*map(list, zip(*pairs, strict=True))))
+            for name in named:
+                self.products[name] |= {key: next(found) for key in keys}
 
 
 class _Entries:
@@ -267,11 +278,11 @@ class _Entries:
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
 
 
-def _copied(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+def _copied(*several: dict[int, Tensor]) -> list[dict[int, Tensor]]:
     """Copies of all of them, in one operation."""
-    if not tensors:
-        return {}
-    return dict(zip(tensors, torch._foreach_mul(list(tensors.values()), 1.0), strict=True))
+    tensors = [tensor for named in several for tensor in named.values()]
+    copies = iter(torch._foreach_mul(tensors, 1.0) if tensors else ())
+    return [{key: next(copies) for key in named} for named in several]
 
 
 def is_small(parameter: Tensor) -> bool:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adiv_monitor.kernels.choice import attempt
+
 Index = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -41,6 +43,11 @@ class Rows:
         The result is float32, or float64 if the tensor is.
         """
         rest = tensor.shape[len(self.shape) :]
+        if len(rest) == 1:
+            seen = attempt("look", tensor, chosen=self.places, rows=self.count)
+            if seen is not None:
+                copied: Tensor = seen[2]
+                return copied
         if self.chosen is None:
             taken = exact(tensor.reshape(self.total, *rest))
             if taken.data_ptr() == tensor.data_ptr():  # a view: training may change it in place
@@ -49,6 +56,16 @@ class Rows:
         if tensor.is_contiguous():
             return exact(tensor.view(self.total, *rest).index_select(0, self.flat))
         return exact(tensor[tuple(self._on_device)])
+
+    @property
+    def count(self) -> int:
+        """How many rows are chosen."""
+        return self.total if self.chosen is None else len(self.chosen)
+
+    @property
+    def places(self) -> Tensor | None:
+        """The chosen positions, as `flat`; None: all of them."""
+        return None if self.chosen is None else self.flat
 
     @cached_property
     def positions(self) -> tuple[Index, ...]:

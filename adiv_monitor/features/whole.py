@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.features.rows import exact, exact_type, joined
+from adiv_monitor.kernels.choice import attempt
 
 CHUNK = 2**19  # entries of a temporary square: stays in a CPU's cache
 
@@ -44,6 +45,10 @@ class Whole:
 def squares(x: Tensor, dim: int = -1) -> Tensor:
     """Σ x² over one dimension, in the precision of the measures; no copy of x as a whole."""
     dim %= x.dim()
+    seen = attempt("look", x.movedim(dim, -1), squares=True)
+    if seen is not None:
+        of_rows: Tensor = seen[0]
+        return of_rows.view(x.shape[:dim] + x.shape[dim + 1 :])
     if x.is_cuda or x.stride(dim) == 1 or x.dim() < 3:
         norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=exact_type(x))
         return norms.square()
@@ -51,3 +56,11 @@ def squares(x: Tensor, dim: int = -1) -> Tensor:
     samples = max(1, CHUNK * len(x) // max(x.numel(), 1))
     parts = [exact(part).square().sum(dim) for part in torch.split(x, samples)]
     return joined(parts)
+
+
+def squares_and_sum(rows: Float[Tensor, "rows n"]) -> tuple[Float[Tensor, " rows"], Tensor]:
+    """Σ x² of every row, and the sum of all rows."""
+    seen = attempt("look", rows, squares=True, sums=True)
+    if seen is not None:
+        return seen[0], seen[1]
+    return squares(rows), rows.sum(0, dtype=exact_type(rows))

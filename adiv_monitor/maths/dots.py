@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.features.rows import exact
+from adiv_monitor.kernels.choice import counts_launches
 
 
 def of_rows(vectors: Sequence[Float[Tensor, "rows n"]]) -> Float[Tensor, "rows k k"]:
@@ -21,7 +22,18 @@ def of_rows(vectors: Sequence[Float[Tensor, "rows n"]]) -> Float[Tensor, "rows k
 
 def norms(tensor: Tensor) -> Float[Tensor, " parts"]:
     """Norms of parts of a tensor whose squares add up to its own square."""
-    flat = exact(tensor)
+    return norms_of([tensor])[0]
+
+
+def norms_of(tensors: list[Tensor]) -> list[Float[Tensor, " parts"]]:
+    """The same of several, in one operation where launches cost: a GPU sums in stages anyway."""
+    if tensors and counts_launches(*tensors):
+        found = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+        return [norm.reshape(1) for norm in found]
+    return [_of_parts(exact(tensor)) for tensor in tensors]
+
+
+def _of_parts(flat: Tensor) -> Tensor:
     if flat.dim() < 2:
         flat = flat.reshape(1, -1)
     found: Tensor = torch.linalg.vector_norm(flat.flatten(1), dim=1)

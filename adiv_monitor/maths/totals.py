@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.features.rows import to_device
+from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths.alike import Fail, of_alike, raised
 
 MOST_ENTRIES = 2_048
@@ -50,9 +51,7 @@ def sums(
         biases = [layers[p].bias_square for p in paths]
         several = [bias for bias in biases if isinstance(bias, Tensor)]
         bias_square = torch.stack(several) if several else biases[0]
-        scale = weight_square + bias_square
-        named = _of_stacked(scale, square)
-        named["weight_squares"] = weight_square.sum(-1, keepdim=True)
+        named = _of_stacked(weight_square, bias_square, square)
         entries = named.pop("active_scale")
         if entries.shape[1] > MOST_ENTRIES:
             some = generator.choice(entries.shape[1], MOST_ENTRIES, replace=False)
@@ -67,8 +66,16 @@ def sums(
 
 
 def _of_stacked(
-    scale: Float[Tensor, "layers rows"], square: Float[Tensor, "layers rows"]
+    weight_square: Float[Tensor, "layers rows"],
+    bias_square: Float[Tensor, "layers rows"] | float,
+    square: Float[Tensor, "layers rows"],
 ) -> dict[str, Tensor]:
+    several = bias_square if isinstance(bias_square, Tensor) else None
+    number = bias_square if isinstance(bias_square, float) else 0.0
+    fused: dict[str, Tensor] | None = attempt("totals", weight_square, square, several, bias=number)
+    if fused is not None:
+        return fused
+    scale = weight_square + bias_square
     active = square != 0
     own = scale * square
     masked = torch.where(active, scale, 0)
@@ -83,6 +90,7 @@ def _of_stacked(
         "scale_sum": total,
         "scale_deviation": torch.linalg.vector_norm(deviation, dim=-1, keepdim=True),
         "scale_max": masked.amax(-1, keepdim=True),
+        "weight_squares": weight_square.sum(-1, keepdim=True),
         "active_scale": torch.where(active, scale, torch.nan),
     }
 

@@ -3,17 +3,17 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from adiv_monitor.capture.again.again import Calls
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.features.features import Averaged, Features
-from adiv_monitor.features.rows import to_device
+from adiv_monitor.features.rows import Index, to_device
 from adiv_monitor.maths import totals
 from adiv_monitor.step.part import Looked
 from adiv_monitor.step.plain_step import Making
+from adiv_monitor.step.row_vectors import RowVectors, products_of
 
 
 @dataclass
@@ -25,7 +25,7 @@ class MeasuredLayer:
         makings: as calls used it, with the rows of each.
         looked: what the host must know of it.
         features: of the rows, of all calls.
-        vectors: name → a vector for each row, (rows, n_total).
+        rows: what is known of the rows.
         calls: where the rows are.
         values: name → numbers for the host.
     """
@@ -34,9 +34,11 @@ class MeasuredLayer:
     makings: list[Making]
     looked: Looked
     features: Features
-    vectors: dict[str, Tensor]
+    rows: RowVectors
     calls: Calls
     values: dict[str, Tensor] = field(default_factory=dict)
+    _entries: Index | None = field(default=None, init=False)
+    _weight_norms: Tensor | None = field(default=None, init=False)
 
     @property
     def size(self) -> int:
@@ -45,46 +47,37 @@ class MeasuredLayer:
 
     def release(self) -> None:
         """Let go of the rows, and of what made their weights."""
-        del self.features, self.vectors, self.makings
+        del self.features, self.rows, self.makings
 
-    def add_scale(self, generator: np.random.Generator) -> None:
-        """The rows' own parts of e, and what the others did to them.
+    def choose_entries(self, generator: np.random.Generator) -> None:
+        """Which scales of a gain are to be told, one by one."""
+        groups = self.features.groups
+        count = len(self.rows.G) * groups
+        if groups > 1 and count > totals.MOST_ENTRIES:
+            self._entries = generator.choice(count, totals.MOST_ENTRIES, replace=False)
+            self.looked.entry_rows = self._entries // groups
+
+    def add_products(self) -> None:
+        """Row products of all vectors, and the rows' scales.
 
         Raises:
             ValueError: the features' scales are of another shape than theirs.
         """
-        vectors, values, features = self.vectors, self.values, self.features
-        G, e = vectors["G"], vectors["e"]
-        scale = features.scale()
-        if scale is None:
+        found = products_of(self.rows, self.features)
+        self.looked.vectors = found.vectors
+        self.values |= found.values
+        self._weight_norms = found.weight_norms
+        if found.scale is None:
             return
-        if scale.shape != (len(G), features.groups) or not scale.is_floating_point():
-            raise ValueError(
-                f"the features' scale() gave {scale.dtype} of shape {tuple(scale.shape)}, expected "
-                f"real numbers of shape (rows, groups) = {(len(G), features.groups)}: ‖φ‖² of "
-                "every row"
-            )
-        scale = scale.to(G.dtype)
-        if scale.shape[1] == 1:
-            vectors["rest"] = torch.addcmul(e, scale, G, value=-1)
-            values["scale"] = scale[:, 0]
+        if found.scale.shape[1] == 1:
+            self.values["scale"] = found.scale[:, 0]
             return
-        blocks = G.view(*scale.shape, G.shape[1] // scale.shape[1])
-        own = (scale[..., None] * blocks).flatten(1)
-        vectors["own"], vectors["rest"] = own, e - own
         # Of a gain, a matrix as large as its features: of it, what is summed over the features.
-        pivot = scale[:1, :1]
-        shifted = scale - pivot
-        values["scale_pivot"] = pivot
-        values["scale_sums"] = shifted.sum(1)
-        values["scale_norms"] = torch.linalg.vector_norm(shifted, dim=1)
-        values["scale_largest"] = scale.amax(1)
-        entries = scale.flatten()
-        if len(entries) > totals.MOST_ENTRIES:
-            some = generator.choice(len(entries), totals.MOST_ENTRIES, replace=False)
-            self.looked.entry_rows = some // scale.shape[1]
-            entries = entries.index_select(0, to_device(some, scale.device))
-        values["scale_entries_of_rows"] = entries
+        self.values["scale_pivot"] = found.scale[:1, :1]
+        entries = found.scale.flatten()
+        if self._entries is not None:
+            entries = entries.index_select(0, to_device(self._entries, entries.device))
+        self.values["scale_entries_of_rows"] = entries
 
     def add_common(self) -> None:
         """How alike the active rows are."""
@@ -95,6 +88,7 @@ class MeasuredLayer:
         products = features.mean_products(active)
         if products is not None:
             self.values["common"] = products
-            self.values["weight_norms"] = features.weight_norms()
+            norms = self._weight_norms
+            self.values["weight_norms"] = features.weight_norms() if norms is None else norms
             if processes() > 1:
                 self.values["common_sum"] = features.weight_sum(active)

@@ -25,15 +25,24 @@ from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatur
 from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import exact, joined
 from adiv_monitor.features.uses import Refused
-from adiv_monitor.maths import dots, totals
+from adiv_monitor.maths import totals
 from adiv_monitor.maths.ceiling import Ceiling
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.collectives import Agree
 from adiv_monitor.step.measured_layer import MeasuredLayer
 from adiv_monitor.step.part import CEILING_SUMS, Looked, Part, learn, make_part
-from adiv_monitor.step.plain_step import act, added, changes, gram_is_less, probe, stretch
+from adiv_monitor.step.plain_step import (
+    Change,
+    act,
+    added,
+    changes,
+    gram_is_less,
+    probe,
+    stretch,
+)
 from adiv_monitor.step.realised import Realised
+from adiv_monitor.step.row_vectors import RowVectors
 from adiv_monitor.step.transfer import fetch
 from adiv_monitor.step.whole_rows import NOT_ALIKE, dealt
 from adiv_monitor.step.wholes import WHY_NOT, Wholes, spread
@@ -182,13 +191,11 @@ class MeasuredStep:
         known = {layer: parts for layer, parts in left.items() if parts is not None}
         if not known:
             return {}
-        before = torch._foreach_norm([exact(parts) for parts in known.values()])
-        now = torch._foreach_norm([exact(self._now(layer.parameters[0])) for layer in known])
+        parts = [self._now(layer.parameters[0]) for layer in known]
+        norms = torch._foreach_norm([exact(part) for part in (*parts, *known.values())])
         # 0/0 is 1: then nothing of the gradient is left to be in any units.
-        tiny = torch.finfo(torch.float32).tiny
-        factors = torch._foreach_div(
-            torch._foreach_add(now, tiny), torch._foreach_add(before, tiny)
-        )
+        ends = torch._foreach_add(norms, torch.finfo(torch.float32).tiny)
+        factors = torch._foreach_div(ends[: len(known)], ends[len(known) :])
         if scale is not None:
             factors = torch._foreach_div(factors, scale)
         return {layer.path: factor for layer, factor in zip(known, factors, strict=True)}
@@ -381,7 +388,6 @@ class MeasuredStep:
         values: dict[str, Tensor] = {}
         if factor is not None:
             values["gradient_factor"] = factor
-            G = G * factor.to(G)
         looked = Looked(
             path=layer.path,
             kind=layer.kind,
@@ -421,24 +427,28 @@ class MeasuredStep:
             (made, sum(len(call.z) for call in alike))
             for made, alike in groupby(calls, key=lambda call: call.layer)
         ]
-        gamma = {**{piece.key: piece.gradient() for piece in layer.pieces}, **parts}
+        gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
         if gradient_scale is not None:
             gamma = {key: g / gradient_scale for key, g in gamma.items()}
         # With several processes γ holds other rows, too.
         trusted = processes() == 1 and not looked.from_rows
         trusted = trusted and layer.path not in self._watch.distrusted
         if looked.rows_seen == looked.rows_total and trusted and gram_is_less(features, layer, G):
-            e = features.gram() @ G
+            if factor is not None:
+                G, factor = G * factor.to(G), None
+            e: Change = features.gram() @ G, None
             values["probe"] = probe(layer, features, G, gamma, self._generator)
         else:
             changed = changes(makings, gamma)
-            e = added(*act(makings, changed, features))
+            gradients = [piece.gradient() for piece in layer.pieces]
+            by_weight, by_bias = act(makings, changed, features)
+            e = _apart(by_weight, gradients), _apart(by_bias, gradients)
             if not layer.is_direct:
                 values["stretch"] = stretch(changed, gamma)
-        vectors = {"G": G, "e": e, "z": joined([call.z for call in calls])}
+        vectors = RowVectors(G, factor, joined([call.z for call in calls]), e)
         places = [(call.place, call.rows) for call in calls]
         measured = MeasuredLayer(layer, makings, looked, features, vectors, places, values)
-        measured.add_scale(self._generator)
+        measured.choose_entries(self._generator)
         self._measured[layer.path] = measured
         rows.calls.clear()
 
@@ -487,26 +497,31 @@ class MeasuredStep:
         taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
         whole = {**taken, **parts}
         changed = changes(measured.makings, whole, whole)
-        by_weight, by_bias = act(measured.makings, changed, measured.features)
-        measured.vectors["d"] = added(by_weight, by_bias)
-        if by_bias is not None and by_weight is not None:
-            measured.vectors["bias"] = by_bias
+        measured.rows.d = act(measured.makings, changed, measured.features)
+        self._finish_rows(measured)  # first: the bias's part of d may be the difference itself
         for piece in layer.pieces:
             steps.take_products(piece, taken[piece.key])
-        self._finish_rows(measured)
 
     def _finish_rows(self, measured: MeasuredLayer) -> None:
-        vectors, values = measured.vectors, measured.values
-        values["products"] = dots.of_rows(list(vectors.values()))
-        measured.looked.vectors = tuple(vectors)
+        rows, values = measured.rows, measured.values
+        measured.add_products()
         path = measured.looked.path
-        if self._realised is not None and "d" in vectors:
-            rows = vectors["G"], vectors["d"], vectors["z"]
-            self._realised.keep(path, *rows, measured.calls)
+        if self._realised is not None and rows.d is not None:
+            vectors = rows.scaled(), added(*rows.d), rows.z
+            self._realised.keep(path, *vectors, measured.calls)
         expected = self._watch.expects_idle(path) or "weight_sum" not in values
         if expected or processes() > 1:  # idle rows may be another process's
             measured.add_common()
         measured.release()
+
+
+def _apart(part: Tensor | None, gradients: Iterable[Tensor]) -> Tensor | None:
+    """The same; a copy of what is a view of gradients, which the optimizer may write to."""
+    if part is None:
+        return None
+    memory = part.untyped_storage().data_ptr()
+    is_view = any(gradient.untyped_storage().data_ptr() == memory for gradient in gradients)
+    return part.clone() if is_view else part
 
 
 def _fan_in(features: Features) -> int | None:

@@ -11,8 +11,12 @@ from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts
 from adiv_monitor.features.features import DenseFeatures, Features
 from adiv_monitor.features.rows import exact, joined, to_device
+from adiv_monitor.kernels.choice import counts_launches
 
 Making = tuple[Layer, int]  # a layer as some calls made its weights, and how many rows they have
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+# Products that a GPU takes in the time of a launch or two, of which the way round needs ten more.
+_AS_LAUNCHES = 2**30
 Change = tuple[Tensor | None, Tensor | None]  # of weight and bias; None: not trained
 
 
@@ -78,7 +82,7 @@ def _norm(tensors: Iterable[Tensor | None]) -> Tensor:
 
 
 def gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[DenseFeatures]:
-    """Whether e = (ΦΦᵀ)G of R rows is less work than Φγᵀ: R(P + N) < P N.
+    """Whether e = (ΦΦᵀ)G of R rows is less work than Φγᵀ: R·R(P + N) products for R·P N.
 
     It is e only if all rows are seen and γ = GᵀΦ, which `probe` is to show.
     """
@@ -88,7 +92,8 @@ def gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[Dense
     entries = sum(piece.value().numel() for piece in layer.pieces)
     width = entries / max(outputs, 1)
     has_gram = isinstance(features, DenseFeatures) and features.has_gram
-    return has_gram and rows * (width + outputs) < width * outputs
+    saved = rows * (width * outputs - rows * (width + outputs))
+    return has_gram and saved > (_AS_LAUNCHES if counts_launches(G) else 0)
 
 
 def probe(
@@ -102,11 +107,17 @@ def probe(
     of_weight, of_bias = layer.change(gamma)
     width = 0 if features.phi is None else features.phi.shape[2]
     drawn = generator.standard_normal(width + (of_bias is not None))
-    v = to_device(drawn, G.device).to(G.dtype)
-    left = G.new_zeros(G.shape[1])
-    if of_weight is not None:
+    v = to_device(drawn.astype(_NUMPY[G.dtype]), G.device)
+    found = G.new_empty(2, G.shape[1])
+    left = found[1]
+    bias = None if of_bias is None else exact(of_bias).reshape(-1)
+    if of_weight is None:
+        assert bias is not None
+        torch.mul(bias, v[width], out=left)
+    else:
         weight = exact(of_weight)
-        left = (weight.t() if features.transposed else weight.reshape(-1, width)) @ v[:width]
-    if of_bias is not None:
-        left = left + exact(of_bias).reshape(-1) * v[width]
-    return torch.stack([torch.addmv(left, G.T, features.times(v), alpha=-1), left])
+        matrix = weight.t() if features.transposed else weight.reshape(-1, width)
+        start, beta = (left, 0.0) if bias is None else (bias, drawn[width])
+        torch.addmv(start, matrix, v[:width], beta=beta, out=left)
+    torch.addmv(left, G.T, features.times(v), alpha=-1, out=found[0])
+    return found

@@ -57,7 +57,8 @@ def command(*arguments: str) -> list[str]:
 
 def tests(dry: bool) -> list[str]:
     how = ("-qq", "--collect-only") if dry else ("-q", "-ra")
-    return fenced(command("-m", "pytest", *how, "tests/layers/test_gpu.py"))
+    files = ("tests/layers/test_gpu.py", "tests/monitor/test_gpu.py")
+    return fenced(command("-m", "pytest", *how, *files))
 
 
 def layers(dry: bool) -> list[str]:

@@ -16,14 +16,20 @@ A measured step is one in the middle of a run in which every step is measured: i
 report of the step before. Copies from the device to the host are counted too, on any machine: see
 `Launches`. Default `max_rows`.
 
+"Fused kernels" are those that a GPU gets (`adiv_monitor/kernels/`), counted in Triton's interpreter
+(fused_launches.py); a GPU's own time is not measured here.
+
 Known before: ResNet-18 dispatched 5,342 in a measured step and 321 in a plain one (without the 28
 additions to BatchNorm's counters and to shared gradients), other models 121 to 126 per layer.
-Goals: ResNet-18 at most 2,000; MobileNetV3-small, ConvNeXt-T and GPT at most 40 per layer; one copy
-to the host per report.
+Goals: ResNet-18 at most 2,000; MobileNetV3-small, ConvNeXt-T and GPT at most 40 per layer; with
+fused kernels every model at most 20 per layer; one copy to the host per report.
 
     python tests/benchmarks/launches.py [--models resnet18 gpt] [--where [N]] [--write FILE]
 """
 
+import json
+import os
+import subprocess
 import sys
 import weakref
 from collections import Counter
@@ -119,6 +125,11 @@ class Launches:
             self.operators[str(packet)] += 1
             self.places[_place()] += 1
 
+    def launched(self, kernel: str) -> None:
+        """A kernel of our own was."""
+        self.operators[kernel] += 1
+        self.places[_place()] += 1
+
     def to_host(self, tensor: Tensor) -> None:
         if self._is_resident(tensor):
             self.copies[_place()] += 1
@@ -196,7 +207,7 @@ def _place() -> str:
         if path.is_relative_to(_MONITOR):
             path = path.relative_to(_MONITOR)
             is_handed_on = is_handed_on or name == FunctionToCall.__call__.__name__
-            if not (is_handed_on and path in _HANDED_ON):
+            if not (is_handed_on and path in _HANDED_ON) and path.parts[0] != "kernels":
                 return f"{path}:{name}"
         frame = frame.f_back
     return ""
@@ -209,23 +220,43 @@ def resident(model: nn.Module, optimizer: torch.optim.Optimizer, *data: Tensor) 
     return [*model.parameters(), *model.buffers(), *gradients, *state, *data]
 
 
-def count(step: Callable[[], object], resident: Iterable[Tensor] = ()) -> Launches:
-    """What one call of `step` launches."""
+def count(
+    step: Callable[[], object],
+    resident: Iterable[Tensor] = (),
+    begins: Callable[[Launches], None] = lambda _: None,
+) -> Launches:
+    """What one call of `step` launches; `begins` is given the count when it begins."""
     with Launches(resident) as launches:
+        begins(launches)
         step()
     return launches
 
 
-def count_task(task: Task, monitor: dict[str, object] | None = None) -> tuple[Launches, int]:
+def count_task(
+    task: Task,
+    monitor: dict[str, object] | None = None,
+    begins: Callable[[Launches], None] = lambda _: None,
+) -> tuple[Launches, int]:
     """The third step of a task, and how many layers were measured in it."""
     trainer = Trainer(task, monitor)
     for _ in range(2):
         trainer.step()
     held = resident(trainer.model, trainer.optimizer, trainer.x, trainer.y)
-    launches = count(trainer.step, held)
+    launches = count(trainer.step, held, begins)
     trainer.close()
     measured = trainer.monitor and trainer.monitor.latest
     return launches, len(measured.layers) if measured else 0
+
+
+def fused(chosen: list[str]) -> dict[str, dict[str, Any]]:
+    """What fused_launches.py counts."""
+    script = Path(__file__).with_name("fused_launches.py")
+    paths = [str(script.parent), str(_MONITOR.parent), *sys.path]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, str(script), *chosen]
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
+    found: dict[str, dict[str, Any]] = json.loads(output)
+    return found
 
 
 def main(given: list[str] | None = None) -> None:
@@ -239,17 +270,28 @@ def main(given: list[str] | None = None) -> None:
     chosen = arguments.models or (["mlp"] if arguments.quick else list(TASKS))
     lines = heading("Kernels that a measured step launches", __file__, arguments)
     rows, places = [], []
+    by_kernels = fused(chosen)
     for name in chosen:
         title = TASKS[name].title
         plain, _ = count_task(TASKS[name])
         measured, layers = count_task(TASKS[name], {"every_n_steps": 1})
         per_layer = (measured.kernels - plain.kernels) / layers
         kernels = (f"{plain.kernels:,}", f"{measured.kernels:,}", layers, f"{per_layer:.1f}")
-        rows.append((title, *kernels, measured.copies.total(), EXPECTED.get(name, "")))
+        ours = by_kernels[name]
+        assert ours["layers"] == layers, name
+        per_layer = (ours["kernels"] - plain.kernels) / layers
+        copies = measured.copies.total()
+        rows.append((title, *kernels, f"{per_layer:.1f}", copies, EXPECTED.get(name, "")))
         most = measured.places.most_common(arguments.where or 0)
         places += [(title, place or "(the training step)", n) for place, n in most]
+        title += ", fused"
+        most = ours["places"][: arguments.where or 0]
+        places += [(title, place or "(the training step)", n) for place, n in most]
     lines += table(
-        ("model", "plain", "measured", "layers", "extra per layer", "copies to the host", "goal"),
+        (
+            *("model", "plain", "measured", "layers", "extra per layer"),
+            *("extra per layer, fused kernels", "copies to the host", "goal"),
+        ),
         rows,
     )
     if places:

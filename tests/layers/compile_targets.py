@@ -29,6 +29,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 POINTERS = {torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+POINTERS |= {torch.float16: "*fp16", torch.int64: "*i64"}
 launches = []
 
 
@@ -158,8 +159,9 @@ def build(kernel, arguments, options, target):
             signature[parameter.name], constants[(i,)] = "constexpr", value
             continue
         pointer = isinstance(value, torch.Tensor)
-        signature[parameter.name] = POINTERS[value.dtype] if pointer else "i32"
-        if (value.data_ptr() if pointer else value) % 16 == 0:
+        number = "fp32" if isinstance(value, float) else "i32"
+        signature[parameter.name] = POINTERS[value.dtype] if pointer else number
+        if not isinstance(value, float) and (value.data_ptr() if pointer else value) % 16 == 0:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     settings = {"num_warps": options.get("num_warps", 4), "enable_fp_fusion": True}

@@ -50,6 +50,24 @@ def test_one_row_is_only_rescaled() -> None:
     assert reading.effective_lr == pytest.approx(0.25 * float(x.square().sum() + 1), **EXACT)
 
 
+def test_a_long_bias_carries_its_share_in_every_step() -> None:
+    """Its products with the gradient are taken in the place of its difference."""
+    model, x = nn.Linear(2, 9000).double(), torch.randn(3, 2, dtype=torch.float64)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, sgd, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(3):
+            weight, bias = (p.detach().clone() for p in model.parameters())
+            sgd.zero_grad()
+            model(x).sin().square().sum().backward()
+            sgd.step()
+            of_weight = (x @ (weight - model.weight.detach()).T).norm()
+            of_bias = (bias - model.bias.detach()).norm() * 3**0.5
+            share = float(of_bias / (of_weight + of_bias))
+            model(x)  # with the next forward pass the report of the step is there
+            assert monitor.latest is not None
+            assert monitor.latest.layers[""].bias_share == pytest.approx(share, **EXACT)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_descent_is_the_change_of_the_loss(case: str) -> None:
     """Summed over layers, descent = −⟨∇L, Δθ⟩, and the loss falls by that up to O(η²)."""

@@ -14,6 +14,7 @@ from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import Rows, exact, joined, to_device
 from adiv_monitor.features.uses import FunctionCall, Use, channels_second, uses
 from adiv_monitor.features.whole import CHUNK
+from adiv_monitor.kernels.choice import attempt
 
 
 def gain(
@@ -143,6 +144,11 @@ def batch_norm(
 
     def normalised(rows: Rows) -> Tensor:
         if training or running_mean is None or running_var is None:
+            last = input.movedim(1, -1)
+            choice = {"chosen": rows.places, "rows": rows.count}
+            found: Tensor | None = attempt("normalised_rows", last, **choice, eps=eps)
+            if found is not None:
+                return found
             moments = _moments(input.flatten(2) if input.dim() > 2 else input[..., None])
         else:
             moments = running_mean, torch.zeros_like(running_mean), running_var

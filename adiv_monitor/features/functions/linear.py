@@ -7,9 +7,9 @@ from torch import Tensor
 
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.functions.contraction import Operand, contraction
-from adiv_monitor.features.rows import Rows, exact_type
+from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import FunctionCall, Use, uses
-from adiv_monitor.features.whole import Whole, squares
+from adiv_monitor.features.whole import Whole, squares_and_sum
 
 
 @uses("linear")
@@ -53,7 +53,8 @@ def affine(
 
     def whole() -> Whole:
         flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # which may be of no columns
-        return Whole(squares(flat), of_bias or 0.0, flat.sum(0, dtype=exact_type(flat)))
+        of_rows, total = squares_and_sum(flat)
+        return Whole(of_rows, of_bias or 0.0, total)
 
     def layout(tensor: Tensor) -> Tensor:
         return tensor if outputs is None else tensor.narrow(-1, *outputs)

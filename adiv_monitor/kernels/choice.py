@@ -1,0 +1,42 @@
+"""Whether a kernel does the work: asked here, for all of them. See `attempt`."""
+
+import importlib
+from contextlib import suppress
+from typing import Any
+
+import torch
+from adiv_layers.kernels.choice import kernels_for
+from adiv_layers.kernels.launch import KernelError
+from torch import Tensor
+
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32}
+_ROOMS = {
+    "look": "looks",
+    "normalised_rows": "moments",
+    "row_products": "products",
+    "step_products": "steps",
+    "totals": "totals",
+}
+
+
+def counts_launches(*tensors: Tensor | None) -> bool:
+    """Whether these are of a device where launches cost more than arithmetic, and kernels run.
+
+    Never in float64, which is asked for where digits matter.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    return all(t.dtype in _DTYPES for t in given) and kernels_for(*given) is not None
+
+
+def attempt(name: str, *tensors: Tensor | None, **settings: Any) -> Any:
+    """What the launcher of this name finds of tensors; None: plain PyTorch is to find it.
+
+    So on a CPU, in float64, without Triton, of tensors that hide their data, and where the kernel
+    does not start or is not made for this.
+    """
+    if not counts_launches(*tensors):
+        return None
+    with suppress(KernelError):
+        room = importlib.import_module(f"adiv_monitor.kernels.{_ROOMS[name]}")
+        return getattr(room, name)(*tensors, **settings)
+    return None

@@ -1,0 +1,115 @@
+# mypy: disable-error-code="attr-defined, no-untyped-def, untyped-decorator"
+"""One pass over the rows of a tensor: squares of all rows, their sum, and a copy of some."""
+
+import torch
+import triton
+import triton.language as tl
+from adiv_layers.kernels.launch import divide_up, power_of_two, run, workers
+from torch import Tensor
+
+from adiv_monitor.kernels.views import as_images
+
+_TILE = 2048
+
+
+@triton.jit
+def look_kernel(
+    x, squares, norms, sums, taken, chosen, positions, width, tiles, steps, programs, count,
+    x_image, x_position, x_channel, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Squares of rows, norms of what a program saw, sums of a tile's rows; others copy rows.
+
+    What is None is left out.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    if program < programs:
+        total = 0.0
+        step = program
+        while step < steps:
+            image = step // tiles
+            position = (step % tiles) * POSITIONS + tl.arange(0, POSITIONS)
+            within = position < positions
+            place = image * x_image + position.to(tl.int64) * x_position
+            square = tl.zeros((POSITIONS, CHANNELS), tl.float32)
+            for start in range(0, width, CHANNELS):
+                channel = start + tl.arange(0, CHANNELS)
+                among = channel < width
+                own = x + place[:, None] + channel.to(tl.int64)[None, :] * x_channel
+                mask = within[:, None] & among[None, :]
+                value = tl.load(own, mask=mask, other=0.0).to(tl.float32)
+                square += value * value
+                if sums is not None:
+                    tl.store(sums + step * width + channel, tl.sum(value, 0), mask=among)
+            of_rows = tl.sum(square, 1)
+            if squares is not None:
+                tl.store(squares + image * positions + position, of_rows, mask=within)
+            total += tl.sum(of_rows, 0)
+            step += programs
+        if norms is not None:
+            tl.store(norms + program, tl.sqrt(total))
+    elif taken is not None:
+        number = (program - programs) * POSITIONS + tl.arange(0, POSITIONS)
+        within = number < count
+        if chosen is not None:
+            row = tl.load(chosen + number, mask=within, other=0)
+        else:
+            row = number.to(tl.int64)
+        place = (row // positions) * x_image + (row % positions) * x_position
+        for start in range(0, width, CHANNELS):
+            channel = start + tl.arange(0, CHANNELS)
+            own = x + place[:, None] + channel.to(tl.int64)[None, :] * x_channel
+            mask = within[:, None] & (channel < width)[None, :]
+            value = tl.load(own, mask=mask, other=0.0).to(tl.float32)
+            here = taken + number.to(tl.int64)[:, None] * width + channel[None, :]
+            tl.store(here, value, mask=mask)
+
+
+def look(
+    x: Tensor,
+    *,
+    chosen: Tensor | None = None,
+    rows: int = 0,
+    squares: bool = False,
+    norms: bool = False,
+    sums: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+    """Squares or norms, Σ_r x_r, and rows of x (..., channels), all float32.
+
+    Args:
+        x: read once.
+        chosen: numbers of the rows to copy, int64; None: from the first.
+        rows: how many to copy.
+        squares: ‖x_r‖² of every row, (rows,).
+        norms: norms of parts instead, whose squares add up to ‖x‖².
+        sums: the sum of all rows, (channels,).
+    """
+    view = as_images(x)
+    if view is None:
+        return None
+    images, positions, width = view.shape
+    tile, channels = _tile(view)
+    tiles = divide_up(positions, tile)
+    steps = images * tiles if squares or norms or sums else 0
+    programs = workers(view, steps, 1) if norms and steps else steps
+    size = programs if norms else images * positions
+    found = view.new_empty(size, dtype=torch.float32) if squares or norms else None
+    parts = view.new_empty((steps, width), dtype=torch.float32) if sums else None
+    taken = view.new_empty((rows, width), dtype=torch.float32) if rows else None
+    arguments = (
+        *(None if norms else found, found if norms else None, parts, taken, chosen),
+        *(positions, width, tiles, steps, programs, rows, *view.stride()),
+    )
+    grid = (programs + divide_up(rows, tile),)
+    run(look_kernel, grid, view, view, *arguments, POSITIONS=tile, CHANNELS=channels)
+    return found, None if parts is None else parts.sum(0), taken
+
+
+def _tile(view: Tensor) -> tuple[int, int]:
+    """Positions and channels of a tile, long in the direction that memory runs."""
+    images, positions, width = view.shape
+    rows = images * positions
+    if view.stride(2) <= view.stride(1):  # few rows are to keep many programs busy all the same
+        tile = min(16, power_of_two(divide_up(rows, workers(view, rows, 1))))
+        return tile, min(power_of_two(width), _TILE // tile)
+    tile = min(128, power_of_two(positions))
+    return tile, min(power_of_two(width), _TILE // tile)

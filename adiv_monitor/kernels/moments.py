@@ -1,0 +1,109 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Batch normalisation of some rows: moments of every channel, then x̂ of the rows."""
+
+import torch
+import triton
+import triton.language as tl
+from adiv_layers.kernels.launch import divide_up, power_of_two, run, workers
+from torch import Tensor
+
+from adiv_monitor.kernels.views import as_images
+
+_TILE, _MOST_PARTS = 2048, 64
+
+
+@triton.jit
+def moments_kernel(
+    x, sums, positions, width, tiles, steps, x_image, x_position, x_channel,
+    POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Σ (x − p) and Σ (x − p)² of a program's share of positions; p is a channel's first entry."""
+    part = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    among = channel < width
+    own = x + channel.to(tl.int64) * x_channel
+    pivot = tl.load(own, mask=among, other=0.0).to(tl.float32)
+    total = tl.zeros((POSITIONS, CHANNELS), tl.float32)
+    square = tl.zeros((POSITIONS, CHANNELS), tl.float32)
+    step = part
+    while step < steps:
+        image = step // tiles
+        position = (step % tiles) * POSITIONS + tl.arange(0, POSITIONS)
+        mask = (position < positions)[:, None] & among[None, :]
+        place = image * x_image + position.to(tl.int64) * x_position
+        value = tl.load(own[None, :] + place[:, None], mask=mask, other=0.0).to(tl.float32)
+        shifted = tl.where(mask, value - pivot[None, :], 0.0)
+        total += shifted
+        square += shifted * shifted
+        step += tl.num_programs(0)
+    tl.store(sums + part * width + channel, tl.sum(total, 0), mask=among)
+    place = (tl.num_programs(0) + part) * width + channel
+    tl.store(sums + place, tl.sum(square, 0), mask=among)
+
+
+@triton.jit
+def normalised_rows_kernel(
+    x, sums, chosen, unit, parts, rows, positions, width, total, eps, x_image, x_position,
+    x_channel, ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """x̂ = (x − mean) / √(var + ε) of some rows, from the moments' parts."""
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    among = channel < width
+    part = tl.arange(0, PARTS)
+    place = part[:, None] * width + channel[None, :]
+    mask = (part < parts)[:, None] & among[None, :]
+    shift = tl.sum(tl.load(sums + place, mask=mask, other=0.0), 0) / total
+    place += parts * width
+    square = tl.sum(tl.load(sums + place, mask=mask, other=0.0), 0) / total
+    factor = tl.rsqrt(square - shift * shift + eps)
+    own = x + channel.to(tl.int64) * x_channel
+    pivot = tl.load(own, mask=among, other=0.0).to(tl.float32)
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    within = number < rows
+    if chosen is not None:
+        row = tl.load(chosen + number, mask=within, other=0)
+    else:
+        row = number.to(tl.int64)
+    place = (row // positions) * x_image + (row % positions) * x_position
+    mask = within[:, None] & among[None, :]
+    value = tl.load(own[None, :] + place[:, None], mask=mask, other=0.0).to(tl.float32)
+    result = (value - pivot[None, :] - shift[None, :]) * factor[None, :]
+    tl.store(unit + number.to(tl.int64)[:, None] * width + channel[None, :], result, mask=mask)
+
+
+def normalised_rows(x: Tensor, *, chosen: Tensor | None, rows: int, eps: float) -> Tensor | None:
+    """x̂ (rows, channels) of some rows of x (..., channels), by the moments of all.
+
+    Args:
+        x: read once, and its rows once more.
+        chosen: numbers of the rows, int64; None: from the first.
+        rows: how many.
+        eps: ε.
+    """
+    view = as_images(x)
+    if view is None:
+        return None
+    images, positions, width = view.shape
+    fast = view.stride(2) <= view.stride(1)
+    channels = min(power_of_two(width), 128 if fast else 16)
+    tile = min(power_of_two(positions), _TILE // channels)
+    columns, tiles = divide_up(width, channels), divide_up(positions, tile)
+    steps = images * tiles
+    parts = min(_MOST_PARTS, workers(view, steps, columns))
+    sums = view.new_empty((2, parts, width), dtype=torch.float32)
+    sizes = (positions, width, tiles, steps, *view.stride())
+    options = {"POSITIONS": tile, "CHANNELS": channels}
+    run(moments_kernel, (parts, columns), view, view, sums, *sizes, **options)
+    unit = view.new_empty((rows, width), dtype=torch.float32)
+    few = min(16, power_of_two(rows))
+    run(
+        normalised_rows_kernel,
+        (divide_up(rows, few), divide_up(width, 64)),
+        view,
+        *(view, sums, chosen, unit, parts, rows, positions, width, images * positions, eps),
+        *view.stride(),
+        ROWS=few,
+        CHANNELS=64,
+        PARTS=power_of_two(parts),
+    )
+    return unit

@@ -1,0 +1,180 @@
+# mypy: disable-error-code="assignment, no-untyped-def, untyped-decorator"
+# ruff: noqa: RUF005 -- tuples in a kernel are added, not unpacked
+"""Everything of a layer's rows in one pass: scales, what the others did, and all row products."""
+
+import torch
+import triton
+import triton.language as tl
+from adiv_layers.kernels.launch import divide_up, power_of_two, run, workers
+from torch import Tensor
+
+_OF_SCALES = ("scale_sums", "scale_norms", "scale_largest")
+_TILE = 256  # entries of every vector that a program holds at once
+
+
+@triton.jit
+def read(first, second, row, first_row, second_row, column, mask):
+    """A part of some rows; the sum of two."""
+    value = tl.load(first + row * first_row + column, mask=mask, other=0.0)
+    if second is not None:
+        value += tl.load(second + row * second_row + column, mask=mask, other=0.0)
+    return value
+
+
+@triton.jit
+def square_of(phi, place, patch, mask):
+    """Σ φ² over what follows some places."""
+    square = tl.zeros(place.shape, tl.float32)
+    for k in range(patch):
+        value = tl.load(phi + place + k, mask=mask, other=0.0)
+        square += value * value
+    return square
+
+
+@triton.jit
+def row_products_kernel(
+    phi, gradient, factor, e, e_bias, z, d, d_bias, products, scales, lengths, sums, norms, largest,
+    rows, width, groups, patch, phi_row, g_row, e_row, e_bias_row, z_row, d_row, d_bias_row,
+    FEATURE: tl.constexpr, GROUPED: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program has some rows: what `row_products` says of them."""
+    of_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    within = of_row < rows
+    row, inside = of_row[:, None], within[:, None]
+    first = tl.arange(0, BLOCK)[None, :]
+    zero = tl.zeros((ROWS, BLOCK), tl.float32)
+    length = zero
+    if GROUPED:
+        shift, shift_square, most = zero, zero, zero
+        outputs = width // groups
+        pivot = tl.sum(square_of(phi, first * 0, patch, first == 0)) + FEATURE * FEATURE
+    else:
+        for start in range(0, patch, BLOCK):
+            column = start + first
+            mask = inside & (column < patch)
+            value = tl.load(phi + row * phi_row + column, mask=mask, other=0.0)
+            length += value * value
+        of_rows = tl.sum(length, 1) + FEATURE * FEATURE
+        tl.store(scales + of_row, of_rows, mask=within)
+        scale = of_rows[:, None]
+    f = 1.0
+    if factor is not None:
+        f = tl.load(factor).to(tl.float32)
+    found = ()
+    for _ in tl.static_range(K * (K + 1) // 2):
+        found = found + (zero,)
+    for start in range(0, width, BLOCK):
+        column = start + first
+        mask = inside & (column < width)
+        if GROUPED:
+            group = column // outputs
+            square = square_of(phi, row * phi_row + group * patch, patch, mask)
+            scale = square + FEATURE * FEATURE
+            lead = mask & (column % outputs == 0)
+            tl.store(scales + row * groups + group, scale, mask=lead)
+            length += tl.where(lead, square, 0.0)
+            shifted = tl.where(lead, scale - pivot, 0.0)
+            shift += shifted
+            shift_square += shifted * shifted
+            most = tl.maximum(most, tl.where(lead, scale, 0.0))
+        g = read(gradient, None, row, g_row, 0, column, mask) * f
+        moved = read(e, e_bias, row, e_row, e_bias_row, column, mask)
+        own = scale * g
+        vectors = (g, moved, read(z, None, row, z_row, 0, column, mask))
+        if GROUPED:
+            vectors = vectors + (own,)
+        vectors = vectors + (moved - own,)
+        if d is not None:
+            vectors = vectors + (read(d, d_bias, row, d_row, d_bias_row, column, mask),)
+        if d_bias is not None:
+            vectors = vectors + (read(d_bias, None, row, d_bias_row, 0, column, mask),)
+        more = ()
+        for i in tl.static_range(K):
+            for j in tl.static_range(i, K):
+                more = more + (found[len(more)] + vectors[i] * vectors[j],)
+        found = more
+    place = products + of_row * K * K
+    for i in tl.static_range(K):
+        for j in tl.static_range(i, K):
+            product = tl.sum(found[i * K - i * (i - 1) // 2 + j - i], 1)
+            tl.store(place + i * K + j, product, mask=within)
+            tl.store(place + j * K + i, product, mask=within)
+    total = tl.sum(length, 1)
+    tl.store(lengths + of_row, tl.sqrt(total), mask=within)
+    if GROUPED:
+        tl.store(sums + of_row, tl.sum(shift, 1), mask=within)
+        tl.store(norms + of_row, tl.sqrt(tl.sum(shift_square, 1)), mask=within)
+        top = tl.max(most, 1)
+        top = tl.where(total != total, total, top)  # a maximum loses NaN
+        tl.store(largest + of_row, top, mask=within)
+
+
+def row_products(
+    phi: Tensor,
+    G: Tensor,
+    factor: Tensor | None,
+    e: Tensor,
+    e_bias: Tensor | None,
+    z: Tensor,
+    d: Tensor | None,
+    d_bias: Tensor | None,
+    *,
+    feature: float,
+) -> tuple[tuple[str, ...], dict[str, Tensor]] | None:
+    """Names of vectors; "products" (rows, k, k) of them, "scales" (rows, groups), "lengths" ‖φ_r‖.
+
+    Of several groups also "scale_sums", "scale_norms" and "scale_largest", of every row: Σ (s − p)
+    and √Σ (s − p)² over its scales, p being the first of all, and the largest.
+
+    Args:
+        phi: (rows, groups, n_feat), of the weight.
+        G: (rows, n_total), to be multiplied by the factor.
+        factor: one number; None: 1.
+        e: (rows, n_total), of the weight.
+        e_bias: what the bias adds to it; None: nothing.
+        z: (rows, n_total).
+        d: as e; None: no step was taken.
+        d_bias: as e_bias.
+        feature: φ_b, 0 without a bias.
+    """
+    vectors = [G, e, e_bias, z, d, d_bias]
+    if any(t is not None and t.dtype != torch.float32 for t in (phi, *vectors)):
+        return None
+    (rows, groups, patch), width = phi.shape, G.shape[1]
+    if any(t is not None and t.shape != G.shape for t in vectors) or width % groups or not width:
+        return None
+    phi = phi.contiguous()
+    read = [t if t is None or t.stride(1) == 1 else t.contiguous() for t in vectors]
+    names = ["G", "e", "z", *(["own"] if groups > 1 else []), "rest"]
+    names += [] if d is None else ["d"]
+    names += [] if d_bias is None else ["bias"]
+    k = len(names)
+    values = {
+        "products": G.new_empty(rows, k, k),
+        "scales": G.new_empty(rows, groups),
+        "lengths": G.new_empty(rows),
+    }
+    if groups > 1:
+        values |= {name: G.new_empty(rows) for name in _OF_SCALES}
+    block = max(32, min(_TILE, power_of_two(width)))
+    tile = min(_TILE // block, power_of_two(divide_up(rows, workers(G, rows, 1))))
+    run(
+        row_products_kernel,
+        (divide_up(rows, tile),),
+        G,
+        phi,
+        read[0],
+        factor,
+        *read[1:],
+        *(values.get(name) for name in ("products", "scales", "lengths", *_OF_SCALES)),
+        *(rows, width, groups, patch, phi.stride(0)),
+        *(0 if t is None else t.stride(0) for t in read),
+        FEATURE=feature,
+        GROUPED=groups > 1,
+        K=k,
+        ROWS=tile,
+        BLOCK=block,
+        num_warps=max(1, tile * block // 64),
+    )
+    return tuple(names), values

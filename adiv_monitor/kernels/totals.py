@@ -1,0 +1,91 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Sums over all rows of layers that have equally many."""
+
+import torch
+import triton
+import triton.language as tl
+from adiv_layers.kernels.launch import power_of_two, run
+from torch import Tensor
+
+# In the order in which the kernel writes them.
+_NAMES = ("G_G", "own_G", "own_own", "scale_sum", "scale_deviation", "scale_max", "weight_squares")
+_BLOCK = 2048
+
+
+@triton.jit
+def totals_kernel(
+    weight_square, bias_square, square, bias, count, sums, entries, layers, rows,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program has one layer, and reads it twice."""
+    layer = tl.program_id(0).to(tl.int64)
+    zero = tl.zeros((BLOCK,), tl.float32)
+    active, G_G, own_G, own_own = zero.to(tl.int32), zero, zero, zero
+    total, most, weights = zero, zero, zero
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        mask = row < rows
+        place = layer * rows + row
+        length = tl.load(square + place, mask=mask, other=0.0)
+        of_weight = tl.load(weight_square + place, mask=mask, other=0.0)
+        scale = of_weight + bias
+        if bias_square is not None:
+            scale = of_weight + tl.load(bias_square + place, mask=mask, other=0.0)
+        is_active = length != 0
+        own = scale * length
+        masked = tl.where(is_active, scale, 0.0)
+        active += is_active.to(tl.int32)
+        G_G += length
+        own_G += own
+        own_own += scale * own
+        total += masked
+        most = tl.maximum(most, masked)
+        weights += of_weight
+        tl.store(entries + place, tl.where(is_active, scale, float("nan")), mask=mask)
+    many = tl.sum(active, 0)
+    sum_of_scales = tl.sum(total, 0)
+    mean = sum_of_scales / many.to(tl.float32)
+    # A pass of its own: scales that are all the same must read a spread of zero.
+    spread = zero
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        mask = row < rows
+        place = layer * rows + row
+        length = tl.load(square + place, mask=mask, other=0.0)
+        scale = tl.load(weight_square + place, mask=mask, other=0.0) + bias
+        if bias_square is not None:
+            scale = tl.load(weight_square + place, mask=mask, other=0.0)
+            scale += tl.load(bias_square + place, mask=mask, other=0.0)
+        deviation = tl.where(length != 0, scale - mean, 0.0)
+        spread += deviation * deviation
+    top = tl.max(most, 0)
+    top = tl.where(sum_of_scales != sum_of_scales, sum_of_scales, top)  # a maximum loses NaN
+    tl.store(count + layer, many.to(tl.int64))
+    found = (tl.sum(G_G, 0), tl.sum(own_G, 0), tl.sum(own_own, 0), sum_of_scales,
+             tl.sqrt(tl.sum(spread, 0)), top, tl.sum(weights, 0))  # fmt: skip
+    for i in tl.static_range(7):
+        tl.store(sums + i * layers + layer, found[i])
+
+
+def totals(
+    weight_square: Tensor, square: Tensor, bias_square: Tensor | None, *, bias: float
+) -> dict[str, Tensor] | None:
+    """`active` rows, the sums of `maths.totals`, each (layers, 1), and `active_scale`.
+
+    Args:
+        weight_square: (layers, rows).
+        square: likewise.
+        bias_square: likewise; None: one number for all.
+        bias: that.
+    """
+    given = (weight_square, square, *([] if bias_square is None else [bias_square]))
+    if any(t.dtype != torch.float32 or not t.is_contiguous() for t in given):
+        return None
+    layers, rows = square.shape
+    count = torch.empty((layers, 1), dtype=torch.int64, device=square.device)
+    sums, entries = square.new_empty(len(_NAMES), layers, 1), torch.empty_like(square)
+    arguments = (weight_square, bias_square, square, bias, count, sums, entries, layers, rows)
+    block = max(128, min(_BLOCK, power_of_two(rows)))
+    run(totals_kernel, (layers,), square, *arguments, BLOCK=block, num_warps=8)
+    named = dict(zip(_NAMES, sums.unbind(), strict=True))
+    return {"active": count, **named, "active_scale": entries}

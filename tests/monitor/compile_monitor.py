@@ -1,0 +1,81 @@
+"""Compile every kernel of the monitor as its launcher would start it, for an H100 that isn't there.
+
+Prints one JSON object: for each case registers, spilled bytes and threads. Run by
+test_fused_kernels.py, not interpreted.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from adiv_layers.kernels import launch
+from compile_targets import TARGETS, build, nvidia_usage
+from torch import Tensor
+
+from adiv_monitor.kernels import looks, moments, products, steps, totals
+
+launches: list[tuple[Any, Any, Any]] = []
+
+
+def record(kernel: Any, grid: Any, anchor: Tensor, *arguments: Any, **options: Any) -> None:
+    launches.append((kernel, arguments, options))
+
+
+for room in (looks, moments, products, steps, totals):
+    room.run = record
+launch._multiprocessors = lambda _: 132  # type: ignore[assignment]
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def cases() -> Iterator[str]:
+    """Launch kernels; yield what for."""
+    chosen = empty(128, dtype=torch.int64)
+    nchw = empty(32, 64, 56, 56).movedim(1, -1)
+    odd = empty(16, 33, 7, 7, dtype=torch.bfloat16).movedim(1, -1)
+    for name, x in (("rows", empty(2048, 1024)), ("images", nchw)):
+        looks.look(x, chosen=chosen, rows=128, squares=True)
+        yield f"look, gradient, {name}"
+    for name, x in (("images", nchw), ("odd", odd)):
+        moments.normalised_rows(x, chosen=chosen, rows=128, eps=1e-5)
+        yield f"moments, {name}"
+        yield f"normalised rows, {name}"
+    looks.look(odd, rows=784, norms=True)
+    yield "look, norms"
+    looks.look(empty(2048, 1024), squares=True, sums=True)
+    yield "look, input"
+    for dtype in (torch.float32, torch.bfloat16):
+        before, now = (empty(512, 512, 3, 3, dtype=dtype) for _ in range(2))
+        steps.step_products(before, now, now)
+        yield f"step products, {dtype}"
+    for rows, groups, patch, outputs in (
+        *((128, 1, 512, 512), (100_000, 1, 64, 8), (128, 768, 1, 1), (128, 8, 72, 16)),
+    ):
+        G = empty(rows, groups * outputs)
+        phi, bias = empty(rows, groups, patch), empty(1, groups * outputs).expand(rows, -1)
+        products.row_products(phi, G, empty(()), G, bias, G, G, bias, feature=1.0)
+        yield f"row products, {rows} x {groups} x {outputs}"
+    products.row_products(phi, G, None, G, None, G, None, None, feature=0.0)
+    yield "row products, no step"
+    rows_of = empty(3, 401_408)
+    totals.totals(rows_of, rows_of, None, bias=1.0)
+    yield "totals"
+    totals.totals(rows_of, rows_of, rows_of, bias=0.0)
+    yield "totals, a bias of every row"
+
+
+def main() -> None:
+    found = {}
+    for case in list(cases()):
+        kernel, arguments, options = launches.pop(0)
+        used = nvidia_usage(build(kernel, arguments, options, TARGETS["sm_90"]))
+        threads = 32 * options.get("num_warps", 4)
+        found[case] = {**{k: used[k] for k in ("registers", "spilled")}, "threads": threads}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""The monitor's kernels against plain PyTorch: one by one, and a measured step through all."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from adiv_layers.kernels import launch
+from fused_runs import alike, trained
+from interpreted import plain, relative_error
+from torch import Tensor
+
+from adiv_monitor.features.features import DenseFeatures
+from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.whole import squares, squares_and_sum
+from adiv_monitor.kernels import looks, moments, products, steps, totals
+from adiv_monitor.kernels.choice import attempt
+from adiv_monitor.maths import dots
+from adiv_monitor.maths.totals import _of_stacked
+from adiv_monitor.step.row_vectors import RowVectors, _fused, _plain
+
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = [FLOAT32, BFLOAT16, FLOAT16]
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: Patch) -> None:
+    """What a kernel does not write reads NaN."""
+    torch.manual_seed(0)
+    made = Tensor.new_empty
+
+    def new_empty(tensor: Tensor, *size: Any, **options: Any) -> Tensor:
+        new = made(tensor, *size, **options)
+        return new.fill_(math.nan) if new.is_floating_point() else new
+
+    monkeypatch.setattr(Tensor, "new_empty", new_empty)
+
+
+def close(found: Tensor | None, expected: Tensor | None, tolerance: float = 1e-6) -> None:
+    assert found is not None and expected is not None
+    assert found.shape == expected.shape
+    assert relative_error(found, expected) <= tolerance
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(shape).movedim(1, -1)
+
+
+LOOKED: dict[str, Callable[[], Tensor]] = {
+    "one row": lambda: torch.randn(1, 5),
+    "no rows' dimension": lambda: torch.randn(9),
+    "odd": lambda: torch.randn(37, 33),
+    "many": lambda: torch.randn(300, 3),
+    "wide": lambda: torch.randn(3, 2500),
+    "tokens": lambda: torch.randn(4, 7, 20),
+    "a slice": lambda: torch.randn(6, 5, 40)[:, 1:4, 3:30],
+    "channels first": lambda: images(3, 5, 7, 6),
+    "channels first, many": lambda: images(2, 33, 150),
+    "channels last": lambda: (
+        torch.randn(3, 5, 7, 6).to(memory_format=torch.channels_last).movedim(1, -1)
+    ),
+    "expanded": lambda: torch.randn(1, 6).expand(4, 6),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LOOKED)
+def test_look(case: str, dtype: torch.dtype) -> None:
+    x = LOOKED[case]().to(dtype)
+    rows = x.double().reshape(-1, x.shape[-1])
+    chosen = torch.arange(0, len(rows), max(1, len(rows) // 5))
+    found = attempt(
+        "look", x, chosen=chosen, rows=len(chosen), squares=True, sums=len(rows) % 2 == 1
+    )
+    close(found[0], rows.square().sum(1))
+    close(found[2], rows[chosen], 0.0)
+    if len(rows) % 2:
+        close(found[1], rows.sum(0), 2e-6)
+    size, none, every = attempt("look", x, rows=len(rows), norms=True)
+    assert none is None
+    close(torch.linalg.vector_norm(size), rows.norm())
+    close(every, rows, 0.0)
+
+
+def test_a_look_at_what_lies_in_no_even_steps_is_plain() -> None:
+    x = torch.randn(4, 5, 6, 7)[:, ::2, 1:4].transpose(0, 1).movedim(-1, -1)
+    assert attempt("look", x.transpose(0, 2), squares=True) is None
+    close(squares(x.transpose(0, 2)), x.transpose(0, 2).square().sum(-1))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_squares(dim: int) -> None:
+    x = torch.randn(4, 5, 6)
+    close(squares(x, dim), x.square().sum(dim))
+    of_rows, total = squares_and_sum(x[0])
+    close(of_rows, x[0].square().sum(1))
+    close(total, x[0].sum(0))
+
+
+@pytest.mark.parametrize("x", [torch.randn(0, 4), torch.randn(3, 4).double(), torch.randn(3, 0)])
+def test_what_is_empty_or_double_is_plain(x: Tensor) -> None:
+    assert attempt("look", x, squares=True) is None
+    close(squares(x), x.square().sum(-1))
+    assert dots.norms_of([x])[0].dtype == x.dtype
+
+
+def test_rows_are_taken_as_they_are(monkeypatch: Patch) -> None:
+    for x in (torch.randn(5, 4, 3), torch.randn(5, 3, 4).mT, torch.randn(5, 4, 3).half()):
+        for chosen in (None, torch.tensor([0, 7, 19]).numpy()):
+            rows = Rows((5, 4), chosen)
+            found = rows.take(x)
+            with plain():
+                assert torch.equal(found, rows.take(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(9, 5), (3, 5, 70), (4, 33, 6, 5), (1, 1, 2), (2, 3, 2, 2, 3)])
+@pytest.mark.parametrize("last", [False, True])
+def test_normalised_rows(shape: tuple[int, ...], dtype: torch.dtype, last: bool) -> None:
+    x = (3 * torch.randn(shape) + 40).to(dtype).movedim(1, -1)
+    x = x.contiguous() if last else x
+    rows = x.double().reshape(-1, x.shape[-1])
+    variance, mean = torch.var_mean(rows, 0, correction=0)
+    expected = (rows - mean) / (variance + 1e-3).sqrt()
+    found = attempt("normalised_rows", x, chosen=None, rows=len(rows), eps=1e-3)
+    close(found, expected, 2e-5)
+    chosen = torch.tensor([0, len(rows) - 1])
+    close(attempt("normalised_rows", x, chosen=chosen, rows=2, eps=1e-3), found[chosen], 0.0)
+
+
+# Rows, groups, features of a group, outputs of a group.
+ROWS = {
+    "linear": (5, 1, 33, 20),
+    "one row": (1, 1, 3, 1),
+    "wide": (3, 1, 700, 600),
+    "gain": (17, 12, 1, 1),
+    "wide gain": (2, 300, 1, 1),
+    "depthwise": (6, 9, 9, 1),
+    "groups": (7, 4, 10, 5),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_row_products(case: str, bias: bool, stepped: bool) -> None:
+    count, groups, patch, outputs = ROWS[case]
+    width = groups * outputs
+    features = DenseFeatures(torch.randn(count, groups, patch), 1.0 if bias else None)
+
+    def change() -> tuple[Tensor, Tensor | None]:
+        return torch.randn(count, width), torch.randn(width).expand(count, -1) if bias else None
+
+    z = torch.randn(width, count).t()  # in the other order
+    factor = torch.tensor(0.7) if stepped else None
+    rows = RowVectors(torch.randn(count, width), factor, z, change(), change() if stepped else None)
+    found, expected = _fused(rows, features), _plain(rows, features)
+    assert found is not None and found.vectors == expected.vectors
+    assert found.values.keys() == expected.values.keys()
+    for name, value in expected.values.items():
+        close(found.values[name], value, 2e-6)
+    close(found.scale, expected.scale)
+    close(found.weight_norms, features.weight_norms())
+
+
+def test_a_small_rest_is_not_lost() -> None:
+    """It is a difference of what is nearly alike: to be squared after it is taken."""
+    phi = torch.randn(4, 1, 30)
+    G = torch.randn(4, 50)
+    e = phi.square().sum(2) * G + 1e-3 * torch.randn(4, 50)
+    rows = RowVectors(G, None, torch.randn(4, 50), (e, None))
+    found, expected = _fused(rows, DenseFeatures(phi)), _plain(rows, DenseFeatures(phi))
+    assert found is not None
+    at = found.vectors.index("rest")
+    close(found.values["products"][:, at, at], expected.values["products"][:, at, at], 1e-3)
+
+
+def test_nan_stays_in_its_row() -> None:
+    phi = torch.randn(4, 6, 1)
+    phi[2, 3] = math.nan
+    rows = RowVectors(*(torch.randn(4, 6), None, torch.randn(4, 6)), (torch.randn(4, 6), None))
+    found, expected = _fused(rows, DenseFeatures(phi)), _plain(rows, DenseFeatures(phi))
+    assert found is not None
+    for name, value in expected.values.items():
+        torch.testing.assert_close(found.values[name], value, equal_nan=True)
+
+
+def test_what_is_not_plain_is_not_fused() -> None:
+    given = [torch.randn(3, 4) for _ in range(3)]
+    rows = RowVectors(given[0], None, given[1], (given[2], None))
+    phi, column = torch.randn(3, 1, 4), torch.ones(3, 1)
+    assert _fused(rows, DenseFeatures(phi)) is not None
+    assert _fused(rows, DenseFeatures(phi, column)) is None
+    assert _fused(rows, DenseFeatures(phi, weight_gain=column)) is None
+    assert _fused(rows, DenseFeatures(phi, mixes_rows=True)) is None
+    assert _fused(rows, DenseFeatures(None, column)) is None
+    rows.d = None, given[2]
+    assert _fused(rows, DenseFeatures(phi)) is None
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # no active row
+@pytest.mark.parametrize("count", [1, 37, 5000])
+@pytest.mark.parametrize("bias", [0.0, 1.0, "of rows"])
+def test_totals(count: int, bias: float | str) -> None:
+    weight, square = torch.rand(3, count), torch.rand(3, count)
+    square[:, ::3] = 0
+    square[0, 0] = 1
+    several = torch.rand(3, count) if isinstance(bias, str) else bias
+    found = _of_stacked(weight, several, square)
+    with plain():
+        expected = _of_stacked(weight, several, square)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        torch.testing.assert_close(found[name], value, equal_nan=True)
+
+
+def test_scales_that_are_all_the_same_have_no_spread() -> None:
+    found = _of_stacked(torch.full((1, 300), 0.3), 1.0, torch.rand(1, 300) + 1)
+    assert found["scale_deviation"].item() == 0
+    assert _of_stacked(torch.tensor([[1.0, math.nan]]), 0.0, torch.ones(1, 2))["scale_max"].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("shape", [(9, 5, 3, 3), (40, 17, 5, 5)])
+def test_step_products(shape: tuple[int, ...], dtype: torch.dtype, last: bool) -> None:
+    form = torch.channels_last if last else torch.contiguous_format
+    before, now, gamma = (torch.randn(shape).to(dtype).to(memory_format=form) for _ in range(3))
+    expected = before.double() - now.double()
+    product = (expected * gamma.double()).sum()
+    taken, norms, parts = attempt("step_products", before, now, gamma)
+    assert taken.dtype == FLOAT32 and taken.stride() == now.stride()
+    assert (taken.data_ptr() == before.data_ptr()) is (dtype == FLOAT32)
+    close(taken, expected)
+    close(torch.linalg.vector_norm(norms), expected.norm())
+    assert abs(parts.sum() - product) <= 1e-5 * expected.norm() * gamma.double().norm()
+
+
+def test_what_lies_in_another_order_is_plain() -> None:
+    a = torch.randn(4, 5, 3, 3)
+    assert attempt("step_products", a, a.to(memory_format=torch.channels_last), a) is None
+    assert attempt("step_products", a[:, ::2], a[:, ::2], a[:, ::2]) is None
+
+
+@pytest.mark.parametrize("max_rows", [8, None])
+def test_a_measured_step(max_rows: int | None, monkeypatch: Patch) -> None:
+    started: set[str] = set()
+    for room in (looks, moments, products, steps, totals):
+
+        def run(kernel: Any, *arguments: Any, _run: Any = room.run, **options: Any) -> None:
+            started.add(kernel.fn.__name__)
+            _run(kernel, *arguments, **options)
+
+        monkeypatch.setattr(room, "run", run)
+    monkeypatch.setattr(products, "_TILE", 4096)  # for the interpreter's sake
+    monkeypatch.setattr(looks, "_TILE", 2**15)
+    reports, net = trained(True, max_rows=max_rows)
+    assert started == {
+        *("look_kernel", "moments_kernel", "normalised_rows_kernel", "row_products_kernel"),
+        *("step_products_kernel", "totals_kernel"),
+    }
+    started.clear()
+    expected, other = trained(False, max_rows=max_rows)
+    assert not started
+    unmonitored = trained(False, monitored=False)[1]
+    for a, b, c in zip(*(m.parameters() for m in (net, other, unmonitored)), strict=True):
+        assert torch.equal(a, b) and torch.equal(b, c)
+    assert len(reports) == len(expected) == 2
+    for mine, theirs in zip(reports, expected, strict=True):
+        assert mine.layers.keys() == theirs.layers.keys() and len(mine.layers) == 7
+        assert mine.notes == theirs.notes
+        for path, reading in mine.layers.items():
+            for name, value in vars(reading).items():
+                assert alike(value, vars(theirs.layers[path])[name]), (path, name)
+
+
+@pytest.mark.filterwarnings("ignore:adiv_layers. .* does not start")
+def test_kernels_that_do_not_start_change_nothing(monkeypatch: Patch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise launch.KernelError
+
+    for room in (looks, moments, products, steps, totals):
+        monkeypatch.setattr(room, "run", fails)
+    found, expected = (trained(kernels, max_rows=8)[0] for kernels in (True, False))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.layers.keys() == theirs.layers.keys()
+        for path, reading in mine.layers.items():
+            assert alike(vars(reading), vars(theirs.layers[path])), path

@@ -1,0 +1,52 @@
+"""The monitor's Triton kernels, run by Triton's interpreter, in a process of their own.
+
+As tests/layers/test_kernels.py does it, and for the same reason; and compiled for a GPU that need
+not be there, as tests/layers/test_targets.py does.
+"""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+compiler = pytest.importorskip("triton.compiler", reason="without Triton there are no kernels")
+HERE = Path(__file__).parent
+LAYERS = HERE.parent / "layers"
+
+
+def run(*command: str, **environment: str) -> str:
+    paths = [str(LAYERS), *sys.path]
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    finished = subprocess.run(
+        [sys.executable, *command],
+        cwd=HERE.parents[1],
+        env={**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stdout[-10_000:] + finished.stderr[-5_000:]
+    return finished.stdout
+
+
+def test_in_the_interpreter() -> None:
+    script = str(HERE / "interpreted_monitor.py")
+    output = run("-m", "pytest", "-q", "-p", "no:cacheprovider", script, TRITON_INTERPRET="1")
+    assert " passed" in output and " skipped" not in output, output
+
+
+@pytest.mark.skipif(
+    "constexprs" not in inspect.signature(compiler.ASTSource).parameters,
+    reason="this Triton compiles ahead of time by another interface",
+)
+def test_kernels_compile_well(tmp_path: Path) -> None:
+    """For an H100: nothing is spilled, and two programs of 8 warps at least fit side by side."""
+    output = run(str(HERE / "compile_monitor.py"), TRITON_CACHE_DIR=str(tmp_path))
+    found = json.loads(output)
+    assert len(found) == 17
+    for case, usage in found.items():
+        assert usage["spilled"] == 0, (case, usage)
+        assert usage["registers"] * usage["threads"] <= 2**15, (case, usage)
