@@ -68,7 +68,7 @@ def look(
     x: Tensor,
     *,
     chosen: Tensor | None = None,
-    rows: int = 0,
+    rows: int | None = None,
     squares: bool = False,
     norms: bool = False,
     sums: bool = False,
@@ -78,7 +78,7 @@ def look(
     Args:
         x: read once.
         chosen: numbers of the rows to copy, int64; None: from the first.
-        rows: how many to copy.
+        rows: how many to copy; None: this is not asked for.
         squares: ‖x_r‖² of every row, (rows,).
         norms: norms of parts instead, whose squares add up to ‖x‖².
         sums: the sum of all rows, (channels,).
@@ -94,12 +94,13 @@ def look(
     size = programs if norms else images * positions
     found = view.new_empty(size, dtype=torch.float32) if squares or norms else None
     parts = view.new_empty((steps, width), dtype=torch.float32) if sums else None
-    taken = view.new_empty((rows, width), dtype=torch.float32) if rows else None
+    taken = None if rows is None else view.new_empty((rows, width), dtype=torch.float32)
+    copied = rows or 0
     arguments = (
         *(None if norms else found, found if norms else None, parts, taken, chosen),
-        *(positions, width, tiles, steps, programs, rows, *view.stride()),
+        *(positions, width, tiles, steps, programs, copied, *view.stride()),
     )
-    grid = (programs + divide_up(rows, tile),)
+    grid = (programs + divide_up(copied, tile),)
     run(look_kernel, grid, view, view, *arguments, POSITIONS=tile, CHANNELS=channels)
     return found, None if parts is None else parts.sum(0), taken
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from adiv_layers.kernels import launch
@@ -82,6 +83,14 @@ def test_look(case: str, dtype: torch.dtype) -> None:
     assert none is None
     close(torch.linalg.vector_norm(size), rows.norm())
     close(every, rows, 0.0)
+
+
+def test_none_of_the_rows() -> None:
+    x = torch.randn(6, 5)
+    close(Rows((6,), np.arange(0)).take(x), x[:0])
+    squares, _, none = attempt("look", x, chosen=torch.arange(0), rows=0, squares=True)
+    close(squares, x.square().sum(1))
+    close(none, x[:0])
 
 
 def test_a_look_at_what_lies_in_no_even_steps_is_plain() -> None:
