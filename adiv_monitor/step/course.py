@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -296,11 +297,13 @@ class Course:
         pending, self._pending = self._pending, None
         pending.release()
         pending.step.realise()
-        pending.step.applied()
-        part = pending.step.part()
-        self._checked |= part.checked
-        self._failures.switched_off |= part.misdescribed
-        self._describe(part, pending)
+        # A mode that is on around the next forward pass would see thousands of calls.
+        with torch._C.DisableTorchFunction():
+            pending.step.applied()
+            part = pending.step.part()
+            self._checked |= part.checked
+            self._failures.switched_off |= part.misdescribed
+            self._describe(part, pending)
         self._assembly.add(pending.number, part)
         for path, reason in part.misdescribed.items():
             self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
