@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -51,36 +51,42 @@ class ModuleHook:
         always: bool = False,
         first: bool = False,
     ) -> None:
-        self._hooks: dict[int, Any]
-        # Left in a copy, an entry in the other tables would change how a later hook is called.
-        self._tables: list[dict[int, Any]]
-        # Left in a copy, an entry of the further tables would change how a later hook of that
-        # number is called.
+        self._module = module
+        self._before = before
         if before:
-            self._hooks = module._forward_pre_hooks
-            self._tables = [self._hooks, module._forward_pre_hooks_with_kwargs]
             self._handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         else:
-            self._hooks = module._forward_hooks
-            self._tables = [
-                *(self._hooks, module._forward_hooks_with_kwargs),
-                module._forward_hooks_always_called,
-            ]
             self._handle = module.register_forward_hook(
                 hook, prepend=first, with_kwargs=True, always_call=always
             )
         try:
-            for table in self._tables:
-                _hide(table, self._hooks)
+            hooks, *others = self._tables
+            for table in (hooks, *others):
+                _hide(table, hooks)
         except BaseException:
             self.remove()
             raise
 
+    @property
+    def _tables(self) -> Sequence[dict[int, Any]]:
+        """Where it stands: among the hooks, and by its number in tables of what goes with them.
+
+        Left in a copy, an entry of those would change how a later hook of that number is called.
+        """
+        module = self._module
+        if self._before:
+            return module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+        return (
+            *(module._forward_hooks, module._forward_hooks_with_kwargs),
+            module._forward_hooks_always_called,
+        )
+
     def remove(self) -> None:
         """Take it off; the module is then as it was."""
         self._handle.remove()
-        if Hook not in map(type, dict.values(self._hooks)):  # dict's own: ours hide in the table's
-            for table in self._tables:
+        tables = self._tables
+        if Hook not in map(type, dict.values(tables[0])):  # dict's own: ours hide in the table's
+            for table in tables:
                 vars(table).pop("__reduce_ex__", None)
                 vars(table).pop("values", None)
 
@@ -172,7 +178,7 @@ def replaying() -> Iterator[None]:
 
 
 class _Others:
-    """A module's table of hooks without ours.
+    """A module's table of hooks without ours: stands in the table for two of its methods.
 
     Args:
         table: the table.
@@ -185,17 +191,13 @@ class _Others:
         self._table = table
         self._hooks = hooks
 
-    def reduced(self, protocol: Any) -> Any:
-        """How to copy or pickle it."""
-        return self._table_of_others().__reduce_ex__(protocol)
-
-    def values(self) -> Any:
-        """Its values."""
-        return self._table_of_others().values()
-
-    def _table_of_others(self) -> OrderedDict[int, Any]:
+    def __call__(self, *protocol: Any) -> Any:
+        """The others: their values; given a protocol, how they are copied and pickled."""
         hooks = self._hooks
-        return OrderedDict((i, e) for i, e in self._table.items() if type(hooks.get(i)) is not Hook)
+        others = OrderedDict(
+            (i, entry) for i, entry in self._table.items() if type(hooks.get(i)) is not Hook
+        )
+        return others.__reduce_ex__(*protocol) if protocol else others.values()
 
 
 def _hide(table: dict[int, Any], hooks: dict[int, Any]) -> None:
@@ -206,8 +208,7 @@ def _hide(table: dict[int, Any], hooks: dict[int, Any]) -> None:
     # An OrderedDict, which the tables are, takes attributes; `copy` and `pickle` look there first.
     attributes = vars(table)
     if "values" not in attributes:  # there may be others of ours
-        others = _Others(table, hooks)
-        attributes["__reduce_ex__"], attributes["values"] = others.reduced, others.values
+        attributes["__reduce_ex__"] = attributes["values"] = _Others(table, hooks)
 
 
 def trains(value: object) -> bool:
