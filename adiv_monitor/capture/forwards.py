@@ -2,7 +2,8 @@
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -352,6 +353,20 @@ class Forwards:
                 self._inside.discard(threading.get_ident())
                 if not self._active:
                     self._take_off()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """The functions called within are no part of a forward pass: what watches one is off."""
+    modes = []
+    while isinstance(mode := _get_current_function_mode(), _Mode):  # type: ignore[no-untyped-call]
+        modes.append(mode)
+        _pop_mode()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def _is_over(forwards: Sequence[Forward], module: nn.Module) -> bool:

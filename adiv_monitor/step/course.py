@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,6 +16,7 @@ from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.eager import forced_eager, in_compiled_code
+from adiv_monitor.capture.forwards import unwatched
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.selection import Selection
@@ -297,8 +297,7 @@ class Course:
         pending, self._pending = self._pending, None
         pending.release()
         pending.step.realise()
-        # A mode that is on around the next forward pass would see thousands of calls.
-        with torch._C.DisableTorchFunction():
+        with unwatched():  # as the next forward pass is already: thousands of calls
             pending.step.applied()
             part = pending.step.part()
             self._checked |= part.checked
