@@ -198,7 +198,7 @@ def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
     if rows.chosen is None:
         # With the channels last in memory, a copy of the windows moves stretches, not single
         # entries: several times faster.
-        padded = _padded(geometry, batched).movedim(1, -1).contiguous().movedim(-1, 1)
+        padded = _padded(geometry, batched, channels_last=True)
         by_place = _windows(geometry, padded).movedim(1, -1)  # (batch, *positions, *kernel, …)
         by_row = by_place.reshape(rows.total, prod(geometry.kernel), batched.shape[1])
         return exact(by_row).transpose(1, 2).reshape(rows.total, geometry.groups, per_output)
@@ -218,15 +218,23 @@ def _kernel_dims(geometry: Geometry) -> tuple[int, ...]:
     return tuple(range(-len(geometry.kernel), 0))
 
 
-def _padded(geometry: Geometry, x: Tensor) -> Tensor:
-    """The input with all that is read besides: what padding adds, and zeros in between."""
+def _padded(geometry: Geometry, x: Tensor, *, channels_last: bool = False) -> Tensor:
+    """The input with all that is read besides: what padding adds, and zeros in between.
+
+    Args:
+        geometry: from where is read.
+        x: the input.
+        channels_last: lay it so in memory.
+    """
     if any(step > 1 for step in geometry.spacing):
         x = _spaced(x, geometry.spacing)
     pad = [side for sides in reversed(geometry.padding) for side in sides]
-    if any(pad):
+    if any(pad) and geometry.mode == "zeros" and channels_last:  # at once
+        x = functional.pad(x.movedim(1, -1), [0, 0, *pad]).movedim(-1, 1)
+    elif any(pad):
         mode = "constant" if geometry.mode == "zeros" else geometry.mode
         x = functional.pad(x, pad, mode=mode)
-    return x
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
 
 
 def _windows(geometry: Geometry, x: Tensor) -> Tensor:
