@@ -2,9 +2,10 @@
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from types import FrameType, FunctionType
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from torch.overrides import (
 
 from adiv_monitor.capture.again.randomness import Randomness
 from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.hook import ModuleHook, is_aside, is_replaying, trains
+from adiv_monitor.capture.hook import Hook, ModuleHook, is_aside, is_replaying, trains
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.weights.shards import gives_back
 
@@ -189,8 +190,8 @@ class Forwards:
                 (self._modules, self._enter, self._leave),
                 (self._closed, self._close, self._reopen),
             ):
+                before, after = Hook(self._guarded, enter), Hook(self._guarded, leave)
                 for module in modules:
-                    before, after = partial(self._guarded, enter), partial(self._guarded, leave)
                     self._hooks.append(ModuleHook(module, before, before=True))
                     first = gives_back(module)  # while its parameters are there
                     self._hooks.append(
@@ -352,6 +353,20 @@ class Forwards:
                 self._inside.discard(threading.get_ident())
                 if not self._active:
                     self._take_off()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """The functions called within are no part of a forward pass: what watches one is off."""
+    modes = []
+    while isinstance(mode := _get_current_function_mode(), _Mode):  # type: ignore[no-untyped-call]
+        modes.append(mode)
+        _pop_mode()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def _is_over(forwards: Sequence[Forward], module: nn.Module) -> bool:

@@ -1,7 +1,6 @@
 """What stands between the bodies of hooks and the training that they are called by."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 
@@ -39,6 +38,12 @@ class Guard:
 
 def call_all(*actions: Callable[[], object]) -> None:
     """Call all of them, in this order, whatever any of them raises; the last of that is raised."""
-    with ExitStack() as each:
-        for action in reversed(actions):
-            each.callback(action)
+    failed: BaseException | None = None
+    for action in actions:
+        try:
+            action()
+        except BaseException as error:
+            error.__context__ = error.__context__ or failed
+            failed = error
+    if failed is not None:
+        raise failed

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +23,8 @@ class Hook(partial[Any]):
     """A hook of ours, on a module, a tensor or an optimizer: calls what it was made of.
 
     Torch drops those on parameters and optimizers when it copies or pickles them; modules keep
-    theirs, so on them goes a `ModuleHook`.
+    theirs, so on them goes a `ModuleHook`. One can be on many modules: every object that lives for
+    a step is paid for again when Python collects garbage.
     """
 
     __torch_unserializable__ = True  # a parameter sent to another process goes without a warning
@@ -34,7 +35,7 @@ class ModuleHook:
 
     Args:
         module: what it is put on.
-        function: called before the forward pass with (module, args, kwargs), or after it with
+        hook: called before the forward pass with (module, args, kwargs), or after it with
             (module, args, kwargs, output).
         before: which of the two; before all other hooks then.
         always: after a forward pass that raised too, with None as its output.
@@ -44,44 +45,48 @@ class ModuleHook:
     def __init__(
         self,
         module: nn.Module,
-        function: Callable[..., Any],
+        hook: Hook,
         *,
         before: bool,
         always: bool = False,
         first: bool = False,
     ) -> None:
-        self._hooks: dict[int, Any]
-        # Left in a copy, an entry in the other tables would change how a later hook is called.
-        self._tables: list[dict[int, Any]]
-        # Left in a copy, an entry of the further tables would change how a later hook of that
-        # number is called.
+        self._module = module
+        self._before = before
         if before:
-            self._hooks = module._forward_pre_hooks
-            self._tables = [self._hooks, module._forward_pre_hooks_with_kwargs]
-            self._handle = module.register_forward_pre_hook(
-                Hook(function), prepend=True, with_kwargs=True
-            )
+            self._handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         else:
-            self._hooks = module._forward_hooks
-            self._tables = [
-                *(self._hooks, module._forward_hooks_with_kwargs),
-                module._forward_hooks_always_called,
-            ]
             self._handle = module.register_forward_hook(
-                Hook(function), prepend=first, with_kwargs=True, always_call=always
+                hook, prepend=first, with_kwargs=True, always_call=always
             )
         try:
-            for table in self._tables:
-                _hide(table, self._hooks)
+            hooks, *others = self._tables
+            for table in (hooks, *others):
+                _hide(table, hooks)
         except BaseException:
             self.remove()
             raise
 
+    @property
+    def _tables(self) -> Sequence[dict[int, Any]]:
+        """Where it stands: among the hooks, and by its number in tables of what goes with them.
+
+        Left in a copy, an entry of those would change how a later hook of that number is called.
+        """
+        module = self._module
+        if self._before:
+            return module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+        return (
+            *(module._forward_hooks, module._forward_hooks_with_kwargs),
+            module._forward_hooks_always_called,
+        )
+
     def remove(self) -> None:
         """Take it off; the module is then as it was."""
         self._handle.remove()
-        if Hook not in map(type, dict.values(self._hooks)):  # dict's own: ours hide in the table's
-            for table in self._tables:
+        tables = self._tables
+        if Hook not in map(type, dict.values(tables[0])):  # dict's own: ours hide in the table's
+            for table in tables:
                 vars(table).pop("__reduce_ex__", None)
                 vars(table).pop("values", None)
 
@@ -109,10 +114,10 @@ class NextForward:
         self._function = function
         self._with_gradients = with_gradients
         self._hooks: list[ModuleHook] = []
+        hook = Hook(guard, self._runs)
         try:
             for module in modules:
-                hook = ModuleHook(module, partial(guard, self._runs), before=not ends)
-                self._hooks.append(hook)
+                self._hooks.append(ModuleHook(module, hook, before=not ends))
         except BaseException:
             self.remove()
             raise
@@ -172,18 +177,38 @@ def replaying() -> Iterator[None]:
         _replay.under_way = False
 
 
+class _Others:
+    """A module's table of hooks without ours: stands in the table for two of its methods.
+
+    Args:
+        table: the table.
+        hooks: by the same numbers, the hooks themselves.
+    """
+
+    __slots__ = ("_hooks", "_table")
+
+    def __init__(self, table: dict[int, Any], hooks: dict[int, Any]) -> None:
+        self._table = table
+        self._hooks = hooks
+
+    def __call__(self, *protocol: Any) -> Any:
+        """The others: their values; given a protocol, how they are copied and pickled."""
+        hooks = self._hooks
+        others = OrderedDict(
+            (i, entry) for i, entry in self._table.items() if type(hooks.get(i)) is not Hook
+        )
+        return others.__reduce_ex__(*protocol) if protocol else others.values()
+
+
 def _hide(table: dict[int, Any], hooks: dict[int, Any]) -> None:
     """Let those who copy, pickle or list a module's table of hooks find it without ours.
 
     Torch itself, when it runs hooks, goes through the table's items.
     """
     # An OrderedDict, which the tables are, takes attributes; `copy` and `pickle` look there first.
-    vars(table)["__reduce_ex__"] = lambda protocol: _others(table, hooks).__reduce_ex__(protocol)
-    vars(table)["values"] = lambda: _others(table, hooks).values()
-
-
-def _others(table: dict[int, Any], hooks: dict[int, Any]) -> OrderedDict[int, Any]:
-    return OrderedDict((i, e) for i, e in table.items() if type(hooks.get(i)) is not Hook)
+    attributes = vars(table)
+    if "values" not in attributes:  # there may be others of ours
+        attributes["__reduce_ex__"] = attributes["values"] = _Others(table, hooks)
 
 
 def trains(value: object) -> bool:

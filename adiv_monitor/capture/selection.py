@@ -94,7 +94,7 @@ class Layer:
         weight = None if self.weight is None else self.shaped(self.weight.of(parts, taken))
         return weight, None if self.bias is None else self.bias.of(parts, taken)
 
-    @property
+    @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the pieces belong to, once each."""
         return list(dict.fromkeys(piece.parameter for piece in self.pieces))

@@ -135,6 +135,8 @@ class DenseFeatures:
         if n_feat == 1 and blocks.shape[1] == 1:
             return self.phi[..., 0] * blocks[:, 0, 0]
         if blocks.shape[1] == 1:  # a depthwise convolution
+            if _lies_across(self.phi):  # lay the weight so, too: it is read over and over
+                return (self.phi.mT * blocks[:, 0].T.contiguous()).sum(1)
             return (self.phi * blocks[:, 0]).sum(-1)
         return torch.einsum("rgp,gnp->rgn", self.phi, blocks).flatten(1)
 
@@ -200,7 +202,10 @@ class DenseFeatures:
 
     def mean_products(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " rows"] | None:
         """φ_W,r·Σ_k a_k φ_W,k of every row: how much of it is common to the active rows."""
-        return None if self.phi is None else self.phi.flatten(1) @ self.weight_sum(active)
+        if self.phi is None:
+            return None
+        rows = _flat(self.phi)
+        return rows @ (active @ rows)
 
     def weight_sum(self, active: Float[Tensor, " rows"]) -> Float[Tensor, " features"]:
         """Σ_k a_k φ_W,k over all groups."""
@@ -210,7 +215,7 @@ class DenseFeatures:
     def weight_norms(self) -> Float[Tensor, " rows"]:
         """‖φ_W,r‖ of every row, over all groups."""
         assert self.phi is not None
-        norms: Tensor = torch.linalg.vector_norm(self.phi.flatten(1), dim=1)
+        norms: Tensor = torch.linalg.vector_norm(_flat(self.phi), dim=1)
         return norms
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -230,6 +235,16 @@ class DenseFeatures:
         if self.phi is None:
             return column
         return torch.cat([self.phi, column.expand(-1, self.phi.shape[1], 1)], dim=2)
+
+
+def _lies_across(phi: Float[Tensor, "rows groups n_feat"]) -> bool:
+    """Whether the groups of a feature, not the features of a group, are neighbours in memory."""
+    return phi.stride(1) < phi.stride(2)
+
+
+def _flat(phi: Float[Tensor, "rows groups n_feat"]) -> Float[Tensor, "rows features"]:
+    """All features of each row, in the order in which they lie in memory: no copy."""
+    return (phi.mT if _lies_across(phi) else phi).flatten(1)
 
 
 @dataclass(frozen=True)

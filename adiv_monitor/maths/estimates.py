@@ -133,6 +133,8 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         sample: the rows behind those of the sums that are not exact.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
+        share = sample.variance_share
+        is_sampled = share.any()  # else every row was looked at
         rest = np.ones_like(numerator.total)
         relative = np.zeros_like(numerator.spread)  # Σ_j p_j δS_j/S_j of every row
         own = np.zeros_like(rest)  # Σ_j p_j mean((δS_j/S_j)²)
@@ -140,15 +142,14 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
             # A zero that is divided by has no direction, whatever the parameters say besides.
             total = np.where((factor.total == 0) & (power < 0), np.nan, factor.total)
             rest = rest * total**power
-            if not factor.spread.any():
+            if not is_sampled or not factor.spread.any():
                 continue
             exact = factor.spread == 0
             deviation = np.where(exact, 0.0, factor.spread / factor.total[:, None])
             relative = relative + power * deviation
             own = own + power * _mean(deviation**2)
         value = numerator.total * rest
-        share = sample.variance_share
-        if not share.any():  # every row was looked at
+        if not is_sampled:
             return Estimate(value, np.zeros_like(value))
         influence = _product(numerator.spread, rest[:, None]) + _product(relative, value[:, None])
         bias = _product(_mean(numerator.spread * relative), rest)

@@ -16,6 +16,7 @@ from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.eager import forced_eager, in_compiled_code
+from adiv_monitor.capture.forwards import unwatched
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.selection import Selection
@@ -297,11 +298,12 @@ class Course:
         pending, self._pending = self._pending, None
         pending.release()
         pending.step.realise()
-        pending.step.applied()
-        part = pending.step.part()
-        self._checked |= part.checked
-        self._failures.switched_off |= part.misdescribed
-        self._describe(part, pending)
+        with unwatched():  # as the next forward pass is already: thousands of calls
+            pending.step.applied()
+            part = pending.step.part()
+            self._checked |= part.checked
+            self._failures.switched_off |= part.misdescribed
+            self._describe(part, pending)
         self._assembly.add(pending.number, part)
         for path, reason in part.misdescribed.items():
             self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")

@@ -1,6 +1,5 @@
 """From the device to the host: everything of a step at once."""
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import TypeVar
@@ -8,6 +7,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from adiv_monitor.maths.readings import Array
 
@@ -38,17 +38,12 @@ class Transfer:
         for i, tensor in enumerate(self._tensors):
             by_device[tensor.device].append(i)
         for places in by_device.values():
-            shapes = [self._tensors[i].shape for i in places]
-            numbers = _packed(
-                [
-                    self._tensors[i] if len(shape) == 1 else self._tensors[i].reshape(-1)
-                    for i, shape in zip(places, shapes, strict=True)
-                ]
-            )
+            tensors = [self._tensors[i] for i in places]
+            numbers = _packed(tensors)
             end = 0
-            for i, shape in zip(places, shapes, strict=True):
-                start, end = end, end + math.prod(shape)
-                self._arrays[i] = numbers[start:end].reshape(shape)
+            for i, tensor in zip(places, tensors, strict=True):
+                start, end = end, end + tensor.numel()
+                self._arrays[i] = numbers[start:end].reshape(tensor.shape)
         self._tensors.clear()
 
     def get(self, places: Mapping[Outer, Mapping[Inner, int]]) -> dict[Outer, dict[Inner, Array]]:
@@ -59,12 +54,13 @@ class Transfer:
         }
 
 
-def _packed(flat: list[Tensor]) -> Array:
+def _packed(tensors: list[Tensor]) -> Array:
     """All of them end to end, on the host."""
     try:
-        return torch.cat(flat).cpu().numpy().astype(np.float64)
+        flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+        return flat.cpu().numpy().astype(np.float64)
     except torch.OutOfMemoryError:  # on the device; one by one there is nothing to make room for
-        return np.concatenate([part.cpu().double().numpy() for part in flat])
+        return np.concatenate([part.cpu().double().numpy().reshape(-1) for part in tensors])
 
 
 def fetch(

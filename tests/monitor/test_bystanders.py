@@ -123,6 +123,35 @@ def test_what_is_traced_is_the_model_alone() -> None:
         assert make_fx(model)(batch[0]).code == plain
 
 
+class KeptInTheHost(torch.autograd.graph.saved_tensors_hooks):
+    """Notes how often anything that a forward pass kept is fetched, from a disk say."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: tensor, self._fetch)
+        self.fetched = 0
+
+    def _fetch(self, tensor: Tensor) -> Tensor:
+        self.fetched += 1
+        return tensor
+
+
+def test_what_hooks_hold_for_the_backward_pass_is_fetched_by_that_alone() -> None:
+    """What batch_norm keeps tells its x̂, but a hook of the user's may have to make it anew."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), nn.Flatten()).double()
+    batch = torch.randn(6, 2, 3, dtype=torch.double), torch.randint(12, (6,))
+    expected = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+
+    def kept(model: nn.Module) -> None:
+        kept = KeptInTheHost()
+        with kept:
+            loss = loss_of(model, batch)
+        assert kept.fetched == 0
+        loss.backward()
+
+    same(one_step(model, kept), expected)
+
+
 def pickled(model: nn.Module) -> bytes:
     stream = io.BytesIO()
     torch.save(model, stream)

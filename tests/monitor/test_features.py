@@ -120,6 +120,16 @@ def test_normalisers_of_inputs_far_from_zero(module: nn.Module) -> None:
     torch.testing.assert_close(predicted(rounded, rows).double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32], ids=str)
+def test_batch_norm_in_half_precision_is_as_precise_as_its_input(kept: torch.dtype) -> None:
+    module = nn.BatchNorm2d(4).to(kept)  # keeps its statistics for the backward pass in this
+    x, rows = torch.randn(8, 4, 5, 5).bfloat16(), Rows((8, 5, 5))
+    rounded, _ = use_of(module, x)
+    exact, _ = use_of(module.double(), x.double())
+    expected = predicted(exact, rows)
+    torch.testing.assert_close(predicted(rounded, rows).double(), expected, rtol=0, atol=1e-5)
+
+
 def test_embedding_reads_its_rows() -> None:
     module = nn.Embedding(7, 4, padding_idx=2).double()
     use, z = use_of(module, torch.tensor([[0, 2, 6], [3, 2, 2]]))

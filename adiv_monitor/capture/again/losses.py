@@ -13,7 +13,7 @@ from torch.nn.modules.loss import _Loss
 
 from adiv_monitor.capture.again.forward_calls import ForwardCalls, NotRepeatable, tensors_of
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import ModuleHook, is_replaying, trains
+from adiv_monitor.capture.hook import Hook, ModuleHook, is_replaying, trains
 from adiv_monitor.capture.selection import inside_wrappers
 from adiv_monitor.features.rows import exact
 
@@ -89,7 +89,7 @@ class Losses:
     def watch(self) -> None:
         """Put hooks on."""
         module = self._loss if isinstance(self._loss, nn.Module) else self._model
-        ended, began = (partial(self._guarded, body) for body in (self._ended, self._began))
+        ended, began = (Hook(self._guarded, body) for body in (self._ended, self._began))
         self._hooks.append(ModuleHook(module, ended, before=False, always=True))
         if module is self._loss:
             self._hooks.append(ModuleHook(module, began, before=True))

@@ -176,8 +176,8 @@ def _sides(
 
 def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
     """‖patch‖² of all rows, (rows,): Σ x² over the channels, summed over windows (groups = 1)."""
-    batched = geometry.batched(input)
-    return _windows(geometry, squares(batched, 1)[:, None]).sum(_kernel_dims(geometry)).flatten()
+    padded = _padded(geometry, squares(geometry.batched(input), 1)[:, None])
+    return _windows(geometry, padded).sum(_kernel_dims(geometry)).flatten()
 
 
 def _sum(geometry: Geometry, input: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def _sum(geometry: Geometry, input: Tensor) -> Tensor:
     batched = geometry.batched(input)
     of_samples = batched.sum(0, keepdim=True, dtype=exact_type(batched))
     positions = tuple(range(2, 2 + len(geometry.kernel)))
-    return _windows(geometry, of_samples).sum((0, *positions))
+    return _windows(geometry, _padded(geometry, of_samples)).sum((0, *positions))
 
 
 def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
@@ -195,11 +195,13 @@ def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
         taken = rows.take(geometry.spatial_last(input))
         return taken.reshape(len(taken), geometry.groups, per_output)
     batched = geometry.batched(input)
-    n = len(geometry.kernel)
     if rows.chosen is None:
-        # (batch, channels, *positions, *kernel): one copy, rows first
-        by_row = _windows(geometry, batched).movedim(1, 1 + n)
-        return exact(by_row.reshape(rows.total, geometry.groups, per_output))
+        # With the channels last in memory, a copy of the windows moves stretches, not single
+        # entries: several times faster.
+        padded = _padded(geometry, batched, channels_last=True)
+        by_place = _windows(geometry, padded).movedim(1, -1)  # (batch, *positions, *kernel, …)
+        by_row = by_place.reshape(rows.total, prod(geometry.kernel), batched.shape[1])
+        return exact(by_row).transpose(1, 2).reshape(rows.total, geometry.groups, per_output)
     shape = rows.shape if input is batched else (1, *rows.shape)
     sample, *start = np.unravel_index(rows.chosen, shape)
     sources, outside = _sources(geometry, start, tuple(batched.shape[2:]))
@@ -207,7 +209,7 @@ def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
     gathered = batched.movedim(1, -1)[tuple(to_device(index, batched.device))]
     if outside.any():
         inside = torch.from_numpy(~outside).to(batched.device, non_blocking=True)
-        gathered = gathered * inside[..., None]
+        gathered.mul_(inside[..., None])
     by_channel = exact(gathered).transpose(1, 2)  # (rows, channels, kernel volume)
     return by_channel.reshape(len(sample), geometry.groups, per_output)
 
@@ -216,14 +218,27 @@ def _kernel_dims(geometry: Geometry) -> tuple[int, ...]:
     return tuple(range(-len(geometry.kernel), 0))
 
 
-def _windows(geometry: Geometry, x: Tensor) -> Tensor:
-    """(batch, channels, *positions, *kernel): a view of the padded input, every patch by place."""
+def _padded(geometry: Geometry, x: Tensor, *, channels_last: bool = False) -> Tensor:
+    """The input with all that is read besides: what padding adds, and zeros in between.
+
+    Args:
+        geometry: from where is read.
+        x: the input.
+        channels_last: lay it so in memory.
+    """
     if any(step > 1 for step in geometry.spacing):
         x = _spaced(x, geometry.spacing)
     pad = [side for sides in reversed(geometry.padding) for side in sides]
-    if any(pad):
+    if any(pad) and geometry.mode == "zeros" and channels_last:  # at once
+        x = functional.pad(x.movedim(1, -1), [0, 0, *pad]).movedim(-1, 1)
+    elif any(pad):
         mode = "constant" if geometry.mode == "zeros" else geometry.mode
         x = functional.pad(x, pad, mode=mode)
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
+
+
+def _windows(geometry: Geometry, x: Tensor) -> Tensor:
+    """(batch, channels, *positions, *kernel): a view of the padded input, every patch by place."""
     n = len(geometry.kernel)
     reach = [d * (k - 1) + 1 for d, k in zip(geometry.dilation, geometry.kernel, strict=True)]
     outputs = [

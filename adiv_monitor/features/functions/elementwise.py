@@ -5,16 +5,20 @@ statistics that the normaliser itself uses.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.rows import Rows, exact, joined, to_device
+from adiv_monitor.features.rows import Rows, exact, exact_type, joined, to_device
 from adiv_monitor.features.uses import FunctionCall, Use, channels_second, uses
 from adiv_monitor.features.whole import CHUNK
 from adiv_monitor.kernels.choice import attempt
+
+# Of the batch's statistics these keep mean and 1/√(var + ε) for the backward pass.
+_KEEP_MOMENTS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
 
 
 def gain(
@@ -149,7 +153,12 @@ def batch_norm(
             found: Tensor | None = attempt("normalised_rows", last, **choice, eps=eps)
             if found is not None:
                 return found
-            moments = _moments(input.flatten(2) if input.dim() > 2 else input[..., None])
+            by_channel = input.flatten(2) if input.dim() > 2 else input[..., None]
+            if (kept := _kept_moments(call.result)) is not None:
+                mean, reciprocal = kept
+                shift = _parts_mean(by_channel, mean)
+                return rows.take(last).sub_(mean).sub_(shift).mul_(reciprocal)
+            moments = _moments(by_channel)
         else:
             moments = running_mean, torch.zeros_like(running_mean), running_var
         return _normalised(rows, input, eps, *moments)
@@ -166,6 +175,28 @@ def _normalised(
         shift, variance = shift.to(x.dtype), variance.to(x.dtype)
         return functional.batch_norm(x, shift, variance, eps=eps)
     return x.sub_(shift).mul_((exact(variance) + eps).rsqrt())
+
+
+def _kept_moments(result: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Mean and 1/√(var + ε) of the batch as batch_norm itself took and kept them; None: unknown.
+
+    Not where hooks hold what is kept: to hand it out they may have to run a forward pass again.
+    """
+    node: Any = result.grad_fn
+    if node is None or node.name() not in _KEEP_MOMENTS or not node._saved_training:
+        return None
+    holders: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if holders is None or holders(True) is not None:  # torch 2.6 does not tell
+        return None
+    mean, reciprocal = node._saved_result1, node._saved_result2
+    # In half precision throughout it keeps them as rounded as the rest.
+    return (mean, reciprocal) if mean.dtype == exact_type(result) else None
+
+
+def _parts_mean(x: Tensor, pivot: Tensor) -> Tensor:
+    """Mean − pivot over all but the second of three dimensions: what a mean lost by rounding."""
+    parts = torch.split(x, max(1, CHUNK * len(x) // max(x.numel(), 1)))
+    return joined([(exact(part) - pivot[:, None]).mean(2) for part in parts]).mean(0)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

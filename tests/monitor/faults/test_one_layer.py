@@ -51,11 +51,7 @@ def test_out_of_memory_for_the_transfer_loses_nothing(monkeypatch: pytest.Monkey
     def no_room(tensors: object) -> None:
         raise torch.OutOfMemoryError(REASON)
 
-    class WithoutRoom:
-        def __getattr__(self, name: str) -> object:
-            return no_room if name == "cat" else getattr(torch, name)
-
-    monkeypatch.setattr(transfer, "torch", WithoutRoom())
+    monkeypatch.setattr(transfer, "_flatten_dense_tensors", no_room)
     assert measures(take(DEEP, on_error="raise")) == expected
 
 
