@@ -307,7 +307,13 @@ def test_sigint_from_the_shell() -> None:
         "def build():\n    return nn.Linear(3, 2)\n"
     )
     command = program("slow:build", "--loss", "slow:loss", "--steps", "1000", "--out", "out")
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+    # What a shell starts in the background is not to hear of the keyboard, nor what that starts.
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as running:
         while not Path("begun").exists() and running.poll() is None:
             time.sleep(0.05)
         time.sleep(1.5)

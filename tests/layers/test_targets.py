@@ -36,7 +36,7 @@ def test_kernels_compile_well(target, tmp_path):
     finished = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-5_000:]
     found = json.loads(finished.stdout)
-    assert len(found) > 180
+    assert len(found) > (180 if target == "sm_90" else 60)
     for case, usage in found.items():
         assert usage["spilled"] == 0, (case, usage)
         # Two programs of 8 warps or four of 4 at least; an AMD multiprocessor has room for more.

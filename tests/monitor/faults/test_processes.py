@@ -121,7 +121,9 @@ def work(rank: int, folder: str) -> None:
         plain = train(way, Watched(), monitored=False)
         own = Watched()
         found[way] = plain, train(way, own, monitored=True)
-        boundaries = [b for b in own.boundaries if b.file in JOINING]
+        boundaries = []
+        if way != "replicas":  # which have nothing to join
+            boundaries += [b for b in own.boundaries if b.file in JOINING]
         if way == "parts":  # the rest is no different from the others'
             boundaries = [b for b in boundaries if "shards" not in b.file or b.name in OF_PARTS]
         else:
