@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from adiv_layers.kernels.choice import kernels_for
+from adiv_layers.kernels import choice as of_layers
 from adiv_layers.kernels.launch import KernelError
 from torch import Tensor
 
@@ -24,8 +24,11 @@ def counts_launches(*tensors: Tensor | None) -> bool:
 
     Never in float64, which is asked for where digits matter.
     """
+    first = tensors[0]
+    if first is None or first.device.type not in of_layers.DEVICES:
+        return False
     given = [tensor for tensor in tensors if tensor is not None]
-    return all(t.dtype in _DTYPES for t in given) and kernels_for(*given) is not None
+    return all(t.dtype in _DTYPES for t in given) and of_layers.kernels_for(*given) is not None
 
 
 def attempt(name: str, *tensors: Tensor | None, **settings: Any) -> Any:

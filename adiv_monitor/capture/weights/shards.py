@@ -207,24 +207,24 @@ def waiting(model: nn.Module, parameter: nn.Parameter) -> Callable[[], bool]:
 
 def _managed(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """What torch knows of the sharded parameters of a model: of their group, and of each."""
-    for module in model.modules():
-        if gives_back(module):
-            state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            groups = getattr(state, "_fsdp_param_groups", None)  # the plural since torch 2.12
-            for group in (state._fsdp_param_group,) if groups is None else groups:
-                for held in () if group is None else group.fsdp_params:
-                    yield group, held
+    for module in _giving_back(model):
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        groups = getattr(state, "_fsdp_param_groups", None)  # the plural since torch 2.12
+        for group in (state._fsdp_param_group,) if groups is None else groups:
+            for held in () if group is None else group.fsdp_params:
+                yield group, held
+
+
+def _giving_back(model: nn.Module) -> list[nn.Module]:
+    """The modules that have whole parameters at times; of one process alone none."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    return [module for module in model.modules() if gives_back(module)]
 
 
 def managed(model: nn.Module) -> set[int]:
     """Ids of the sharded parameters that modules of a model make whole when they run."""
-    shards = {
-        id(p)
-        for module in model.modules()
-        if gives_back(module)
-        for p in module.parameters()
-        if is_shard(p)
-    }
+    shards = {id(p) for module in _giving_back(model) for p in module.parameters() if is_shard(p)}
     return shards | {id(p) for p in held_in_place_of(model).values()}
 
 
@@ -262,7 +262,7 @@ class Standing:
         held, whole_at_times = held_in_place_of(model), managed(model)
         self._places = [
             (module, name, parameter)
-            for module in model.modules()
+            for module in (model.modules() if whole_at_times else ())
             for name, now in module._parameters.items()
             if now is not None and id(parameter := held.get(id(now), now)) in whole_at_times
         ]
