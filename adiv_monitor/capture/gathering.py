@@ -327,7 +327,7 @@ def _seen(call: Call, whole: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """
     rows, by_row = call.rows, call.whole is not None
     what = {"chosen": rows.places, "rows": rows.count, "squares": by_row, "norms": not by_row}
-    seen = attempt("look", gradient, **what)
+    seen = attempt("look", gradient, **what) if rows.lie_in(gradient) else None
     if seen is not None:
         return seen[2], seen[0]
     if by_row:

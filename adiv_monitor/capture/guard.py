@@ -43,7 +43,8 @@ def call_all(*actions: Callable[[], object]) -> None:
         try:
             action()
         except BaseException as error:
-            error.__context__ = error.__context__ or failed
+            if error is not failed:
+                error.__context__ = error.__context__ or failed
             failed = error
     if failed is not None:
         raise failed

@@ -13,16 +13,26 @@ _TILE, _MOST_PARTS = 2048, 64
 
 
 @triton.jit
+def pivot_of(x, pivots, channel, x_channel, among):
+    """What goes first, near the mean: its first entry where nothing better is known."""
+    if pivots is not None:
+        pivot = tl.load(pivots + channel, mask=among, other=0.0)
+    else:
+        pivot = tl.load(x + channel.to(tl.int64) * x_channel, mask=among, other=0.0)
+    return pivot.to(tl.float32)
+
+
+@triton.jit
 def moments_kernel(
-    x, sums, positions, width, tiles, steps, x_image, x_position, x_channel,
+    x, pivots, sums, positions, width, tiles, steps, x_image, x_position, x_channel,
     POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Σ (x − p) and Σ (x − p)² of a program's share of positions; p is a channel's first entry."""
+    """Σ (x − p) and Σ (x − p)² of a program's share of positions; p: a channel's pivot."""
     part = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     among = channel < width
     own = x + channel.to(tl.int64) * x_channel
-    pivot = tl.load(own, mask=among, other=0.0).to(tl.float32)
+    pivot = pivot_of(x, pivots, channel, x_channel, among)
     total = tl.zeros((POSITIONS, CHANNELS), tl.float32)
     square = tl.zeros((POSITIONS, CHANNELS), tl.float32)
     step = part
@@ -43,7 +53,7 @@ def moments_kernel(
 
 @triton.jit
 def normalised_rows_kernel(
-    x, sums, chosen, unit, parts, rows, positions, width, total, eps, x_image, x_position,
+    x, pivots, sums, chosen, unit, parts, rows, positions, width, total, eps, x_image, x_position,
     x_channel, ROWS: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """x̂ = (x − mean) / √(var + ε) of some rows, from the moments' parts."""
@@ -57,7 +67,7 @@ def normalised_rows_kernel(
     square = tl.sum(tl.load(sums + place, mask=mask, other=0.0), 0) / total
     factor = tl.rsqrt(square - shift * shift + eps)
     own = x + channel.to(tl.int64) * x_channel
-    pivot = tl.load(own, mask=among, other=0.0).to(tl.float32)
+    pivot = pivot_of(x, pivots, channel, x_channel, among)
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     within = number < rows
     if chosen is not None:
@@ -71,11 +81,19 @@ def normalised_rows_kernel(
     tl.store(unit + number.to(tl.int64)[:, None] * width + channel[None, :], result, mask=mask)
 
 
-def normalised_rows(x: Tensor, *, chosen: Tensor | None, rows: int, eps: float) -> Tensor | None:
+def normalised_rows(
+    x: Tensor,
+    pivots: Tensor | None = None,
+    *,
+    chosen: Tensor | None,
+    rows: int,
+    eps: float,
+) -> Tensor | None:
     """x̂ (rows, channels) of some rows of x (..., channels), by the moments of all.
 
     Args:
         x: read once, and its rows once more.
+        pivots: a number near each channel's mean, (channels,); None: its first entry.
         chosen: numbers of the rows, int64; None: from the first.
         rows: how many.
         eps: ε.
@@ -93,14 +111,14 @@ def normalised_rows(x: Tensor, *, chosen: Tensor | None, rows: int, eps: float) 
     sums = view.new_empty((2, parts, width), dtype=torch.float32)
     sizes = (positions, width, tiles, steps, *view.stride())
     options = {"POSITIONS": tile, "CHANNELS": channels}
-    run(moments_kernel, (parts, columns), view, view, sums, *sizes, **options)
+    run(moments_kernel, (parts, columns), view, view, pivots, sums, *sizes, **options)
     unit = view.new_empty((rows, width), dtype=torch.float32)
     few = min(16, power_of_two(rows))
     run(
         normalised_rows_kernel,
         (divide_up(rows, few), divide_up(width, 64)),
         view,
-        *(view, sums, chosen, unit, parts, rows, positions, width, images * positions, eps),
+        *(view, pivots, sums, chosen, unit, parts, rows, positions, width, images * positions, eps),
         *view.stride(),
         ROWS=few,
         CHANNELS=64,

@@ -35,7 +35,7 @@ def square_of(phi, place, patch, mask):
 def row_products_kernel(
     phi, gradient, factor, e, e_bias, z, d, d_bias, products, scales, lengths, sums, norms, largest,
     rows, width, groups, patch, phi_row, g_row, e_row, e_bias_row, z_row, d_row, d_bias_row,
-    FEATURE: tl.constexpr, GROUPED: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    feature, GROUPED: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program has some rows: what `row_products` says of them."""
@@ -48,14 +48,14 @@ def row_products_kernel(
     if GROUPED:
         shift, shift_square, most = zero, zero, zero
         outputs = width // groups
-        pivot = tl.sum(square_of(phi, first * 0, patch, first == 0)) + FEATURE * FEATURE
+        pivot = tl.sum(square_of(phi, first * 0, patch, first == 0)) + feature * feature
     else:
         for start in range(0, patch, BLOCK):
             column = start + first
             mask = inside & (column < patch)
             value = tl.load(phi + row * phi_row + column, mask=mask, other=0.0)
             length += value * value
-        of_rows = tl.sum(length, 1) + FEATURE * FEATURE
+        of_rows = tl.sum(length, 1) + feature * feature
         tl.store(scales + of_row, of_rows, mask=within)
         scale = of_rows[:, None]
     f = 1.0
@@ -70,7 +70,7 @@ def row_products_kernel(
         if GROUPED:
             group = column // outputs
             square = square_of(phi, row * phi_row + group * patch, patch, mask)
-            scale = square + FEATURE * FEATURE
+            scale = square + feature * feature
             lead = mask & (column % outputs == 0)
             tl.store(scales + row * groups + group, scale, mask=lead)
             length += tl.where(lead, square, 0.0)
@@ -170,7 +170,7 @@ def row_products(
         *(values.get(name) for name in ("products", "scales", "lengths", *_OF_SCALES)),
         *(rows, width, groups, patch, phi.stride(0)),
         *(0 if t is None else t.stride(0) for t in read),
-        FEATURE=feature,
+        feature,
         GROUPED=groups > 1,
         K=k,
         ROWS=tile,

@@ -71,7 +71,7 @@ def _of_stacked(
     square: Float[Tensor, "layers rows"],
 ) -> dict[str, Tensor]:
     several = bias_square if isinstance(bias_square, Tensor) else None
-    number = bias_square if isinstance(bias_square, float) else 0.0
+    number = float(bias_square) if several is None else 0.0
     fused: dict[str, Tensor] | None = attempt("totals", weight_square, square, several, bias=number)
     if fused is not None:
         return fused

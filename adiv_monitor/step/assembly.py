@@ -119,16 +119,19 @@ class Assembly:
             if wholly and exchange.rank and meeting is not None:
                 exchange.put(meeting, step, b"")
 
-    def agree(self, step: int, point: str) -> bool:
+    def agree(self, step: int, point: str, *, comes: bool = True) -> bool:
         """Whether all processes come to a point of a step, so that what takes all may follow.
 
-        Where some did not, the next time nobody waits for long.
+        Where some did not, the next time nobody waits for long; nor for one that says so.
         """
         if self._world == 1:
             return True
         if self._exchange is None:
             return False
         try:
+            if not comes:
+                self._exchange.refuse(step, point)
+                return False
             self._agreed = self._exchange.agree(step, point, PATIENCE if self._agreed else _SHORT)
         except RuntimeError:  # the store is gone
             self._agreed = False

@@ -7,7 +7,7 @@ no collective that was agreed on (`Collectives.settle`).
 
 import math
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,13 @@ from torch import Tensor
 from adiv_monitor.capture.weights.shards import part_of, sharded_as
 from adiv_monitor.features.rows import exact, exact_type
 
-# Whether all processes have come to the same point, of this name.
-Agree = Callable[[str], bool]
+
+class Agree(Protocol):
+    """Tells whether all processes come to the same point, of this name."""
+
+    def __call__(self, point: str, *, comes: bool = True) -> bool:
+        """Ask; or say, without waiting, that this one does not come."""
+        ...
 
 
 class Collectives:

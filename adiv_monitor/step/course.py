@@ -159,10 +159,10 @@ class Course:
         eager.enter_context(forced_eager())
         return _Armed(capture, step, selection, turn, guard, realised, eager)
 
-    def _agree(self, point: str) -> bool:
-        """Whether all processes come to this point of the step."""
+    def _agree(self, point: str, *, comes: bool = True) -> bool:
+        """Whether all processes, this one among them, come to this point of the step."""
         attempt = 0 if self._armed is None else self._armed.attempts
-        return self._assembly.agree(self._number, f"{attempt}/{point}")
+        return self._assembly.agree(self._number, f"{attempt}/{point}", comes=comes)
 
     def _follow(self, selection: Selection) -> Realised | None:
         """What notes the coming step, to find out what it really does, if asked for."""

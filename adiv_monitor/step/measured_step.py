@@ -47,6 +47,11 @@ from adiv_monitor.step.transfer import fetch
 from adiv_monitor.step.whole_rows import NOT_ALIKE, dealt
 from adiv_monitor.step.wholes import WHY_NOT, Wholes, spread
 
+
+def _is_alone(point: str, *, comes: bool = True) -> bool:
+    return processes() == 1
+
+
 # There is no mean feature, and no telling which of the parameters are a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
 # Numbers of a layer that a process sends for the ceiling: 8 MiB, eigenvectors in half a second.
@@ -74,7 +79,7 @@ class MeasuredStep:
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
         realised: Realised | None = None,
-        agree: Agree = lambda point: processes() == 1,
+        agree: Agree = _is_alone,
     ) -> None:
         self._capture = capture
         self._attention = (

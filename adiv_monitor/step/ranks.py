@@ -156,6 +156,12 @@ class Exchange:
             self._agreed = [key, f"{key}/came"]
         return agreed
 
+    def refuse(self, step: int, point: str) -> None:
+        """This process does not come to a point; nobody does then, unless all had come."""
+        store, meeting = _store(), self.meeting()
+        if store is not None and meeting is not None:
+            store.compare_set(f"{self._key}/{meeting}/{step}/{point}", "", "no")
+
     def publish(self, step: int, report: bytes) -> None:
         """Let the other processes have the report of a step."""
         key = f"{self._key}/{self._meeting}/{step}/report"

@@ -90,7 +90,7 @@ def _plain(rows: RowVectors, features: Features) -> RowProducts:
 
 
 def _fused(rows: RowVectors, features: Features) -> RowProducts | None:
-    if not isinstance(features, DenseFeatures) or features.phi is None:
+    if type(features) is not DenseFeatures or features.phi is None:  # a user's may differ
         return None
     special = features.mixes_rows or features.weight_gain is not None
     if special or isinstance(features.bias, Tensor) or features.bias_gain is not None:

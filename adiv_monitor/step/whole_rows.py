@@ -67,7 +67,11 @@ class WholeRows:
             return []
         if not come:
             return [layer for layer in reached if layer not in _apart(reached)]
-        alike = self._put_together(reached, peers)
+        try:
+            alike = self._put_together(reached, peers)
+        except BaseException:
+            self._agree("rows", comes=False)
+            raise
         for layer in alike:
             deal([call for call in reached[layer] if not _is_own(call)], peers)
         return [layer for layer in reached if layer not in alike]
@@ -97,7 +101,7 @@ class WholeRows:
                 alike += layers
                 owed += [tensor for layer in layers for tensor in spread[layer]]
         owed.reverse()
-        if owed and not self._agree("rows"):
+        if not self._agree("rows"):  # all come, since others may have rows where these have none
             return set()
         self._collectives.owed.extendleft(owed)
         for layers, is_apart in zip(led.values(), apart, strict=True):

@@ -85,6 +85,19 @@ def test_look(case: str, dtype: torch.dtype) -> None:
     close(every, rows, 0.0)
 
 
+def test_rows_of_another_tensor_are_not_read() -> None:
+    """Where plain PyTorch raises; a kernel would read what lies behind."""
+    for chosen in (None, np.array([0, 30])):
+        with pytest.raises((RuntimeError, IndexError)):
+            Rows((6, 7), chosen).take(torch.randn(1, 7, 5))
+
+
+def test_negated_memory_is_plain() -> None:
+    x = torch.randn(4, 3, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    assert attempt("look", x, squares=True) is None
+
+
 def test_none_of_the_rows() -> None:
     x = torch.randn(6, 5)
     close(Rows((6,), np.arange(0)).take(x), x[:0])
@@ -137,6 +150,16 @@ def test_normalised_rows(shape: tuple[int, ...], dtype: torch.dtype, last: bool)
     close(found, expected, 2e-5)
     chosen = torch.tensor([0, len(rows) - 1])
     close(attempt("normalised_rows", x, chosen=chosen, rows=2, eps=1e-3), found[chosen], 0.0)
+
+
+def test_a_first_entry_far_from_the_mean() -> None:
+    """The batch's own mean is a better pivot."""
+    x = torch.randn(4096, 3)
+    x[0] = 1e4
+    variance, mean = torch.var_mean(x.double(), 0, correction=0)
+    expected = (x.double() - mean) / (variance + 1e-5).sqrt()
+    found = attempt("normalised_rows", x, mean.float(), chosen=None, rows=4096, eps=1e-5)
+    close(found, expected, 2e-6)
 
 
 # Rows, groups, features of a group, outputs of a group.

@@ -120,6 +120,24 @@ def test_normalisers_of_inputs_far_from_zero(module: nn.Module) -> None:
     torch.testing.assert_close(predicted(rounded, rows).double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (nn.Conv1d(1, 4, 5, stride=5), torch.randn(6, 1, 20)),
+        (nn.Conv1d(3, 3, 2, stride=2, groups=3), torch.randn(6, 8, 3).mT),
+        (nn.Conv1d(3, 2, 1, stride=2), torch.randn(6, 8, 3).mT),
+    ],
+)
+def test_rows_stay_when_the_input_is_written_to(module: nn.Module, x: Tensor) -> None:
+    use, z = use_of(module, x)
+    features = use.features(Rows(tuple(use.layout(z).shape[:-1])))
+    assert use.weight is not None
+    weight = use.shaped(use.weight.detach())
+    before = features.by_weight(weight)
+    x.zero_()
+    torch.testing.assert_close(features.by_weight(weight), before)
+
+
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32], ids=str)
 def test_batch_norm_in_half_precision_is_as_precise_as_its_input(kept: torch.dtype) -> None:
     module = nn.BatchNorm2d(4).to(kept)  # keeps its statistics for the backward pass in this

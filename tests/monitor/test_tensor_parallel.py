@@ -385,20 +385,45 @@ def gated_off_in_one(rank: int) -> Any:
     return gated(rank, off="up" if rank else "")
 
 
-TASKS: tuple[Callable[[int], Any], ...] = (
-    gated,
-    gated_alone,
-    gated_off_in_one,
-    tokens_of_each,
-    odd_tokens,
-    frozen_in_one,
-    few_rows,
-    half_precision,
-    all_that_can_be_asked,
-    one_without_a_monitor,
-    one_that_looks_at_others,
-    one_that_is_off_in_one,
-)
+def one_group_that_looks_at_others(rank: int) -> Any:
+    """Two replicas; in one of them the processes have chosen different rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "parts"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    parallel.parallelize_module(model, mesh["parts"], plan)
+    torch.manual_seed(rank // 2)
+    x = torch.randn(16, 4, dtype=torch.float64)
+
+    def average() -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(local(parameter.grad), group=mesh["replicas"].get_group())
+
+    options = {"max_rows": 8 + (rank == 3)}
+    return some_steps(model, lambda: model(x).square().sum(), average, **options)
+
+
+TASKS: dict[int, tuple[Callable[[int], Any], ...]] = {
+    2: (
+        gated,
+        gated_alone,
+        gated_off_in_one,
+        tokens_of_each,
+        odd_tokens,
+        frozen_in_one,
+        few_rows,
+        half_precision,
+        all_that_can_be_asked,
+        one_without_a_monitor,
+        one_that_looks_at_others,
+        one_that_is_off_in_one,
+    ),
+    4: (one_group_that_looks_at_others,),
+}
 Found = dict[str, Any]
 
 
@@ -412,7 +437,7 @@ def work(rank: int, world: int, folder: str) -> None:
             pairs = zip(model.parameters(), other.parameters(), strict=True)
             same = all(torch.equal(local(a), local(b)) for a, b in pairs)
             found[name] = monitor.latest, written(monitor), same
-    for task in TASKS if world == 2 else ():
+    for task in TASKS[world]:
         found[task.__name__] = task(rank)
         dist.barrier()  # a monitor of the next one would be taken for one of this
     dist.destroy_process_group()
@@ -612,6 +637,16 @@ def test_no_gradient_is_put_together_by_one_alone(
     for report in reports:
         missing = {"up"} if task is gated_off_in_one else {"gate", "up", "down"}
         assert report.unsupported.keys() == missing
+
+
+def test_a_group_with_nothing_to_put_together_keeps_no_other_from_it(
+    found: dict[int, list[Found]],
+) -> None:
+    for own in found[4]:
+        reports, _, _ = own["one_group_that_looks_at_others"]
+        assert len(reports) == 2
+        for report in reports:
+            assert {path: x.rows_total for path, x in report.layers.items()} == {"0": 16, "2": 16}
 
 
 def test_few_rows_where_processes_have_more_or_less_of_them(found: dict[int, list[Found]]) -> None:

@@ -201,7 +201,10 @@ def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
         padded = _padded(geometry, batched, channels_last=True)
         by_place = _windows(geometry, padded).movedim(1, -1)  # (batch, *positions, *kernel, …)
         by_row = by_place.reshape(rows.total, prod(geometry.kernel), batched.shape[1])
-        return exact(by_row).transpose(1, 2).reshape(rows.total, geometry.groups, per_output)
+        phi = exact(by_row).transpose(1, 2).reshape(rows.total, geometry.groups, per_output)
+        # Windows that don't overlap may be views: training may change the input in place.
+        is_view = phi.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
+        return phi.clone() if is_view else phi
     shape = rows.shape if input is batched else (1, *rows.shape)
     sample, *start = np.unravel_index(rows.chosen, shape)
     sources, outside = _sources(geometry, start, tuple(batched.shape[2:]))

@@ -150,11 +150,17 @@ def batch_norm(
         if training or running_mean is None or running_var is None:
             last = input.movedim(1, -1)
             choice = {"chosen": rows.places, "rows": rows.count}
-            found: Tensor | None = attempt("normalised_rows", last, **choice, eps=eps)
+            kept = _kept_moments(call.result)
+            pivot = None if kept is None else kept[0]
+            found: Tensor | None = (
+                attempt("normalised_rows", last, pivot, **choice, eps=eps)
+                if rows.lie_in(last)
+                else None
+            )
             if found is not None:
                 return found
             by_channel = input.flatten(2) if input.dim() > 2 else input[..., None]
-            if (kept := _kept_moments(call.result)) is not None:
+            if kept is not None:
                 mean, reciprocal = kept
                 shift = _parts_mean(by_channel, mean)
                 return rows.take(last).sub_(mean).sub_(shift).mul_(reciprocal)

@@ -33,6 +33,7 @@ def kernels_for(*tensors: Tensor | None) -> Any:
         or torch._C._are_functorch_transforms_active()
         or _get_current_dispatch_mode() is not None
         or forward_ad._current_level >= 0
+        or any(tensor is not None and tensor.is_neg() for tensor in tensors)  # is not what it has
     ):
         return None
     return _functions()
