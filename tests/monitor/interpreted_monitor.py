@@ -128,6 +128,12 @@ def test_what_is_empty_or_double_is_plain(x: Tensor) -> None:
     assert dots.norms_of([x])[0].dtype == x.dtype
 
 
+def test_norms_of_several_tensors() -> None:
+    tensors = [torch.randn(3, 4), torch.randn(50).bfloat16(), torch.randn(2, 3, 4)]
+    for found, tensor in zip(dots.norms_of(tensors), tensors, strict=True):
+        close(found, tensor.double().norm().reshape(1))
+
+
 def test_rows_are_taken_as_they_are(monkeypatch: Patch) -> None:
     for x in (torch.randn(5, 4, 3), torch.randn(5, 3, 4).mT, torch.randn(5, 4, 3).half()):
         for chosen in (None, torch.tensor([0, 7, 19]).numpy()):
