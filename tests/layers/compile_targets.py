@@ -150,7 +150,9 @@ def cases():
 
 
 def build(kernel, arguments, options, target):
-    """Specialise as the runtime does: None and 1 are constants, multiples of 16 are known to be."""
+    """Specialise as the runtime does: None and 1 are constants, multiples of 16 are known to be,
+    what 32 bits do not hold takes 64.
+    """
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -160,8 +162,10 @@ def build(kernel, arguments, options, target):
             signature[parameter.name], constants[(i,)] = "constexpr", value
             continue
         pointer = isinstance(value, torch.Tensor)
-        number = "fp32" if isinstance(value, float) else "i32"
-        signature[parameter.name] = POINTERS[value.dtype] if pointer else number
+        if pointer or isinstance(value, float):
+            signature[parameter.name] = POINTERS[value.dtype] if pointer else "fp32"
+        else:
+            signature[parameter.name] = "i32" if value < 2**31 else "i64"
         if not isinstance(value, float) and (value.data_ptr() if pointer else value) % 16 == 0:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)

@@ -43,6 +43,12 @@ def cases() -> Iterator[str]:
         moments.normalised_rows(x, pivots, chosen=chosen, rows=128, eps=1e-5)
         yield f"moments, {name}"
         yield f"normalised rows, {name}"
+    huge = empty(40_000, 64, 33, 33).movedim(1, -1)  # more entries than 32 bits can count
+    looks.look(huge, chosen=chosen, rows=128, squares=True)
+    yield "look, gradient, huge"
+    long = empty(3, 2_800_000_000)
+    looks.look(long, chosen=chosen, rows=3, squares=True)
+    yield "look, gradient, long rows"
     looks.look(odd, rows=784, norms=True)
     yield "look, norms"
     looks.look(empty(2048, 1024), squares=True, sums=True)
