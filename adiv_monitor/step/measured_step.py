@@ -6,13 +6,12 @@ Everything stays on the device until `outcome`, which makes one transfer.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from operator import attrgetter
 
 import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
-from torch import Tensor, nn
+from torch import Tensor
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
@@ -20,42 +19,21 @@ from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Layer, Selection, listed
 from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
 from adiv_monitor.capture.weights.pieces import Parts
-from adiv_monitor.capture.weights.shards import holders, is_shard
-from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
-from adiv_monitor.features.jacobian import JacobianFeatures
-from adiv_monitor.features.rows import exact, joined
 from adiv_monitor.features.uses import Refused
-from adiv_monitor.maths import totals
-from adiv_monitor.maths.ceiling import Ceiling
-from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.collectives import Agree
+from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.measured_layer import MeasuredLayer
-from adiv_monitor.step.part import CEILING_SUMS, Looked, Part, learn, make_part
-from adiv_monitor.step.plain_step import (
-    Change,
-    act,
-    added,
-    changes,
-    gram_is_less,
-    probe,
-    stretch,
-)
+from adiv_monitor.step.part import Part, learn, make_part
+from adiv_monitor.step.plain_step import act, added, changes
 from adiv_monitor.step.realised import Realised
-from adiv_monitor.step.row_vectors import RowVectors
 from adiv_monitor.step.transfer import fetch
-from adiv_monitor.step.whole_rows import NOT_ALIKE, dealt
+from adiv_monitor.step.whole_rows import NOT_ALIKE
 from adiv_monitor.step.wholes import WHY_NOT, Wholes, spread
 
 
 def _is_alone(point: str, *, comes: bool = True) -> bool:
     return processes() == 1
-
-
-# There is no mean feature, and no telling which of the parameters are a bias.
-_WITHOUT_FEATURES = ("common_share", "bias_share")
-# Numbers of a layer that a process sends for the ceiling: 8 MiB, eigenvectors in half a second.
-_MOST_SUMS = 2**20
 
 
 class MeasuredStep:
@@ -87,8 +65,6 @@ class MeasuredStep:
         )
         self._realised = realised
         self._unreached: dict[str, str] = {}
-        self._too_large: list[str] = []  # layers whose sums for the ceiling can't travel
-        self._in_parts: list[str] = []  # layers of whose rows no process has all
         self._refused: set[str] = set()  # of those, layers that had rows
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
         self._moved: Tensor | None = None  # did the weights move before the gradient was there?
@@ -97,11 +73,8 @@ class MeasuredStep:
         self._watch = watch
         self._fail = fail
         self._generator = generator
-        self._measured: dict[str, MeasuredLayer] = {}
-        self._all_rows: dict[str, AllRows] = {}
-        self._weight_sums: dict[str, Tensor] = {}
+        self._gradient: FinalGradient | None = None
         self._steps: ParameterSteps | None = None
-        self._shared: set[str] = set()
         self._flags: dict[str, Tensor] = {}  # of the step as a whole
         self._notes: list[str] = []
 
@@ -113,11 +86,8 @@ class MeasuredStep:
             gradient_scale: what a fused optimizer will divide them by during its step (AMP).
             steps: whether an optimizer step follows.
         """
-        self._measured.clear()  # what an earlier attempt at this step, which raised, has left
+        self._gradient = None  # what an earlier attempt at this step, which raised, has left
         self._unreached.clear()
-        self._too_large.clear()
-        self._in_parts.clear()
-        self._all_rows.clear()
         self._flags.clear()
         # An optimizer that unscales AMP gradients itself writes them back.
         scale = gradient_scale if isinstance(gradient_scale, Tensor) else None
@@ -126,7 +96,6 @@ class MeasuredStep:
         if self._realised is not None and steps:
             self._realised.step_begins()
         reached = self._reached()
-        self._shared = self._capture.shared()
         try:
             # Not those of the layers that were reached, of which each process has its own.
             come = self._wholes.gradients({id(p) for p in self._selection.due_parameters})
@@ -141,29 +110,28 @@ class MeasuredStep:
             )
             if steps:
                 self._wholes.keep(self._steps)
-            factors = self._factors(list(reached), scale)
+            found = self._gradient = FinalGradient(
+                *(self._capture, self._selection, self._watch, self._wholes, self._steps),
+                *(scale, self._generator),
+            )
+            factors = found.factors(reached)
 
             def begin(layer: Layer, parts: Parts) -> None:
-                self._begin(layer, reached[layer], factors.get(layer.path), scale, parts)
+                found.begin(layer, reached[layer], factors.get(layer.path), parts)
 
             self._measure(reached, begin, self._wholes.of_gradients if come else None)
         finally:
             self._wholes.settle()
-        for path, found in totals.sums(self._all_rows, self._generator, self._lose).items():
-            self._measured[path].values |= found
-        self._all_rows.clear()
-        if self._weight_sums:
-            sums = list(self._weight_sums.values())
-            if processes() == 1:  # of several, the sums add up before their norm is taken
-                sums = list(torch._foreach_norm(sums))
-            for path, found_sum in zip(self._weight_sums, sums, strict=True):
-                self._measured[path].values["weight_sum"] = found_sum
-        self._weight_sums.clear()
+        found.add_sums(self._lose)
         if self._attention is not None:
             self._attention.gradient_is_final(self._steps, updates=steps)
         if not steps:
             for measured in list(self._measured.values()):
                 self._try(measured.layer, self._finish_rows, measured)
+
+    @property
+    def _measured(self) -> dict[str, MeasuredLayer]:
+        return {} if self._gradient is None else self._gradient.measured
 
     def _reached(self) -> dict[Layer, list[Call]]:
         """The layers that a gradient reached, with the calls that it came through."""
@@ -186,31 +154,6 @@ class MeasuredStep:
             self._lose(layer.path, Refused(why))
             self._capture.rows[layer.path].calls.clear()
             del reached[layer]
-
-    def _factors(self, layers: list[Layer], scale: Tensor | None) -> dict[str, Tensor]:
-        """‖gradient now‖ / ‖gradient that backward left‖ of the layers where it is known."""
-        assert self._steps is not None
-        if processes() > 1:  # only all of them together know
-            return {}
-        left = {x: self._capture.accumulation_of(x).left() for x in layers}
-        known = {layer: parts for layer, parts in left.items() if parts is not None}
-        if not known:
-            return {}
-        parts = [self._now(layer.parameters[0]) for layer in known]
-        norms = torch._foreach_norm([exact(part) for part in (*parts, *known.values())])
-        # 0/0 is 1: then nothing of the gradient is left to be in any units.
-        ends = torch._foreach_add(norms, torch.finfo(torch.float32).tiny)
-        factors = torch._foreach_div(ends[: len(known)], ends[len(known) :])
-        if scale is not None:
-            factors = torch._foreach_div(factors, scale)
-        return {layer.path: factor for layer, factor in zip(known, factors, strict=True)}
-
-    def _now(self, parameter: nn.Parameter) -> Tensor:
-        """As long as the parameter's gradient; of a sharded one, as some of its entries."""
-        assert self._steps is not None
-        if is_shard(parameter):  # of one process
-            return self._steps.entries_of(parameter)
-        return self._steps.gamma_norm_of(parameter)
 
     @torch.no_grad()
     def updated(self) -> None:
@@ -316,14 +259,16 @@ class MeasuredStep:
                 "Gradients were zeroed before a step was taken (a step that an AMP scaler "
                 "skipped?): their rows are not in this report."
             )
-        if self._too_large:
+        too_large = self._gradient.too_large if self._gradient is not None else []
+        in_parts = self._gradient.in_parts if self._gradient is not None else []
+        if too_large:
             notes.append(
-                f"attainable_cosine of {listed(self._too_large)} is missing: with several "
+                f"attainable_cosine of {listed(too_large)} is missing: with several "
                 "processes it takes sums that are too large to be exchanged."
             )
-        if self._in_parts:
+        if in_parts:
             notes.append(
-                f"attainable_cosine of {listed(self._in_parts)} is missing: it takes all rows, of "
+                f"attainable_cosine of {listed(in_parts)} is missing: it takes all rows, of "
                 "which processes have parts (tensor parallelism)."
             )
         return notes
@@ -353,7 +298,6 @@ class MeasuredStep:
             except Exception as error:  # raised now, it would keep the other processes waiting
                 errors.append(error)
         for layer in apart:
-            self._all_rows.pop(layer.path, None)
             self._lose(layer.path, Refused(WHY_NOT))
         if errors:
             raise errors[0]
@@ -363,138 +307,17 @@ class MeasuredStep:
             with without_autocast(layer.parameters[0]):
                 function(*args)
         except Exception as error:
-            self._all_rows.pop(layer.path, None)
             self._lose(layer.path, error)
 
     def _lose(self, path: str, error: Exception) -> None:
         """A layer is not measured in this step."""
-        self._measured.pop(path, None)
-        self._weight_sums.pop(path, None)
+        if self._gradient is not None:
+            self._gradient.forget(path)
         if isinstance(error, Refused):
             self._unreached[path] = str(error)
             self._refused.add(path)
         else:
             self._fail(path, error)
-
-    def _begin(
-        self,
-        layer: Layer,
-        calls: list[Call],
-        factor: Tensor | None,
-        gradient_scale: Tensor | None,
-        parts: Parts,
-    ) -> None:
-        assert self._steps is not None
-        rows, peers = self._capture.rows[layer.path], self._selection.peers
-        features = calls[0].features.joined([call.features for call in calls[1:]])
-        G = joined([call.gradient for call in calls if call.gradient is not None])
-        if isinstance(features, OneHotFeatures):  # nothing trains the padding token: idle
-            G = G * features.trained[:, None]
-        values: dict[str, Tensor] = {}
-        if factor is not None:
-            values["gradient_factor"] = factor
-        looked = Looked(
-            path=layer.path,
-            kind=layer.kind,
-            pieces=[piece.key for piece in layer.pieces],
-            bias_alone=layer.weight is None,
-            rows_seen=len(G),
-            rows_total=sum(call.total for call in calls),
-            groups=features.groups,
-            precision=max(call.precision for call in calls),
-            from_rows=_why_from_rows(features, shared=layer.path in self._shared),
-            undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
-            features=_fan_in(features),
-            shares={p.key: 1 / holders(p.parameter) for p in layer.pieces} if parts else {},
-            dealt=dealt(calls, peers, come=self._wholes.come),
-        )
-        accumulated, lead = self._capture.accumulation_of(layer), layer.parameters[0]
-        # What it left of the gradient: of processes that compute the same, the first one's counts.
-        counts = looked.dealt is None or looked.dealt.place == 0 or accumulated.is_term
-        if accumulated.entries is not None and counts:
-            values["then"] = accumulated.entries
-            entries = self._wholes.entries.get(id(lead))
-            values["now"] = self._steps.entries_of(lead) if entries is None else entries
-        if accumulated.foreign is not None:
-            values["foreign"] = accumulated.foreign
-        if rows.linear is not None:
-            values["rule_error"] = rows.linear
-        replay_errors = [call.replay_error for call in calls if call.replay_error is not None]
-        if replay_errors:
-            values["replay_error"] = torch.stack(replay_errors).amax()
-        if not (rows.ceiling_is_whole or looked.dealt is None):
-            self._in_parts.append(layer.path)
-        if rows.ceiling is not None and rows.ceiling_is_whole:
-            alike = 1 if looked.dealt is None else looked.dealt.count
-            values |= self._of_ceiling(layer.path, rows.ceiling, alike)
-        self._add_all_rows(layer.path, calls, values)
-        makings = [
-            (made, sum(len(call.z) for call in alike))
-            for made, alike in groupby(calls, key=lambda call: call.layer)
-        ]
-        gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
-        if gradient_scale is not None:
-            gamma = {key: g / gradient_scale for key, g in gamma.items()}
-        # With several processes γ holds other rows, too.
-        trusted = processes() == 1 and not looked.from_rows
-        trusted = trusted and layer.path not in self._watch.distrusted
-        if looked.rows_seen == looked.rows_total and trusted and gram_is_less(features, layer, G):
-            if factor is not None:
-                G, factor = G * factor.to(G), None
-            e: Change = features.gram() @ G, None
-            values["probe"] = probe(layer, features, G, gamma, self._generator)
-        else:
-            changed = changes(makings, gamma)
-            gradients = [piece.gradient() for piece in layer.pieces]
-            by_weight, by_bias = act(makings, changed, features)
-            e = _apart(by_weight, gradients), _apart(by_bias, gradients)
-            if not layer.is_direct:
-                values["stretch"] = stretch(changed, gamma)
-        vectors = RowVectors(G, factor, joined([call.z for call in calls]), e)
-        places = [(call.place, call.rows) for call in calls]
-        measured = MeasuredLayer(layer, makings, looked, features, vectors, places, values)
-        measured.choose_entries(self._generator)
-        self._measured[layer.path] = measured
-        rows.calls.clear()
-
-    def _of_ceiling(self, path: str, ceiling: Ceiling, alike: int) -> dict[str, Tensor]:
-        """What is to be known of it: its cosine, or of several processes, the sums for that.
-
-        Args:
-            path: of the layer.
-            ceiling: of all rows that this process has.
-            alike: how many processes have the same rows.
-        """
-        if processes() == 1:
-            return {"attainable_cosine": ceiling.cosine()}
-        sums = [part / alike for part in ceiling.sums()]
-        if sum(part.numel() for part in sums) > _MOST_SUMS:
-            self._too_large.append(path)
-            return {}
-        return dict(zip(CEILING_SUMS, sums, strict=True))
-
-    def _add_all_rows(self, path: str, calls: list[Call], values: dict[str, Tensor]) -> None:
-        """What one pass said of all rows, if it did of all calls; else ‖G‖² alone."""
-        squares = [call.size.reshape(-1) for call in calls if call.size is not None]
-        if len(squares) < len(calls):  # two passes through one graph: only the sample has their sum
-            return
-        whole = [call.whole for call in calls if call.whole is not None]
-        if len(whole) < len(calls) or not sum(call.total for call in calls):
-            values["G_norms"] = joined(squares)
-            return
-        for i, all_rows in enumerate(whole):
-            if all_rows.trained is not None:
-                squares[i] = squares[i] * all_rows.trained
-        weight_squares = [w.weight_square for w in whole if w.weight_square is not None]
-        bias_squares = [w.bias_square for w in whole if isinstance(w.bias_square, Tensor)]
-        self._all_rows[path] = AllRows(
-            joined([part.reshape(-1) for part in weight_squares]),
-            joined([b.reshape(-1) for b in bias_squares]) if bias_squares else whole[0].bias_square,
-            joined(squares),
-        )
-        sums = [w.weight_sum.flatten() for w in whole if w.weight_sum is not None]
-        if len(sums) == len(calls):
-            self._weight_sums[path] = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
     def _measure_update(self, measured: MeasuredLayer, parts: Parts) -> None:
         steps, layer = self._steps, measured.layer
@@ -518,31 +341,6 @@ class MeasuredStep:
         if expected or processes() > 1:  # idle rows may be another process's
             measured.add_common()
         measured.release()
-
-
-def _apart(part: Tensor | None, gradients: Iterable[Tensor]) -> Tensor | None:
-    """The same; a copy of what is a view of gradients, which the optimizer may write to."""
-    if part is None:
-        return None
-    memory = part.untyped_storage().data_ptr()
-    is_view = any(gradient.untyped_storage().data_ptr() == memory for gradient in gradients)
-    return part.clone() if is_view else part
-
-
-def _fan_in(features: Features) -> int | None:
-    if isinstance(features, DenseFeatures) and features.phi is not None:
-        return features.phi.shape[-1]
-    return None
-
-
-def _why_from_rows(features: Features, *, shared: bool) -> str:
-    """Why γ is not GᵀΦ of this layer's rows, as far as that is known beforehand."""
-    if shared:
-        return "shared"
-    weighs = isinstance(features, DenseFeatures) and (
-        features.mixes_rows or features.weight_gain is not None
-    )
-    return "weighed" if weighs else ""  # gradient-only layers do so on purpose
 
 
 def _why_unreached(layer: Layer, *, called: bool) -> str:
