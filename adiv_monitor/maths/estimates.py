@@ -66,6 +66,11 @@ class Sample:
         """`variance_share` of these rows."""
         return variance_share(np.full(len(self.total), float(self.seen)), self.total)
 
+    def share_of(self, counted: Bool[np.ndarray, "layers rows"]) -> PerLayer:
+        """The same of what is a mean over those rows alone."""
+        seen = np.full(len(self.total), float(self.seen))
+        return variance_share(seen, self.total, counted.sum(1))
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -151,11 +156,11 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         value = numerator.total * rest
         if not is_sampled:
             return Estimate(value, np.zeros_like(value))
-        influence = _product(numerator.spread, rest[:, None]) + _product(relative, value[:, None])
-        bias = _product(_mean(numerator.spread * relative), rest)
-        bias = bias + _product((_mean(relative**2) - own) / 2, value)
-        value = value - _product(np.where(np.isfinite(share), share, 0.0), bias)
-        return Estimate(value, np.sqrt(_product(_mean(influence**2), share)))
+        influence = by_chance(numerator.spread, rest[:, None]) + by_chance(relative, value[:, None])
+        bias = by_chance(_mean(numerator.spread * relative), rest)
+        bias = bias + by_chance((_mean(relative**2) - own) / 2, value)
+        value = value - by_chance(np.where(np.isfinite(share), share, 0.0), bias)
+        return Estimate(value, np.sqrt(by_chance(_mean(influence**2), share)))
 
 
 def mean_of_active(rows: PerRow, counted: Bool[np.ndarray, "layers rows"], s: Sample) -> Estimate:
@@ -172,7 +177,7 @@ def share_error(hits: PerLayer, rows: PerLayer, sample: Sample) -> PerLayer:
     p = (hits + 1) / (rows + 2)
     with np.errstate(divide="ignore", invalid="ignore"):
         spread = p * (1 - p) * sample.seen / np.maximum(rows, 1)
-        error: PerLayer = np.sqrt(_product(sample.variance_share, spread))
+        error: PerLayer = np.sqrt(by_chance(sample.variance_share, spread))
     return error
 
 
@@ -233,7 +238,7 @@ def _mean(rows: PerRow) -> PerLayer:
     return found
 
 
-def _product(chance: np.ndarray, other: np.ndarray) -> np.ndarray:
+def by_chance(chance: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Their product; 0 where nothing was left to chance, whatever the other is."""
     with np.errstate(invalid="ignore"):
         found: np.ndarray = np.where(chance == 0, 0.0, chance * other)

@@ -28,6 +28,7 @@ from adiv_monitor.maths.estimates import (
     PerRow,
     Sample,
     Sum,
+    by_chance,
     mean_of_active,
     over_rows,
     product,
@@ -190,7 +191,7 @@ def scale_cv(squared: PerLayer, sums: PerLayer, count: PerLayer) -> PerLayer:
 def scale_cv_of_rows(
     sums: PerRow, squares: PerRow, groups: PerLayer, pivot: PerLayer, sample: Sample
 ) -> Estimate:
-    """`scale_cv` from sampled rows.
+    """`scale_cv` from sampled rows, less its bias of order 1/R.
 
     Args:
         sums: Σ (‖φ_r‖² − pivot) over the row's groups.
@@ -207,13 +208,17 @@ def scale_cv_of_rows(
         mean = pivot + shift
         value = np.sqrt(variance) / mean
         # d log cv = dv/2v − dm/m, of every row against the mean row
-        of_mean = (sums / per_row - shift[:, None]) / mean[:, None]
+        of_mean = np.where(rows, (sums / per_row - shift[:, None]) / mean[:, None], 0.0)
         deviation = squares / per_row - 2 * shift[:, None] * sums / per_row + shift[:, None] ** 2
-        of_variance = np.where(variance[:, None] > 0, deviation / variance[:, None] - 1, 0.0)
-        influence = np.where(rows, value[:, None] * (of_variance / 2 - of_mean), 0.0)
-        spread = (influence**2).sum(1) * sample.seen / np.maximum(rows.sum(1), 1) ** 2
-        share = sample.variance_share
-        return Estimate(value, np.where(share == 0, 0.0, np.sqrt(share * spread)))
+        is_spread = rows & (variance[:, None] > 0)
+        of_variance = np.where(is_spread, deviation / variance[:, None] - 1, 0.0)
+        share = sample.share_of(rows) / rows.sum(1)
+        error = value * np.sqrt(by_chance(share, ((of_variance / 2 - of_mean) ** 2).sum(1)))
+        # The terms of second order; and the sample's variance lacks that of its mean, dm²m²/v.
+        second = of_mean**2 - of_variance * of_mean / 2 - of_variance**2 / 8
+        lacking = np.where(is_spread, (of_mean / value[:, None]) ** 2, 0.0)
+        bias = by_chance(np.where(np.isfinite(share), share, 0.0), (second - lacking / 2).sum(1))
+        return Estimate(value * (1 - bias), error)
 
 
 def scale_max_of_rows(largest: PerRow, sample: Sample) -> Estimate:
@@ -251,7 +256,7 @@ def common_share(sum_square: PerLayer, count: PerLayer, squares: PerLayer) -> Pe
 def common_share_of_rows(
     products: PerRow, squares: PerRow, count: PerLayer, sample: Sample
 ) -> Estimate:
-    """`common_share` from sampled rows, without the bias by which few rows look more alike.
+    """`common_share` from sampled rows, less its bias: few rows look more alike than many.
 
     Args:
         products: φ_r·Σ_k φ_k over the active rows seen.
@@ -267,14 +272,17 @@ def common_share_of_rows(
         alone = mean * n
         # Pairs of different rows tell the mean's length; each row's own square is known besides.
         pairs = np.where(n > 1, (together - alone) / (n * (n - 1.0)), 0.0)
-        whole = sample.variance_share == 0
-        rest = np.where(whole, 1 / n, 1 / np.maximum(count, 1))
-        value = (pairs * (1 - rest) + mean * rest) / mean
-        influence = 2 * (products / n[:, None] - (together / n**2)[:, None])
-        influence = (influence - value[:, None] * (squares - mean[:, None])) / mean[:, None]
-        spread = np.where(rows, influence**2, 0.0).sum(1) * sample.seen / n**2
-        share = sample.variance_share
-        error = np.where(whole, 0.0, np.sqrt(share * spread))
+        rest = np.where(sample.variance_share == 0, 1 / n, 1 / np.maximum(count, 1))
+        ratio = pairs / mean
+        of_mean = np.where(rows, squares / mean[:, None] - 1, 0.0)
+        of_pairs = 2 * (products / n[:, None] - (together / n**2)[:, None]) / mean[:, None]
+        of_pairs = np.where(rows, of_pairs, 0.0)
+        share = sample.share_of(rows) / n
+        spread = ((of_pairs - ratio[:, None] * of_mean) ** 2).sum(1)
+        error = (1 - rest) * np.sqrt(by_chance(share, spread))
+        second = (ratio[:, None] * of_mean**2 - of_pairs * of_mean).sum(1)
+        ratio = ratio - by_chance(np.where(np.isfinite(share), share, 0.0), second)
+        value = ratio * (1 - rest) + rest
     return Estimate(np.clip(value, 0, 1), error)
 
 

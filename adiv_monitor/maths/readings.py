@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
 
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths import measures
@@ -176,11 +175,6 @@ class _Together:
         known = None if exact is None else np.where(self.exact, exact, np.nan)
         return over_rows(self.rows(a, b), self.sample, known)
 
-    def share_of(self, counted: Bool[np.ndarray, "layers rows"]) -> PerLayer:
-        """`variance_share` of what is over those rows alone."""
-        seen = np.full(len(self.layers), float(self.sample.seen))
-        return variance_share(seen, self.sample.total, counted.sum(1))
-
     def whole_gradient(self) -> PerLayer | None:
         """‖G‖² over all rows; None where only the sample tells."""
         if "G_norms" not in self.values:
@@ -213,7 +207,9 @@ def _measure_alike(layers: Sequence[Numbers]) -> list[Measured]:
         found["row_cosine_mean"] = mean
         if "realised" in x.values:
             found |= _of_realised(x)
-        distributions["row_cosine"] = quantiles(cosines, LEVELS, x.share_of(~np.isnan(cosines)))
+        distributions["row_cosine"] = quantiles(
+            cosines, LEVELS, x.sample.share_of(~np.isnan(cosines))
+        )
     if (common := _common_share(x)) is not None:
         found["common_share"] = common
     if "attainable_cosine" in x.values:
@@ -387,7 +383,7 @@ def _scale_distribution(x: _Together) -> dict[str, tuple[Array, Array]]:
     # Entries of one row may be alike, so that they count as one; of all rows' some were chosen.
     some = np.array([float(len(_rows_of_entries(layer))) for layer in x.layers])
     share = variance_share(some, x.sample.seen * x.groups, (~np.isnan(entries)).sum(1))
-    return {"scale": quantiles(entries, LEVELS, share + x.share_of(x.sample.active))}
+    return {"scale": quantiles(entries, LEVELS, share + x.sample.share_of(x.sample.active))}
 
 
 def _rows_of_entries(layer: Numbers) -> Index:

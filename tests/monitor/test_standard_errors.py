@@ -1,10 +1,12 @@
 """Measures from sampled rows know their errors: against many draws from rows that are all known."""
 
+import math
+
 import numpy as np
 import pytest
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.estimates import Estimate, PerLayer, Sample, Sum
+from adiv_monitor.maths.estimates import Estimate, PerLayer, Sample, Sum, over_rows
 
 ROWS, SEEN, DRAWS = 400, 120, 3000
 
@@ -20,20 +22,22 @@ def agrees(found: Estimate, exact: float) -> None:
     """On average the value is right and its error the spread of the values; few lie further off."""
     value, error = found
     spread = value.std()
-    assert abs(value.mean() - exact) < 4 * spread / np.sqrt(DRAWS) + 0.1 * spread
+    assert abs(value.mean() - exact) < 4 * spread / np.sqrt(DRAWS) + 0.05 * spread
     assert np.sqrt((error**2).mean()) == pytest.approx(spread, rel=0.08)
     assert (np.abs(value - exact) > 3 * error).mean() < 0.02
 
 
+@pytest.mark.parametrize("unit", [1.0, 0.01])
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("idle", [0.0, 0.4])
-def test_the_spread_of_scales(groups: int, idle: float) -> None:
+def test_the_spread_of_scales(groups: int, idle: float, unit: float) -> None:
     random = np.random.default_rng(0)
     scales = 2 + 5 * random.random((ROWS, 1)) + 3 * random.random((ROWS, groups))
+    scales *= unit
     active = random.random(ROWS) >= idle
     index, sample = draws(active)
-    pivot = np.full(DRAWS, 4.0)
-    from_pivot = scales - 4.0
+    pivot = np.full(DRAWS, 4.0 * unit)
+    from_pivot = scales - 4.0 * unit
     sums, squares = from_pivot.sum(1)[index], (from_pivot**2).sum(1)[index]
     found = measures.scale_cv_of_rows(sums, squares, np.full(DRAWS, groups), pivot, sample)
     agrees(found, scales[active].std() / scales[active].mean())
@@ -141,3 +145,64 @@ def test_what_is_lost_to_rounding_is_divided_by_without_a_word() -> None:
     assert measures.scale_cv(one, zero, one) == np.inf
     assert np.isnan(measures.common_share(zero, zero, zero))
     assert np.isnan(measures.scale_cv(zero, zero, zero))
+
+
+def test_a_spread_lost_to_rounding_is_none() -> None:
+    """From a pivot far off, squares may add up to less than the square of their mean."""
+    sums, sample = np.full((1, 5), 3.0), of_all(100, np.ones((1, 5), dtype=bool))
+    squares = np.full((1, 5), 9.0 - 1e-15)
+    assert measures.scale_cv_of_rows(sums, squares, np.ones(1), np.ones(1), sample) == (0, 0)
+
+
+def test_one_active_row_of_several_knows_no_error() -> None:
+    active = np.array([[True, False, False], [True, True, False]])
+    sums, sample, one = np.full((2, 3), 6.0), of_all(100, active), np.ones(2)
+    cv = measures.scale_cv_of_rows(sums, np.full((2, 3), 14.0), 3 * one, 2 * one, sample)
+    np.testing.assert_allclose(cv.value, np.sqrt(14 / 3 - 4) / 4)
+    assert np.isnan(cv.error).tolist() == [True, False]
+    share = measures.common_share_of_rows(sums, sums, 20 * one, sample)
+    assert np.isnan(share.error).tolist() == [True, False]
+
+
+# --- does the sample tell enough? --------------------------------------------------------------
+
+
+def test_a_gradient_of_more_than_these_rows() -> None:
+    """⟨e, G⟩ of the rows against ‖γ‖²: five errors and the rounding apart, from 32 rows on."""
+
+    def more(gamma_gamma: float, tolerance: float = 0.0, seen: int = 32, rows: int = 320) -> bool:
+        spread = np.resize([0.0, 200.0], (1, seen))  # 100 to either side, T-fold
+        sample = of_all(rows, np.ones((1, seen), dtype=bool))
+        e_G = over_rows(10 + spread / rows, sample)
+        assert seen % 2 == 1 or e_G.total == 10 * rows + 100
+        found = measures.holds_more(
+            *(e_G, np.array([gamma_gamma]), np.array([500.0]), np.array([tolerance]), sample)
+        )
+        return bool(found[0])
+
+    error = 100 * np.sqrt(0.9 / 31)
+    for side in (-1, 1):
+        assert not more(3300 + side * 4.9 * error)
+        assert more(3300 + side * 5.1 * error)
+        assert not more(3300 + side * 5.1 * error, tolerance=0.1 * error / 3800 * 1.3)
+        assert more(3300 + side * 5.1 * error, tolerance=0.1 * error / 3800 * 0.7)
+    assert not more(1e9, seen=31)
+    assert not more(math.nan)
+    # All rows leave nothing to chance, few as they may be.
+    assert more(200.1, seen=10, rows=10)
+    assert not more(200.0, seen=10, rows=10)
+
+
+def test_a_sample_that_holds_a_fair_part() -> None:
+    sampled, whole = np.array([7.1, 6.9, 12.9, 13.1, 0.0, 3.0]), np.array([10.0] * 4 + [0.0, 0.0])
+    fair = measures.represents(sampled, whole)
+    assert fair.tolist() == [True, False, True, False, False, False]
+
+
+def test_the_error_of_first_order_knows_its_own() -> None:
+    random = np.random.default_rng(0)
+    r_r = random.gamma(2.0, 1.0, ROWS) + 3
+    b_b = r_r * random.random(ROWS)
+    index, sample = draws(np.ones(ROWS, dtype=bool))
+    of = {name: over_rows(rows[index], sample) for name, rows in (("b", b_b), ("r", r_r))}
+    agrees(measures.first_order_error(of["b"], of["r"], sample), 2 * np.sqrt(b_b.sum() / r_r.sum()))
