@@ -89,7 +89,7 @@ class Sum:
 def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Sum:
     """The sum over all rows: the exact one where it is given and a number, else from the rows."""
     scaled = rows * sample.total[:, None]
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(invalid="ignore"):
         mean = scaled.sum(1) / np.float64(sample.seen)
     spread = scaled - mean[:, None]
     spread[np.isinf(sample.variance_share)] = np.nan
@@ -175,9 +175,8 @@ def share_error(hits: PerLayer, rows: PerLayer, sample: Sample) -> PerLayer:
     √(p(1 − p)) of p = (hits + 1)/(rows + 2), Laplace's rule, in place of the sample's own spread.
     """
     p = (hits + 1) / (rows + 2)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        spread = p * (1 - p) * sample.seen / np.maximum(rows, 1)
-        error: PerLayer = np.sqrt(by_chance(sample.variance_share, spread))
+    spread = p * (1 - p) * sample.seen / np.maximum(rows, 1)
+    error: PerLayer = np.sqrt(by_chance(sample.variance_share, spread))
     return error
 
 
@@ -197,7 +196,7 @@ def quantiles(
         levels: 0 to 1.
         share: `Sample.variance_share`.
     """
-    ordered = np.sort(values, axis=-1)  # NaN last
+    ordered = np.sort(values)  # NaN last
     counts = (ordered == ordered).sum(-1, keepdims=True)
     at = np.broadcast_to(np.asarray(levels, dtype=np.float64), (len(values), len(levels)))
     with np.errstate(invalid="ignore"):

@@ -1,12 +1,24 @@
 """Measures from sampled rows know their errors: against many draws from rows that are all known."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from adiv_monitor.maths import measures
-from adiv_monitor.maths.estimates import Estimate, PerLayer, Sample, Sum, over_rows
+from adiv_monitor.maths.estimates import (
+    Estimate,
+    PerLayer,
+    Sample,
+    Sum,
+    by_ratio,
+    by_regression,
+    over_rows,
+    product,
+    quantiles,
+    variance_share,
+)
 
 ROWS, SEEN, DRAWS = 400, 120, 3000
 
@@ -206,3 +218,71 @@ def test_the_error_of_first_order_knows_its_own() -> None:
     index, sample = draws(np.ones(ROWS, dtype=bool))
     of = {name: over_rows(rows[index], sample) for name, rows in (("b", b_b), ("r", r_r))}
     agrees(measures.first_order_error(of["b"], of["r"], sample), 2 * np.sqrt(b_b.sum() / r_r.sum()))
+
+
+# --- sums that are told from others ------------------------------------------------------------
+
+
+def alike_sums() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Two sums over rows that go together, and a third of either sign that goes with the first."""
+    random = np.random.default_rng(0)
+    by = random.gamma(3.0, 1.0, ROWS)
+    of = by * (2 + 0.3 * random.normal(size=ROWS))
+    return by, of, of - 7 + 0.5 * random.normal(size=ROWS)
+
+
+@pytest.mark.parametrize("how", [by_ratio, by_regression])
+def test_sums_that_are_told_from_one_that_is_known(how: Callable[..., Sum]) -> None:
+    by, of, either = alike_sums()
+    rows = of if how is by_ratio else either
+    index, sample = draws(np.ones(ROWS, dtype=bool))
+    plain, known = over_rows(rows[index], sample), over_rows(by[index], sample)
+    told = how(plain, known, np.full(DRAWS, by.sum()))
+    agrees(product(told, [], sample), rows.sum())
+    assert told.total.std() < 0.4 * plain.total.std()
+
+
+@pytest.mark.parametrize("how", [by_ratio, by_regression])
+def test_sums_of_which_none_is_known_stay_as_they_are(how: Callable[..., Sum]) -> None:
+    """The second layer's is not known; in the last two there is nothing to go with."""
+    sample = of_all(100, np.ones((4, 3), dtype=bool))
+    plain = over_rows(np.arange(12.0).reshape(4, 3), sample)
+    known = over_rows(np.array([[3.0, 1.0, 4.0], [1.0, 5.0, 9.0], [0.0] * 3, [0.0] * 3]), sample)
+    told = how(plain, known, np.array([300.0, math.nan, 0.0, 5.0]))
+    assert told.total[0] != plain.total[0]
+    assert told.total[1:].tolist() == plain.total[1:].tolist()
+    assert (told.spread[0] != plain.spread[0]).all()
+    assert told.spread[1:].tolist() == plain.spread[1:].tolist()
+
+
+def test_sums_told_from_another_by_hand() -> None:
+    sample = of_all(4, np.ones((1, 2), dtype=bool))
+    of, by = over_rows(np.array([[1.0, 5.0]]), sample), over_rows(np.array([[2.0, 4.0]]), sample)
+    ratio = by_ratio(of, by, np.array([15.0]))  # 12 · 15/12
+    assert ratio.total.tolist() == [15]
+    np.testing.assert_allclose(ratio.spread, [[-8 + 4, 8 - 4]] * np.array(15 / 12))
+    slope = by_regression(of, by, np.array([15.0]))  # 12 + 2 (15 − 12)
+    assert slope.total.tolist() == [18]
+    assert slope.spread.tolist() == [[0, 0]]
+
+
+def test_what_is_left_of_the_variance() -> None:
+    seen, total = np.array([1.0, 1.0, 5.0, 5.0]), np.array([1.0, 2.0, 5.0, 20.0])
+    assert variance_share(seen, total).tolist() == [0, math.inf, 0, 0.75 / 4]
+    assert variance_share(seen, total, np.full(4, 4.0)).tolist() == [0, 0.5 / 3, 0, 0.25]
+
+
+def test_no_row_was_looked_at() -> None:
+    sample = of_all(100, np.ones((2, 0), dtype=bool))
+    found = over_rows(np.ones((2, 0)), sample, np.array([math.nan, 3.0]))
+    assert np.isnan(found.total).tolist() == [True, False]
+    assert found.spread.shape == (2, 0)
+
+
+def test_quantiles_at_the_ends_and_of_lone_entries() -> None:
+    """No chance in the first layer, one row of several in the second, all that is known in both."""
+    entries, share = np.array([[4.0, math.nan], [5.0, math.nan]]), np.array([0.0, math.inf])
+    value, error = quantiles(entries, [0.0, 0.5, 1.0], share)
+    assert value.tolist() == [[4, 4, 4], [5, 5, 5]]
+    assert error[0].tolist() == [0, 0, 0]
+    assert np.isnan(error[1]).all()
