@@ -48,7 +48,7 @@ _MONITOR_TESTS = {
     "capture/updates.py": _COURSE,
     "capture/accumulation.py": _COURSE,
     "capture/capture.py": _BOOKS,
-    "capture/layer_rows.py": _BOOKS,
+    "capture/layer_rows.py": [*_BOOKS, "test_recurrent", "test_realised"],
     "step/final_gradient.py": _BOOKS,
     "step/measured_step.py": _BOOKS,
     "step/plain_step.py": _COURSE,

@@ -354,6 +354,29 @@ def test_gradient_hooks_of_the_users(kind: str) -> None:
     assert not found.notes
 
 
+def test_the_ceiling_weighs_passes_as_hooks_of_the_users_do() -> None:
+    """Of two passes, the hooks weaken the first: what is attainable is of both as they count."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    x, y = torch.randn(40, 3, dtype=torch.float64), torch.randint(4, (40,))
+    parts = (slice(0, 20), slice(20, None))
+
+    def weighed(model: nn.Module, factors: tuple[float, float]) -> None:
+        for part, factor in zip(parts, factors, strict=True):
+            (factor * functional.cross_entropy(model(x[part]), y[part])).backward()
+
+    plain = copy.deepcopy(model)
+    passes = {p: iter((0.1, 1.0)) for p in model.parameters()}
+    for parameter, factors in passes.items():
+        parameter.register_hook(lambda g, factors=factors: next(factors) * g)
+    found = one_step(model, lambda m: weighed(m, (1.0, 1.0)), attainable=True)
+    expected = one_step(copy.deepcopy(plain), lambda m: weighed(m, (0.1, 1.0)), attainable=True)
+    alike = one_step(plain, lambda m: weighed(m, (1.0, 1.0)), attainable=True)
+    for name, reading in expected.layers.items():
+        attained = found.layers[name].attainable_cosine
+        assert attained == pytest.approx(reading.attainable_cosine, rel=1e-6)
+        assert attained != pytest.approx(alike.layers[name].attainable_cosine, rel=1e-4)
+
+
 EDITS = {
     "noise": lambda g: g.add_(torch.randn_like(g), alpha=g.norm().item()),
     "per entry": lambda g: g.clamp_(-0.1 * g.abs().max(), 0.1 * g.abs().max()),
