@@ -141,6 +141,37 @@ def test_rows_of_a_step_are_even(
     assert (counts - repeats / 4).abs().max() < 5 * (repeats * 3 / 16) ** 0.5
 
 
+def test_processes_with_the_same_data_look_at_the_same_rows() -> None:
+    """By what they were told and which call it is; not by what they have drawn before."""
+    device = torch.device("meta")
+    first, second = (Chooser(5, np.random.default_rng(own), shared=(3, 4)) for own in (1, 2))
+    second.further((90,), device, np.inf, "another call")
+    ours, theirs = (
+        [LayerRows(chooser, path).choose((7, 90), device) for path in "ab"]
+        + [chooser.further((90,), device, np.inf, ("a", 1))]
+        for chooser in (first, second)
+    )
+    for (rows, drawn), (others, other) in zip(ours, theirs, strict=True):
+        assert rows.shape == others.shape
+        assert rows.device == others.device == device
+        assert drawn.keys.tolist() == other.keys.tolist()
+        assert drawn.chosen is not None
+        assert other.chosen is not None
+        assert drawn.chosen.tolist() == other.chosen.tolist()
+    different = Chooser(5, np.random.default_rng(1), shared=(3, 5)).first((7, 90), device)[1]
+    alone = Chooser(5, np.random.default_rng(1)).first((7, 90), device)[1]
+    assert len({tuple(d.keys) for d in (ours[0][1], ours[2][1], different, alone)}) == 4
+
+
+def test_rows_of_a_layers_later_calls_are_where_its_first_are() -> None:
+    device = torch.device("meta")
+    layer_rows = LayerRows(Chooser(5, np.random.default_rng(0)), "a")
+    for _ in range(3):
+        rows, drawn = layer_rows.choose((90,), device)
+        assert rows.device == device
+        layer_rows.calls.append(Call(None, rows, drawn))
+
+
 def test_some_entries_of_a_gain_are_a_sample_even_if_all_rows_are_seen() -> None:
     """60 × 100 scales, of which quantiles look at 2,048: each with its error."""
     torch.manual_seed(0)
