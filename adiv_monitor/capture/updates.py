@@ -156,7 +156,7 @@ class ParameterSteps:
     def stepped(self) -> None:
         """The optimizer has stepped: what it took away of the small parameters."""
         self.updated = True
-        self._update |= self._taken_from_small()
+        self._update = self._taken_from_small()
 
     def taken(self, piece: Piece) -> Tensor:
         """What the step took away, w = θ before − θ, in the precision of the measures."""
@@ -262,13 +262,16 @@ class _Entries:
             entries = some(tensor)
             kinds[entries.dtype, entries.device, entries.dim()][key] = entries
         self._flat = {kind: torch.cat(list(parts.values())) for kind, parts in kinds.items()}
-        self._parts: dict[int, Tensor] = {}
+        self._places: dict[int, tuple[object, slice]] = {}
         for kind, parts in kinds.items():
-            sizes = [len(part) for part in parts.values()]
-            self._parts |= zip(parts, torch.split(self._flat[kind], sizes), strict=True)
+            end = 0
+            for key, part in parts.items():
+                start, end = end, end + len(part)
+                self._places[key] = kind, slice(start, end)
 
     def of(self, key: int) -> Tensor:
-        return self._parts[key].flatten()
+        kind, place = self._places[key]
+        return self._flat[kind][place].flatten()
 
     def differ(self, other: "_Entries") -> Tensor:
         """Whether any entry is another now; NaN is equal to itself, since bits are compared."""
