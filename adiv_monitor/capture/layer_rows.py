@@ -258,7 +258,7 @@ class LayerRows:
             self.calls = [c for c in self.calls if c.gradient is None or c.arrived]
             for call in self.calls:
                 call.gradient = call.size = None
-            self.ceiling = None
+            self.ceiling, self.ceiling_is_whole = None, True
 
     def rescale(self, factor: Tensor) -> None:
         """What the parameters had accumulated was multiplied by a factor since."""

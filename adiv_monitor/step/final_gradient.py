@@ -50,6 +50,7 @@ class FinalGradient:
         measured: by path, the layers that have begun.
         too_large: paths of layers whose sums for the ceiling can't travel.
         in_parts: paths of layers of whose rows no process has all.
+        summed: paths of layers of which several passes through one graph told sums alone.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class FinalGradient:
         self.measured: dict[str, MeasuredLayer] = {}
         self.too_large: list[str] = []
         self.in_parts: list[str] = []
+        self.summed: list[str] = []
         self._capture = capture
         self._peers = selection.peers
         self._watch = watch
@@ -209,7 +211,9 @@ class FinalGradient:
             values["replay_error"] = torch.stack(replay_errors).amax()
         if not (rows.ceiling_is_whole or looked.dealt is None):
             self.in_parts.append(layer.path)
-        if rows.ceiling is not None and rows.ceiling_is_whole:
+        elif rows.ceiling is not None and not rows.ceiling_is_whole:
+            self.summed.append(layer.path)
+        elif rows.ceiling is not None:
             alike = 1 if looked.dealt is None else looked.dealt.count
             values |= self._of_ceiling(layer.path, rows.ceiling, alike)
         return values

@@ -36,6 +36,12 @@ def _is_alone(point: str, *, comes: bool = True) -> bool:
     return processes() == 1
 
 
+# Why there is no attainable_cosine.
+_TOO_LARGE = "with several processes it takes sums that are too large to be exchanged."
+_IN_PARTS = "it takes all rows, of which processes have parts (tensor parallelism)."
+_SUMMED = "several backward passes went through one forward pass, which tells sums of their rows."
+
+
 class MeasuredStep:
     """Follows one step through gradient, update and what is applied in the end.
 
@@ -259,18 +265,16 @@ class MeasuredStep:
                 "Gradients were zeroed before a step was taken (a step that an AMP scaler "
                 "skipped?): their rows are not in this report."
             )
-        too_large = self._gradient.too_large if self._gradient is not None else []
-        in_parts = self._gradient.in_parts if self._gradient is not None else []
-        if too_large:
-            notes.append(
-                f"attainable_cosine of {listed(too_large)} is missing: with several "
-                "processes it takes sums that are too large to be exchanged."
-            )
-        if in_parts:
-            notes.append(
-                f"attainable_cosine of {listed(in_parts)} is missing: it takes all rows, of "
-                "which processes have parts (tensor parallelism)."
-            )
+        if self._gradient is not None:
+            notes += [
+                f"attainable_cosine of {listed(paths)} is missing: {why}"
+                for paths, why in (
+                    (self._gradient.too_large, _TOO_LARGE),
+                    (self._gradient.in_parts, _IN_PARTS),
+                    (self._gradient.summed, _SUMMED),
+                )
+                if paths
+            ]
         return notes
 
     def _measure(

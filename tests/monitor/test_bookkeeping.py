@@ -123,6 +123,27 @@ def test_the_ceiling_forgets_gradients_that_were_zeroed(set_to_none: bool) -> No
     same(one_step(model, zeroed_between, attainable=True), expected)
 
 
+def test_the_ceiling_of_several_passes_through_one_graph_is_missed_with_a_word() -> None:
+    """Until their gradients are zeroed: a pass of its own knows all of its rows."""
+    model, batch = mlp()
+    expected = one_step(
+        copy.deepcopy(model), lambda m: loss_of(m, batch).backward(), attainable=True
+    )
+
+    def twice(model: nn.Module, *, zeroed: bool) -> None:
+        loss = loss_of(model, batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        if zeroed:
+            model.zero_grad()
+            loss_of(model, batch).backward()
+
+    found = one_step(copy.deepcopy(model), lambda m: twice(m, zeroed=False), attainable=True)
+    assert [note for note in found.notes if "attainable_cosine of 0, 2" in note]
+    assert all(reading.attainable_cosine is None for reading in found.layers.values())
+    same(one_step(model, lambda m: twice(m, zeroed=True), attainable=True), expected)
+
+
 def test_idle_rows_that_come_late_are_told() -> None:
     """Their mean feature was not looked at; the note says so, and the next report has it."""
     model = nn.Linear(4, 3).double()

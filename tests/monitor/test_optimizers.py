@@ -399,10 +399,11 @@ class MovesFirst(torch.optim.Optimizer):
             p.sub_(0.1).sub_(p.grad, alpha=0.1)
 
 
-def test_an_optimizer_that_begins_to_change_large_gradients() -> None:
+@pytest.mark.parametrize("widths", [(100, 100), (3, 9000)])
+def test_an_optimizer_that_begins_to_change_large_gradients(widths: tuple[int, int]) -> None:
     """The gradient that it saw is lost once; the step is then read from the rows."""
     torch.manual_seed(0)
-    model, x = nn.Linear(100, 100).double(), torch.randn(30, 100, dtype=torch.float64)
+    model, x = nn.Linear(*widths).double(), torch.randn(30, widths[0], dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     begun: list[int] = []
 
