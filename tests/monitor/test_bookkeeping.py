@@ -144,6 +144,25 @@ def test_the_ceiling_of_several_passes_through_one_graph_is_missed_with_a_word()
     same(one_step(model, lambda m: twice(m, zeroed=True), attainable=True), expected)
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape", "features", "kind"),
+    [
+        (nn.Linear(6, 4), (9, 6), 6, "linear"),
+        (nn.Conv2d(4, 6, 3, groups=2), (5, 4, 8, 8), 18, "conv"),
+        (nn.Conv2d(4, 4, 3, groups=4), (5, 4, 8, 8), 9, "conv"),
+        (nn.LayerNorm(7), (9, 7), 1, "gain"),
+    ],
+)
+def test_a_layers_fan_in_and_kind(
+    layer: nn.Module, shape: tuple[int, ...], features: int, kind: str
+) -> None:
+    x = torch.randn(shape, dtype=torch.float64)
+    found = one_step(layer.double(), lambda m: m(x).square().sum().backward())
+    reading = found.layers[""]
+    assert reading.features == features
+    assert kind in reading.kind
+
+
 def test_idle_rows_that_come_late_are_told() -> None:
     """Their mean feature was not looked at; the note says so, and the next report has it."""
     model = nn.Linear(4, 3).double()

@@ -67,7 +67,9 @@ def test_linear_layers_have_one_scale(name: str) -> None:
         torch.randn(50, 6, dtype=torch.float64)
         * torch.logspace(-2, 2, 50, dtype=torch.float64)[:, None]
     )
-    reading = measured(build().double(), x).layers[""]
+    report = measured(build().double(), x)
+    assert not report.notes  # gradient-only layers weigh their rows' gradients on purpose
+    reading = report.layers[""]
     if scale:
         assert reading.scale_mean == pytest.approx(scale, **EXACT)
         assert reading.scale_cv == pytest.approx(0, abs=1e-12)
@@ -150,9 +152,10 @@ def test_attention_projections_are_measured() -> None:
     assert scales["v_proj"] > 2
 
 
-def test_accumulated_micro_batches_keep_the_gains_apart() -> None:
-    """A gradient-only layer's rows of several calls are joined with their own gains."""
-    layer = GradientOnlyLinear(6, 4).double()
+@pytest.mark.parametrize("kind", [GradientOnlyLinear, AffineLikeLinear, NormLikeLinear])
+def test_accumulated_micro_batches_keep_the_gains_apart(kind: type[nn.Module]) -> None:
+    """Rows of several calls are joined with their own gains, and so are their biases' scales."""
+    layer = kind(6, 4).double()
     x = 5 * torch.randn(8, 6, dtype=torch.float64)
     twin = copy.deepcopy(layer)
     target = torch.randn(8, 4, dtype=torch.float64)
