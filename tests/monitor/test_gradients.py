@@ -465,6 +465,25 @@ def test_gradients_set_by_hand() -> None:
         assert reading.gradient_cosine == pytest.approx(expected.layers[path].gradient_cosine)
 
 
+def test_gradients_that_no_backward_pass_gave() -> None:
+    """Worked out from ∂L/∂z: their units are not known, the directions are the rows'."""
+    model, x = nn.Linear(3, 4).double(), torch.randn(40, 3, dtype=torch.float64)
+
+    def by_hand(model: nn.Module) -> None:
+        z = model(x)
+        (slope,) = torch.autograd.grad(z.square().mean(), z)
+        model.weight.grad, model.bias.grad = slope.T @ x, slope.sum(0)
+
+    expected = one_step(copy.deepcopy(model), lambda m: m(x).square().mean().backward())
+    found = one_step(model, by_hand)
+    assert any("set by hand" in note for note in found.notes)
+    hand, plain = found.layers[""], expected.layers[""]
+    assert hand.update_cosine == pytest.approx(plain.update_cosine)
+    assert hand.gradient_cosine == pytest.approx(plain.gradient_cosine)
+    assert math.isnan(hand.effective_lr)
+
+
+
 def test_a_gradient_that_was_there_before_is_told() -> None:
     """Left over from a step before the monitor came, and never zeroed."""
     model, batch = mlp()
