@@ -10,6 +10,7 @@ from torch import nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.maths.ceiling import attainable_cosine, attainable_cosine_of_rows
+from adiv_monitor.report import QUANTILE_LEVELS
 
 
 def test_calls_without_rows_are_no_calls() -> None:
@@ -161,6 +162,16 @@ def test_a_layers_fan_in_and_kind(
     reading = found.layers[""]
     assert reading.features == features
     assert kind in reading.kind
+
+
+@pytest.mark.parametrize("name", ["scale", "row_cosine"])
+def test_quantiles_of_a_reading_are_those_of_its_measures(name: str) -> None:
+    model, batch = mlp()
+    for reading in one_step(model, lambda m: loss_of(m, batch).backward()).layers.values():
+        quantiles = getattr(reading, f"{name}_quantiles")
+        assert len(quantiles) == len(QUANTILE_LEVELS)
+        assert list(quantiles) == sorted(quantiles)
+        assert quantiles[QUANTILE_LEVELS.index(0.5)] == getattr(reading, f"{name}_p50")
 
 
 def test_idle_rows_that_come_late_are_told() -> None:

@@ -465,6 +465,29 @@ def test_gradients_set_by_hand() -> None:
         assert reading.gradient_cosine == pytest.approx(expected.layers[path].gradient_cosine)
 
 
+def test_a_penalty_is_noticed_where_the_rows_are_few() -> None:
+    """Of few rows e is told by the rows alone; that γ is theirs is tried, and not taken for sure.
+
+    From the next step on it is what γ says.
+    """
+    torch.manual_seed(0)
+    model, x = nn.Linear(40, 50).double(), torch.randn(6, 40, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for weight in (0.0, 1.0, 1.0):
+            optimizer.zero_grad()
+            (model(x).square().mean() + weight * model.weight.square().sum()).backward()
+            optimizer.step()
+    alone, first, second = monitor.reports
+    assert not alone.notes
+    for report in (first, second):
+        assert any("holds more than these rows" in note for note in report.notes)
+    for report, agrees in ((alone, True), (first, False), (second, True)):
+        reading = report.layers[""]
+        same_step = reading.gradient_cosine == pytest.approx(reading.update_cosine, rel=1e-9)
+        assert same_step is agrees
+
+
 def test_gradients_that_no_backward_pass_gave() -> None:
     """Worked out from ∂L/∂z: their units are not known, the directions are the rows'."""
     model, x = nn.Linear(3, 4).double(), torch.randn(40, 3, dtype=torch.float64)
@@ -481,7 +504,6 @@ def test_gradients_that_no_backward_pass_gave() -> None:
     assert hand.update_cosine == pytest.approx(plain.update_cosine)
     assert hand.gradient_cosine == pytest.approx(plain.gradient_cosine)
     assert math.isnan(hand.effective_lr)
-
 
 
 def test_a_gradient_that_was_there_before_is_told() -> None:

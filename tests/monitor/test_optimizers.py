@@ -421,8 +421,10 @@ def test_an_optimizer_that_begins_to_change_large_gradients(widths: tuple[int, i
             optimizer.step()
     lost = [any("changed .grad" in note for note in report.notes) for report in monitor.reports]
     assert lost == [False, False, True, False, False]
-    for report in monitor.reports:
+    for report, is_lost in zip(monitor.reports, lost, strict=True):
         reading = report.layers[""]
+        of_gamma = (reading.parameter_cosine, reading.applied_cosine, reading.descent)
+        assert [value is None for value in of_gamma] == [is_lost] * 3
         assert reading.update_cosine == pytest.approx(reading.gradient_cosine, rel=1e-9)
 
 
