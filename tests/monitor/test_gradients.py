@@ -465,19 +465,27 @@ def test_gradients_set_by_hand() -> None:
         assert reading.gradient_cosine == pytest.approx(expected.layers[path].gradient_cosine)
 
 
-def test_a_penalty_is_noticed_where_the_rows_are_few() -> None:
+@pytest.mark.parametrize("kind", ["penalty", "permuted"])
+def test_a_gradient_that_is_not_the_rows_is_noticed_where_they_are_few(kind: str) -> None:
     """Of few rows e is told by the rows alone; that γ is theirs is tried, and not taken for sure.
 
-    From the next step on it is what γ says.
+    From the next step on it is what γ says. A hook that permutes γ leaves its length as it is.
     """
     torch.manual_seed(0)
     model, x = nn.Linear(40, 50).double(), torch.randn(6, 40, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
-        for weight in (0.0, 1.0, 1.0):
+        for edited in (False, True, True):
             optimizer.zero_grad()
-            (model(x).square().mean() + weight * model.weight.square().sum()).backward()
+            loss = model(x).square().mean()
+            if edited and kind == "penalty":
+                loss = loss + model.weight.square().sum()
+            permuted = model.parameters() if edited and kind == "permuted" else ()
+            hooks = [parameter.register_hook(lambda g: g.flip(0)) for parameter in permuted]
+            loss.backward()
             optimizer.step()
+            for hook in hooks:
+                hook.remove()
     alone, first, second = monitor.reports
     assert not alone.notes
     for report in (first, second):
