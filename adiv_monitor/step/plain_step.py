@@ -110,14 +110,10 @@ def probe(
     v = to_device(drawn.astype(_NUMPY[G.dtype]), G.device)
     found = G.new_empty(2, G.shape[1])
     left = found[1]
-    bias = None if of_bias is None else exact(of_bias).reshape(-1)
-    if of_weight is None:
-        assert bias is not None
-        torch.mul(bias, v[width], out=left)
-    else:
-        weight = exact(of_weight)
-        matrix = weight.t() if features.transposed else weight.reshape(-1, width)
-        start, beta = (left, 0.0) if bias is None else (bias, drawn[width])
-        torch.addmv(start, matrix, v[:width], beta=beta, out=left)
+    assert of_weight is not None  # of a bias alone, the product is less work
+    weight = exact(of_weight)
+    matrix = weight.t() if features.transposed else weight.reshape(-1, width)
+    start, beta = (left, 0.0) if of_bias is None else (exact(of_bias).reshape(-1), drawn[width])
+    torch.addmv(start, matrix, v[:width], beta=beta, out=left)
     torch.addmv(left, G.T, features.times(v), alpha=-1, out=found[0])
     return found

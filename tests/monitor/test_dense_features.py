@@ -1,0 +1,87 @@
+"""What features do to vectors and to each other, against Φ written out column by column."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from adiv_monitor.features import DenseFeatures
+
+ROWS, OUT = 7, 2
+BIASES = ("none", "one", "half", "of rows", "of groups")
+
+
+def made(groups: int, n_feat: int, bias: str, *, across: bool) -> DenseFeatures:
+    """Features that lie in memory group by group, or feature by feature."""
+    phi = torch.randn(ROWS, groups, n_feat, dtype=torch.float64)
+    if across:
+        phi = phi.mT.contiguous().mT
+    number = {"none": None, "one": 1.0, "half": 0.5}
+    if bias in number:
+        return DenseFeatures(phi, number[bias])
+    width = groups if bias == "of groups" else 1
+    return DenseFeatures(phi, torch.rand(ROWS, width, dtype=torch.float64) + 0.5)
+
+
+CASES = [
+    made(groups, n_feat, bias, across=across)
+    for groups, n_feat, bias, across in product((1, 3), (1, 4), BIASES, (False, True))
+]
+
+
+def written_out(features: DenseFeatures) -> tuple[Tensor, Tensor | None]:
+    """φ_W and φ_b of every row and group."""
+    phi, bias = features.phi, features.bias
+    assert phi is not None
+    if bias is None:
+        return phi, None
+    return phi, torch.zeros_like(phi[..., 0]) + bias
+
+
+@pytest.mark.parametrize("features", CASES)
+def test_features_are_what_they_are_written_out(features: DenseFeatures) -> None:
+    phi, bias = written_out(features)
+    groups, n_feat = phi.shape[1:]
+    weight = torch.randn(groups * OUT, n_feat, dtype=torch.float64)
+    blocks = weight.reshape(groups, OUT, n_feat)
+    moved = torch.stack([(phi[:, g] @ blocks[g].T) for g in range(groups)], dim=1)
+    torch.testing.assert_close(features.by_weight(weight), moved.flatten(1))
+    depthwise = weight[::OUT]
+    alone = torch.stack([phi[:, g] @ depthwise[g] for g in range(groups)], dim=1)
+    torch.testing.assert_close(features.by_weight(depthwise), alone)
+    one = torch.randn(groups * OUT, dtype=torch.float64)
+    if bias is None:
+        assert features.by_bias(one) is None
+    else:
+        offset = bias[:, :, None] * one.reshape(groups, OUT)
+        torch.testing.assert_close(features.by_bias(one), offset.flatten(1))
+    square = phi.square().sum(2) + (0 if bias is None else bias.square())
+    torch.testing.assert_close(features.scale(), square)
+    active = torch.rand(ROWS, dtype=torch.float64).round()
+    together = (active[:, None, None] * phi).sum(0)
+    torch.testing.assert_close(features.weight_sum(active), together.flatten())
+    torch.testing.assert_close(features.mean_products(active), (phi * together).sum((1, 2)))
+    torch.testing.assert_close(features.weight_norms(), phi.square().sum((1, 2)).sqrt())
+
+
+@pytest.mark.parametrize("features", [case for case in CASES if case.has_gram])
+def test_products_of_features_of_one_group(features: DenseFeatures) -> None:
+    phi, bias = written_out(features)
+    columns = phi[:, 0] if bias is None else torch.cat([phi[:, 0], bias], dim=1)
+    torch.testing.assert_close(features.gram(), columns @ columns.T)
+    v = torch.randn(columns.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(features.times(v), columns @ v)
+    if bias is not None:
+        lone = DenseFeatures(None, bias)
+        torch.testing.assert_close(lone.gram(), bias @ bias.T)
+        torch.testing.assert_close(lone.times(v[-1:]), bias[:, 0] * v[-1])
+
+
+@pytest.mark.parametrize("features", CASES)
+def test_rows_of_features_apart_and_together(features: DenseFeatures) -> None:
+    torch.testing.assert_close(features.scale(), features.joined([]).scale())
+    parts = [features.pick(torch.tensor(rows)) for rows in ([0, 1], [2], [3, 4, 5, 6])]
+    torch.testing.assert_close(parts[0].joined(parts[1:]).columns(), features.columns())
+    for part, rows in zip(parts, (slice(0, 2), slice(2, 3), slice(3, 7)), strict=True):
+        torch.testing.assert_close(part.scale(), features.scale()[rows])
