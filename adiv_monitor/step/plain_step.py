@@ -105,12 +105,12 @@ def probe(
 ) -> Tensor:
     """γv − Gᵀ(Φv) and γv for a random v (R. Freivalds 1977): the first is 0 if γ = GᵀΦ."""
     of_weight, of_bias = layer.change(gamma)
-    width = 0 if features.phi is None else features.phi.shape[2]
+    assert of_weight is not None and features.phi is not None  # a bias's product is less work
+    width = features.phi.shape[2]
     drawn = generator.standard_normal(width + (of_bias is not None))
     v = to_device(drawn.astype(_NUMPY[G.dtype]), G.device)
     found = G.new_empty(2, G.shape[1])
     left = found[1]
-    assert of_weight is not None  # of a bias alone, the product is less work
     weight = exact(of_weight)
     matrix = weight.t() if features.transposed else weight.reshape(-1, width)
     start, beta = (left, 0.0) if of_bias is None else (exact(of_bias).reshape(-1), drawn[width])
