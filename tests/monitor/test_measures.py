@@ -155,8 +155,10 @@ def test_sums_of_many_alike_entries_do_not_drift() -> None:
     torch.testing.assert_close(found, expected.expand(20, 2, 2), rtol=1e-4, atol=0)
 
 
-def random_layer(random: np.random.Generator, rows: int, groups: int = 1) -> Numbers:
-    """A step whose every matrix is random."""
+def random_layer(
+    random: np.random.Generator, rows: int, groups: int = 1, known: str = "nothing"
+) -> Numbers:
+    """A step whose every matrix is random, and what is known of all rows besides."""
     names = ("G", "e", "z", "rest", "d") if groups == 1 else ("G", "e", "z", "own", "rest", "d")
     vectors = random.normal(size=(rows, len(names), 6))
     values = {"products": vectors @ vectors.transpose(0, 2, 1)}
@@ -171,28 +173,35 @@ def random_layer(random: np.random.Generator, rows: int, groups: int = 1) -> Num
             "scale_entries_of_rows": random.exponential(size=rows * groups),
         }
     dots = dict(zip(("gamma_gamma", "w_w", "w_gamma"), random.exponential(size=3), strict=True))
+    if known == "norms of parts":  # of more or fewer, from layer to layer
+        values["G_norms"] = random.exponential(size=random.integers(2, 9)) + 1
+    elif known == "sums":
+        sums = ("G_G", "own_G", "own_own", "scale_sum", "scale_deviation", "scale_max")
+        values |= {name: random.exponential(size=1) + 20 for name in sums}
+        values |= {"active": np.array([2.0 * rows]), "weight_squares": np.array([30.0])}
     return Numbers(
         rows_seen=rows,
         rows_total=3 * rows,
         groups=groups,
         vectors=names,
         values=values,
-        exact=False,
+        exact=known != "nothing",
         suspected=False,
         shared=False,
         bias_alone=False,
         tolerance=1e-9,
-        factor=1.0,
+        factor=random.exponential(),
         entry_rows=None,
         dots=dots,
     )
 
 
+@pytest.mark.parametrize("known", ["nothing", "norms of parts", "sums"])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_layers_measured_together_are_as_measured_alone(groups: int) -> None:
+def test_layers_measured_together_are_as_measured_alone(groups: int, known: str) -> None:
     random = np.random.default_rng(0)
-    layers = {f"layer {i}": random_layer(random, 6, groups) for i in range(3)}
-    layers["another shape"] = random_layer(random, 5, groups)
+    layers = {f"layer {i}": random_layer(random, 6, groups, known) for i in range(3)}
+    layers["another shape"] = random_layer(random, 5, groups, known)
     together = measure(layers)
     assert list(together) == list(layers)
     for path, numbers in layers.items():
