@@ -1,12 +1,13 @@
 """The measures as functions: any number of layers at once, zero vectors, sums, quantiles."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
-from adiv_monitor.maths import dots, measures
+from adiv_monitor.maths import dots, measures, readings
 from adiv_monitor.maths.estimates import (
     Sample,
     Sum,
@@ -16,7 +17,7 @@ from adiv_monitor.maths.estimates import (
     quantiles,
     share_error,
 )
-from adiv_monitor.maths.readings import Numbers, measure
+from adiv_monitor.maths.readings import Measured, Numbers, measure
 from adiv_monitor.step.transfer import fetch
 
 
@@ -198,12 +199,23 @@ def random_layer(
 
 @pytest.mark.parametrize("known", ["nothing", "norms of parts", "sums"])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_layers_measured_together_are_as_measured_alone(groups: int, known: str) -> None:
+def test_layers_measured_together_are_as_measured_alone(
+    groups: int, known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    real = readings._measure_alike
+
+    def counted(layers: Sequence[Numbers]) -> list[Measured]:
+        tried.append(len(layers))
+        return real(layers)
+
+    monkeypatch.setattr(readings, "_measure_alike", counted)
     random = np.random.default_rng(0)
     layers = {f"layer {i}": random_layer(random, 6, groups, known) for i in range(3)}
     layers["another shape"] = random_layer(random, 5, groups, known)
     together = measure(layers)
     assert list(together) == list(layers)
+    assert tried == [3, 1]  # where that fails, they are looked at one by one
     for path, numbers in layers.items():
         alone = measure({path: numbers})[path]
         assert together[path].values == pytest.approx(alone.values, rel=1e-12, nan_ok=True)
