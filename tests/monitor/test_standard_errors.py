@@ -17,6 +17,7 @@ from adiv_monitor.maths.estimates import (
     over_rows,
     product,
     quantiles,
+    share_error,
     variance_share,
 )
 
@@ -286,3 +287,19 @@ def test_quantiles_at_the_ends_and_of_lone_entries() -> None:
     assert value.tolist() == [[4, 4, 4], [5, 5, 5]]
     assert error[0].tolist() == [0, 0, 0]
     assert np.isnan(error[1]).all()
+
+
+def test_quantiles_among_infinities() -> None:
+    """With infinities to both sides a quantile is certain, with one it may be anywhere."""
+    value, error = quantiles(np.array([[1.0] + [math.inf] * 9]), [0.0, 0.2, 0.9], 0.01)
+    assert value[0].tolist() == [1, math.inf, math.inf]
+    assert error[0].tolist() == [0, 0, 0]
+    value, error = quantiles(np.array([[1.0, 2.0, 3.0, math.inf]]), [0.5], 0.64)
+    assert value[0].tolist() == [2.5]
+    assert error[0].tolist() == [math.inf]
+
+
+def test_a_share_of_one_row_is_as_uncertain_as_laplace_has_it() -> None:
+    sample = of_all(1000, np.ones((1, 20), dtype=bool))
+    error = share_error(np.zeros(1), np.ones(1), sample)
+    assert error == pytest.approx(np.sqrt(0.98 / 19 * (1 / 3) * (2 / 3) * 20))
