@@ -299,9 +299,8 @@ class Gathering:
         call.arrive(rows, None if is_term else size, torch.finfo(gradient.dtype).eps)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
-        elif self._attainable and call.rows.total:
-            # A second pass through one graph: its rows are summed up already.
-            self._layers.rows[path].ceiling_is_whole = False
+        else:  # a second pass through one graph, whose rows will be summed up already
+            call.tells_sums = self._attainable and call.rows.total > 0
 
     def _on_replay(self, call: Call, linear: Map, error: Tensor) -> None:
         """A replay has told the rows of one of the layers in a recurrent call."""

@@ -74,6 +74,7 @@ class Call:
         self.late: weakref.ref[Late] | None = None  # so does this
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
+        self.tells_sums = False  # of a further pass through the graph, or of rows put together
         self.place: CallPlace | None = None
         self.forward = -1
         self.split: Split | None = None
@@ -219,7 +220,6 @@ class LayerRows:
         self.calls: list[Call] = []
         self.dropped = False  # rows whose gradient was zeroed before a step was taken
         self.ceiling: Ceiling | None = None
-        self.ceiling_is_whole = True
         self.linear: Tensor | None = None  # did the rule reproduce the output?
         self._chooser = chooser
         self._max_rows = chooser.max_rows
@@ -258,7 +258,7 @@ class LayerRows:
             self.calls = [c for c in self.calls if c.gradient is None or c.arrived]
             for call in self.calls:
                 call.gradient = call.size = None
-            self.ceiling, self.ceiling_is_whole = None, True
+            self.ceiling = None
 
     def rescale(self, factor: Tensor) -> None:
         """What the parameters had accumulated was multiplied by a factor since."""
@@ -276,11 +276,19 @@ class LayerRows:
         """The layer's parameters accumulate a gradient."""
         for call in self.calls:
             call.fold()
-            folded = call.gradient is not None and not call.arrived
-            if folded and call.every_row is not None and call.every_gradient is not None:
-                self.ceiling = self.ceiling or Ceiling()
-                self.ceiling.add(call.every_row, call.every_gradient)
-                call.every_row = call.every_gradient = None
+            self._add_to_ceiling(call)
+
+    def _add_to_ceiling(self, call: Call) -> None:
+        folded = call.gradient is not None and not call.arrived
+        if folded and call.every_row is not None and call.every_gradient is not None:
+            self.ceiling = self.ceiling or Ceiling()
+            self.ceiling.add(call.every_row, call.every_gradient)
+            call.every_row = call.every_gradient = None
+
+    @property
+    def ceiling_is_whole(self) -> bool:
+        """Whether no gradient is part of the parameters' of which the ceiling knows nothing."""
+        return not any(call.tells_sums and call.gradient is not None for call in self.calls)
 
     def finish(self) -> list[Call]:
         """The gradients are final: the calls that are part of them, with the sampled rows only."""
@@ -288,6 +296,7 @@ class LayerRows:
             # No parameter accumulated: the gradients were set by hand, from this pass.
             for call in self.calls:
                 call.take_arrived()
+                self._add_to_ceiling(call)
         reached = [call for call in self.calls if call.gradient is not None]
         kept = winners([call.draw for call in reached], self._max_rows)
         for call, rows in zip(reached, kept, strict=True):

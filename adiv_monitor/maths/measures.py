@@ -33,6 +33,7 @@ from adiv_monitor.maths.estimates import (
     over_rows,
     product,
     share_error,
+    variance_share,
 )
 
 # --- one layer, one step: the activations ----------------------------------------------------
@@ -212,9 +213,10 @@ def scale_cv_of_rows(
         deviation = squares / per_row - 2 * shift[:, None] * sums / per_row + shift[:, None] ** 2
         is_spread = rows & (variance[:, None] > 0)
         of_variance = np.where(is_spread, deviation / variance[:, None] - 1, 0.0)
-        share = sample.share_of(rows) / rows.sum(1)
-        error = value * np.sqrt(by_chance(share, ((of_variance / 2 - of_mean) ** 2).sum(1)))
-        # The terms of second order; and the sample's variance lacks that of its mean, dm²m²/v.
+        share = sample.share_of(rows) / np.maximum(rows.sum(1), 1)
+        influence = value[:, None] * (of_variance / 2 - of_mean)
+        error = np.sqrt(by_chance(share, (influence**2).sum(1)))
+        # The terms of second order; and a sample's variance lacks that of its mean, dm²m²/v.
         second = of_mean**2 - of_variance * of_mean / 2 - of_variance**2 / 8
         lacking = np.where(is_spread, (of_mean / value[:, None]) ** 2, 0.0)
         bias = by_chance(np.where(np.isfinite(share), share, 0.0), (second - lacking / 2).sum(1))
@@ -272,14 +274,14 @@ def common_share_of_rows(
         alone = mean * n
         # Pairs of different rows tell the mean's length; each row's own square is known besides.
         pairs = np.where(n > 1, (together - alone) / (n * (n - 1.0)), 0.0)
-        rest = np.where(sample.variance_share == 0, 1 / n, 1 / np.maximum(count, 1))
+        whole, rest = n >= count, 1 / np.maximum(count, n)
         ratio = pairs / mean
         of_mean = np.where(rows, squares / mean[:, None] - 1, 0.0)
-        of_pairs = 2 * (products / n[:, None] - (together / n**2)[:, None]) / mean[:, None]
-        of_pairs = np.where(rows, of_pairs, 0.0)
-        share = sample.share_of(rows) / n
+        others = (products - squares) / np.maximum(n - 1.0, 1)[:, None]
+        of_pairs = np.where(rows, 2 * (others - pairs[:, None]) / mean[:, None], 0.0)
+        share = np.where(whole, 0.0, variance_share(n, count) / n)
         spread = ((of_pairs - ratio[:, None] * of_mean) ** 2).sum(1)
-        error = (1 - rest) * np.sqrt(by_chance(share, spread))
+        error = np.sqrt(by_chance(share, (1 - rest) ** 2 * spread))
         second = (ratio[:, None] * of_mean**2 - of_pairs * of_mean).sum(1)
         ratio = ratio - by_chance(np.where(np.isfinite(share), share, 0.0), second)
         value = ratio * (1 - rest) + rest

@@ -19,7 +19,7 @@ from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import exact, joined
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.alike import Fail
-from adiv_monitor.maths.ceiling import Ceiling
+from adiv_monitor.maths.ceiling import KNOWN, Ceiling
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.measured_layer import MeasuredLayer
 from adiv_monitor.step.part import CEILING_SUMS, Looked
@@ -211,7 +211,7 @@ class FinalGradient:
             values["replay_error"] = torch.stack(replay_errors).amax()
         if not (rows.ceiling_is_whole or looked.dealt is None):
             self.in_parts.append(layer.path)
-        elif rows.ceiling is not None and not rows.ceiling_is_whole:
+        elif isinstance(calls[0].features, KNOWN) and not rows.ceiling_is_whole:
             self.summed.append(layer.path)
         elif rows.ceiling is not None:
             alike = 1 if looked.dealt is None else looked.dealt.count

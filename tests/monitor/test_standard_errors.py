@@ -56,10 +56,11 @@ def test_the_spread_of_scales(groups: int, idle: float, unit: float) -> None:
     agrees(found, scales[active].std() / scales[active].mean())
 
 
+@pytest.mark.parametrize("mean", [0.7, 1.5])
 @pytest.mark.parametrize("idle", [0.0, 0.4])
-def test_how_much_the_rows_have_in_common(idle: float) -> None:
+def test_how_much_the_rows_have_in_common(idle: float, mean: float) -> None:
     random = np.random.default_rng(0)
-    features = random.normal(size=(ROWS, 6)) * random.gamma(3.0, 1.0, (ROWS, 1)) + 1.5
+    features = random.normal(size=(ROWS, 6)) * random.gamma(3.0, 1.0, (ROWS, 1)) + mean
     active = random.random(ROWS) >= idle
     index, sample = draws(active)
     seen = features[index] * sample.active[..., None]
@@ -303,3 +304,25 @@ def test_a_share_of_one_row_is_as_uncertain_as_laplace_has_it() -> None:
     sample = of_all(1000, np.ones((1, 20), dtype=bool))
     error = share_error(np.zeros(1), np.ones(1), sample)
     assert error == pytest.approx(np.sqrt(0.98 / 19 * (1 / 3) * (2 / 3) * 20))
+
+
+def test_all_active_rows_leave_nothing_to_chance_either() -> None:
+    """Of many rows few were seen, but these are all that are active; in the last layer none is."""
+    active = np.array([[True, True, False], [False, True, False], [False] * 3])
+    features = np.array([[1.0, 2.0], [3.0, -1.0], [5.0, 5.0]]) * active[..., None]
+    squares = (features**2).sum(-1)
+    products = (features * features.sum(1, keepdims=True)).sum(-1)
+    count = active.sum(1).astype(float)
+    found = measures.common_share_of_rows(products, squares, count, of_all(90, active))
+    assert found.value[:2].tolist() == pytest.approx([(16 + 1) / 4 / 7.5, 1])
+    assert np.isnan(found.value[2])
+    assert found.error.tolist() == [0, 0, 0]
+
+
+def test_scales_without_an_active_row() -> None:
+    nothing, one = np.zeros((1, 3)), np.ones(1)
+    for rows, error in ((3, 0.0), (90, math.nan)):
+        sample = of_all(rows, np.zeros((1, 3), dtype=bool))
+        found = measures.scale_cv_of_rows(nothing, nothing, one, one, sample)
+        assert np.isnan(found.value[0])
+        assert found.error[0] == pytest.approx(error, nan_ok=True)
