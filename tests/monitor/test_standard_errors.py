@@ -326,3 +326,39 @@ def test_scales_without_an_active_row() -> None:
         found = measures.scale_cv_of_rows(nothing, nothing, one, one, sample)
         assert np.isnan(found.value[0])
         assert found.error[0] == pytest.approx(error, nan_ok=True)
+
+
+def test_the_spread_of_scales_by_finite_differences() -> None:
+    """Bias and error are half the second and the first derivative by the weight of each row."""
+    random = np.random.default_rng(0)
+    seen, total, groups = 12, 40.0, 3
+    scales = random.gamma(2.0, 1.0, (seen, groups))
+
+    def cv(step: float, row: int) -> float:
+        weights = np.full(seen, (1 - step) / seen)
+        weights[row] += step
+        mean = weights @ scales.mean(1)
+        return float(np.sqrt(weights @ ((scales - mean) ** 2).mean(1)) / mean)
+
+    h, share = 1e-3, (1 - seen / total) / (seen - 1)
+    first = [(cv(h, row) - cv(-h, row)) / (2 * h) for row in range(seen)]
+    second = [(cv(h, row) + cv(-h, row) - 2 * cv(0, row)) / h**2 for row in range(seen)]
+    found = measures.scale_cv_of_rows(
+        *(scales.sum(1)[None] - groups, ((scales - 1) ** 2).sum(1)[None], np.array([3.0])),
+        *(np.ones(1), Sample(np.array([total]), np.ones((1, seen), dtype=bool))),
+    )
+    assert found.value[0] == pytest.approx(cv(0, 0) - share / 2 * np.mean(second), rel=1e-5)
+    assert found.error[0] == pytest.approx(np.sqrt(share * np.mean(np.square(first))), rel=1e-5)
+
+
+def test_rows_at_the_edge() -> None:
+    """A row that is not moved along its gradient is not harmed; cosines end at −1 and 1."""
+    sample = of_all(4, np.ones((1, 4), dtype=bool))
+    one, moved = np.ones(1), Sum(np.ones(1), np.zeros((1, 4)))
+    harmed = measures.harmed_fraction(np.array([[0.0, -1.0, 1.0, 0.0]]), sample, moved)
+    assert harmed.value[0] == 0.25
+    for beyond in (-1.0000001, 1.0000001):
+        d_G = Sum(np.full(1, beyond), np.zeros((1, 4)))
+        assert measures.update_cosine(d_G, moved, moved, sample).value[0] == round(beyond)
+        assert measures.projection_cosine(np.full(1, beyond), one, one)[0] == round(beyond)
+    assert measures.row_cosines(np.ones((1, 1)), np.zeros((1, 1)), np.ones((1, 1))) == np.inf
