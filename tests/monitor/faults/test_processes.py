@@ -30,7 +30,7 @@ JOINING = (
     *("capture/split_calls.py", "capture/weights/shards.py"),
 )
 OF_PARTS = ("peers", "place", "first", "share", "hold", "part", "lies_apart", "gradient_part")
-# What only computes fails alike wherever it does: every fourth function of it.
+# What only computes fails alike wherever it does: every eighth function of it.
 COMPUTING = ("step/together.py", "step/rows_together.py", "step/attention_together.py")
 # Where each is told apart: what the store raises when it is gone, and anything else.
 ERRORS: tuple[Callable[[], Exception], ...] = (
@@ -128,7 +128,7 @@ def work(rank: int, folder: str) -> None:
             boundaries = [b for b in boundaries if "shards" not in b.file or b.name in OF_PARTS]
         else:
             boundaries += [b for b in own.boundaries if b.file in TALKING]
-            boundaries += [b for b in own.boundaries if b.file in COMPUTING][::4]
+            boundaries += [b for b in own.boundaries if b.file in COMPUTING][::8]
         assembly.PATIENCE = 0.4
         several: list[Any] = [None] * WORLD
         dist.all_gather_object(several, boundaries)
