@@ -7,9 +7,9 @@ here, and then only counted. mutmut leaves alone what is outside functions, and 
 lines that are nothing but words of a message are left alone here.
 
 Works on a copy, `.mutants/<file>`. A run that was cut short goes on where it was, unless the
-package or its tests were changed since. A mutant takes one to ten seconds, survivors a minute, all
-of a large file hours: about a tenth of them, by the last digit of their numbers in each function,
-tells how it stands; it is run anew each time.
+package or its tests were changed since. A mutant takes one to ten seconds, survivors up to a
+minute, and a large file has 1,300: about a tenth of them, by the last digit of their numbers in
+each function, tells how it stands; it is run anew each time.
 
     make mutants FILE=adiv_monitor/maths/measures.py
     python tests/mutants.py adiv_monitor/maths/{measures,dots}.py --processes 2

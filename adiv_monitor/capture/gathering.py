@@ -282,13 +282,13 @@ class Gathering:
         self, path: str, layout: Callable[[Tensor], Tensor], call: Call
     ) -> Callable[[Tensor], None]:
         """The hook that takes the gradient of a call's output."""
-        hook = partial(self._on_gradient, path, layout, call)
+        hook = partial(self._on_gradient, layout, call)
         arrive = partial(self._layers.guarded, [path], hook)
         call.hook = weakref.ref(arrive)
         return arrive
 
     def _on_gradient(
-        self, path: str, layout: Callable[[Tensor], Tensor], call: Call, gradient: Tensor
+        self, layout: Callable[[Tensor], Tensor], call: Call, gradient: Tensor
     ) -> None:
         if call.split is not None:
             call.split = call.split.arrived(gradient)
@@ -310,7 +310,7 @@ class Gathering:
         try:
             if not call.known:
                 self._look(call, affine(linear.inputs, linear.weight, linear.bias), linear.z)
-            self._on_gradient(path, as_it_is, call, linear.gradient)
+            self._on_gradient(as_it_is, call, linear.gradient)
         except Exception as failure:
             self._layers.failed(path, failure)
         call.replay_error = error

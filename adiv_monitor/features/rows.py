@@ -104,6 +104,11 @@ def precise(tensor: Tensor) -> Tensor:
     return exact(tensor) if tensor.is_floating_point() else tensor
 
 
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether one is a view of the other, or both of a third: what is written to one may show."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def exact_type(tensor: Tensor) -> torch.dtype:
     """The precision of the measures for what is made of this tensor."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -159,7 +159,7 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         influence = by_chance(numerator.spread, rest[:, None]) + by_chance(relative, value[:, None])
         bias = by_chance(_mean(numerator.spread * relative), rest)
         bias = bias + by_chance((_mean(relative**2) - own) / 2, value)
-        value = value - by_chance(np.where(np.isfinite(share), share, 0.0), bias)
+        value = value - bias_by_chance(share, bias)
         return Estimate(value, np.sqrt(by_chance(_mean(influence**2), share)))
 
 
@@ -242,3 +242,8 @@ def by_chance(chance: np.ndarray, other: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         found: np.ndarray = np.where(chance == 0, 0.0, chance * other)
     return found
+
+
+def bias_by_chance(share: PerLayer, second: PerLayer) -> PerLayer:
+    """Their product, the bias that terms of second order tell; 0 where one row can't tell it."""
+    return by_chance(np.where(np.isfinite(share), share, 0.0), second)

@@ -28,6 +28,7 @@ from adiv_monitor.maths.estimates import (
     PerRow,
     Sample,
     Sum,
+    bias_by_chance,
     by_chance,
     mean_of_active,
     over_rows,
@@ -219,7 +220,7 @@ def scale_cv_of_rows(
         # The terms of second order; and a sample's variance lacks that of its mean, dm²m²/v.
         second = of_mean**2 - of_variance * of_mean / 2 - of_variance**2 / 8
         lacking = np.where(is_spread, (of_mean / value[:, None]) ** 2, 0.0)
-        bias = by_chance(np.where(np.isfinite(share), share, 0.0), (second - lacking / 2).sum(1))
+        bias = bias_by_chance(share, (second - lacking / 2).sum(1))
         return Estimate(value * (1 - bias), error)
 
 
@@ -270,8 +271,8 @@ def common_share_of_rows(
     n = rows.sum(1)
     with np.errstate(divide="ignore", invalid="ignore"):
         together = np.where(rows, products, 0.0).sum(1)
-        mean = np.where(rows, squares, 0.0).sum(1) / n
-        alone = mean * n
+        alone = np.where(rows, squares, 0.0).sum(1)
+        mean = alone / n
         # Pairs of different rows tell the mean's length; each row's own square is known besides.
         pairs = np.where(n > 1, (together - alone) / (n * (n - 1.0)), 0.0)
         whole, rest = n >= count, 1 / np.maximum(count, n)
@@ -283,8 +284,7 @@ def common_share_of_rows(
         spread = ((of_pairs - ratio[:, None] * of_mean) ** 2).sum(1)
         error = np.sqrt(by_chance(share, (1 - rest) ** 2 * spread))
         second = (ratio[:, None] * of_mean**2 - of_pairs * of_mean).sum(1)
-        ratio = ratio - by_chance(np.where(np.isfinite(share), share, 0.0), second)
-        value = ratio * (1 - rest) + rest
+        value = (ratio - bias_by_chance(share, second)) * (1 - rest) + rest
     return Estimate(np.clip(value, 0, 1), error)
 
 

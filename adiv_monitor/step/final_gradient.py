@@ -16,7 +16,7 @@ from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.jacobian import JacobianFeatures
-from adiv_monitor.features.rows import exact, joined
+from adiv_monitor.features.rows import exact, joined, shares_memory
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.alike import Fail
 from adiv_monitor.maths.ceiling import KNOWN, Ceiling
@@ -262,9 +262,7 @@ def _apart(part: Tensor | None, gradients: Iterable[Tensor]) -> Tensor | None:
     """The same; a copy of what is a view of gradients, which the optimizer may write to."""
     if part is None:
         return None
-    memory = part.untyped_storage().data_ptr()
-    is_view = any(gradient.untyped_storage().data_ptr() == memory for gradient in gradients)
-    return part.clone() if is_view else part
+    return part.clone() if any(shares_memory(part, gradient) for gradient in gradients) else part
 
 
 def _fan_in(features: Features) -> int | None:

@@ -11,6 +11,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from adiv_monitor.capture.again.graph import nodes_above
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.weights.tape import tensors_in
+from adiv_monitor.features.rows import shares_memory
 
 
 class Outputs:
@@ -115,6 +116,5 @@ def _without_makers(tensors: list[Tensor]) -> list[Tensor]:
         above = set(nodes_above([tensor]))
         for maker in tensors:
             if maker.grad_fn in above:
-                viewed = maker.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-                dropped.add(id(tensor if viewed else maker))
+                dropped.add(id(tensor if shares_memory(maker, tensor) else maker))
     return [tensor for tensor in tensors if id(tensor) not in dropped]

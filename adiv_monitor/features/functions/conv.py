@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.rows import Index, Rows, exact, exact_type, to_device
+from adiv_monitor.features.rows import (
+    Index,
+    Rows,
+    exact,
+    exact_type,
+    shares_memory,
+    to_device,
+)
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 from adiv_monitor.features.whole import Whole, squares
 
@@ -203,8 +210,7 @@ def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
         by_row = by_place.reshape(rows.total, prod(geometry.kernel), batched.shape[1])
         phi = exact(by_row).transpose(1, 2).reshape(rows.total, geometry.groups, per_output)
         # Windows that don't overlap may be views: training may change the input in place.
-        is_view = phi.untyped_storage().data_ptr() == input.untyped_storage().data_ptr()
-        return phi.clone() if is_view else phi
+        return phi.clone() if shares_memory(phi, input) else phi
     shape = rows.shape if input is batched else (1, *rows.shape)
     sample, *start = np.unravel_index(rows.chosen, shape)
     sources, outside = _sources(geometry, start, tuple(batched.shape[2:]))
