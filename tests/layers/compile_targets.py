@@ -1,8 +1,9 @@
 """Compile every kernel as its launcher would start it, for a GPU that need not be there.
 
-Prints one JSON object: for each case registers, spilled bytes or registers, how many loads and
-stores of full width there are and at least have to be, on NVIDIA's how many 2-byte ones have no
-neighbour in the next thread, and instructions per element. Run by test_targets.py, not interpreted.
+Takes the target, and of how many cases to compile one. Prints one JSON object: for each case
+registers, spilled bytes or registers, how many loads and stores of full width there are and at
+least have to be, on NVIDIA's how many 2-byte ones have no neighbour in the next thread, and
+instructions per element. Run by test_targets.py, not interpreted.
 """
 
 import itertools
@@ -234,9 +235,8 @@ def amd_usage(compiled):
     }
 
 
-def main(name):
+def main(name, each):
     target, usage = TARGETS[name], nvidia_usage if name.startswith("sm") else amd_usage
-    each = 1 if name == "sm_90" else 3  # of the others, a third: what one spills, most do
     found, numbers = {}, itertools.count()
     for dtype, launched in cases():
         for case, loads, stores, access in launched:
@@ -260,4 +260,4 @@ def main(name):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -270,6 +270,7 @@ def test_linear_maps(way, form, shape, dtype, monkeypatch):
 FEW_ROWS = [(1, 50, 7), (64, 130, 40), (32, 520, 32), (16, 16, 16), (2, 33, 300)]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", FEW_ROWS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -335,6 +336,7 @@ def test_layout_of_few_rows(form, layout):
     check(in_one_kernel(form), linear_reference(form), inputs, [g], FLOAT32)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("way", "form"), MAPS)
 @pytest.mark.parametrize("rows", [2, 4], ids=["few rows", "many rows"])
 def test_derivatives_by_finite_differences(way, form, rows):

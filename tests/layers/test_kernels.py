@@ -16,9 +16,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("part", ["rows", "patches", "operators", "forms"])
-def test_in_the_interpreter(part):
+def test_in_the_interpreter(part, request):
+    whole = ["--whole"] if request.config.getoption("whole") else []
     finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", HERE / f"interpreted_{part}.py"],
+        [sys.executable, "-m", "pytest", "-q", *whole, HERE / f"interpreted_{part}.py"],
         cwd=HERE.parents[1],
         env={
             **os.environ,

@@ -25,18 +25,20 @@ pytestmark = pytest.mark.skipif(
 INSTRUCTIONS_PER_BYTE = 4 * 32 * 132 * 1.755e9 / 4.3e12
 BYTES = {"unit_rows": 4, "unit_rows with a column": 4, "unit_rows of unaligned rows": 4}
 BYTES |= {"unit_rows_backward": 6, "unit_rows_backward with a column": 6}
+WIDTHS = (1000, 1001, 1004, 4096, 4099)
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
-def test_kernels_compile_well(target, tmp_path):
+@pytest.mark.parametrize(("target", "each"), [("sm_90", 3), ("sm_100", 9), ("gfx942", 9)])
+def test_kernels_compile_well(target, each, tmp_path, request):
+    each = 1 if request.config.getoption("whole") else each
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     script = Path(__file__).with_name("compile_targets.py")
-    command = [sys.executable, str(script), target]
+    command = [sys.executable, str(script), target, str(each)]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-5_000:]
     found = json.loads(finished.stdout)
-    assert len(found) > (180 if target == "sm_90" else 60)
+    assert len(found) > 180 // each
     for case, usage in found.items():
         assert usage["spilled"] == 0, (case, usage)
         # Two programs of 8 warps or four of 4 at least; an AMD multiprocessor has room for more.
@@ -46,7 +48,12 @@ def test_kernels_compile_well(target, tmp_path):
         assert usage["stores"] >= usage["least_stores"], (case, usage)
         if target[:2] == "sm":
             assert usage["apart"] == 0, (case, usage)
-    for name, moved in BYTES.items():
-        for width in (1000, 1001, 1004, 4096, 4099) if target == "sm_90" else ():
-            needed = found[f"{name} {width}, torch.bfloat16"]["instructions"]
-            assert 0 < needed < moved * INSTRUCTIONS_PER_BYTE, (name, width, needed)
+    if target == "sm_90":
+        cases = {
+            f"{name} {width}, torch.bfloat16": n for name, n in BYTES.items() for width in WIDTHS
+        }
+        compiled = found.keys() & cases.keys()
+        assert len(compiled) >= len(cases) // each
+        for case in compiled:
+            needed = found[case]["instructions"]
+            assert 0 < needed < cases[case] * INSTRUCTIONS_PER_BYTE, (case, needed)

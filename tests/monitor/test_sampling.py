@@ -28,7 +28,7 @@ def chosen_of(draws: list, most: int | None, totals: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("totals", "most"),
-    [([37], 10), ([5, 40, 1, 200, 3], 12), ([1] * 50, 7), ([4, 4], 8), ([200, 2], 20)],
+    [([37], 10), ([5, 40, 1, 200, 3], 12), ([1] * 20, 7), ([4, 4], 8), ([200, 2], 20)],
 )
 def test_bottom_keys_are_even(totals: list[int], most: int) -> None:
     """Sorted, none twice, exactly as many as wanted, each position as often as any other."""
