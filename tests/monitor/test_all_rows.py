@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from adiv_monitor import Monitor
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.totals import MOST_ENTRIES, AllRows
 
@@ -77,3 +78,27 @@ def test_of_very_many_scales_some_are_told() -> None:
         assert torch.isin(active, scale).all()
         assert 0.25 < (entries < 0).double().mean() < 0.35
     assert not torch.equal(first, second)
+
+
+def test_a_layer_whose_sums_fail_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = totals._of_stacked
+
+    def breaks(weight_square: Tensor, *rest: Tensor | float) -> dict[str, Tensor]:
+        if (weight_square == 0).any():  # a row of zeros, which only the first layer has
+            raise RuntimeError("no sums")
+        return real(weight_square, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(totals, "_of_stacked", breaks)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(3, 4)
+    x[1] = 0
+    with (
+        Monitor(model, optimizer, max_rows=None) as monitor,
+        pytest.warns(UserWarning, match="no sums"),
+    ):
+        model(x).square().sum().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert monitor.latest.layers.keys() == {"1"}
+    assert "no sums" in monitor.latest.unsupported["0"]

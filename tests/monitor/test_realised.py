@@ -595,6 +595,7 @@ def test_a_step_that_moves_nothing_has_moved_nothing() -> None:
     assert report is not None and model.calls == 3 and not model.head.training
     assert report.realised_loss_change == 0
     assert set(report.realised_loss_changes) == {0.0}
+    assert not any("rounding" in note for note in report.notes)  # there is nothing to round
     for reading in report.layers.values():
         assert math.isnan(reading.realised_cosine) and math.isnan(reading.first_order_error)
 
