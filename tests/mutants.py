@@ -55,7 +55,7 @@ _MONITOR_TESTS = {
     "step/plain_step.py": ["test_derived", *_COURSE],
     "step/outcome.py": ["test_measures", "test_realised", "test_idle_rows", *_BOOKS],
     "step/transfer.py": ["test_measures", *_MEASURED],
-    "maths/ceiling.py": ["test_bookkeeping", *_MEASURED],
+    "maths/ceiling.py": ["test_bookkeeping", "test_micro_batches", "test_functions", *_MEASURED],
     "features/rows.py": ["test_features", *_COURSE],
     "features/whole.py": _RULES,
     "features/features.py": ["test_dense_features", *_RULES],

@@ -207,12 +207,13 @@ def function_truth(
 
 
 def projected(truth: LayerTruth, outputs: Callable[..., Tensor], values: Sequence[Tensor]) -> float:
-    """The ceiling: G projected on the columns of ∂z/∂Θ, z's rows as a function of Θ's parts."""
+    """The ceiling: G of active rows projected on the columns of ∂z/∂Θ, z a function of Θ."""
+    active = truth.G.norm(dim=1) > 0
     jacobians = torch.autograd.functional.jacobian(
-        lambda *parts: outputs(*parts).flatten(), tuple(values)
+        lambda *parts: outputs(*parts)[active].flatten(), tuple(values)
     )
     columns = torch.cat([j.reshape(len(j), -1) for j in jacobians], dim=1)
-    G = truth.G.flatten()
+    G = truth.G[active].flatten()
     return float((columns @ torch.linalg.pinv(columns) @ G).norm() / G.norm())
 
 

@@ -1,4 +1,4 @@
-"""What the ceiling needs of all rows of a step: ΦᵀΦ and ΦᵀG, or the rows while they are few."""
+"""What the ceiling needs of all active rows: ΦᵀΦ and ΦᵀG, or the rows while they are few."""
 
 import torch
 from jaxtyping import Float
@@ -11,7 +11,7 @@ KNOWN = DenseFeatures | OneHotFeatures | BlockFeatures
 
 
 class Ceiling:
-    """Gathers Φ and G of all rows, call by call, in float64; gives `attainable_cosine`."""
+    """Gathers Φ and G of all active rows, call by call, in float64; gives `attainable_cosine`."""
 
     def __init__(self) -> None:
         self._squared: Tensor | float = 0.0
@@ -24,6 +24,8 @@ class Ceiling:
         gradient = gradient.double()
         if isinstance(features, OneHotFeatures):  # nothing trains the padding token: idle
             gradient = gradient * features.trained[:, None]
+        active = gradient.any(1).nonzero()[:, 0]
+        features, gradient = features.pick(active), gradient.index_select(0, active)
         self._squared = self._squared + torch.linalg.vecdot(gradient.flatten(), gradient.flatten())
         if isinstance(features, OneHotFeatures):
             self._add_tokens(features, gradient)
@@ -33,7 +35,7 @@ class Ceiling:
             return
         assert isinstance(features, DenseFeatures)
         phi = features.columns().double()
-        self._rows.append((phi, gradient.reshape(len(phi), phi.shape[1], -1)))
+        self._rows.append((phi, gradient.reshape(*phi.shape[:2], gradient.shape[1] // phi.shape[1])))
         # As soon as there are more rows than features, the sums are the smaller of the two.
         if self._gram is not None or sum(len(phi) for phi, _ in self._rows) > phi.shape[2]:
             self._sum_up()
@@ -46,7 +48,7 @@ class Ceiling:
         self._cross = None if self._cross is None else self._cross * factor
 
     def cosine(self) -> Tensor:
-        """‖P_Φ G‖ / ‖G‖ over all rows added."""
+        """‖P_Φ G‖ / ‖G‖ over the active ones of all rows added."""
         norm = torch.as_tensor(self._squared).sqrt()
         if self._gram is not None and self._cross is not None:
             return attainable_cosine(self._gram, self._cross, norm)
@@ -69,12 +71,11 @@ class Ceiling:
 
     def _add_tokens(self, features: OneHotFeatures, gradient: Tensor) -> None:
         # ΦᵀΦ is diagonal: how often each token came. Tokens are its groups, with one feature each.
-        trained = features.trained.double()
         if self._gram is None or self._cross is None:
             self._gram = gradient.new_zeros(features.vocabulary, 1, 1)
             self._cross = gradient.new_zeros(features.vocabulary, 1, gradient.shape[1])
-        self._gram[:, 0, 0].index_add_(0, features.token, trained)
-        self._cross[:, 0].index_add_(0, features.token, trained[:, None] * gradient)
+        self._gram[:, 0, 0].index_add_(0, features.token, gradient.new_ones(len(gradient)))
+        self._cross[:, 0].index_add_(0, features.token, gradient)
 
     def _add_blocks(self, features: BlockFeatures, gradient: Tensor) -> None:
         # So is that of blocks: each is a group.
@@ -94,7 +95,7 @@ def attainable_cosine(
     where S is not zero up to rounding.
 
     Args:
-        gram: S, over all rows.
+        gram: S, over all active rows.
         cross: C, over all rows.
         G_norm: ‖G‖ over all rows.
     """
@@ -115,10 +116,10 @@ def attainable_cosine_of_rows(
 
     Eigenvectors of ΦΦᵀ (rows × rows) with an eigenvalue span the columns of Φ.
     """
-    phi, blocks = phi.transpose(0, 1), G.transpose(0, 1)
+    has_rows, phi, blocks = len(G) > 0, phi.transpose(0, 1), G.transpose(0, 1)
     between = phi @ phi.mT
     whole: Tensor = torch.linalg.vector_norm(blocks)
-    if _is_regular(between):
+    if not has_rows or _is_regular(between):
         return whole / whole  # the rows are independent: each can go its own way
     _, vectors, kept = _spectrum(between)
     attained: Tensor = torch.linalg.vector_norm((vectors.mT @ blocks) * kept[..., None])

@@ -4,6 +4,7 @@ On a perceptron, a convolutional network, a vision transformer and a causal lang
 padded sequences.
 """
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -118,8 +119,9 @@ def test_idle_rows_change_nothing(kind: str, optimizer: str) -> None:
     """Invariant 8, with all rows looked at; few enough that all scales are too."""
     batch, padded = batch_of(kind, 3, 0), batch_of(kind, 3, 1)
     assert len(padded[1].flatten()) > len(batch[1].flatten())
-    plain = report_of(kind, optimizer, batch, batch, max_rows=None)
-    found = report_of(kind, optimizer, padded, batch, max_rows=None)
+    plain = report_of(kind, optimizer, batch, batch, max_rows=None, attainable=True)
+    found = report_of(kind, optimizer, padded, batch, max_rows=None, attainable=True)
+    assert all(reading.attainable_cosine is not None for reading in found.layers.values())
     same(found, plain, but=("idle_share",))
     assert not found.notes
     for path, reading in found.layers.items():
@@ -150,3 +152,16 @@ def test_a_sample_is_as_far_off_as_it_says(kind: str) -> None:
     beyond = torch.tensor(off).abs()
     assert (beyond > 3).double().mean() < 0.015
     assert (beyond > 6).double().mean() < 0.002
+
+
+@pytest.mark.parametrize("rows", [2, 20], ids=["fewer than features", "more than features"])
+def test_without_active_rows_there_is_no_ceiling(rows: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, attainable=True, on_error="raise") as monitor:
+        (0 * model(torch.randn(rows, 4))).sum().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    for reading in monitor.latest.layers.values():
+        assert reading.idle_share == 1
+        assert math.isnan(reading.attainable_cosine)
