@@ -43,6 +43,7 @@ class Capture:
             is not watched any more.
         guard: is told of what fails besides; from then on nothing is watched any more.
         begins: called when the first layer's forward pass with gradients begins.
+        renew: called before a forward pass is followed; what it gives follows in place of this.
         calls: notes the forward passes, so that they can be run again.
         attention: gathers samples of attentions, if that is asked for.
     """
@@ -61,6 +62,7 @@ class Capture:
         fail: Callable[[str, Exception], None],
         guard: Guard,
         begins: Callable[[], object],
+        renew: Callable[[], Forwards | None] = lambda: None,
         calls: ForwardCalls | None = None,
         attention: AttentionCalls | None = None,
     ) -> None:
@@ -69,22 +71,22 @@ class Capture:
         self._without_gradient: set[int] | None = None
         self._origin = Origin(model, selection.parameters)
         self._leftovers = Leftovers(selection)
-        self._forwards = Forwards.of(selection, guard)
-        names = Names(model, selection, self._forwards)
+        self.forwards = Forwards.of(selection, guard, renew)
+        names = Names(model, selection, self.forwards)
         shared = None if selection.peers is None else (step, selection.peers.first)
         self._layers = Layers(
             *(names, self._origin, Chooser(max_rows, generator, shared), switched_off, fail, guard),
             *(calls, attention, selection.is_due),
         )
         self._gathering = Gathering(
-            *(self._layers, self._forwards, self._leftovers, checked, attention),
+            *(self._layers, self.forwards, self._leftovers, checked, attention),
             attainable=attainable,
         )
         self._watching = Watching(
-            *(selection, self._forwards, self._layers, self._origin, self._leftovers),
+            *(selection, self.forwards, self._layers, self._origin, self._leftovers),
             *(self._gathering, begins, calls, attention),
         )
-        self._forwards.watch(self._watching)
+        self.forwards.watch(self._watching)
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -108,7 +110,7 @@ class Capture:
             self._without_gradient = {id(p) for p in parameters if p.grad is None}
         call_all(
             *(() if self.attention is None else (self.attention.detach,)),
-            *(self._watching.detach, self._forwards.remove, self._gathering.detach),
+            *(self._watching.detach, self.forwards.remove, self._gathering.detach),
             *(self._layers.detach, self._leftovers.release),
         )
 
@@ -166,7 +168,7 @@ class Capture:
                 f"its rule knows the parameters {rule.weight} and {rule.bias}: name this one in "
                 f'register_features({kind.__name__}, weight="…", bias="…")'
             )
-        elif self._forwards.strangers:
+        elif self.forwards.strangers:
             reason = (
                 "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
             )

@@ -148,6 +148,7 @@ class Forwards:
         closed: modules among or below them that hold parameters, none of which is trained.
         devices: on which forwards may draw random numbers.
         guard: is told of what fails.
+        renew: called before a forward pass is followed; what it gives follows in place of this.
         repeated: watch repetitions of forward passes, and nothing but these.
 
     Attributes:
@@ -160,10 +161,12 @@ class Forwards:
         closed: Collection[nn.Module],
         devices: Collection[torch.device],
         guard: Guard,
+        renew: Callable[[], "Forwards | None"] = lambda: None,
         *,
         repeated: bool = False,
     ) -> None:
         self.strangers = False
+        self._renew = renew
         self._guard = guard
         self._repeated = repeated
         self._modules = modules
@@ -177,10 +180,17 @@ class Forwards:
         self._inside: set[int | None] = set()  # threads in which forwards run
 
     @classmethod
-    def of(cls, selection: Selection, guard: Guard, *, repeated: bool = False) -> "Forwards":
+    def of(
+        cls,
+        selection: Selection,
+        guard: Guard,
+        renew: Callable[[], "Forwards | None"] = lambda: None,
+        *,
+        repeated: bool = False,
+    ) -> "Forwards":
         """Those of the modules that hold what is to be measured."""
         devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
-        return cls(selection.modules, selection.closed, devices, guard, repeated=repeated)
+        return cls(selection.modules, selection.closed, devices, guard, renew, repeated=repeated)
 
     def watch(self, watcher: Watcher) -> None:
         """Put the hooks on, for this watcher."""
@@ -302,7 +312,7 @@ class Forwards:
         if running.forwards and _is_over(running.forwards, module):
             self._unwind()
         begins = not running.forwards
-        if begins and not (self._active and torch.is_grad_enabled() and trains(args)):
+        if begins and (not self._may_begin(args) or self._is_succeeded(module, args, kwargs)):
             return
         forward = Forward(
             *(module, args, kwargs, Randomness(self._devices), {}), number=next(self._numbers)
@@ -316,10 +326,28 @@ class Forwards:
             with torch._C.DisableTorchFunction():
                 self._watcher.begins(forward)
 
-    def _close(self, module: nn.Module, *others: object) -> None:
+    def _may_begin(self, args: tuple[Any, ...]) -> bool:
+        return self._active and torch.is_grad_enabled() and trains(args)
+
+    def _is_succeeded(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether something else follows the forward pass that begins, from now on."""
+        successor = self._renew()
+        if successor is None:
+            return False
+        # Torch has listed the hooks of this call before the successor put its own on.
+        if module in successor._modules:
+            successor._guarded(successor._enter, module, args, kwargs)
+        return True
+
+    def _close(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_replaying() is not self._repeated:
             return
         running = self._running
+        begins = not running.forwards and self._may_begin(args)
+        if begins and self._is_succeeded(module, args, kwargs):
+            return
         if running.mode is not None and _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
             running.closed, running.mode = (module, running.mode), None

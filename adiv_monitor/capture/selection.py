@@ -133,8 +133,8 @@ class Selection:
         modules: module → path, of all modules that hold these parameters, be it further below.
         closed: the outermost modules that hold parameters, but none that is trained.
         unsupported: module or parameter → why it can't be.
-        trained: the parameters that the step trains. What is trainable is read now, because it may
-            be switched off when the report is made.
+        trained: the parameters that the step trains. What is trainable is read in time, because it
+            may be switched off when the report is made.
         names: id → name, of the parameters that were asked for.
         peers: the processes that are given the same data as this one (tensor parallelism).
         due: ids of the parameters whose turn it is; None: all layers are measured in every step.
@@ -198,6 +198,21 @@ class Selection:
         for layer in layers:
             ids[self.is_due(layer)].update(map(id, layer.parameters))
         return replace(self, due=(set(self.due) - ids[False]) | ids[True])
+
+    def knows(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether none of these is trained now but those that were when they were looked at."""
+        known = set(map(id, self.trained))
+        return all(id(p) in known for p in parameters if p.requires_grad)
+
+    def stepped(self, parameters: Iterable[Tensor]) -> "Selection":
+        """With those as trained that a step has moved: it leaves alone what was frozen since.
+
+        Args:
+            parameters: all that the optimizer holds.
+        """
+        return replace(
+            self, trained=[p for p in parameters if p.requires_grad or p.grad is not None]
+        )
 
     def unmeasured(self, measured: Iterable[Layer]) -> dict[str, int]:
         """Elements of the trained parameters that were asked for and lie in no measured layer."""

@@ -35,7 +35,8 @@ class Ceiling:
             return
         assert isinstance(features, DenseFeatures)
         phi = features.columns().double()
-        self._rows.append((phi, gradient.reshape(*phi.shape[:2], gradient.shape[1] // phi.shape[1])))
+        width = gradient.shape[1] // phi.shape[1]
+        self._rows.append((phi, gradient.reshape(*phi.shape[:2], width)))
         # As soon as there are more rows than features, the sums are the smaller of the two.
         if self._gram is not None or sum(len(phi) for phi, _ in self._rows) > phi.shape[2]:
             self._sum_up()

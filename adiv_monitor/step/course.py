@@ -1,6 +1,6 @@
 """The course of a measured step: hooks, the gradient, the optimizer's step, the finished report."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,10 +16,10 @@ from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.eager import forced_eager, in_compiled_code
-from adiv_monitor.capture.forwards import unwatched
+from adiv_monitor.capture.forwards import Forwards, unwatched
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
-from adiv_monitor.capture.selection import Selection
+from adiv_monitor.capture.selection import Selection, trainable
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.report import AlignmentReading, StepReport, Turn
 from adiv_monitor.step.assembly import Assembly
@@ -141,6 +141,7 @@ class Course:
             fail=self._failures.switch_off,
             guard=guard,
             begins=partial(self._failures.safely, self._look),
+            renew=partial(self._failures.safely, self._renew),
             calls=None if realised is None else realised.calls,
         )
         undo.callback(capture.detach)
@@ -158,6 +159,23 @@ class Course:
         eager = undo.enter_context(ExitStack())
         eager.enter_context(forced_eager())
         return _Armed(capture, step, selection, turn, guard, realised, eager)
+
+    def _renew(self) -> Forwards | None:
+        """The step's first forward pass begins: arm anew if more is trained than when it was armed.
+
+        Layers were unfrozen since, say, or a group was added to the optimizer.
+        """
+        armed = self._armed
+        if armed is None or armed.capture.saw_calls() or armed.selection.knows(self._held()):
+            return None
+        self.arm()
+        return None if self._armed is None else self._armed.capture.forwards
+
+    def _held(self) -> Iterable[Tensor]:
+        """What is trained, or would be if it were not frozen."""
+        if self._optimizer is None:
+            return trainable(self._model)
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _agree(self, point: str, *, comes: bool = True) -> bool:
         """Whether all processes, this one among them, come to this point of the step."""
@@ -266,8 +284,14 @@ class Course:
         elif self._optimizer is not None:
             armed.step.updated()
         alignment = self._failures.safely(self._aligned) or {}
+        if not armed.selection.knows(self._held()):
+            self._failures.notes.append(
+                "Parameters became trainable after the step's first forward pass: they are not in "
+                "this report."
+            )
+        selection = armed.selection.stepped(self._held())
         self._pending = _Pending(
-            *(armed.step, armed.capture, armed.selection, armed.turn, number, alignment)
+            *(armed.step, armed.capture, selection, armed.turn, number, alignment)
         )
         if not self._compiled:  # a hook would become part of the compiled code
             modules = armed.selection.owners
