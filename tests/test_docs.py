@@ -116,7 +116,8 @@ def test_every_command_is_one(
         assert set(filter(None, asked.split(","))) <= set(extras)
     elif command.startswith("python -m pytest"):
         assert all((ROOT / word).exists() for word in words[2:] if word.startswith("tests/"))
-        assert_understood(words[2:], said(sys.executable, "-m", "pytest"))
+        own = (ROOT / "tests" / "conftest.py").read_text()  # options of the project
+        assert_understood(words[2:], said(sys.executable, "-m", "pytest") + own)
     elif program == "python":
         is_module = words[0] == "-m"
         run = runpy.run_module if is_module else runpy.run_path

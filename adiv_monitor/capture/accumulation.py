@@ -64,6 +64,13 @@ def _ratio(now: Tensor, before: Tensor) -> Tensor:
     return torch.where(before == 0, 1.0, now / before)
 
 
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """1 − cos(a, b); 0 where one of them is zero or not finite, which tells nothing."""
+    a, b = a.flatten().double(), b.flatten().double()
+    lengths = torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b)
+    return torch.nan_to_num(1 - torch.dot(a, b) / lengths, nan=0.0, posinf=0.0, neginf=0.0)
+
+
 class Accumulation:
     """Follows one parameter's `.grad` through the backward passes of a step.
 
@@ -90,7 +97,9 @@ class Accumulation:
         self._held: tuple[int, Tensor | None, bool] = (-1, None, False)
         self._tensor: tuple[weakref.ref[Tensor], int] | None = None  # as the last pass left it
         self._arriving: tuple[weakref.ref[Tensor], int] | None = None
-        self._raw: Tensor | None = None  # ‖gradient‖ before hooks of the user's
+        # ‖gradient‖ and some of its entries before hooks of the user's.
+        self._raw: tuple[Tensor, Tensor] | None = None
+        self.turned: Tensor | None = None  # by those: 1 − cosine, the largest of all passes
         self.is_term = False  # processes have terms of what passes leave
         self.foreign: Tensor | None = None  # ‖.grad‖ that was there before any row was seen
         self._handles: list[RemovableHandle] = []
@@ -138,7 +147,8 @@ class Accumulation:
         return self._entries
 
     def _before_hooks(self, gradient: Tensor) -> None:
-        self._raw = dots.norm(self._part(gradient))
+        part = self._part(gradient)
+        self._raw = dots.norm(part), some(part).clone()
 
     def _before(self, gradient: Tensor) -> None:
         """Just before a gradient is accumulated, or returned by `autograd.grad`."""
@@ -151,9 +161,12 @@ class Accumulation:
         self._held = torch._C._current_graph_task_id(), norm, touched
         self._arriving = weakref.ref(gradient), gradient._version
         if self._raw is not None:  # the rows have what came before the user's hooks
-            factor = _ratio(dots.norm(self._part(gradient)), self._raw)
+            part, (norm, entries) = self._part(gradient), self._raw
+            factor = _ratio(dots.norm(part), norm)
             for rows in self._users():
                 rows.rescale_arrived(factor)
+            turned = _distance(entries, some(part))
+            self.turned = turned if self.turned is None else torch.maximum(self.turned, turned)
             self._raw = None
 
     def _after(self, parameter: nn.Parameter) -> None:

@@ -62,6 +62,12 @@ class Sample:
         return int(self.active.shape[1])
 
     @cached_property
+    def active_seen(self) -> PerLayer:
+        """Rows looked at that are active; infinite where all rows were looked at."""
+        found: PerLayer = np.where(self.variance_share > 0, self.active.sum(1), np.inf)
+        return found
+
+    @cached_property
     def variance_share(self) -> PerLayer:
         """`variance_share` of these rows."""
         return variance_share(np.full(len(self.total), float(self.seen)), self.total)
@@ -77,9 +83,9 @@ class Sum:
     """A sum over all rows of every layer.
 
     Attributes:
-        total: its value.
+        total: its value; NaN where it is not exact and no active row was looked at.
         spread: what every sampled row's T-fold would add to it beyond the mean of these; 0 where
-            the total is exact, NaN where one row of several can't tell.
+            the total is exact, NaN where one active row of several can't tell.
     """
 
     total: PerLayer
@@ -92,7 +98,8 @@ def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Su
     with np.errstate(invalid="ignore"):
         mean = scaled.sum(1) / np.float64(sample.seen)
     spread = scaled - mean[:, None]
-    spread[np.isinf(sample.variance_share)] = np.nan
+    spread[sample.active_seen < 2] = np.nan
+    mean[sample.active_seen < 1] = np.nan
     if exact is None:
         return Sum(mean, spread)
     known = ~np.isnan(exact)
@@ -159,7 +166,7 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         influence = by_chance(numerator.spread, rest[:, None]) + by_chance(relative, value[:, None])
         bias = by_chance(_mean(numerator.spread * relative), rest)
         bias = bias + by_chance((_mean(relative**2) - own) / 2, value)
-        value = value - bias_by_chance(share, bias)
+        value = value - np.where(sample.active_seen < 2, 0.0, bias_by_chance(share, bias))
         return Estimate(value, np.sqrt(by_chance(_mean(influence**2), share)))
 
 

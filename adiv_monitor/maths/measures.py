@@ -31,7 +31,6 @@ from adiv_monitor.maths.estimates import (
     bias_by_chance,
     by_chance,
     mean_of_active,
-    over_rows,
     product,
     share_error,
     variance_share,
@@ -157,10 +156,11 @@ def idle_share(sample: Sample, active: PerLayer) -> Estimate:
         sample: the rows looked at.
         active: how many of all rows are active; NaN where only the sample tells.
     """
-    rows = over_rows(sample.active.astype(np.float64), sample, active)
-    total = np.maximum(sample.total, 1)
-    error = share_error(sample.active.sum(1), np.full(len(total), sample.seen), sample)
-    return Estimate(1 - rows.total / total, np.where(np.isnan(active), error, 0.0))
+    seen, total = sample.active.sum(1), np.maximum(sample.total, 1)
+    with np.errstate(invalid="ignore"):
+        share = np.where(np.isnan(active), seen / np.float64(sample.seen), active / total)
+    error = share_error(seen, np.full(len(total), sample.seen), sample)
+    return Estimate(1 - share, np.where(np.isnan(active), error, 0.0))
 
 
 # --- the row scales --------------------------------------------------------------------------

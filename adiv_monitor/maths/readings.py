@@ -150,10 +150,10 @@ class _Together:
         )
         if whole is not None:
             self.holds_more &= measures.represents(G_G.total, whole)
-        # A sample is believed the second time; all rows are at once.
+        # A sample is believed for good the second time; all rows are at once.
         twice = np.array([x.suspected for x in layers]) | (self.sample.variance_share == 0)
         self.suspected, self.holds_more = self.holds_more, self.holds_more & twice
-        self.exact = expected & ~self.holds_more
+        self.exact = expected & ~self.suspected
 
     def has(self, *vectors: str) -> bool:
         return all(vector in self._place for vector in vectors)

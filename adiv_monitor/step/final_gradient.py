@@ -203,6 +203,8 @@ class FinalGradient:
             values["now"] = self._steps.entries_of(lead) if entries is None else entries
         if accumulated.foreign is not None:
             values["foreign"] = accumulated.foreign
+        if accumulated.turned is not None:
+            values["turned"] = accumulated.turned
         rows = self._capture.rows[layer.path]
         if rows.linear is not None:
             values["rule_error"] = rows.linear

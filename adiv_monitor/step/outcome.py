@@ -23,9 +23,10 @@ _FROM_ROWS = {
     "unknown": "The gradient of {} was set by hand, in units that are not known",
     "edited": "The gradient of {} was changed since the backward pass, by more than a factor",
     "more": (
-        "The gradient of {} holds more than these rows (a penalty in the loss, a use outside the "
-        "layer's forward, an edit by a hook?)"
+        "The gradient of {} holds more than these rows (a penalty in the loss, an earlier step's "
+        "that was not zeroed, a use outside the layer's forward, an edit by a hook?)"
     ),
+    "seems": "The gradient of {} seems to hold more than these rows, as the next report will tell",
 }
 
 
@@ -63,9 +64,11 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
     measured = measure(numbers, fail)
     kept = {path: layer for path, layer in kept.items() if path in measured}
     numbers = {path: numbers[path] for path in kept}
-    reasons |= {path: "more" for path, found in measured.items() if found.holds_more}
+    for path, found in measured.items():
+        if found.suspected:
+            reasons[path] = "more" if found.holds_more else "seems"
     readings = {p: _reading(layer, numbers[p], measured[p], facts) for p, layer in kept.items()}
-    watch.distrusted |= {path for path, reason in reasons.items() if reason}
+    watch.distrusted |= {path for path, reason in reasons.items() if reason not in ("", "seems")}
     watch.suspected = {path for path, found in measured.items() if found.suspected}
     attention, of_attention = attention_outcome(part.attended, part.attention, part.no_attention)
     notes = [
@@ -74,6 +77,7 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
         *_from_rows(reasons),
         *_unforeseen(facts, list(kept)),
         *_without_common(readings, kept),
+        *_without_active(readings),
         *_rounded(numbers, kept),
         *of_attention,
     ]
@@ -124,7 +128,7 @@ def _unforeseen(facts: Facts, paths: list[str]) -> list[str]:
 # What is looked at by `_speaks_against` and the like, and is no part of any measure.
 _JUDGED = (
     *("gradient_factor", "rule_error", "replay_error", "then", "now", "foreign", "probe"),
-    "stretch",
+    *("stretch", "turned"),
 )
 
 
@@ -140,6 +144,8 @@ def _speaks_against(values: Mapping[str, Array], gamma: float, factor: float, se
         # Entries that are all zero tell nothing.
         if lengths > 0 and then @ now < (1 - LIKENESS_TOLERANCE) * lengths:
             return "edited"
+    if float(values.get("turned", 0.0)) > LIKENESS_TOLERANCE:
+        return "edited"
     # The gradient as a whole is ‖γ‖; what was there before the rows is in units of its own.
     held = float(values.get("foreign", 0.0))
     if held * factor > seen.tolerance * math.sqrt(gamma):
@@ -185,6 +191,21 @@ def _without_common(
     return [
         f"Idle rows, unlike before: common_share is missing for {listed(paths)}, from the next "
         "report on it is there."
+    ]
+
+
+def _without_active(readings: Mapping[str, LayerReading]) -> list[str]:
+    paths = [
+        path
+        for path, reading in readings.items()
+        if reading.rows_without_gradient == reading.rows_seen < reading.rows_total
+        if reading.idle_share is not None and reading.idle_share < 1
+    ]
+    if not paths:
+        return []
+    return [
+        f"None of the rows looked at in {listed(paths)} is active, though others are: what only "
+        "rows tell is missing there; a larger max_rows finds some."
     ]
 
 

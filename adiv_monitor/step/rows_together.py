@@ -23,7 +23,7 @@ _MATRICES = ("products", "realised")
 # What a pass over all rows summed up, where that adds up.
 _ADDED = ("active", "G_G", "own_G", "own_own", "scale_sum", "weight_squares")
 _OF_ALL = (*_ADDED, "scale_deviation", "scale_max", "scale_entries")
-_LARGEST = ("rule_error", "replay_error")
+_LARGEST = ("rule_error", "replay_error", "turned")
 _JOINED = ("stretch", "G_norms")
 
 

@@ -6,7 +6,9 @@ Every test compares with a plain run of the same step, or with the truth compute
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import reference
 import torch
@@ -17,6 +19,7 @@ from torch.nn import functional
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.updates import some
+from adiv_monitor.maths.readings import Numbers, measure
 
 
 def test_micro_batches_are_one_batch() -> None:
@@ -430,7 +433,7 @@ def test_gradients_that_hold_more_than_the_rows_are_told(
 
 
 def test_a_penalty_is_told_from_sampled_rows_too() -> None:
-    """At the second measured step, since a sample may be a freak once."""
+    """For good at the second measured step, since a sample may be a freak once."""
     model = nn.Linear(6, 4).double()
     x, y = torch.randn(500, 6, dtype=torch.float64), torch.randint(4, (500,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -441,8 +444,49 @@ def test_a_penalty_is_told_from_sampled_rows_too() -> None:
             loss.backward()
             optimizer.step()
     notes = [report.notes for report in monitor.reports]
-    assert not notes[0]
+    assert "seems to hold more" in notes[0][0]
     assert all("holds more" in of_step[0] for of_step in notes[1:])
+    for report in monitor.reports:  # from rows alone, at once
+        assert report.layers[""].standard_error["effective_lr"] > 0
+
+
+def test_a_freak_of_a_sample_is_forgotten() -> None:
+    """What one sample suspects counts for this report alone."""
+    layer = Numbers(
+        rows_seen=40,
+        rows_total=500,
+        groups=1,
+        vectors=("G", "e"),
+        values={"products": np.ones((40, 2, 2))},
+        exact=True,
+        suspected=False,
+        shared=False,
+        bias_alone=False,
+        tolerance=1e-9,
+        factor=1.0,
+        entry_rows=None,
+        dots={"gamma_gamma": 900.0},
+    )
+    first = measure({"": layer})[""]
+    assert first.suspected and not first.holds_more
+    assert measure({"": replace(layer, suspected=True)})[""].holds_more
+    fits = replace(layer, dots={"gamma_gamma": 500.0}, suspected=True)
+    found = measure({"": fits})[""]
+    assert not found.suspected and not found.holds_more
+
+
+@pytest.mark.parametrize("max_rows", [None, 64])
+@pytest.mark.parametrize("edit", [torch.neg, lambda g: g * (g > 0), lambda g: g + g.norm()])
+def test_hooks_that_turn_the_gradient_are_told(
+    edit: Callable[[Tensor], Tensor], max_rows: int | None
+) -> None:
+    model = nn.Linear(6, 4).double()
+    model.weight.register_hook(edit)
+    x, y = torch.randn(300, 6, dtype=torch.float64), torch.randint(4, (300,))
+    found = one_step(
+        model, lambda m: functional.cross_entropy(m(x), y).backward(), max_rows=max_rows
+    )
+    assert any("by more than a factor" in note for note in found.notes)
 
 
 def test_gradients_set_by_hand() -> None:
