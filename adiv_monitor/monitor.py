@@ -1,7 +1,7 @@
 """The monitor: when to measure, which layers, and where the reports go."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -270,7 +270,18 @@ class Monitor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting where the saved monitor was; before `attach`."""
+        """Go on counting where the saved monitor was; before `attach`.
+
+        Raises:
+            ValueError: that is nothing that `state_dict` gave.
+        """
+        is_state = isinstance(state, Mapping) and state.keys() >= {"step", "generator"}
+        if not is_state or int(state["step"]) < 0:
+            got = sorted(state) if isinstance(state, Mapping) else state
+            raise ValueError(
+                f"Monitor.load_state_dict: got {got!r}, expected what Monitor.state_dict() gave: a "
+                "dictionary with at least the number of a 'step' and the state of a 'generator'"
+            )
         self.step = int(state["step"])
         self._generator.bit_generator.state = state["generator"]
         self._schedule.resume(state.get("costs", ()))

@@ -141,12 +141,13 @@ def row_cosines(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerRow:
 def harmed_fraction(d_G: PerRow, sample: Sample, d_d: Sum) -> Estimate:
     """Share of the active rows with d_r·g_r < 0, in [0, 1]: this step raises their loss.
 
-    NaN if no row is active, and if the step moved nothing.
+    NaN if no row is active, if the step moved nothing, and where numbers are not finite.
     """
     harmed = (d_G < 0) & sample.active
     value, _ = mean_of_active(harmed.astype(np.float64), sample.active, sample)
     error = share_error(harmed.sum(1), sample.active.sum(1), sample)
-    return Estimate(np.where(d_d.total == 0, np.nan, value), error)
+    unknown = (d_d.total == 0) | np.isnan(d_G).any(1)
+    return Estimate(np.where(unknown, np.nan, value), error)
 
 
 def idle_share(sample: Sample, active: PerLayer) -> Estimate:
@@ -227,17 +228,12 @@ def scale_cv_of_rows(
 def scale_max_of_rows(largest: PerRow, sample: Sample) -> Estimate:
     """Largest ‖φ_r‖² of the sampled rows, which the largest of all rows may exceed.
 
-    The error is the distance to the second largest (Robson and Whitlock 1964). NaN without rows.
+    By how much no sample can tell: the error is NaN, but 0 if all rows were looked at. NaN without
+    active rows.
     """
-    ordered = np.sort(np.where(sample.active, largest, np.nan), axis=1)  # NaN last
-    counts = sample.active.sum(1)
-    if sample.seen == 0:
-        return Estimate(np.full(len(largest), np.nan), np.zeros(len(largest)))
-    top, second = (
-        np.take_along_axis(ordered, np.maximum(counts - back, 0)[:, None], 1)[:, 0]
-        for back in (1, 2)
-    )
-    return Estimate(top, np.where(sample.variance_share == 0, 0.0, top - second))
+    top = np.where(sample.active, largest, -np.inf).max(1, initial=-np.inf)
+    found = np.where(sample.active.any(1), top, np.nan)
+    return Estimate(found, np.where(sample.variance_share == 0, 0.0, np.nan))
 
 
 def common_share(sum_square: PerLayer, count: PerLayer, squares: PerLayer) -> PerLayer:

@@ -376,7 +376,8 @@ class Course:
         due = {path for path, layer in seen.items() if pending.selection.is_due(layer)}
         known |= {p: r for p, r in self._failures.switched_off.items() if p in due}
         told = [*measured, *(layer for path, layer in seen.items() if path in known)]
-        why = partial(self._why, pending=pending)
+        is_measured = not (part.refused or pending.step.discarded)
+        why = partial(self._why, pending=pending) if is_measured else _not_measured
         unexplained = selection.unexplained(told, known, why)
         part.unsupported = {**selection.unsupported, **unexplained, **known}
         part.unmeasured = selection.unmeasured(measured)
@@ -409,6 +410,10 @@ class Course:
             alignment=part.alignment,
             turn=None if part.turn is None else replace(part.turn, elements=part.elements),
         )
+
+
+def _not_measured(parameter: nn.Parameter) -> str:
+    return "the step was not measured, as a note says"
 
 
 class _Armed:

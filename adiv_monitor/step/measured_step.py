@@ -72,6 +72,7 @@ class MeasuredStep:
         self._realised = realised
         self._unreached: dict[str, str] = {}
         self._refused: set[str] = set()  # of those, layers that had rows
+        self.discarded = False  # the step can't be measured
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
         self._moved: Tensor | None = None  # did the weights move before the gradient was there?
         self._selection = selection
@@ -219,6 +220,7 @@ class MeasuredStep:
     def discard(self) -> None:
         """The step turned out not to be measurable."""
         self._measured.clear()
+        self.discarded = True
         if self._attention is not None:
             self._attention.discard()
 

@@ -1,12 +1,13 @@
 """What is remembered of a step, and what is not: small things that silently change readings."""
 
 import copy
+import math
 
 import pytest
 import torch
 from cases import CASES, loss_of
 from setups import EXACT, mlp, one_step, same
-from torch import nn
+from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.maths.ceiling import attainable_cosine, attainable_cosine_of_rows
@@ -220,3 +221,38 @@ def test_idle_rows_that_come_late_are_told() -> None:
     assert shares[3] is not None
     assert shares[3] != pytest.approx(shares[0], rel=1e-6)
     assert not monitor.reports[3].notes
+
+
+@pytest.mark.parametrize("state", [None, {}, {"step": 9}, {"step": -4, "generator": {}}])
+def test_a_state_that_is_none_is_refused_before_anything_changes(state: object) -> None:
+    model = nn.Linear(2, 2)
+    monitor = Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"Monitor.load_state_dict: got .*expected what"):
+        monitor.load_state_dict(state)  # type: ignore[arg-type]
+    assert monitor.step == 0
+
+
+def test_the_reason_of_a_refused_step_is_that_it_was_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.ones(3, 2)) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    with Monitor(model, optimizer) as monitor, pytest.warns(UserWarning, match="closure"):
+        optimizer.step(closure)
+    assert monitor.latest is not None
+    assert set(monitor.latest.unsupported.values()) == {"the step was not measured, as a note says"}
+
+
+def test_gradients_that_are_not_finite_harm_no_countable_share() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer) as monitor:
+        (model(torch.randn(5, 3)) * math.nan).sum().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert math.isnan(monitor.latest.layers[""].harmed_fraction)
