@@ -81,7 +81,7 @@ def _known(findings: Sequence[Finding], record: Record) -> dict[Place, Outcome]:
         (i, j): rates.get(advice.mend, NOT_AMONG_THE_FIRST)
         for i, finding in enumerate(findings)
         for j, advice in enumerate(finding.advice)
-        if advice.mend is not None and finding.strength != "note"
+        if advice.mend is not None and (finding.strength != "note" or advice.mend in rates)
     }
 
 
