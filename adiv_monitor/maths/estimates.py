@@ -195,8 +195,9 @@ def quantiles(
     """Quantiles of the entries that are not NaN, with linear interpolation, and their errors.
 
     The error is half the distance of the quantiles one standard error of the level,
-    √(p(1 − p) · share), to either side (Woodruff 1952); NaN for one entry of several. All NaN
-    without entries.
+    √(p(1 − p) · share), to either side, or a quarter of the distance at two of them, whichever is
+    more (Woodruff 1952): near an end few entries lie within one. NaN for one entry of several. All
+    NaN without entries.
 
     Args:
         values: the entries; NaN counts as none.
@@ -212,9 +213,17 @@ def quantiles(
     found = _interpolated(ordered, counts, at)
     if not width.any():  # every row was looked at
         return found, np.zeros_like(found)
-    low, high = (_interpolated(ordered, counts, np.clip(at + s * width, 0, 1)) for s in (-1, 1))
-    with np.errstate(invalid="ignore"):
-        error = np.where(high == low, 0.0, (high - low) / 2)
+
+    def apart(errors: int) -> np.ndarray:
+        low, high = (
+            _interpolated(ordered, counts, np.clip(at + side * width, 0, 1))
+            for side in (-errors, errors)
+        )
+        with np.errstate(invalid="ignore"):
+            distance: np.ndarray = np.where(high == low, 0.0, high - low)
+        return distance
+
+    error = np.maximum(apart(1) / 2, apart(2) / 4)
     alone = (counts == 1) & (width > 0)  # one row of several can't tell
     return found, np.where(alone, np.nan, error)
 
