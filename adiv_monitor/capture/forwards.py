@@ -312,7 +312,7 @@ class Forwards:
         if running.forwards and _is_over(running.forwards, module):
             self._unwind()
         begins = not running.forwards
-        if begins and (not self._may_begin(args) or self._is_succeeded(module, args, kwargs)):
+        if begins and (not self._may_begin(args) or self._hands_over(module, args, kwargs)):
             return
         forward = Forward(
             *(module, args, kwargs, Randomness(self._devices), {}), number=next(self._numbers)
@@ -329,10 +329,8 @@ class Forwards:
     def _may_begin(self, args: tuple[Any, ...]) -> bool:
         return self._active and torch.is_grad_enabled() and trains(args)
 
-    def _is_succeeded(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether something else follows the forward pass that begins, from now on."""
+    def _hands_over(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Let a successor, if there is one, follow the forward pass that begins; was there one?"""
         successor = self._renew()
         if successor is None:
             return False
@@ -346,7 +344,7 @@ class Forwards:
             return
         running = self._running
         begins = not running.forwards and self._may_begin(args)
-        if begins and self._is_succeeded(module, args, kwargs):
+        if begins and self._hands_over(module, args, kwargs):
             return
         if running.mode is not None and _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]

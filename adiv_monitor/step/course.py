@@ -284,12 +284,13 @@ class Course:
         elif self._optimizer is not None:
             armed.step.updated()
         alignment = self._failures.safely(self._aligned) or {}
-        if not armed.selection.knows(self._held()):
+        held = list(self._held())
+        if not armed.selection.knows(held):
             self._failures.notes.append(
                 "Parameters became trainable after the step's first forward pass: they are not in "
                 "this report."
             )
-        selection = armed.selection.stepped(self._held())
+        selection = armed.selection.stepped(held)
         self._pending = _Pending(
             *(armed.step, armed.capture, selection, armed.turn, number, alignment)
         )
