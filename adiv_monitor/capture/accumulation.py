@@ -22,8 +22,8 @@ from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apar
 from adiv_monitor.maths import dots
 
 
-class Rows(Protocol):
-    """What is to follow the parameter's gradient: the rows of a layer that it belongs to."""
+class Accumulated(Protocol):
+    """What is to follow the parameter's gradient: rows of a layer, or what its calls hand on."""
 
     def settle(self) -> None:
         """A gradient has come."""
@@ -64,19 +64,12 @@ def _ratio(now: Tensor, before: Tensor) -> Tensor:
     return torch.where(before == 0, 1.0, now / before)
 
 
-def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """1 − cos(a, b); 0 where one of them is zero or not finite, which tells nothing."""
-    a, b = a.flatten().double(), b.flatten().double()
-    lengths = torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b)
-    return torch.nan_to_num(1 - torch.dot(a, b) / lengths, nan=0.0, posinf=0.0, neginf=0.0)
-
-
 class Accumulation:
     """Follows one parameter's `.grad` through the backward passes of a step.
 
     Args:
         parameter: the parameter.
-        users: rows of the layers that use it.
+        users: what follows it.
         zeroed: (‖.grad‖ now, as the last pass left it) → whether it was zeroed since.
         guard: wraps the hooks.
     """
@@ -84,7 +77,7 @@ class Accumulation:
     def __init__(
         self,
         parameter: nn.Parameter,
-        users: Callable[[], Sequence[Rows]],
+        users: Callable[[], Sequence[Accumulated]],
         zeroed: Callable[[Tensor, Tensor], bool],
         guard: Guard,
     ) -> None:
@@ -97,9 +90,7 @@ class Accumulation:
         self._held: tuple[int, Tensor | None, bool] = (-1, None, False)
         self._tensor: tuple[weakref.ref[Tensor], int] | None = None  # as the last pass left it
         self._arriving: tuple[weakref.ref[Tensor], int] | None = None
-        # ‖gradient‖ and some of its entries before hooks of the user's.
-        self._raw: tuple[Tensor, Tensor] | None = None
-        self.turned: Tensor | None = None  # by those: 1 − cosine, the largest of all passes
+        self._raw: Tensor | None = None  # ‖gradient‖ before hooks of the user's
         self.is_term = False  # processes have terms of what passes leave
         self.foreign: Tensor | None = None  # ‖.grad‖ that was there before any row was seen
         self._handles: list[RemovableHandle] = []
@@ -147,8 +138,7 @@ class Accumulation:
         return self._entries
 
     def _before_hooks(self, gradient: Tensor) -> None:
-        part = self._part(gradient)
-        self._raw = dots.norm(part), some(part).clone()
+        self._raw = dots.norm(self._part(gradient))
 
     def _before(self, gradient: Tensor) -> None:
         """Just before a gradient is accumulated, or returned by `autograd.grad`."""
@@ -161,12 +151,9 @@ class Accumulation:
         self._held = torch._C._current_graph_task_id(), norm, touched
         self._arriving = weakref.ref(gradient), gradient._version
         if self._raw is not None:  # the rows have what came before the user's hooks
-            part, (norm, entries) = self._part(gradient), self._raw
-            factor = _ratio(dots.norm(part), norm)
+            factor = _ratio(dots.norm(self._part(gradient)), self._raw)
             for rows in self._users():
                 rows.rescale_arrived(factor)
-            turned = _distance(entries, some(part))
-            self.turned = turned if self.turned is None else torch.maximum(self.turned, turned)
             self._raw = None
 
     def _after(self, parameter: nn.Parameter) -> None:

@@ -15,6 +15,7 @@ from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.again.forward_calls import ForwardCalls
 from adiv_monitor.capture.again.leftovers import Leftovers
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
+from adiv_monitor.capture.contributions import Contribution
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gathering import Gathering
 from adiv_monitor.capture.guard import Guard, call_all
@@ -125,6 +126,10 @@ class Capture:
     def accumulation_of(self, layer: Layer) -> Accumulation:
         """What happened to the gradient of the layer's first parameter."""
         return self._layers.accumulation_of(layer)
+
+    def contributions_of(self, layer: Layer) -> list[Contribution]:
+        """What the layer's calls have handed on to the gradients of its parameters."""
+        return self._layers.contributions_of(layer)
 
     def in_order(self) -> list[Layer]:
         """The layers that were seen, in the model's order."""

@@ -12,9 +12,9 @@ activations, modules that are called several times and checkpointing all work:
 """
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from adiv_monitor.capture.again.leftovers import Leftovers
 from adiv_monitor.capture.again.outputs import Outputs
 from adiv_monitor.capture.again.replay import Arguments
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
+from adiv_monitor.capture.contributions import Contribution, follow
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.late_rows import LateRows
@@ -54,6 +55,7 @@ class Takes(Protocol):
         *,
         checked: bool = True,
         split: Split | None = None,
+        inputs: Collection[Any] | None = None,
     ) -> Call | None:
         """A use, and what the function gave; the call that it became, if it is watched.
 
@@ -63,13 +65,19 @@ class Takes(Protocol):
             path: of the layer, if that is known.
             checked: the use describes the output for sure.
             split: how this process's part of the call, which the use is of, and others make it.
+            inputs: nodes of autograd's graph that made what it was given, but for weights; None:
+                not known.
         """
         ...
 
     def maps(
-        self, made: RecurrentCall, outputs: tuple[Tensor, ...], rng_state: Tensor | None
+        self,
+        made: RecurrentCall,
+        outputs: tuple[Tensor, ...],
+        rng_state: Tensor | None,
+        inputs: Collection[Any],
     ) -> list[Tensor]:
-        """A recurrent call; the weights that its uses account for."""
+        """A recurrent call; the weights that its uses account for. See `use`."""
         ...
 
     def whole(
@@ -79,6 +87,7 @@ class Takes(Protocol):
         arguments: Arguments,
         outputs: Outputs,
         tensors: list[Tensor],
+        inputs: Collection[Any],
     ) -> None:
         """A module that ran, and is to be measured as a whole.
 
@@ -88,6 +97,7 @@ class Takes(Protocol):
             arguments: what its forward got.
             outputs: which tensors of its output are z.
             tensors: those.
+            inputs: see `use`.
         """
         ...
 
@@ -137,11 +147,13 @@ class Gathering:
         *,
         checked: bool = True,
         split: Split | None = None,
+        inputs: Collection[Any] | None = None,
     ) -> Call | None:
         """Gather rows of a use, and put a hook on its output."""
         layer = self._layers.of(use, path)
         if layer is None:
             return None
+        self._follow(layer, [output], inputs)
         if layer.path not in self._layers.rows:
             self._layers.pass_by(layer, self._forwards.forward.number)
             return None
@@ -161,7 +173,11 @@ class Gathering:
         return call
 
     def maps(
-        self, made: RecurrentCall, outputs: tuple[Tensor, ...], rng_state: Tensor | None
+        self,
+        made: RecurrentCall,
+        outputs: tuple[Tensor, ...],
+        rng_state: Tensor | None,
+        inputs: Collection[Any],
     ) -> list[Tensor]:
         """Choose rows of the maps in a recurrent call, and put hooks on its outputs."""
         if made.refusal is not None:
@@ -173,6 +189,7 @@ class Gathering:
             layer = self._layers.of(use)
             if layer is None:
                 continue
+            self._follow(layer, outputs, inputs)
             if layer.path in self._layers.rows:
                 calls[use.part] = self._new_call(layer, (made.rows,), made.input.device)
             else:
@@ -196,6 +213,7 @@ class Gathering:
         arguments: Arguments,
         outputs: Outputs,
         tensors: list[Tensor],
+        inputs: Collection[Any],
     ) -> None:
         """Gather rows of a module that is measured as a whole, and hook its output."""
         left = [module.get_parameter(name) for name in names]
@@ -227,6 +245,7 @@ class Gathering:
             self._layers.forget(layer.path)
             return
         self._layers.replace(others, layer.path)
+        self._follow(layer, tensors, inputs)
         call.look(features, taken, None)
         rows_of_layer.calls.append(call)
         outputs.hook(tensors, self._arrival(layer.path, as_it_is, call), self._layers.guard)
@@ -255,6 +274,29 @@ class Gathering:
                 "parameters of other modules, too: these uses can't be told apart"
             )
         return others, names
+
+    def _follow(
+        self, layer: Layer, outputs: Sequence[Tensor], inputs: Collection[Any] | None
+    ) -> None:
+        """Let autograd tell what a call hands on to the gradients of its parameters."""
+        contributions = self._layers.contributions_of(layer)
+        if inputs is None or layer.path not in self._layers.rows:
+            for contribution in contributions:
+                contribution.is_known = False
+        elif contributions:
+            arrive = partial(self._layers.guard, self._on_handed, layer.path)
+            self._hooks += follow(outputs, inputs, contributions, arrive)
+
+    def _on_handed(
+        self,
+        path: str,
+        contribution: Contribution,
+        edge: int,
+        gradients: Sequence[Tensor | None],
+        of_outputs: object,
+    ) -> None:
+        """A node hands on gradients, by one of its edges to a parameter."""
+        self._layers.guarded([path], contribution.arrive, gradients[edge])
 
     def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
         return self._layers.new_call(layer, shape, device, self._forwards.forward.number)

@@ -10,9 +10,10 @@ import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
-from adiv_monitor.capture.accumulation import Accumulation
+from adiv_monitor.capture.accumulation import Accumulated, Accumulation
 from adiv_monitor.capture.again.forward_calls import ForwardCalls
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
+from adiv_monitor.capture.contributions import Contribution
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
@@ -21,6 +22,7 @@ from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.shard_accumulation import ShardAccumulation, is_zero
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.pieces import Piece, Source, Together, overlap
+from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Use, shape_alike
@@ -86,6 +88,7 @@ class Layers:
         self._attention = attention
         self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
+        self._contributed: dict[int, dict[int, Contribution]] = defaultdict(dict)  # likewise
         self._passing: list[Passing] = []
         self._led: dict[int, list[str]] = defaultdict(list)  # by its id, paths of layers
         self._verdict = (-1, False)
@@ -225,10 +228,26 @@ class Layers:
         """What happened to the gradient of the layer's first parameter."""
         return self._accumulated[id(layer.parameters[0])]
 
-    def _rows_of(self, parameter: nn.Parameter) -> list[LayerRows]:
+    def contributions_of(self, layer: Layer) -> list[Contribution]:
+        """To the gradients of the layer's parameters; none where processes have parts of them."""
+        if any(is_shard(p) or self._origin.stand_in(p) is not None for p in layer.parameters):
+            return []
+        # They are accumulated, and zeroed, as that of the first one is.
+        known = self._contributed[id(layer.parameters[0])]
+        for parameter in layer.parameters:
+            if id(parameter) not in known:
+                known[id(parameter)] = Contribution(parameter)
+        return [known[id(parameter)] for parameter in layer.parameters]
+
+    def _rows_of(self, parameter: nn.Parameter) -> list[Accumulated]:
         """Rows of the layers whose gradient is told by this parameter's."""
-        found = [self.rows[path] for path in self._led[id(parameter)] if path in self.rows]
-        return found if self._attention is None else found + self._attention.rows_of(parameter)
+        found: list[Accumulated] = [
+            self.rows[path] for path in self._led[id(parameter)] if path in self.rows
+        ]
+        found += self._contributed[id(parameter)].values()
+        if self._attention is not None:
+            found += self._attention.rows_of(parameter)
+        return found
 
     def _hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Hook:
         return Hook(partial(self.guarded, self._led[id(parameter)], function))

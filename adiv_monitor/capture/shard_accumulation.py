@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.accumulation import Accumulation, Guard, Rows
+from adiv_monitor.capture.accumulation import Accumulated, Accumulation, Guard
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import some
 from adiv_monitor.capture.weights.shards import part_of
@@ -24,7 +24,7 @@ class ShardAccumulation(Accumulation):
     Args:
         parameter: the sharded one.
         stand_in: what is used in its place.
-        users: rows of the layers that use it.
+        users: what follows it.
         zeroed: whether the gradients of the sharded parameters were zeroed since the last pass.
         waiting: whether earlier passes left some that has not come to the sharded one.
         guard: wraps the hooks.
@@ -34,7 +34,7 @@ class ShardAccumulation(Accumulation):
         self,
         parameter: nn.Parameter,
         stand_in: nn.Parameter,
-        users: Callable[[], Sequence[Rows]],
+        users: Callable[[], Sequence[Accumulated]],
         zeroed: Callable[[], bool],
         waiting: Callable[[], bool],
         guard: Guard,

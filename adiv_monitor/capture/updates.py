@@ -308,6 +308,12 @@ def some(tensor: Tensor) -> Tensor:
     )
 
 
+def lies_as(tensor: Tensor, other: Tensor) -> bool:
+    """Whether entries of two tensors of one shape lie in memory in the same order."""
+    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    return all(a == b for size, a, b in strides if size > 1)
+
+
 def _flat_in_memory(tensor: Tensor) -> Tensor:
     """All entries in the order in which they lie in memory: a view, if they lie together."""
     if tensor.is_contiguous():

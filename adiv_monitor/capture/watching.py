@@ -1,6 +1,6 @@
 """Watches the functions that a forward pass calls, and its modules, for uses of parameters."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,9 @@ class Watching:
                 raise TypeError(f"its forward gave a {type(output).__name__}, expected a tensor")
             if output.requires_grad:
                 with torch.no_grad():
-                    self._takes.use(use_of(rule, module, args, kwargs), output, path, checked=False)
+                    use = use_of(rule, module, args, kwargs)
+                    given = _made(tensors_in(*args, *kwargs.values()))
+                    self._takes.use(use, output, path, checked=False, inputs=given)
         except Exception as error:
             self._layers.failed(path, error)
 
@@ -146,7 +148,8 @@ class Watching:
             names = self._leftovers.claim(module, tensors, inputs) if tensors else []
             if names:
                 with torch.no_grad():
-                    self._takes.whole(module, names, (args, kwargs), outputs, tensors)
+                    given = _made(inputs)
+                    self._takes.whole(module, names, (args, kwargs), outputs, tensors, given)
         except Exception as error:
             self._layers.failed(path, error)
 
@@ -198,14 +201,14 @@ class Watching:
     def _watched(self, call: FunctionToCall, name: str, values: Iterable[Tensor]) -> Any:
         """Call a function; `values`: the tensors that it computes with."""
         origin, args = self._origin, call.args
-        trained, data = [], False
+        trained, data = [], []
         for tensor in values:
             if not origin.of_model(tensor):
-                data = True
+                data.append(tensor)
             elif origin.is_trained(tensor):
                 trained.append(tensor)
         if trained:
-            return self._called_with(trained, call, name, data=data)
+            return self._called_with(trained, call, name, data)
         result = call()
         if not data:
             origin.remember(result)
@@ -218,21 +221,24 @@ class Watching:
         trained: list[Tensor],
         to_call: FunctionToCall,
         name: str,
-        *,
-        data: bool,
+        data: list[Tensor],
     ) -> Any:
-        """Call a function that takes what is trained; `data`: and something of the batch."""
+        """Call a function that takes what is trained, and maybe data, which is of the batch."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
         gradients = self._looks_for_uses()
         if gradients and name in _OPENED:
             return self._forwards.opened(to_call)
         if gradients and function in RECURRENT:
-            return self._recurrent(to_call, trained)
-        origin, begun = self._origin, None
-        data = data or any(map(is_retyped, trained))  # no change can be followed through that
-        if not data and has_data(trained[0]):
+            return self._recurrent(to_call, trained, data)
+        origin, begun, inputs = self._origin, None, set[Any]()
+        # No change can be followed through what is retyped.
+        is_data = bool(data) or any(map(is_retyped, trained))
+        if not is_data and has_data(trained[0]):
             with self._noting(trained):
                 begun = origin.tape.begin(function, args, kwargs, gradients=gradients)
+        elif gradients and has_data(trained[0]):
+            with self._noting(trained):
+                inputs = _made(data)
         kept = args
         if name in _OVERWRITE and not origin.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
@@ -243,11 +249,11 @@ class Watching:
         used: list[Tensor] = []
         if gradients and isinstance(made, Tensor):
             call = FunctionCall(made, origin.of_model, self._forwards.inside)
-            used = self._uses(name_of(function), call, kept, kwargs, trained)
+            used = self._uses(name_of(function), call, kept, kwargs, trained, inputs)
         if begun is not None:
             with self._noting(trained):
                 origin.tape.end(begun, () if used else tensors_in(result))
-        if data or used:
+        if is_data or used:
             self._explain(name, trained if gradients else [], used)
             origin.spend(made, written=bool(args) and made is args[0])
         else:
@@ -261,6 +267,7 @@ class Watching:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         trained: list[Tensor],
+        inputs: Collection[Any],
     ) -> list[Tensor]:
         """Hand on the uses in a call; the tensors that they account for."""
         if self._is_off(trained):
@@ -270,12 +277,12 @@ class Watching:
             for use in found:
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
                 if split is not None:
-                    self._takes.use(use, call.result, split=split)
+                    self._takes.use(use, call.result, split=split, inputs=inputs)
                 elif name in REPEATING:
                     number = self._forwards.forward.number
                     self._repetitions.add(Repetition(use, call.result, number))
                 else:
-                    self._takes.use(use, call.result)
+                    self._takes.use(use, call.result, inputs=inputs)
         return used
 
     def _uses_in(
@@ -287,12 +294,14 @@ class Watching:
             return uses_in(name, call, args, kwargs), None
         return uses_of_parts(name, call, args, kwargs, peers)
 
-    def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor]) -> Any:
+    def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor], data: list[Tensor]) -> Any:
         """Call a recurrent function, and hand on the linear maps in it."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
         call = rng_state = None
+        inputs = set[Any]()
         if not self._is_off(trained):
             with self._noting(trained):
+                inputs = _made(data)
                 call = read_call(function, args, kwargs)
                 if call.draws and call.refusal is None:
                     rng_state = random_state(call.input.device)
@@ -300,7 +309,7 @@ class Watching:
         outputs = tuple(tensors_in(result))
         if call is not None and trains(outputs[0]):
             with self._noting(trained) as used:
-                used += self._takes.maps(call, outputs, rng_state)
+                used += self._takes.maps(call, outputs, rng_state, inputs)
             self._explain(function.__name__, trained, used)
         elif call is None:
             self._explain(function.__name__, trained, trained)
@@ -379,6 +388,16 @@ class _Noting:
         self._failed(self._trained, error)
         self._used += self._trained
         return True
+
+
+def _made(tensors: Iterable[Tensor]) -> set[Any]:
+    """The nodes of autograd's graph that made tensors, or what they are views of."""
+    nodes = set()
+    for tensor in tensors:
+        nodes.add(tensor.grad_fn)
+        if tensor._base is not None:
+            nodes.add(tensor._base.grad_fn)
+    return nodes
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:

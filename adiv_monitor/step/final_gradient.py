@@ -200,11 +200,15 @@ class FinalGradient:
         if accumulated.entries is not None and counts:
             values["then"] = accumulated.entries
             entries = self._wholes.entries.get(id(lead))
-            values["now"] = self._steps.entries_of(lead) if entries is None else entries
+            values["final_0"] = self._steps.entries_of(lead) if entries is None else entries
+        contributions = self._capture.contributions_of(layer) if counts else ()
+        for place, contribution in enumerate(contributions):
+            own = contribution.entries()
+            if own is not None:
+                values[f"contributed_{place}"] = own
+                values[f"final_{place}"] = self._steps.entries_of(contribution.parameter)
         if accumulated.foreign is not None:
             values["foreign"] = accumulated.foreign
-        if accumulated.turned is not None:
-            values["turned"] = accumulated.turned
         rows = self._capture.rows[layer.path]
         if rows.linear is not None:
             values["rule_error"] = rows.linear

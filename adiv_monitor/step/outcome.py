@@ -12,16 +12,27 @@ from adiv_monitor.maths.alike import Fail, raised
 from adiv_monitor.maths.readings import REALISED, Array, Measured, Numbers, measure
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 from adiv_monitor.step.attention_outcome import attention_outcome
+from adiv_monitor.step.gradient_check import is_judged, speaks_against
 from adiv_monitor.step.part import Facts, LayerPart, Looked, Part
+from adiv_monitor.step.rows_together import in_units
 
-# The cosine of two gradients that are alike but for a factor is 1 but for rounding.
-LIKENESS_TOLERANCE = 1e-3
 # Why what the parameters say does not hold for the rows, so that all is estimated from rows.
 _FROM_ROWS = {
     "processes": "Rows of {} are missing from other processes",
     "shared": "The weights of {} are used by other layers too",
-    "unknown": "The gradient of {} was set by hand, in units that are not known",
+    "unknown": (
+        "The gradient of {} is in units that are not known (set by hand, or by a hook that came "
+        "after the forward pass?)"
+    ),
+    "other": (
+        "The gradient of {} was set by hand, and is not that of the last backward pass, whose rows "
+        "these are"
+    ),
     "edited": "The gradient of {} was changed since the backward pass, by more than a factor",
+    "apart": (
+        "The gradients of the parameters of {} were multiplied by different factors (each clipped "
+        "by itself?)"
+    ),
     "more": (
         "The gradient of {} holds more than these rows (a penalty in the loss, an earlier step's "
         "that was not zeroed, a use outside the layer's forward, an edit by a hook?)"
@@ -88,13 +99,20 @@ def _numbers(layer: LayerPart, facts: Facts, *, suspected: bool) -> tuple[Number
     """What the measures of one layer need; and why they must rest on its rows alone, if so."""
     seen, values, dots = layer.looked, layer.values, layer.dots
     factor = float(values.get("gradient_factor", math.nan))
-    reason = seen.from_rows or _speaks_against(values, dots["gamma_gamma"], factor, seen)
+    reason = seen.from_rows or speaks_against(
+        values, dots["gamma_gamma"], factor, seen, scale=facts.gradient_scale
+    )
+    if reason == "unknown" and not math.isnan(factor):
+        values, factor = (
+            in_units(layer, 1 / factor) | {"gradient_factor": np.array(math.nan)},
+            math.nan,
+        )
     found = Numbers(
         rows_seen=seen.rows_seen,
         rows_total=seen.rows_total,
         groups=seen.groups,
         vectors=seen.vectors,
-        values={name: v for name, v in values.items() if name not in _JUDGED},
+        values={name: v for name, v in values.items() if not is_judged(name)},
         exact=not reason and not facts.gradient_lost,
         suspected=suspected,
         shared=seen.from_rows == "shared",
@@ -123,38 +141,6 @@ def _unforeseen(facts: Facts, paths: list[str]) -> list[str]:
             "they are there."
         )
     return notes
-
-
-# What is looked at by `_speaks_against` and the like, and is no part of any measure.
-_JUDGED = (
-    *("gradient_factor", "rule_error", "replay_error", "then", "now", "foreign", "probe"),
-    *("stretch", "turned"),
-)
-
-
-def _speaks_against(values: Mapping[str, Array], gamma: float, factor: float, seen: Looked) -> str:
-    """Why γ is not c·GᵀΦ of these rows with a known c; "" if nothing is known against it."""
-    if gamma == 0 or not math.isfinite(gamma):  # nothing was left to be in any units
-        return ""
-    if math.isnan(factor):
-        return "unknown"
-    if "then" in values and len(values["then"]) == len(values["now"]):
-        then, now = (values[name] / (np.abs(values[name]).max() or 1) for name in ("then", "now"))
-        lengths = float(np.linalg.norm(then) * np.linalg.norm(now))
-        # Entries that are all zero tell nothing.
-        if lengths > 0 and then @ now < (1 - LIKENESS_TOLERANCE) * lengths:
-            return "edited"
-    if float(values.get("turned", 0.0)) > LIKENESS_TOLERANCE:
-        return "edited"
-    # The gradient as a whole is ‖γ‖; what was there before the rows is in units of its own.
-    held = float(values.get("foreign", 0.0))
-    if held * factor > seen.tolerance * math.sqrt(gamma):
-        return "more"
-    if "probe" in values:
-        difference, whole = np.linalg.norm(values["probe"], axis=1)
-        if difference > 10 * seen.tolerance * whole:
-            return "more"
-    return ""
 
 
 def _not_finite(numbers: Mapping[str, Numbers]) -> list[str]:

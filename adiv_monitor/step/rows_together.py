@@ -12,6 +12,7 @@ from adiv_monitor.capture.sampling import Draw, winners
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
 from adiv_monitor.maths.readings import REALISED, Array
+from adiv_monitor.step.gradient_check import is_now, is_of_entries
 from adiv_monitor.step.part import CEILING_SUMS, LayerPart, Looked
 
 Values = dict[str, Array]
@@ -23,7 +24,7 @@ _MATRICES = ("products", "realised")
 # What a pass over all rows summed up, where that adds up.
 _ADDED = ("active", "G_G", "own_G", "own_own", "scale_sum", "weight_squares")
 _OF_ALL = (*_ADDED, "scale_deviation", "scale_max", "scale_entries")
-_LARGEST = ("rule_error", "replay_error", "turned")
+_LARGEST = ("rule_error", "replay_error")
 _JOINED = ("stretch", "G_norms")
 
 
@@ -244,12 +245,12 @@ def _evenly(
 
 
 def _of_entries(several: Sequence[Values]) -> Values:
-    """What the backward passes left of some entries of the gradient; what was there before."""
+    """What backward passes left and calls handed on of some entries; what was there before."""
     found: Values = {}
-    with_entries = [v for v in several if "then" in v]
-    if with_entries and len({v["then"].shape for v in with_entries}) == 1:
-        found["then"] = sum((v["then"] for v in with_entries), np.zeros(1))
-        found["now"] = with_entries[0]["now"]
+    for name in dict.fromkeys(name for v in several for name in v if is_of_entries(name)):
+        with_entries = [v[name] for v in several if name in v]
+        if len({entries.shape for entries in with_entries}) == 1:
+            found[name] = with_entries[0] if is_now(name) else sum(with_entries, np.zeros(1))
     foreign = [float(v["foreign"]) for v in several if "foreign" in v]
     if foreign:
         found["foreign"] = np.array(sum(foreign))

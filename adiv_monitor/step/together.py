@@ -13,10 +13,14 @@ from dataclasses import replace
 import numpy as np
 
 from adiv_monitor.capture.sampling import Draw, draw, winners
-from adiv_monitor.maths.readings import Array
 from adiv_monitor.step import rows_together
 from adiv_monitor.step.attention_together import attention_together
-from adiv_monitor.step.outcome import LIKENESS_TOLERANCE
+from adiv_monitor.step.gradient_check import (
+    LARGEST_REST,
+    LIKENESS_TOLERANCE,
+    by_entries,
+    contributed,
+)
 from adiv_monitor.step.part import Dealt, LayerPart, Part
 
 Generator = np.random.Generator
@@ -191,11 +195,13 @@ def _to_units(
     """
     factors: dict[str, float] = {}
     for path, layer in layers.items():
-        factor, alike = _factor(layer.values)
-        if alike or not (missing or path in rows_lost):
+        factor, rest = by_entries(layer.values)
+        if rest <= LARGEST_REST or not (missing or path in rows_lost):
             factors[path] = factor / gradient_scale
-        elif not layer.looked.from_rows:
-            layer.looked.from_rows = "processes"
+            reason = contributed(layer.values, LARGEST_REST)
+        else:
+            reason = "processes"
+        layer.looked.from_rows = layer.looked.from_rows or reason
     known = [factor for factor in factors.values() if math.isfinite(factor)]
     agreed = math.nan
     if known and max(known) - min(known) <= LIKENESS_TOLERANCE * max(known):
@@ -205,18 +211,6 @@ def _to_units(
         if math.isnan(factor):  # entries that are all zero tell nothing; nor do they without others
             factor = 1 / processes if missing and math.isnan(agreed) else agreed
         layer.values = rows_together.in_units(layer, factor)
-
-
-def _factor(values: Mapping[str, Array]) -> tuple[float, bool]:
-    """‖gradient now‖ / ‖gradient that was left‖ of some entries; is one a multiple of the other?"""
-    if "then" not in values or len(values["then"]) != len(values["now"]):
-        return math.nan, False
-    then, now = (values[name] / (np.abs(values[name]).max() or 1) for name in ("then", "now"))
-    lengths = float(np.linalg.norm(then) * np.linalg.norm(now))
-    if not lengths > 0:
-        return math.nan, False
-    ratio = float(np.linalg.norm(values["now"]) / np.linalg.norm(values["then"]))
-    return ratio, bool(then @ now >= (1 - LIKENESS_TOLERANCE) * lengths)
 
 
 def _fewest(several: Sequence[Mapping[str, int]]) -> dict[str, int]:

@@ -444,8 +444,7 @@ def test_a_penalty_is_told_from_sampled_rows_too() -> None:
             loss.backward()
             optimizer.step()
     notes = [report.notes for report in monitor.reports]
-    assert "seems to hold more" in notes[0][0]
-    assert all("holds more" in of_step[0] for of_step in notes[1:])
+    assert all("holds more" in of_step[0] for of_step in notes)
     for report in monitor.reports:  # from rows alone, at once
         assert report.layers[""].standard_error["effective_lr"] > 0
 
@@ -486,7 +485,7 @@ def test_hooks_that_turn_the_gradient_are_told(
     found = one_step(
         model, lambda m: functional.cross_entropy(m(x), y).backward(), max_rows=max_rows
     )
-    assert any("by more than a factor" in note for note in found.notes)
+    assert any("an edit by a hook?" in note for note in found.notes)
 
 
 def test_gradients_set_by_hand() -> None:

@@ -123,6 +123,7 @@ class Again:
         *,
         checked: bool = True,
         split: Split | None = None,
+        inputs: object = None,
     ) -> None:
         """Take z of a use."""
         layer = self._layers.of(use, path)
@@ -130,7 +131,11 @@ class Again:
             self._take(layer, use.layout(output), recomputed=not output.requires_grad)
 
     def maps(
-        self, made: RecurrentCall, outputs: tuple[Tensor, ...], rng_state: Tensor | None
+        self,
+        made: RecurrentCall,
+        outputs: tuple[Tensor, ...],
+        rng_state: Tensor | None,
+        inputs: object,
     ) -> list[Tensor]:
         """Take z of the maps in a recurrent call."""
         z = rows_of_maps(made, outputs[0].dtype, rng_state)
@@ -147,6 +152,7 @@ class Again:
         arguments: Arguments,
         outputs: Outputs,
         tensors: list[Tensor],
+        inputs: object,
     ) -> None:
         """Take z of a module that is measured as a whole."""
         left = {module.get_parameter(name) for name in names}

@@ -18,6 +18,24 @@ def nodes_above(tensors: Iterable[Tensor], stop: Collection[Any] = ()) -> Iterat
                 yield node
 
 
+def edges_to_leaves(
+    tensors: Iterable[Tensor], stop: Collection[Any]
+) -> Iterator[tuple[Any, int, Tensor]]:
+    """The edges by which gradients of tensors come to leaves: node, which of its edges, leaf.
+
+    Args:
+        tensors: the tensors.
+        stop: nodes whose edges do not count, nor what lies behind them.
+    """
+    made = [tensor for tensor in tensors if tensor.grad_fn not in stop]
+    first = dict.fromkeys(tensor.grad_fn for tensor in made if tensor.grad_fn is not None)
+    for node in (*first, *nodes_above(made, (*stop, *first))):
+        for i, (above, _) in enumerate(node.next_functions):
+            leaf = getattr(above, "variable", None)
+            if leaf is not None:
+                yield node, i, leaf
+
+
 def leaves_of(tensors: Iterable[Tensor], inputs: Iterable[Tensor]) -> set[int]:
     """Ids of the leaves, such as parameters, that tensors are made of, besides by the inputs."""
     stop = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}

@@ -1,0 +1,146 @@
+"""What the calls of layers hand on to the gradients of their parameters, as autograd tells it.
+
+Next to what `.grad` holds in the end it tells, however few rows are looked at, whether that is the
+gradient of these calls times one factor: not where the loss has a penalty or uses a parameter
+elsewhere, where something edits a gradient, or where each parameter's is clipped by itself.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from adiv_monitor.capture.again.graph import edges_to_leaves
+from adiv_monitor.capture.updates import lies_as, some
+
+
+class Contribution:
+    """To one parameter's gradient, of all calls of one step. See `Accumulated`.
+
+    As for rows, only what is accumulated counts, in the units of the gradient that is held.
+
+    Args:
+        parameter: the parameter.
+
+    Attributes:
+        parameter: the parameter.
+        is_known: all calls were followed.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.is_known = True
+        self._held: Tensor | None = None  # some entries of what earlier passes have left
+        self._arrived: Tensor | None = None  # of the last pass
+        self._backward = -1  # which that was
+        self._accumulated = -1  # in which pass the layer's gradients last were
+        self._scaled: tuple[int, Tensor] | None = None  # in which pass by hooks, and by what factor
+
+    def arrive(self, gradient: Tensor) -> None:
+        """A call hands this on, maybe after other parameters of the layer have got theirs."""
+        if gradient.layout is not torch.strided:
+            self.is_known = False
+            return
+        if not lies_as(gradient, self.parameter):
+            gradient = torch.empty_like(self.parameter, dtype=gradient.dtype).copy_(gradient)
+        entries = some(gradient)
+        if not self._is_now:
+            self._close()
+            self._backward = torch._C._current_graph_task_id()
+        # As autograd does it, in the precision of the gradient.
+        self._arrived = entries.clone() if self._arrived is None else self._arrived + entries
+
+    def settle(self) -> None:
+        """Nothing of it is late."""
+
+    def reset(self) -> None:
+        """What had been accumulated is gone."""
+        self._held = None
+        if not self._is_now:
+            self._arrived = None
+
+    def rescale(self, factor: Tensor) -> None:
+        """What had been accumulated was multiplied by a factor."""
+        if not self._is_now:
+            self._close()
+        if self._held is not None:
+            self._held = _times(self._held, factor)
+
+    def rescale_arrived(self, factor: Tensor) -> None:
+        """What is about to be accumulated is multiplied by a factor."""
+        self._scaled = torch._C._current_graph_task_id(), factor
+
+    def fold(self) -> None:
+        """A gradient is accumulated: that of this pass."""
+        if not self._is_now:
+            self._close()
+        self._accumulated = torch._C._current_graph_task_id()
+
+    def entries(self) -> Tensor | None:
+        """Some entries of what all calls have contributed, as they lie in the gradient.
+
+        None if that is not known, or nothing.
+        """
+        held = self.parameter.grad
+        if not self.is_known or held is None or not lies_as(held, self.parameter):
+            return None
+        if self._accumulated < 0:  # set by hand, from the last pass
+            found = self._arrived
+        else:
+            self._close()
+            found = self._held
+        return None if found is None else found.flatten()
+
+    @property
+    def _is_now(self) -> bool:
+        return self._backward == torch._C._current_graph_task_id()
+
+    def _close(self) -> None:
+        """The last pass is over."""
+        arrived, self._arrived = self._arrived, None
+        if arrived is None or self._backward != self._accumulated:
+            return
+        if self._scaled is not None and self._scaled[0] == self._backward:
+            arrived = _times(arrived, self._scaled[1])
+        self._held = arrived if self._held is None else self._held + arrived
+
+
+def _times(entries: Tensor, factor: Tensor) -> Tensor:
+    return entries * factor.to(entries.dtype)
+
+
+def follow(
+    outputs: Iterable[Tensor],
+    inputs: Collection[Any],
+    contributions: Sequence[Contribution],
+    arrive: Callable[[Contribution, int, Sequence[Tensor | None], object], None],
+) -> list[RemovableHandle]:
+    """Look at what a call hands on to parameters, at each node once: calls may share a cast.
+
+    Args:
+        outputs: what the call gave.
+        inputs: the nodes that made what it was given, but for weights.
+        contributions: to the gradients of its parameters; they become unknown if it hands on none.
+        arrive: is told to what, and by which of the edges, a node hands on gradients, which it gets.
+    """
+    missing = {id(found.parameter): found for found in contributions}
+    wanted, handles = dict(missing), []
+    for node, number, leaf in edges_to_leaves(outputs, inputs):
+        contribution = wanted.get(id(leaf))
+        if contribution is None:
+            continue
+        missing.pop(id(leaf), None)
+        hook = partial(arrive, contribution, number)
+        handle = node.register_hook(hook)
+        hooks = (handle.hooks_dict_ref() or {}).values()
+        others = (other for other in hooks if other is not hook and isinstance(other, partial))
+        if any(other.args[-2:] == (contribution, number) for other in others):
+            handle.remove()
+        else:
+            handles.append(handle)
+    for contribution in missing.values():
+        contribution.is_known = False
+    return handles

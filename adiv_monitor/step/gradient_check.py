@@ -1,0 +1,116 @@
+"""Whether the gradient γ is c·GᵀΦ of a layer's rows, with a known c, or what speaks against it.
+
+Only if it is do the parameters say exactly what would else be estimated from sampled rows.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from adiv_monitor.maths.readings import Array
+from adiv_monitor.step.part import Looked
+
+# The cosine of two gradients that are alike but for a factor is 1 but for rounding.
+LIKENESS_TOLERANCE = 1e-3
+# So much of the one may then be no multiple of the other: processes may exchange half precision.
+LARGEST_REST = math.sqrt(2 * LIKENESS_TOLERANCE)
+
+# What is looked at here and in the like, and is no part of any measure.
+_JUDGED = ("gradient_factor", "rule_error", "replay_error", "then", "foreign", "probe", "stretch")
+# With the place of a parameter among the layer's: some entries of what calls have contributed to
+# that one's gradient, and of the gradient as the optimizer sees it.
+_OWN, _NOW = "contributed_", "final_"
+# Gradients of so few entries may be multiples of each other by chance.
+_FEW = 8
+
+
+def is_of_entries(name: str) -> bool:
+    """Whether it is some entries of a gradient: as it is, was left by passes, or made by calls."""
+    return name == "then" or name.startswith((_OWN, _NOW))
+
+
+def is_now(name: str) -> bool:
+    """Whether it is those of the gradient that the optimizer sees, the same in all processes."""
+    return name.startswith(_NOW)
+
+
+def is_judged(name: str) -> bool:
+    """Whether numbers of this name are no part of any measure."""
+    return name in _JUDGED or name.startswith((_OWN, _NOW))
+
+
+def by_entries(values: Mapping[str, Array]) -> tuple[float, float]:
+    """How some entries of the first parameter's gradient changed since backward; `as_multiple`."""
+    if "then" not in values or len(values["then"]) != len(values[_NOW + "0"]):
+        return math.nan, math.nan
+    return as_multiple(values[_NOW + "0"], values["then"])
+
+
+def as_multiple(now: Array, then: Array) -> tuple[float, float]:
+    """The factor c ≥ 0 in now ≈ c·then, and ‖now − c·then‖ / ‖now‖; NaN where one is zero."""
+    of_now, of_then = (np.abs(entries).max(initial=0.0) for entries in (now, then))
+    if not of_now > 0 or not of_then > 0:
+        return math.nan, math.nan
+    now, then = now / of_now, then / of_then  # so that no square is too large, or too small
+    ratio = max(float(now @ then / (then @ then)), 0.0)
+    return ratio * of_now / of_then, float(np.linalg.norm(now - ratio * then) / np.linalg.norm(now))
+
+
+def speaks_against(
+    values: Mapping[str, Array], gamma: float, factor: float, seen: Looked, *, scale: float
+) -> str:
+    """Why γ is not c·GᵀΦ of these rows with a known c; "" if nothing is known against it.
+
+    Args:
+        values: what was seen of the layer.
+        gamma: ‖γ‖².
+        factor: c; NaN if unknown.
+        seen: what was looked at.
+        scale: what the optimizer divides `.grad` by (AMP).
+    """
+    if gamma == 0 or not math.isfinite(gamma):  # nothing was left to be in any units
+        return ""
+    if math.isnan(factor):
+        return "other" if contributed(values, seen.tolerance) == "more" else "unknown"
+    _, rest = by_entries(values)
+    if rest > LARGEST_REST:
+        return "edited"
+    # The gradient as a whole is ‖γ‖; what was there before the rows is in units of its own.
+    held = float(values.get("foreign", 0.0))
+    if held * factor > seen.tolerance * math.sqrt(gamma):
+        return "more"
+    if reason := contributed(values, seen.tolerance, factor * scale):
+        return reason
+    if "probe" in values:
+        difference, whole = np.linalg.norm(values["probe"], axis=1)
+        if difference > 10 * seen.tolerance * whole:
+            return "more"
+    return ""
+
+
+def contributed(values: Mapping[str, Array], tolerance: float, factor: float = math.nan) -> str:
+    """Why what the calls handed on is not the gradient, times one factor; "" if it is, or unknown.
+
+    Args:
+        values: what was seen of the layer.
+        tolerance: how far rounding may take them apart, relative to the gradient.
+        factor: the one; NaN if unknown.
+    """
+    owns = {name.removeprefix(_OWN): own for name, own in values.items() if name.startswith(_OWN)}
+    for place, own in owns.items():
+        now = values[_NOW + place]
+        if not own.any():  # no row speaks of this parameter, and nothing else may
+            if now.any():
+                return "more"
+            continue
+        ratio, rest = as_multiple(now, own)
+        if rest > tolerance or not now.any():
+            return "more"
+        if abs(ratio - factor) > tolerance * factor:
+            if place != "0":
+                return "apart"
+            return "unknown" if len(own) > _FEW else "more"
+        if math.isnan(factor):
+            factor = ratio
+    return ""

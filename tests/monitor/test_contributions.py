@@ -1,0 +1,349 @@
+"""Whether a gradient is that of the rows is told by autograd, however few rows are looked at.
+
+What calls hand on to their parameters is compared with what the optimizer gets. No sample could
+tell these cases apart: each is smaller than what chance does to 16 of 512 rows.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from adiv_layers import AffineLikeLinear
+from setups import one_step
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from adiv_monitor import StepReport
+from adiv_monitor.capture.selection import listed
+
+FROM_ROWS = "estimated from their rows alone"
+MORE, APART, EDITED, OTHER = (
+    "holds more than these rows",
+    "multiplied by different factors",
+    "by more than a factor",
+    "not that of the last backward pass",
+)
+
+
+def small() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    return model, torch.randn(512, 20, dtype=torch.float64), torch.randint(4, (512,))
+
+
+def penalised(weight: float) -> Callable[[nn.Module], Tensor]:
+    return lambda model: weight * sum(p.square().sum() for p in model.parameters())
+
+
+def clip_each(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        nn.utils.clip_grad_norm_([parameter], 0.01)
+
+
+def edit_bias(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.grad *= 1.1
+
+
+def freeze_a_row(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad[0] = 0
+
+
+CHANGES = {
+    "a small penalty": (penalised(0.001), None, None, MORE),
+    "a penalty on biases": (
+        lambda model: 0.01 * sum(p.square().sum() for p in model.parameters() if p.dim() == 1),
+        *(None, None, MORE),
+    ),
+    "a mask": (None, lambda g: g * (torch.arange(g.numel()) % 16 > 0).reshape(g.shape), None, MORE),
+    "a turn": (None, torch.neg, None, MORE),
+    "noise": (None, lambda g: g + 0.01 * g.norm() * torch.ones_like(g), None, MORE),
+    "each clipped": (None, None, clip_each, APART),
+    "biases alone": (None, None, edit_bias, APART),
+    "a frozen row": (None, None, freeze_a_row, EDITED),
+}
+
+
+@pytest.mark.parametrize("max_rows", [16, None])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_not_of_the_rows_is_told_at_once(change: str, max_rows: int | None) -> None:
+    loss, hook, between, expected = CHANGES[change]
+    model, x, y = small()
+    for parameter in model.parameters() if hook else ():
+        parameter.register_hook(hook)
+
+    def backward(model: nn.Module) -> None:
+        value = functional.cross_entropy(model(x), y)
+        (value if loss is None else value + loss(model)).backward()
+
+    found = one_step(model, backward, between or (lambda model: None), max_rows=max_rows)
+    (note,) = found.notes
+    assert expected in note and " of 0, 2 " in note
+    if max_rows is not None:
+        for reading in found.layers.values():
+            assert reading.standard_error["effective_lr"] > 0
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(6))
+        self.offset = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.offset
+
+
+class InPlace(Gain):
+    def forward(self, x: Tensor) -> Tensor:
+        made = x * self.gain
+        made[:, 1:] += self.offset
+        return made
+
+
+class Distances(nn.Module):
+    """No rule knows it: the module is measured as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.rand(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(x, self.centres)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x.tanh(), use_reentrant=self.reentrant)
+
+
+class Cast(nn.Module):
+    """Two calls share one cast of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (self.inner(x) + self.inner(x.square())).float()
+
+
+class Fused(nn.Module):
+    """One parameter of which layers use parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.rand(12, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.both.chunk(2)
+        return functional.linear(x, first).tanh() + functional.linear(x, second)
+
+
+class First(nn.Module):
+    """What a recurrent layer gives, without its state."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+class Transposed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        """Neither of the two lies in memory as torch's own layer has it."""
+        return (self.weight @ x.transpose(-1, -2)).transpose(-1, -2) + self.bias
+
+
+def image(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Unflatten(-1, (2, 1, 3)), nn.Flatten(0, 1), module)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(6, 6),
+    "without bias": lambda: nn.Linear(6, 6, bias=False),
+    "large": lambda: nn.Sequential(nn.Linear(6, 900), nn.Linear(900, 6)),
+    "transposed": lambda: Transposed(6, 6),
+    "conv": lambda: image(nn.Conv2d(2, 6, (1, 2))),
+    "conv, channels last": lambda: image(
+        nn.Conv2d(2, 64, (1, 3)).to(memory_format=torch.channels_last)
+    ),
+    "conv transpose": lambda: image(nn.ConvTranspose2d(2, 6, (1, 2))),
+    "layer norm": lambda: nn.LayerNorm(6),
+    "rms norm": lambda: nn.RMSNorm(6),
+    "batch norm": lambda: image(nn.BatchNorm2d(2)),
+    "gain": Gain,
+    "in place": InPlace,
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
+    "whole": Distances,
+    "re-entrant": lambda: Checkpointed(reentrant=True),
+    "not re-entrant": lambda: Checkpointed(reentrant=False),
+    "cast": Cast,
+    "fused": Fused,
+    "lstm": lambda: First(nn.LSTM(6, 6, batch_first=True)),
+    "gru": lambda: First(nn.GRU(6, 6, batch_first=True)),
+    "attention": lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
+    "affine-like": lambda: AffineLikeLinear(6, 6),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_it_is_told_of_every_kind_of_layer(layer: str) -> None:
+    """And said of none whose gradient is its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), LAYERS[layer]())
+    x = torch.randn(40, 5, 6)
+
+    def step(model: nn.Module, weight: float) -> StepReport:
+        def backward(model: nn.Module) -> None:
+            loss = model(x).square().mean()
+            (loss + penalised(weight)(model) if weight else loss).backward()
+
+        return one_step(model, backward, max_rows=16)
+
+    alone = step(copy.deepcopy(model), 0)
+    assert not [note for note in alone.notes if FROM_ROWS in note]
+    found = step(model, 0.1)
+    (note,) = [note for note in found.notes if MORE in note]
+    assert len(found.layers) > 1
+    assert f" of {listed(list(found.layers))} " in note
+
+
+def halves(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    return [
+        functional.cross_entropy(model(x[part]), y[part]) for part in (slice(256), slice(256, None))
+    ]
+
+
+def micro_batches(model: nn.Module, losses: list[Tensor]) -> None:
+    for loss in losses:
+        loss.backward()
+
+
+def clipped_between(model: nn.Module, losses: list[Tensor]) -> None:
+    for loss in losses:
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def zeroed_between(model: nn.Module, losses: list[Tensor], *, set_to_none: bool) -> None:
+    losses[0].backward()
+    model.zero_grad(set_to_none=set_to_none)
+    losses[1].backward()
+
+
+def looked_at_between(model: nn.Module, losses: list[Tensor]) -> None:
+    losses[0].backward()
+    torch.autograd.grad(losses[1], list(model.parameters()), retain_graph=True)
+    losses[1].backward()
+
+
+def twice(model: nn.Module, losses: list[Tensor]) -> None:
+    losses[0].backward(retain_graph=True)
+    (losses[0] + losses[1]).backward()
+
+
+def first_layer_alone(model: nn.Module, losses: list[Tensor]) -> None:
+    losses[0].backward()
+    losses[1].backward(inputs=list(model[0].parameters()))
+
+
+def by_hand(model: nn.Module, losses: list[Tensor]) -> None:
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(
+        parameters, torch.autograd.grad(sum(losses), parameters), strict=True
+    ):
+        parameter.grad = gradient
+
+
+PASSES = {
+    "micro-batches": micro_batches,
+    "clipped between": clipped_between,
+    "removed between": lambda *given: zeroed_between(*given, set_to_none=True),
+    "zeroed between": lambda *given: zeroed_between(*given, set_to_none=False),
+    "looked at between": looked_at_between,
+    "twice": twice,
+    "first layer alone": first_layer_alone,
+    "by hand": by_hand,
+}
+
+
+@pytest.mark.parametrize("passes", PASSES)
+def test_what_backward_passes_do_is_followed(passes: str) -> None:
+    """The gradient is that of the rows and of them alone; a penalty shows that one looks."""
+    model, x, y = small()
+
+    def step(model: nn.Module, weight: float) -> StepReport:
+        def backward(model: nn.Module) -> None:
+            losses = halves(model, x, y)
+            if weight:
+                losses = [loss + penalised(weight)(model) for loss in losses]
+            PASSES[passes](model, losses)
+
+        return one_step(model, backward, max_rows=16)
+
+    assert not [note for note in step(copy.deepcopy(model), 0).notes if FROM_ROWS in note]
+    (note,) = [note for note in step(model, 0.001).notes if FROM_ROWS in note]
+    assert MORE in note and " of 0, 2 " in note
+
+
+def test_several_gradients_summed_by_hand_are_not_the_last_one() -> None:
+    """As multi-task methods do: of those before the last one no rows are held."""
+    model, x, y = small()
+
+    def backward(model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        for loss in halves(model, x, y):
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(loss, parameters), strict=True
+            ):
+                held = 0 if parameter.grad is None else parameter.grad
+                parameter.grad = held + gradient
+
+    (note,) = one_step(model, backward, max_rows=16).notes
+    assert OTHER in note and " of 0, 2 " in note
+
+
+def test_hooks_that_scale_are_followed_if_they_were_there_in_time() -> None:
+    """Those that come later, when the monitor's own are there, leave units that are not known."""
+    model, x, y = small()
+    plain = one_step(
+        copy.deepcopy(model),
+        lambda m: functional.cross_entropy(m(x), y).backward(),
+        max_rows=None,
+    )
+
+    def backward(model: nn.Module, *, late: bool) -> None:
+        loss = functional.cross_entropy(model(x), y)
+        for parameter in model.parameters() if late else ():
+            parameter.register_hook(lambda g: 0.25 * g)
+        loss.backward()
+
+    hooked = copy.deepcopy(model)
+    for parameter in hooked.parameters():
+        parameter.register_hook(lambda g: 0.25 * g)
+    assert not one_step(hooked, lambda m: backward(m, late=False), max_rows=16).notes
+
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.001)
+
+    found = one_step(model, lambda m: backward(m, late=True), clip, max_rows=None)
+    (note,) = found.notes
+    assert "in units that are not known" in note and " of 0, 2 " in note
+    for path, reading in found.layers.items():
+        assert math.isnan(reading.effective_lr) and math.isnan(reading.gradient_factor)
+        for name in ("update_cosine", "gradient_cosine", "diagonal_cosine"):
+            assert getattr(reading, name) == pytest.approx(getattr(plain.layers[path], name))
