@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from adiv_monitor.capture.contributions import Contribution
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import is_small, some
@@ -134,7 +135,7 @@ class Accumulation:
 
     @property
     def entries(self) -> Tensor | None:
-        """Some entries of the gradient that backward left."""
+        """Some entries of the gradient that backward left; None: not kept."""
         return self._entries
 
     def _before_hooks(self, gradient: Tensor) -> None:
@@ -182,12 +183,19 @@ class Accumulation:
         grad = self._part(parameter.grad)
         if is_small(grad):
             self._left = grad.clone()
-            entries = some(self._left).reshape(-1)
+            entries: Tensor | None = some(self._left).reshape(-1)
         else:
             self._left = dots.norms(grad)
-            entries = some(grad).clone().reshape(-1)
-        self._entries = self._if_alike(entries, parameter.grad)
+            entries = None if self._is_followed else some(grad).clone().reshape(-1)
+        self._entries = None if entries is None else self._if_alike(entries, parameter.grad)
         self._tensor = weakref.ref(parameter.grad), parameter.grad._version
+
+    @property
+    def _is_followed(self) -> bool:
+        """Whether what calls hand on will tell all that some entries could."""
+        followed = (user for user in self._users() if isinstance(user, Contribution))
+        known = any(user.is_known and user.parameter is self._parameter for user in followed)
+        return known and processes() == 1
 
     def _part(self, gradient: Tensor) -> Tensor:
         """As far as this process has it."""

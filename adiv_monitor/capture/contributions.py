@@ -124,7 +124,7 @@ def follow(
         outputs: what the call gave.
         inputs: the nodes that made what it was given, but for weights.
         contributions: to the gradients of its parameters; they become unknown if it hands on none.
-        arrive: is told to what, and by which of the edges, a node hands on gradients, which it gets.
+        arrive: gets all that a node hands on, with what it is part of, and by which of its edges.
     """
     missing = {id(found.parameter): found for found in contributions}
     wanted, handles = dict(missing), []

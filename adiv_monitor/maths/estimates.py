@@ -11,7 +11,7 @@ Everything is float64 numpy on the host, of any number of layers at once: arrays
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -86,10 +86,16 @@ class Sum:
         total: its value; NaN where it is not exact and no active row was looked at.
         spread: what every sampled row's T-fold would add to it beyond the mean of these; 0 where
             the total is exact, NaN where one active row of several can't tell.
+        doubt: how many times as large its error is as this spread says.
     """
 
     total: PerLayer
     spread: PerRow
+    doubt: PerLayer | None = None  # 1
+
+    def as_error(self, spread: PerRow) -> PerRow:
+        """A spread as large as errors are."""
+        return spread if self.doubt is None else spread * self.doubt[:, None]
 
 
 def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Sum:
@@ -106,20 +112,67 @@ def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Su
     return Sum(np.where(known, exact, mean), np.where(known[:, None], 0.0, spread))
 
 
-def by_ratio(of: Sum, by: Sum, exact: PerLayer) -> Sum:
-    """A sampled sum told from how it goes with another one, whose exact value is known.
+def by_ratio(of: Sum, by: Sum, exact: PerLayer, sample: Sample) -> Sum:
+    """A sampled sum told from how it goes with a positive one, whose exact value is known.
 
-    `of.total · exact / by.total` (W. Cochran, Sampling Techniques, ch. 6): far more certain where
-    few rows hold most of both, such as the rows that a loss still cares for. Where `exact` is NaN,
-    the sum as it is.
+    `of.total · exact / by.total` (W. Cochran, Sampling Techniques, ch. 6), less its bias of order
+    1/R: far more certain where few rows hold most of both, such as the rows that a loss still cares
+    for. Its spread is the jackknife's: how the ratio would change without a row, and so that of a
+    row which holds much of `by` is more than what the ratio leaves of it. Where `exact` is NaN, or
+    two active rows were not looked at, or all rows, the sum as it is.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = exact / by.total
         slope = of.total / by.total
-        total = of.total * ratio
-        spread = ratio[:, None] * (of.spread - slope[:, None] * by.spread)
-    known = np.isfinite(ratio)
+        rest = of.spread - slope[:, None] * by.spread
+        held = (1 + by.spread / by.total[:, None]) / sample.seen  # of `by` by every row
+        bias = -bias_by_chance(sample.variance_share, _mean(rest * by.spread) / by.total)
+        total = ratio * (of.total - bias)
+        spread = ratio[:, None] * np.where(held < 1, rest / (1 - held), 0.0)
+    known = np.isfinite(ratio) & (sample.variance_share > 0) & (sample.active_seen >= 2)
     return Sum(np.where(known, total, of.total), np.where(known[:, None], spread, of.spread))
+
+
+class Sizes(NamedTuple):
+    """How large rows are, by a measure that is known of all of them.
+
+    Attributes:
+        rows: of every sampled row; 0 of idle ones.
+        total: their sum over all rows; NaN where that is unknown.
+        squares: the sum of their squares over all rows.
+    """
+
+    rows: PerRow
+    total: PerLayer
+    squares: PerLayer
+
+
+def by_size(of: Sum, values: PerRow, sizes: Sizes, sample: Sample) -> Sum:
+    """A sampled sum of what grows with a row's size, as ‖d_r‖² with ‖φ_r‖²: `by_ratio` to that.
+
+    Few rows may hold most of such a sum, and a sample that lacks them can't know. So its error is
+    that of the sample or, if larger, that of the model v_r = r s_r (1 + τ ξ_r) with ξ_r of variance
+    1, which counts the rows that were not looked at (R. Royall, On finite population sampling
+    theory under certain linear regression models, 1970):
+
+        τ² r² [(S/S_seen − 1)² Σ_seen s_r² + Σ_rest s_r²],   τ² = mean of (v_r/(r s_r) − 1)²
+
+    Args:
+        of: the sum.
+        values: v_r of the sampled rows, 0 of idle ones.
+        sizes: s_r.
+        sample: the rows.
+    """
+    found = by_ratio(of, over_rows(sizes.rows, sample), sizes.total, sample)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        seen, squares = sizes.rows.sum(1), (sizes.rows**2).sum(1)
+        ratio = values.sum(1) / seen
+        apart = np.where(sizes.rows > 0, values / (ratio[:, None] * sizes.rows) - 1, 0.0)
+        tau_squared = (apart**2).sum(1) / (sizes.rows > 0).sum(1)
+        unseen = np.maximum(sizes.squares - squares, 0.0)
+        modelled = tau_squared * ratio**2 * ((sizes.total / seen - 1) ** 2 * squares + unseen)
+        doubt = np.sqrt(modelled / (sample.variance_share * _mean(found.spread**2)))
+    return replace(found, doubt=np.fmax(np.where(np.isfinite(doubt), doubt, 1.0), 1.0))
 
 
 def by_regression(of: Sum, by: Sum, exact: PerLayer) -> Sum:
@@ -149,6 +202,7 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         is_sampled = share.any()  # else every row was looked at
         rest = np.ones_like(numerator.total)
         relative = np.zeros_like(numerator.spread)  # Σ_j p_j δS_j/S_j of every row
+        doubted = np.zeros_like(numerator.spread)  # the same, as far as errors go
         own = np.zeros_like(rest)  # Σ_j p_j mean((δS_j/S_j)²)
         for factor, power in factors:
             # A zero that is divided by has no direction, whatever the parameters say besides.
@@ -159,11 +213,13 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
             exact = factor.spread == 0
             deviation = np.where(exact, 0.0, factor.spread / factor.total[:, None])
             relative = relative + power * deviation
+            doubted = doubted + power * factor.as_error(deviation)
             own = own + power * _mean(deviation**2)
         value = numerator.total * rest
         if not is_sampled:
             return Estimate(value, np.zeros_like(value))
-        influence = by_chance(numerator.spread, rest[:, None]) + by_chance(relative, value[:, None])
+        spread = numerator.as_error(numerator.spread)
+        influence = by_chance(spread, rest[:, None]) + by_chance(doubted, value[:, None])
         bias = by_chance(_mean(numerator.spread * relative), rest)
         bias = bias + by_chance((_mean(relative**2) - own) / 2, value)
         value = value - np.where(sample.active_seen < 2, 0.0, bias_by_chance(share, bias))

@@ -6,6 +6,7 @@ Layers that were looked at alike, with as many rows, are measured together.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from adiv_monitor.maths.estimates import (
     PerLayer,
     PerRow,
     Sample,
+    Sizes,
     Sum,
     by_ratio,
     by_regression,
+    by_size,
     mean_of_active,
     over_rows,
     quantiles,
@@ -36,6 +39,8 @@ _PERCENTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 # b = r − 2h (see `first_order_error`).
 REALISED = ("G", "d", "r", "b")
 LEVELS = (*QUANTILE_LEVELS, *_PERCENTILES.values())
+# What a weight makes of a row, which grows with the row.
+_GROWING = ("d", "e", "rest", "z")
 
 
 @dataclass
@@ -142,7 +147,7 @@ class _Together:
         G_G, whole = over_rows(self.rows("G", "G"), self.sample), self.whole_gradient()
         e_G = over_rows(self.rows("e", "G"), self.sample)
         self.holds_more = expected & measures.holds_more(
-            e_G if whole is None else by_ratio(e_G, G_G, whole),
+            e_G if whole is None else by_ratio(e_G, G_G, whole, self.sample),
             self.dots["gamma_gamma"],
             over_rows(np.abs(self.rows("e", "G")), self.sample).total,
             tolerance,
@@ -173,7 +178,26 @@ class _Together:
     def sum(self, a: str, b: str, exact: PerLayer | None = None) -> Sum:
         """⟨a, b⟩ over all rows: exact where that may be trusted."""
         known = None if exact is None else np.where(self.exact, exact, np.nan)
-        return over_rows(self.rows(a, b), self.sample, known)
+        rows = self.rows(a, b)
+        if a == b and a in _GROWING:
+            return self.growing(rows)
+        return over_rows(rows, self.sample, known)
+
+    def growing(self, rows: PerRow) -> Sum:
+        """The sum over all rows of what grows with their size, where that is known of all."""
+        found = over_rows(rows, self.sample)
+        return found if self.sizes is None else by_size(found, rows, self.sizes, self.sample)
+
+    @cached_property
+    def sizes(self) -> Sizes | None:
+        """‖φ_r‖² of the rows; None where no pass over all of them told their sum."""
+        total, deviation = self.whole("scale_sum", 0), self.whole("scale_deviation", 0)
+        if "scale" not in self.values or total is None or deviation is None:
+            return None
+        rows = np.where(self.sample.active, self.values["scale"], 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            squares = deviation**2 + total**2 / _active(self)
+        return Sizes(rows, total, squares)
 
     def whole_gradient(self) -> PerLayer | None:
         """‖G‖² over all rows; None where only the sample tells."""
@@ -259,7 +283,7 @@ def _of_update(x: _Together, G_G: Sum) -> dict[str, Estimate]:
     if x.has("bias"):
         B_B = x.sum("bias", "bias")
         weight = x.rows("d", "d") - 2 * x.rows("d", "bias") + x.rows("bias", "bias")
-        A_A = over_rows(np.maximum(weight, 0.0), x.sample)
+        A_A = x.growing(np.maximum(weight, 0.0))
     else:
         nothing = Sum(np.zeros_like(d_d.total), np.zeros_like(d_d.spread))
         A_A, B_B = (nothing, d_d) if x.layers[0].bias_alone else (d_d, nothing)

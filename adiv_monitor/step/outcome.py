@@ -35,7 +35,7 @@ _FROM_ROWS = {
     ),
     "more": (
         "The gradient of {} holds more than these rows (a penalty in the loss, an earlier step's "
-        "that was not zeroed, a use outside the layer's forward, an edit by a hook?)"
+        "that was not zeroed, a use outside the layer's forward, an edit?)"
     ),
     "seems": "The gradient of {} seems to hold more than these rows, as the next report will tell",
 }

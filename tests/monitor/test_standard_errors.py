@@ -1,7 +1,6 @@
 """Measures from sampled rows know their errors: against many draws from rows that are all known."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,9 +10,11 @@ from adiv_monitor.maths.estimates import (
     Estimate,
     PerLayer,
     Sample,
+    Sizes,
     Sum,
     by_ratio,
     by_regression,
+    by_size,
     over_rows,
     product,
     quantiles,
@@ -232,24 +233,102 @@ def alike_sums() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return by, of, of - 7 + 0.5 * random.normal(size=ROWS)
 
 
-@pytest.mark.parametrize("how", [by_ratio, by_regression])
-def test_sums_that_are_told_from_one_that_is_known(how: Callable[..., Sum]) -> None:
+HOW = {"ratio": by_ratio, "regression": lambda of, by, exact, sample: by_regression(of, by, exact)}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_sums_that_are_told_from_one_that_is_known(how: str) -> None:
     by, of, either = alike_sums()
-    rows = of if how is by_ratio else either
+    rows = of if how == "ratio" else either
     index, sample = draws(np.ones(ROWS, dtype=bool))
     plain, known = over_rows(rows[index], sample), over_rows(by[index], sample)
-    told = how(plain, known, np.full(DRAWS, by.sum()))
+    told = HOW[how](plain, known, np.full(DRAWS, by.sum()), sample)
     agrees(product(told, [], sample), rows.sum())
     assert told.total.std() < 0.4 * plain.total.std()
 
 
-@pytest.mark.parametrize("how", [by_ratio, by_regression])
-def test_sums_of_which_none_is_known_stay_as_they_are(how: Callable[..., Sum]) -> None:
+def heavy(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes of which few hold most, and what grows with them, each row at a rate of its own."""
+    random = np.random.default_rng(0)
+    sizes = np.exp(1.5 * random.normal(size=rows))
+    return sizes, sizes * random.gamma(10.0, 1.0, rows)
+
+
+def sizes_of(rows: np.ndarray, index: np.ndarray) -> Sizes:
+    sums = (rows.sum(), (rows**2).sum())
+    return Sizes(rows[index], *(np.full(len(index), of_all_rows) for of_all_rows in sums))
+
+
+def test_few_rows_that_hold_most_are_reckoned_with() -> None:
+    """A sample that lacks them can't know; their sizes do."""
+    sizes, values = heavy(ROWS)
+    index, sample = draws(np.ones(ROWS, dtype=bool))
+    plain = over_rows(values[index], sample)
+    told = by_size(plain, values[index], sizes_of(sizes, index), sample)
+    by_sample, by_sizes = product(plain, [], sample), product(told, [], sample)
+
+    def beyond_three(found: Estimate) -> float:
+        return float((np.abs(found.value - values.sum()) > 3 * found.error).mean())
+
+    assert beyond_three(by_sample) > 0.04
+    assert beyond_three(by_sizes) < 0.01
+    assert by_sizes.value.std() < 0.4 * by_sample.value.std()
+    assert by_sizes.error.mean() < 1.5 * by_sizes.value.std()
+    assert abs(by_sizes.value.mean() - values.sum()) < 0.1 * by_sizes.value.std()
+
+
+def test_even_sizes_change_no_error() -> None:
+    """Nor does what grows with them, but where idle rows make its sum uncertain."""
+    random = np.random.default_rng(0)
+    active = random.random(ROWS) >= 0.3
+    values = np.where(active, random.gamma(3.0, 1.0, ROWS), 0.0)
+    index, sample = draws(active)
+    plain = over_rows(values[index], sample)
+    told = by_size(plain, values[index], sizes_of(np.where(active, 2.0, 0.0), index), sample)
+    agrees(product(told, [], sample), values.sum())
+    assert told.total.std() < 0.9 * plain.total.std()
+
+
+def test_a_sum_told_by_sizes_by_hand() -> None:
+    """Of three rows, of sizes 1, 2 and 3, the first two: 2·1·1.2 and 2·2·0.9, say."""
+    sample = of_all(3, np.ones((1, 2), dtype=bool))
+    sizes = Sizes(np.array([[1.0, 2.0]]), np.array([6.0]), np.array([14.0]))
+    values = np.array([[2.4, 3.6]])
+    told = by_size(over_rows(values, sample), values, sizes, sample)
+    share = (1 - 2 / 3) / 1
+    rest = 3 * np.array([2.4 - 2 * 1, 3.6 - 2 * 2])
+    bias = -share * np.mean(rest * 3 * (np.array([1, 2]) - 1.5)) / 4.5
+    np.testing.assert_allclose(told.total, 6 / 4.5 * (9 - bias))
+    spread = 6 / 4.5 * rest / (1 - np.array([1 / 3, 2 / 3]))
+    np.testing.assert_allclose(told.spread, [spread])
+    assert told.doubt is not None
+    tau_squared = (0.2**2 + 0.1**2) / 2
+    modelled = tau_squared * 2**2 * ((6 / 3 - 1) ** 2 * 5 + 9)
+    designed = share * np.mean(spread**2)
+    np.testing.assert_allclose(told.doubt, [max(1.0, math.sqrt(modelled / designed))])
+
+
+def test_sizes_that_are_not_known_tell_nothing() -> None:
+    """Of the first layer; all rows of the second were looked at, one active row of the third."""
+    active = np.array([[True, True], [True, True], [True, False]])
+    sample = Sample(np.array([9.0, 2.0, 9.0]), active)
+    rows = np.where(active, [[1.0, 3.0], [2.0, 5.0], [4.0, 0.0]], 0.0)
+    unknown = np.array([math.nan, 8.0, 30.0])
+    plain = over_rows(rows, sample)
+    told = by_size(plain, rows, Sizes(rows, unknown, unknown**2), sample)
+    assert told.total.tolist() == plain.total.tolist()
+    np.testing.assert_array_equal(told.spread, plain.spread)
+    assert told.doubt is not None
+    assert told.doubt.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_sums_of_which_none_is_known_stay_as_they_are(how: str) -> None:
     """The second layer's is not known; in the last two there is nothing to go with."""
     sample = of_all(100, np.ones((4, 3), dtype=bool))
     plain = over_rows(np.arange(12.0).reshape(4, 3), sample)
     known = over_rows(np.array([[3.0, 1.0, 4.0], [1.0, 5.0, 9.0], [0.0] * 3, [0.0] * 3]), sample)
-    told = how(plain, known, np.array([300.0, math.nan, 0.0, 5.0]))
+    told = HOW[how](plain, known, np.array([300.0, math.nan, 0.0, 5.0]), sample)
     assert told.total[0] != plain.total[0]
     assert told.total[1:].tolist() == plain.total[1:].tolist()
     assert (told.spread[0] != plain.spread[0]).all()
@@ -259,9 +338,10 @@ def test_sums_of_which_none_is_known_stay_as_they_are(how: Callable[..., Sum]) -
 def test_sums_told_from_another_by_hand() -> None:
     sample = of_all(4, np.ones((1, 2), dtype=bool))
     of, by = over_rows(np.array([[1.0, 5.0]]), sample), over_rows(np.array([[2.0, 4.0]]), sample)
-    ratio = by_ratio(of, by, np.array([15.0]))  # 12 · 15/12
-    assert ratio.total.tolist() == [15]
-    np.testing.assert_allclose(ratio.spread, [[-8 + 4, 8 - 4]] * np.array(15 / 12))
+    ratio = by_ratio(of, by, np.array([15.0]), sample)  # 12 · 15/12, less its bias
+    bias = -0.5 * np.mean([4 * 4, 4 * 4]) / 12
+    np.testing.assert_allclose(ratio.total, [(12 - bias) * 15 / 12])
+    np.testing.assert_allclose(ratio.spread, [[-4 / (2 / 3) * 15 / 12, 4 / (1 / 3) * 15 / 12]])
     slope = by_regression(of, by, np.array([15.0]))  # 12 + 2 (15 − 12)
     assert slope.total.tolist() == [18]
     assert slope.spread.tolist() == [[0, 0]]
