@@ -1,7 +1,8 @@
 """What `Monitor` is given: checked at the boundary, with errors that say what is expected."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from inspect import signature
 from typing import TypeGuard
 
 from torch import Tensor, nn
@@ -45,11 +46,20 @@ def check_arguments(
     sinks: Sequence[object],
     keep: int,
     on_error: str,
+    *,
+    attainable: object,
+    attention: object,
+    seed: object,
 ) -> None:
     """Raise TypeError or ValueError for what can't be worked with."""
     _check_model(model)
     _check_optimizer(optimizer)
     _check_numbers(every_n_steps, max_overhead, layers_per_step, max_rows, keep)
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ValueError(f"Monitor(seed=…): got {seed!r}, expected an integer of at least 0")
+    for name, value in {"attainable": attainable, "attention": attention}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"Monitor({name}=…): got {value!r}, expected True or False")
     _check_realised(realised, optimizer)
     _check_alignment(alignment)
     _check_turns(layers_per_step, realised, alignment)
@@ -96,7 +106,10 @@ def _check_numbers(
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {"every_n_steps": every_n_steps, **given, "keep": keep}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"Monitor({name}=…): got {value!r}, expected an integer of at least 1")
+            none = " or None" if name in optional else ""
+            raise ValueError(
+                f"Monitor({name}=…): got {value!r}, expected an integer of at least 1{none}"
+            )
     if max_overhead is not None and not _is_share(max_overhead):
         raise ValueError(
             f"Monitor(max_overhead=…): got {max_overhead!r}, expected a share of the training time "
@@ -105,6 +118,11 @@ def _check_numbers(
 
 
 def _check_realised(realised: object, optimizer: object) -> None:
+    if isinstance(realised, type):
+        raise TypeError(
+            f"Monitor(realised=…): got the class {realised.__name__}, expected an instance: "
+            f"{realised.__name__}()"
+        )
     if not isinstance(realised, bool) and not callable(realised):
         raise TypeError(
             f"Monitor(realised=…): got {type(realised).__name__}, expected True, False, the module "
@@ -130,7 +148,7 @@ def _check_turns(layers_per_step: int | None, realised: object, alignment: objec
 def _check_alignment(alignment: object) -> None:
     if alignment is not None and not isinstance(alignment, Probe):
         raise TypeError(
-            f"Monitor(alignment=…): got {type(alignment).__name__}, expected a "
+            f"Monitor(alignment=…): got {type(alignment).__name__}, expected an "
             "adiv_monitor.alignment.Probe of the batch to run, or None"
         )
 
@@ -139,6 +157,11 @@ def _check_layers(layers: object) -> None:
     if isinstance(layers, str):
         raise TypeError(
             f"Monitor(layers=…): got the string {layers!r}, expected a list: [{layers!r}]"
+        )
+    if callable(layers) and not _takes_two(layers):
+        raise TypeError(
+            "Monitor(layers=…): got a function that does not take two arguments, expected a "
+            "predicate (path, module) → bool"
         )
     if layers is not None and not callable(layers):
         wrong = [x for x in layers if not isinstance(x, str)] if _several(layers) else [layers]
@@ -156,6 +179,16 @@ def _check_sinks(sinks: Sequence[object]) -> None:
                 f"Monitor(sinks=…): got {sink!r}, expected a list of objects with the methods "
                 "write(report) and close()"
             )
+
+
+def _takes_two(function: Callable[..., object]) -> bool:
+    try:
+        signature(function).bind("", None)
+    except TypeError:
+        return False
+    except ValueError:  # one of C has none
+        return True
+    return True
 
 
 def _is_share(value: object) -> bool:

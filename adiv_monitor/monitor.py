@@ -129,6 +129,9 @@ class Monitor:
         check_arguments(
             *(model, optimizer, every_n_steps, max_overhead, layers, layers_per_step, max_rows),
             *(realised, alignment, sinks, keep, on_error),
+            attainable=attainable,
+            attention=attention,
+            seed=seed,
         )
         self._model = model
         self._optimizer = optimizer
@@ -184,6 +187,15 @@ class Monitor:
                 f"adiv_monitor: the model ran, but the monitor saw no {missing}, so there is no "
                 "report: give it the optimizer that trains the model",
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy: of a monitor that is attached there is none."""
+        if self._state == "attached":
+            raise AdivError(
+                "Monitor: got a copy, or a pickle, of a monitor that is attached, expected none: "
+                "it holds hooks on its model; give the copy of the model a Monitor of its own"
+            )
+        return self.__dict__
 
     def attach(self) -> None:
         """Begin to follow the optimizer; the coming step is measured.

@@ -39,7 +39,7 @@ def check_arguments(
         )
     counts = {"steps": steps, "every_n_steps": every_n_steps, "max_rows": max_rows}
     for name, value in counts.items():
-        may_be_none = name == "max_rows" and value is None
+        may_be_none = name != "steps" and value is None
         if not may_be_none and (not _is_whole(value) or value < 1):  # type: ignore[operator]
             raise ValueError(f"audit({name}=…): got {value!r}, expected an integer of at least 1")
     if not _is_whole(seed) or seed < 0:  # type: ignore[operator]

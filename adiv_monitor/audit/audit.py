@@ -73,7 +73,6 @@ def audit(
     Raises:
         TypeError, ValueError: an argument is not what is expected; the message says what is.
     """
-    every_n_steps = max(1, steps // 10) if every_n_steps is None else every_n_steps
     check_arguments(
         *(model, loss, optimizer),
         steps=steps,
@@ -83,6 +82,7 @@ def audit(
         seed=seed,
         try_seconds=try_seconds,
     )
+    every_n_steps = max(1, steps // 10) if every_n_steps is None else every_n_steps
     with seeded(seed):
         kept = taken(batches, steps, next(model.parameters()).device)
         setup = Setup(

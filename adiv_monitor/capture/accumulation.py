@@ -166,9 +166,10 @@ class Accumulation:
         if task != torch._C._current_graph_task_id():
             held = None
         if held is not None and self._left is not None:
-            # Only where something wrote to it is it worth a look at the device.
+            # Only where something wrote to it, as far as torch notes that, is it worth waiting for
+            # the device.
             left = dots.norm(self._left)
-            if touched and self._zeroed(held, left):
+            if (touched or held.is_cpu) and self._zeroed(held, left):
                 held = None
         elif held is not None:
             self.foreign = held

@@ -38,9 +38,11 @@ class Contribution:
         self._backward = -1  # which that was
         self._accumulated = -1  # in which pass the layer's gradients last were
         self._scaled: tuple[int, Tensor] | None = None  # in which pass by hooks, and by what factor
+        self._version: int | None = None  # of the parameter, when it was handed its gradient
 
     def arrive(self, gradient: Tensor) -> None:
         """A call hands this on, maybe after other parameters of the layer have got theirs."""
+        self._version = self.parameter._version
         if gradient.layout is not torch.strided:
             self.is_known = False
             return
@@ -93,6 +95,11 @@ class Contribution:
             self._close()
             found = self._held
         return None if found is None else found.flatten()
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether something wrote to the parameter since it was last handed its gradient."""
+        return self._version is not None and self._version != self.parameter._version
 
     @property
     def _is_now(self) -> bool:

@@ -4,9 +4,9 @@ import os
 import time
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 from adiv_monitor.report import StepReport
+from adiv_monitor.sinks.files import file_path
 from adiv_monitor.sinks.running import Running
 
 _PATIENCE = 20
@@ -25,7 +25,7 @@ class HtmlSink:
 
     Raises:
         ImportError: without the packages jinja2 and matplotlib.
-        IsADirectoryError: the path is a folder.
+        TypeError, IsADirectoryError: the path is none, or that of a folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -35,9 +35,7 @@ class HtmlSink:
                 f"HtmlSink needs the packages {' and '.join(missing)}: "
                 'pip install "adiv-monitor[audit]"'
             )
-        self._path = Path(path)
-        if self._path.is_dir():
-            raise IsADirectoryError(f"HtmlSink: got the folder {path}, expected a file")
+        self._path = file_path("HtmlSink", path)
         self._running = Running()
         self._not_before = 0.0  # seconds, of the clock
         self._is_behind = False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from adiv_monitor.report import StepReport
+from adiv_monitor.sinks.files import file_path
 
 _LINE_START = b'{"step": '  # StepReport.to_dict() begins with the step
 
@@ -28,10 +29,11 @@ class JsonlSink:
 
     Raises:
         ValueError: when the file ends in the middle of a line that this sink has not begun.
+        TypeError, IsADirectoryError: the path is none, or that of a folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = file_path("JsonlSink", path)
         self._file: BinaryIO | None = None
         self._closed = False
         _unfinished(self._path)

@@ -37,6 +37,13 @@ TABLE_MEASURES: tuple[str, ...] = (
     *("alpha", "omega", "u", "cumulative", "kappa_alpha"),
 )
 
+_MARKS = {
+    "*": "the worst layer, where the errors tell which that is",
+    "≈0": "nearer to zero than its standard error",
+    "?": "with an error that is not known",
+    "–": "no direction (NaN)",
+}
+
 Reading = LayerReading | AttentionReading | AlignmentReading
 _ENDLESS = 10_000  # characters
 
@@ -52,8 +59,8 @@ class TableSink:
     measure that was not taken. `*` (in colour where the terminal has any) marks the worst value of
     a measure, where the errors tell which that is (see `StepReport.summary`). A terminal that is
     too narrow gets the measures in several tables. The report's alarms and notes follow
-    below, and, when they
-    are news, the layers and parameters that were not measured.
+    below, and, when they are news, what marks mean and the layers and parameters that were not
+    measured.
 
     Args:
         measures: the columns, by name.
@@ -88,17 +95,21 @@ class TableSink:
             of_kind = tuple(measure for measure in shown if measure in kind)
             for table in _tables(report, of_kind, self._console):
                 self._console.print(table)
+        self._say_once(_legend(report, shown))
         if report.realised_loss_change is not None and report.descent is not None:
             real, expected = number(report.realised_loss_change), number(-report.descent)
             self._print(f"the batch's loss really changed by {real}, to first order by {expected}")
-        for line in not_measured(report):
-            if line not in self._said:
-                self._print(f"not measured: {line}")
-                self._said.add(line)
+        self._say_once(f"not measured: {line}" for line in not_measured(report))
         for alarm in report.alarms:
             self._print(f"alarm: {alarm}")
         for note in report.notes:
             self._print(f"note: {note}")
+
+    def _say_once(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            if line not in self._said:
+                self._print(line)
+                self._said.add(line)
 
     def _print(self, line: str) -> None:
         from rich.text import Text
@@ -164,6 +175,19 @@ def _table(report: StepReport, measures: tuple[str, ...], worst: dict[str, str |
     for (path, reading), *row in zip(readings.items(), *columns, strict=True):
         table.add_row(Text(path), _looked_at(reading), *row)
     return table
+
+
+def _legend(report: StepReport, measures: Iterable[str]) -> Iterator[str]:
+    """What the marks in the report's tables mean."""
+    worst = _worst(report)
+    cells = [
+        _cell(reading, measure, path == worst.get(measure))
+        for measure in measures
+        for path, reading in report.readings(measure).items()
+    ]
+    for mark, meaning in _MARKS.items():
+        if any(cell.strip() == mark if mark == "–" else mark in cell for cell in cells):
+            yield f"{mark}: {meaning}"
 
 
 def _worst(report: StepReport) -> dict[str, str | None]:

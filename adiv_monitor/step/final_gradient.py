@@ -51,6 +51,7 @@ class FinalGradient:
         too_large: paths of layers whose sums for the ceiling can't travel.
         in_parts: paths of layers of whose rows no process has all.
         summed: paths of layers of which several passes through one graph told sums alone.
+        moved: paths of layers whose parameters were written to since the backward pass.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class FinalGradient:
         self.too_large: list[str] = []
         self.in_parts: list[str] = []
         self.summed: list[str] = []
+        self.moved: list[str] = []
         self._capture = capture
         self._peers = selection.peers
         self._watch = watch
@@ -201,10 +203,12 @@ class FinalGradient:
             values["then"] = accumulated.entries
             entries = self._wholes.entries.get(id(lead))
             values["final_0"] = self._steps.entries_of(lead) if entries is None else entries
-        contributions = self._capture.contributions_of(layer) if counts else ()
+        contributions = self._capture.contributions_of(layer)
+        if any(contribution.is_moved for contribution in contributions):
+            self.moved.append(layer.path)
         for place, contribution in enumerate(contributions):
             own = contribution.entries()
-            if own is not None:
+            if own is not None and counts:
                 values[f"contributed_{place}"] = own
                 values[f"final_{place}"] = self._steps.entries_of(contribution.parameter)
         if accumulated.foreign is not None:

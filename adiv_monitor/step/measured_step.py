@@ -39,6 +39,10 @@ def _is_alone(point: str, *, comes: bool = True) -> bool:
 # Why there is no attainable_cosine.
 _TOO_LARGE = "with several processes it takes sums that are too large to be exchanged."
 _IN_PARTS = "it takes all rows, of which processes have parts (tensor parallelism)."
+_MOVED = (
+    "The weights of {} were written to between the backward pass and the optimizer's step (weight "
+    "decay by hand?): that is part of neither the update nor what was applied."
+)
 _SUMMED = "several backward passes went through one forward pass, which tells sums of their rows."
 
 
@@ -277,6 +281,8 @@ class MeasuredStep:
                 )
                 if paths
             ]
+            if self._gradient.moved:
+                notes.append(_MOVED.format(listed(self._gradient.moved)))
         return notes
 
     def _measure(

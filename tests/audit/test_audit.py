@@ -301,6 +301,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lazy": ({"model": nn.LazyLinear(3)}, ValueError, "weight has no shape.*one batch"),
     "uncopyable": ({"model": Uncopyable(6, 3)}, TypeError, "locked.*expected one that it can"),
     "steps": ({"steps": 0}, ValueError, "steps=….*0.*at least 1"),
+    "steps no number": ({"steps": "a"}, ValueError, "steps=….*'a'.*at least 1"),
     "every": ({"every_n_steps": -1}, ValueError, "every_n_steps"),
     "every 0": ({"every_n_steps": 0}, ValueError, "every_n_steps"),
     "rows": ({"max_rows": 0}, ValueError, "max_rows"),

@@ -183,6 +183,37 @@ def test_gradients_zeroed_without_a_step(set_to_none: bool, zero_first: bool) ->
     same(monitor.latest, one_step(twin, lambda m: loss_of(m, batch).backward()))
 
 
+def test_gradients_zeroed_without_a_trace() -> None:
+    """Through `.data`, which torch does not count as a change; a host can look at no cost."""
+    model, batch = mlp()
+    plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+
+    def backward(model: nn.Module) -> None:
+        loss_of(model, (2 * batch[0], batch[1])).backward()
+        for parameter in model.parameters():
+            parameter.grad.data.zero_()
+        loss_of(model, batch).backward()
+
+    found = one_step(model, backward)
+    same(found, plain)
+    assert any("zeroed before a step" in note for note in found.notes)
+
+
+def test_weights_that_are_changed_before_the_step_are_told() -> None:
+    """Their decay is part of no update: the step begins where it left them."""
+    model, batch = mlp()
+    plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
+
+    def decay(model: nn.Module) -> None:
+        with torch.no_grad():
+            model[0].weight.mul_(0.9)
+
+    found = one_step(model, lambda m: loss_of(m, batch).backward(), decay)
+    (note,) = found.notes
+    assert "weights of 0 were written to between" in note
+    same(found, plain)
+
+
 def test_two_losses_through_one_graph_add_up() -> None:
     model, (x, y) = mlp()
 

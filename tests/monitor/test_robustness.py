@@ -419,6 +419,32 @@ def bad_arguments() -> Iterator[tuple[str, Callable[[], object], type[Exception]
         TypeError,
         r"write\(report\) and close\(\)",
     )
+    yield "all rows", lambda: Monitor(model, sgd, max_rows="all"), ValueError, "'all'.*or None"
+    yield "seed", lambda: Monitor(model, sgd, seed="a"), ValueError, "seed=….*'a'.*at least 0"
+    yield (
+        "flag",
+        lambda: Monitor(model, sgd, attainable="no"),
+        TypeError,
+        "attainable=….*'no', expected True or False",
+    )
+    yield (
+        "attention",
+        lambda: Monitor(model, sgd, attention=1),
+        TypeError,
+        "attention=….*got 1, expected True or False",
+    )
+    yield (
+        "class of a loss",
+        lambda: Monitor(model, sgd, realised=nn.CrossEntropyLoss),
+        TypeError,
+        r"class CrossEntropyLoss, expected an instance: CrossEntropyLoss\(\)",
+    )
+    yield (
+        "predicate of one",
+        lambda: Monitor(model, sgd, layers=lambda path: True),
+        TypeError,
+        r"does not take two arguments, expected a predicate \(path, module\)",
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in bad_arguments()])
@@ -426,6 +452,13 @@ def test_bad_arguments_say_what_is_expected(name: str) -> None:
     call, error, message = {n: rest for n, *rest in bad_arguments()}[name]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_monitor_that_is_attached_has_no_copy() -> None:
+    model = CASES["mlp"].model()
+    monitor = Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with monitor, pytest.raises(AdivError, match="a copy, or a pickle, of a monitor that is att"):
+        copy.deepcopy(monitor)
 
 
 def test_a_monitor_is_used_once() -> None:

@@ -15,7 +15,7 @@ import pytest
 from example_reports import LAYERS, attention, reading, report
 
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES
-from adiv_monitor.sinks import JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
+from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.blocks import blocks
 from adiv_monitor.sinks.scalars import (
     BLOCK_MEASURES,
@@ -505,3 +505,11 @@ def test_attention_has_scalars_and_a_table_of_its_own() -> None:
     assert row(text, "a")[1:4] == ["4", "of", "64"]
     assert f"{readings['b'].attention_cosine:.3f}" in row(text, "b")
     assert "attention" not in printed(report(layers={"x": reading()}), measures=TABLE_MEASURES)
+
+
+@pytest.mark.parametrize("make", [JsonlSink, HtmlSink])
+def test_where_a_sink_writes_must_be_a_file(make: type, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"{make.__name__}.*got 5, expected the path of a file"):
+        make(5)
+    with pytest.raises(IsADirectoryError, match=f"{make.__name__}.*got the folder"):
+        make(tmp_path)
