@@ -249,8 +249,8 @@ def test_some_rows(kind: str, layout: str) -> None:
             if name not in SAMPLED:
                 assert value == pytest.approx(expected[name], rel=1e-9, nan_ok=True), (name, path)
         for name in ("update_cosine", "gradient_cosine"):
-            error = reading.standard_error[name]
-            assert getattr(reading, name) == pytest.approx(expected[name], abs=6 * error)
+            error = reading.standard_error[name]  # of which six rows know little
+            assert getattr(reading, name) == pytest.approx(expected[name], abs=12 * error)
 
 
 # Cells in a loop of the user's.
