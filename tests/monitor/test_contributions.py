@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import StepReport
+from adiv_monitor.capture.contributions import Contribution, follow
 from adiv_monitor.capture.selection import listed
 
 FROM_ROWS = "estimated from their rows alone"
@@ -49,6 +50,12 @@ def edit_bias(model: nn.Module) -> None:
             parameter.grad *= 1.1
 
 
+def freeze_biases(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.grad.zero_()
+
+
 def freeze_a_row(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad[0] = 0
@@ -66,6 +73,7 @@ CHANGES = {
     "each clipped": (None, None, clip_each, APART),
     "biases alone": (None, None, edit_bias, APART),
     "a frozen row": (None, None, freeze_a_row, EDITED),
+    "frozen biases": (None, None, freeze_biases, MORE),
 }
 
 
@@ -347,3 +355,91 @@ def test_hooks_that_scale_are_followed_if_they_were_there_in_time() -> None:
         assert math.isnan(reading.effective_lr) and math.isnan(reading.gradient_factor)
         for name in ("update_cosine", "gradient_cosine", "diagonal_cosine"):
             assert getattr(reading, name) == pytest.approx(getattr(plain.layers[path], name))
+
+
+def test_a_penalty_is_all_that_a_gradient_holds() -> None:
+    """Rows whose gradient is zero have no part in it."""
+    model, x, _ = small()
+
+    def backward(model: nn.Module) -> None:
+        (0 * model(x).sum() + penalised(0.1)(model)).backward()
+
+    (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
+    assert MORE in note and " of 0, 2 " in note
+
+
+class Late(nn.Module):
+    """The gradient of its bias comes after that of its weight, which is accumulated by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6, 6))
+        self.bias = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias.clone().exp().log())
+
+
+@pytest.mark.parametrize("passes", ["micro-batches", "clipped between", "zeroed between"])
+def test_what_is_handed_on_late_counts_in_its_own_pass(passes: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 6), Late()).double()
+    _, x, y = small()
+    found = one_step(model, lambda m: PASSES[passes](m, halves(m, x, y)), max_rows=16)
+    assert "1" in found.layers
+    assert not [note for note in found.notes if FROM_ROWS in note]
+
+
+class Passes:
+    """Backward passes by their numbers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = -1
+        monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: self.now)
+
+
+def test_contributions_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several processes nothing is rescaled; a gradient that is taken alone does not count."""
+    passes, parameter = Passes(monkeypatch), nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.zeros(2)
+    found = Contribution(parameter)
+    for passes.now, folds in ((1, True), (2, True), (3, False), (4, True)):
+        if folds:  # the weight's gradient comes first
+            found.fold()
+        found.arrive(torch.tensor([1.0, 10.0]) * passes.now)
+        found.arrive(torch.tensor([1.0, 10.0]) * passes.now)
+    passes.now = -1
+    entries = found.entries()
+    assert entries is not None
+    assert entries.tolist() == [14, 140]
+
+
+def test_contributions_that_were_zeroed_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, parameter = Passes(monkeypatch), nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    found = Contribution(parameter)
+    for passes.now in (1, 2):
+        found.reset()
+        found.fold()
+        found.arrive(torch.tensor([1.0]))
+    passes.now = -1
+    entries = found.entries()
+    assert entries is not None
+    assert entries.tolist() == [1]
+
+
+def test_contributions_that_no_node_hands_on_are_not_known() -> None:
+    x, weight, other = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    mine, others = Contribution(weight), Contribution(other)
+    assert len(follow([x * weight], (), [mine, others], lambda *_: None)) == 1
+    assert mine.is_known and not others.is_known
+
+
+def test_of_gradients_that_lie_otherwise_nothing_is_known() -> None:
+    parameter = nn.Parameter(torch.rand(3, 4))
+    found = Contribution(parameter)
+    (parameter * 2).sum().backward()
+    found.arrive(torch.full((3, 4), 2.0))
+    assert found.entries() is not None
+    parameter.grad = torch.full((4, 3), 2.0).T
+    assert found.entries() is None
