@@ -86,16 +86,16 @@ class Sum:
         total: its value; NaN where it is not exact and no active row was looked at.
         spread: what every sampled row's T-fold would add to it beyond the mean of these; 0 where
             the total is exact, NaN where one active row of several can't tell.
-        doubt: how many times as large its error is as this spread says.
+        doubt: how many times as much of its error every row brings as its spread says; None: once.
     """
 
     total: PerLayer
     spread: PerRow
-    doubt: PerLayer | None = None  # 1
+    doubt: PerRow | None = None
 
     def as_error(self, spread: PerRow) -> PerRow:
         """A spread as large as errors are."""
-        return spread if self.doubt is None else spread * self.doubt[:, None]
+        return spread if self.doubt is None else spread * self.doubt
 
 
 def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Sum:
@@ -117,7 +117,7 @@ def by_ratio(of: Sum, by: Sum, exact: PerLayer, sample: Sample) -> Sum:
 
     `of.total · exact / by.total` (W. Cochran, Sampling Techniques, ch. 6), less its bias of order
     1/R: far more certain where few rows hold most of both, such as the rows that a loss still cares
-    for. Its spread is the jackknife's: how the ratio would change without a row, and so that of a
+    for. Its error is the jackknife's: how the ratio would change without a row, and so that of a
     row which holds much of `by` is more than what the ratio leaves of it. Where `exact` is NaN, or
     two active rows were not looked at, or all rows, the sum as it is.
     """
@@ -126,11 +126,18 @@ def by_ratio(of: Sum, by: Sum, exact: PerLayer, sample: Sample) -> Sum:
         slope = of.total / by.total
         rest = of.spread - slope[:, None] * by.spread
         held = (1 + by.spread / by.total[:, None]) / sample.seen  # of `by` by every row
-        bias = -bias_by_chance(sample.variance_share, _mean(rest * by.spread) / by.total)
-        total = ratio * (of.total - bias)
-        spread = ratio[:, None] * np.where(held < 1, rest / (1 - held), 0.0)
-    known = np.isfinite(ratio) & (sample.variance_share > 0) & (sample.active_seen >= 2)
-    return Sum(np.where(known, total, of.total), np.where(known[:, None], spread, of.spread))
+        doubt = np.where(held < 1, 1 / (1 - held), 1.0)
+        share = sample.variance_share
+        bias = -bias_by_chance(share, _mean(rest * by.spread) / by.total)
+        error = np.sqrt(by_chance(share, _mean((doubt * rest) ** 2)))
+        total = ratio * (of.total - np.clip(bias, -error, error))
+    known = np.isfinite(ratio) & (share > 0) & (sample.active_seen >= 2)
+    each = known[:, None]
+    return Sum(
+        np.where(known, total, of.total),
+        np.where(each, ratio[:, None] * rest, of.spread),
+        np.where(each, doubt, 1.0),
+    )
 
 
 class Sizes(NamedTuple):
@@ -171,8 +178,10 @@ def by_size(of: Sum, values: PerRow, sizes: Sizes, sample: Sample) -> Sum:
         tau_squared = (apart**2).sum(1) / (sizes.rows > 0).sum(1)
         unseen = np.maximum(sizes.squares - squares, 0.0)
         modelled = tau_squared * ratio**2 * ((sizes.total / seen - 1) ** 2 * squares + unseen)
-        doubt = np.sqrt(modelled / (sample.variance_share * _mean(found.spread**2)))
-    return replace(found, doubt=np.fmax(np.where(np.isfinite(doubt), doubt, 1.0), 1.0))
+        sampled = sample.variance_share * _mean(found.as_error(found.spread) ** 2)
+        more = np.sqrt(modelled / sampled)
+    more = np.where(np.isfinite(more), np.maximum(more, 1.0), 1.0)
+    return replace(found, doubt=found.as_error(np.ones_like(found.spread)) * more[:, None])
 
 
 def by_regression(of: Sum, by: Sum, exact: PerLayer) -> Sum:
@@ -222,8 +231,14 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         influence = by_chance(spread, rest[:, None]) + by_chance(doubted, value[:, None])
         bias = by_chance(_mean(numerator.spread * relative), rest)
         bias = bias + by_chance((_mean(relative**2) - own) / 2, value)
-        value = value - np.where(sample.active_seen < 2, 0.0, bias_by_chance(share, bias))
-        return Estimate(value, np.sqrt(by_chance(_mean(influence**2), share)))
+        bias = np.where(sample.active_seen < 2, 0.0, bias_by_chance(share, bias))
+        error = np.sqrt(by_chance(_mean(influence**2), share))
+        # What is of order 1/R is less than what is of order 1/√R, or tells nothing; nor does it
+        # turn the sign of what has one for certain.
+        limit = np.where(np.isnan(error), np.inf, error)
+        certain = ~numerator.spread.any(1)
+        limit = np.where(certain, np.minimum(limit, np.abs(value) / 2), limit)
+        return Estimate(value - np.clip(bias, -limit, limit), error)
 
 
 def mean_of_active(rows: PerRow, counted: Bool[np.ndarray, "layers rows"], s: Sample) -> Estimate:

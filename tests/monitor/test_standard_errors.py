@@ -277,6 +277,21 @@ def test_few_rows_that_hold_most_are_reckoned_with() -> None:
     assert abs(by_sizes.value.mean() - values.sum()) < 0.1 * by_sizes.value.std()
 
 
+def test_no_sample_makes_a_length_negative() -> None:
+    """A few rows of which one holds nearly all: corrections of order 1/R are more than the value."""
+    sizes, values = heavy(ROWS)
+    sizes, values = sizes**3, values**3
+    random = np.random.default_rng(1)
+    index = np.stack([random.choice(ROWS, 6, replace=False) for _ in range(DRAWS)])
+    sample = Sample(np.full(DRAWS, float(ROWS)), np.ones((DRAWS, 6), dtype=bool))
+    told = by_size(over_rows(values[index], sample), values[index], sizes_of(sizes, index), sample)
+    other = over_rows(random.gamma(0.2, 1.0, ROWS)[index], sample)
+    one = Sum(np.ones(DRAWS), np.zeros((DRAWS, 6)))
+    for ratio in (measures.update_ratio(told, other, sample), product(one, [(told, 0.5)], sample)):
+        assert (ratio.value > 0).all()
+    assert (told.total > 0).all()
+
+
 def test_even_sizes_change_no_error() -> None:
     """Nor does what grows with them, but where idle rows make its sum uncertain."""
     random = np.random.default_rng(0)
@@ -299,13 +314,13 @@ def test_a_sum_told_by_sizes_by_hand() -> None:
     rest = 3 * np.array([2.4 - 2 * 1, 3.6 - 2 * 2])
     bias = -share * np.mean(rest * 3 * (np.array([1, 2]) - 1.5)) / 4.5
     np.testing.assert_allclose(told.total, 6 / 4.5 * (9 - bias))
-    spread = 6 / 4.5 * rest / (1 - np.array([1 / 3, 2 / 3]))
-    np.testing.assert_allclose(told.spread, [spread])
+    np.testing.assert_allclose(told.spread, [6 / 4.5 * rest])
     assert told.doubt is not None
+    alone = 1 / (1 - np.array([1 / 3, 2 / 3]))
     tau_squared = (0.2**2 + 0.1**2) / 2
     modelled = tau_squared * 2**2 * ((6 / 3 - 1) ** 2 * 5 + 9)
-    designed = share * np.mean(spread**2)
-    np.testing.assert_allclose(told.doubt, [max(1.0, math.sqrt(modelled / designed))])
+    sampled = share * np.mean((6 / 4.5 * rest * alone) ** 2)
+    np.testing.assert_allclose(told.doubt, [alone * max(1.0, math.sqrt(modelled / sampled))])
 
 
 def test_sizes_that_are_not_known_tell_nothing() -> None:
@@ -319,7 +334,7 @@ def test_sizes_that_are_not_known_tell_nothing() -> None:
     assert told.total.tolist() == plain.total.tolist()
     np.testing.assert_array_equal(told.spread, plain.spread)
     assert told.doubt is not None
-    assert told.doubt.tolist() == [1, 1, 1]
+    assert told.doubt.tolist() == [[1, 1]] * 3
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -341,7 +356,9 @@ def test_sums_told_from_another_by_hand() -> None:
     ratio = by_ratio(of, by, np.array([15.0]), sample)  # 12 · 15/12, less its bias
     bias = -0.5 * np.mean([4 * 4, 4 * 4]) / 12
     np.testing.assert_allclose(ratio.total, [(12 - bias) * 15 / 12])
-    np.testing.assert_allclose(ratio.spread, [[-4 / (2 / 3) * 15 / 12, 4 / (1 / 3) * 15 / 12]])
+    np.testing.assert_allclose(ratio.spread, [[-4 * 15 / 12, 4 * 15 / 12]])
+    assert ratio.doubt is not None
+    np.testing.assert_allclose(ratio.doubt, [[1 / (2 / 3), 1 / (1 / 3)]])
     slope = by_regression(of, by, np.array([15.0]))  # 12 + 2 (15 − 12)
     assert slope.total.tolist() == [18]
     assert slope.spread.tolist() == [[0, 0]]
