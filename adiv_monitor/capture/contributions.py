@@ -28,11 +28,12 @@ class Contribution:
     Attributes:
         parameter: the parameter.
         is_known: all calls were followed.
+        has_rows: and the rows of each came in the same pass as what it handed on.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
-        self.is_known = True
+        self.is_known = self.has_rows = True
         self._held: Tensor | None = None  # some entries of what earlier passes have left
         self._arrived: Tensor | None = None  # of the last pass
         self._backward = -1  # which that was
@@ -84,17 +85,17 @@ class Contribution:
     def entries(self) -> Tensor | None:
         """Some entries of what all calls have contributed, as they lie in the gradient.
 
-        None if that is not known, or nothing.
+        None if that is not known.
         """
         held = self.parameter.grad
         if not self.is_known or held is None or not lies_as(held, self.parameter):
             return None
         if self._accumulated < 0:  # set by hand, from the last pass
-            found = self._arrived
-        else:
-            self._close()
-            found = self._held
-        return None if found is None else found.flatten()
+            return None if self._arrived is None else self._arrived.flatten()
+        self._close()
+        return (
+            torch.zeros_like(some(held)).flatten() if self._held is None else self._held.flatten()
+        )
 
     @property
     def is_moved(self) -> bool:
@@ -112,6 +113,7 @@ class Contribution:
             return
         if self._scaled is not None and self._scaled[0] == self._backward:
             arrived = _times(arrived, self._scaled[1])
+        arrived = arrived.to(self.parameter.dtype)  # a cast may be behind it
         self._held = arrived if self._held is None else self._held + arrived
 
 
@@ -119,32 +121,37 @@ def _times(entries: Tensor, factor: Tensor) -> Tensor:
     return entries * factor.to(entries.dtype)
 
 
+Arrive = Callable[[Contribution, int, Sequence[Any], Sequence[Tensor | None], object], None]
+
+
 def follow(
     outputs: Iterable[Tensor],
     inputs: Collection[Any],
     contributions: Sequence[Contribution],
-    arrive: Callable[[Contribution, int, Sequence[Tensor | None], object], None],
+    arrive: Arrive,
 ) -> list[RemovableHandle]:
-    """Look at what a call hands on to parameters, at each node once: calls may share a cast.
+    """Look at what a call hands on to parameters, at each node once: several layers may share it.
 
     Args:
         outputs: what the call gave.
         inputs: the nodes that made what it was given, but for weights.
         contributions: to the gradients of its parameters; they become unknown if it hands on none.
-        arrive: gets all that a node hands on, with what it is part of, and by which of its edges.
+        arrive: gets all that a node hands on, with what it is part of, by which of its edges, and
+            the nodes that move it on the way (see `Edge`).
     """
     missing = {id(found.parameter): found for found in contributions}
     wanted, handles = dict(missing), []
-    for node, number, leaf in edges_to_leaves(outputs, inputs):
-        contribution = wanted.get(id(leaf))
+    for edge in edges_to_leaves(outputs, inputs):
+        contribution = wanted.get(id(edge.leaf))
         if contribution is None:
             continue
-        missing.pop(id(leaf), None)
-        hook = partial(arrive, contribution, number)
-        handle = node.register_hook(hook)
+        missing.pop(id(edge.leaf), None)
+        # It must not hold the node, which holds it.
+        hook = partial(arrive, contribution, edge.number, edge.moves)
+        handle = edge.node.register_hook(hook)
         hooks = (handle.hooks_dict_ref() or {}).values()
         others = (other for other in hooks if other is not hook and isinstance(other, partial))
-        if any(other.args[-2:] == (contribution, number) for other in others):
+        if any(other.args[-3:-1] == (contribution, edge.number) for other in others):
             handle.remove()
         else:
             handles.append(handle)

@@ -153,9 +153,9 @@ class Gathering:
         layer = self._layers.of(use, path)
         if layer is None:
             return None
-        self._follow(layer, [output], inputs)
         if layer.path not in self._layers.rows:
             self._layers.pass_by(layer, self._forwards.forward.number)
+            self._follow(layer, [output], None)
             return None
         z = use.layout(part_of(output))
         rows_of_layer = self._layers.rows[layer.path]
@@ -165,6 +165,7 @@ class Gathering:
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
         rows_of_layer.calls.append(call)
+        self._follow(layer, [output], inputs, call)
         if self._attention is not None:
             self._attention.last_used = layer.pieces[0].parameter
         arrive = self._arrival(layer.path, use.layout, call)
@@ -276,27 +277,42 @@ class Gathering:
         return others, names
 
     def _follow(
-        self, layer: Layer, outputs: Sequence[Tensor], inputs: Collection[Any] | None
+        self,
+        layer: Layer,
+        outputs: Sequence[Tensor],
+        inputs: Collection[Any] | None,
+        call: Call | None = None,
     ) -> None:
-        """Let autograd tell what a call hands on to the gradients of its parameters."""
+        """Let autograd tell what a call hands on to the gradients of its parameters.
+
+        Args:
+            layer: of the call.
+            outputs: what it gave.
+            inputs: see `Takes.use`.
+            call: the call, if its rows come before what it hands on.
+        """
         contributions = self._layers.contributions_of(layer)
         if inputs is None or layer.path not in self._layers.rows:
             for contribution in contributions:
                 contribution.is_known = False
         elif contributions:
-            arrive = partial(self._layers.guard, self._on_handed, layer.path)
+            arrive = partial(self._layers.guard, self._on_handed, layer.path, call)
             self._hooks += follow(outputs, inputs, contributions, arrive)
 
     def _on_handed(
         self,
         path: str,
+        call: Call | None,
         contribution: Contribution,
         edge: int,
+        moves: Sequence[Any],
         gradients: Sequence[Tensor | None],
         of_outputs: object,
     ) -> None:
         """A node hands on gradients, by one of its edges to a parameter."""
-        self._layers.guarded([path], contribution.arrive, gradients[edge])
+        if call is None or not call.comes:
+            contribution.has_rows = False
+        self._layers.guarded([path], partial(_arrive, contribution, moves), gradients[edge])
 
     def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
         return self._layers.new_call(layer, shape, device, self._forwards.forward.number)
@@ -377,6 +393,12 @@ def _seen(call: Call, whole: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         has_all = gradient.data_ptr() == whole.data_ptr() and gradient.numel() == whole.numel()
         size = dots.sample_norms(whole if has_all else gradient)
     return rows.take(gradient), size
+
+
+def _arrive(contribution: Contribution, moves: Sequence[Any], gradient: Tensor) -> None:
+    for move in moves:
+        gradient = move(gradient)
+    contribution.arrive(gradient)
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:

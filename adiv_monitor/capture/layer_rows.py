@@ -148,6 +148,11 @@ class Call:
         return self._arrived is not None
 
     @property
+    def comes(self) -> bool:
+        """Whether the backward pass that runs brought its gradient."""
+        return self._backward == torch._C._current_graph_task_id()
+
+    @property
     def dead(self) -> bool:
         """Whether no gradient came and none can come, because the graph is gone."""
         waiting = self.gradient is None and self._arrived is None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, gradient
@@ -233,7 +234,8 @@ class ParameterSteps:
             multiples = np.arange(kind[0]) * _GOLDEN % 1 + 0.5
             single = multiples.astype(np.float64 if rows.dtype == torch.float64 else np.float32)
             self._places[kind] = to_device(single, rows.device)
-        return rows @ self._places[kind]
+        with without_autocast(rows):  # the next forward pass may be one with it
+            return rows @ self._places[kind]
 
     def _taken_from_small(self) -> dict[int, Tensor]:
         if not self._small:

@@ -56,6 +56,7 @@ class Numbers:
         exact: nothing speaks against γ = c·GᵀΦ with a known c, so that what the parameters say
             holds for the rows.
         suspected: at the last measured step γ seemed to be more than c·GᵀΦ.
+        verified: γ is what these rows' calls have contributed, which needs no estimate.
         shared: other layers use these parameters too.
         bias_alone: no weight is trained.
         tolerance: what rounding may do to a dot product, relative to the sum of its terms.
@@ -71,6 +72,7 @@ class Numbers:
     values: dict[str, Array]
     exact: bool
     suspected: bool
+    verified: bool
     shared: bool
     bias_alone: bool
     tolerance: float
@@ -146,7 +148,8 @@ class _Together:
         tolerance = np.array([x.tolerance for x in layers])
         G_G, whole = over_rows(self.rows("G", "G"), self.sample), self.whole_gradient()
         e_G = over_rows(self.rows("e", "G"), self.sample)
-        self.holds_more = expected & measures.holds_more(
+        verified = np.array([x.verified for x in layers])
+        self.holds_more = (expected & ~verified) & measures.holds_more(
             e_G if whole is None else by_ratio(e_G, G_G, whole, self.sample),
             self.dots["gamma_gamma"],
             over_rows(np.abs(self.rows("e", "G")), self.sample).total,

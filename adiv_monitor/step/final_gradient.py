@@ -206,7 +206,9 @@ class FinalGradient:
         contributions = self._capture.contributions_of(layer)
         if any(contribution.is_moved for contribution in contributions):
             self.moved.append(layer.path)
+        looked.followed = bool(contributions) and layer.is_direct and processes() == 1
         for place, contribution in enumerate(contributions):
+            looked.followed &= contribution.is_known and contribution.has_rows
             own = contribution.entries()
             if own is not None and counts:
                 values[f"contributed_{place}"] = own

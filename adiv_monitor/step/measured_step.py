@@ -41,7 +41,8 @@ _TOO_LARGE = "with several processes it takes sums that are too large to be exch
 _IN_PARTS = "it takes all rows, of which processes have parts (tensor parallelism)."
 _MOVED = (
     "The weights of {} were written to between the backward pass and the optimizer's step (weight "
-    "decay by hand?): that is part of neither the update nor what was applied."
+    "decay by hand, a perturbation that was taken back?): what that did is part of neither the "
+    "update nor what was applied."
 )
 _SUMMED = "several backward passes went through one forward pass, which tells sums of their rows."
 

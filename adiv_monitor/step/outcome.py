@@ -34,8 +34,8 @@ _FROM_ROWS = {
         "by itself?)"
     ),
     "more": (
-        "The gradient of {} holds more than these rows (a penalty in the loss, an earlier step's "
-        "that was not zeroed, a use outside the layer's forward, an edit?)"
+        "The gradient of {} holds more than these rows, or something else (a penalty in the loss, "
+        "an earlier step's that was not zeroed, a use outside the layer's forward, an edit?)"
     ),
     "seems": "The gradient of {} seems to hold more than these rows, as the next report will tell",
 }
@@ -115,6 +115,7 @@ def _numbers(layer: LayerPart, facts: Facts, *, suspected: bool) -> tuple[Number
         values={name: v for name, v in values.items() if not is_judged(name)},
         exact=not reason and not facts.gradient_lost,
         suspected=suspected,
+        verified=seen.followed and not reason,
         shared=seen.from_rows == "shared",
         bias_alone=seen.bias_alone,
         tolerance=seen.tolerance,
@@ -186,6 +187,7 @@ def _without_active(readings: Mapping[str, LayerReading]) -> list[str]:
         for path, reading in readings.items()
         if reading.rows_without_gradient == reading.rows_seen < reading.rows_total
         if reading.idle_share is not None and reading.idle_share < 1
+        if not math.isnan(reading.gradient_factor)
     ]
     if not paths:
         return []

@@ -68,6 +68,7 @@ class Looked:
         shares: by piece, what of its dot products this process is to count, where each process
             holds a part of the parameters, so that theirs add up; else empty.
         dealt: what the rows are part of, if they were dealt out.
+        followed: autograd told all that the rows' calls hand on to the parameters.
     """
 
     path: str
@@ -86,6 +87,7 @@ class Looked:
     features: int | None = None
     shares: dict[int, float] = field(default_factory=dict)
     dealt: Dealt | None = None
+    followed: bool = False
 
     def without_parameters(self) -> None:
         """Parts of the parameters are missing: rows alone speak, and not of these."""

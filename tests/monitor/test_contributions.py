@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from adiv_monitor import StepReport
+from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture.contributions import Contribution, follow
 from adiv_monitor.capture.selection import listed
 
@@ -443,3 +443,81 @@ def test_of_gradients_that_lie_otherwise_nothing_is_known() -> None:
     assert found.entries() is not None
     parameter.grad = torch.full((4, 3), 2.0).T
     assert found.entries() is None
+
+
+def test_a_penalty_on_gradients_goes_through_the_same_weights() -> None:
+    """As of a critic (WGAN-GP): its way to the weights is not by the layer's output alone."""
+    model, x, y = small()
+
+    def backward(model: nn.Module) -> None:
+        given = x.clone().requires_grad_()
+        loss = functional.cross_entropy(model(given), y)
+        (slope,) = torch.autograd.grad(loss, given, create_graph=True)
+        (loss + 5000 * slope.square().sum()).backward()
+
+    (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
+    assert MORE in note and " of 0, 2 " in note
+
+
+def test_a_cast_may_be_shared_with_another_use() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), torch.randn(40, 6)
+
+    def backward(model: nn.Module) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+            loss = loss + functional.linear(x, model[2].weight).square().mean()
+        loss.backward()
+
+    (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
+    assert MORE in note and " of 2 " in note
+
+
+def test_parameters_of_a_layer_may_have_their_gradients_from_different_passes() -> None:
+    model, x, y = small()
+
+    def backward(model: nn.Module) -> None:
+        loss = functional.cross_entropy(model(x), y)
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        loss.backward(inputs=weights, retain_graph=True)
+        (3 * loss).backward(inputs=[p for p in model.parameters() if p.dim() == 1])
+
+    (note,) = [note for note in one_step(model, backward, max_rows=16).notes if FROM_ROWS in note]
+    assert " of 0, 2 " in note
+
+
+def test_a_few_long_rows_raise_no_false_alarm() -> None:
+    """Where the sample can't tell chance from a penalty, autograd can."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+    x = torch.randn(4096, 20, dtype=torch.float64)
+    x = x * (torch.rand(4096, 1, dtype=torch.float64) ** -1.2)
+    y = torch.randint(4, (4096,))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for seed in range(4):
+        with Monitor(model, optimizer, every_n_steps=1, seed=seed, on_error="raise") as monitor:
+            for _ in range(3):
+                optimizer.zero_grad()
+                functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        assert not [note for report in monitor.reports for note in report.notes]
+
+
+def test_autocast_of_the_next_pass_is_no_change_of_weights() -> None:
+    """What proves that nothing wrote to them is taken as precisely there as after the step."""
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(100, 300), nn.ReLU(), nn.Linear(300, 10)),
+        torch.randn(32, 100),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+    for report in monitor.reports:
+        assert not report.notes
+        assert {reading.projection_cosine for reading in report.layers.values()} == {1.0}

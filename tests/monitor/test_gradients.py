@@ -490,6 +490,7 @@ def test_a_freak_of_a_sample_is_forgotten() -> None:
         values={"products": np.ones((40, 2, 2))},
         exact=True,
         suspected=False,
+        verified=False,
         shared=False,
         bias_alone=False,
         tolerance=1e-9,

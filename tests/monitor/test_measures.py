@@ -188,6 +188,7 @@ def random_layer(
         values=values,
         exact=known != "nothing",
         suspected=False,
+        verified=False,
         shared=False,
         bias_alone=False,
         tolerance=1e-9,

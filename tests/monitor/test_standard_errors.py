@@ -278,7 +278,7 @@ def test_few_rows_that_hold_most_are_reckoned_with() -> None:
 
 
 def test_no_sample_makes_a_length_negative() -> None:
-    """A few rows of which one holds nearly all: corrections of order 1/R are more than the value."""
+    """Of few rows one holds nearly all: corrections of order 1/R are more than the value."""
     sizes, values = heavy(ROWS)
     sizes, values = sizes**3, values**3
     random = np.random.default_rng(1)

@@ -1,6 +1,7 @@
 """What a tensor is made of, by the graph that autograd keeps of it."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,22 +19,59 @@ def nodes_above(tensors: Iterable[Tensor], stop: Collection[Any] = ()) -> Iterat
                 yield node
 
 
-def edges_to_leaves(
-    tensors: Iterable[Tensor], stop: Collection[Any]
-) -> Iterator[tuple[Any, int, Tensor]]:
-    """The edges by which gradients of tensors come to leaves: node, which of its edges, leaf.
+# These give what a tensor is, moved or in another shape or precision.
+_MOVES = {
+    *("TBackward0", "TransposeBackward0", "PermuteBackward0", "AliasBackward0", "ToCopyBackward0"),
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"),
+    *("SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """One by which a tensor's gradient comes to a leaf.
+
+    Attributes:
+        node: that hands it on.
+        number: which of its edges.
+        leaf: to which it comes.
+        moves: nodes on the way, which give it as it is, but for place, shape and precision.
+    """
+
+    node: Any
+    number: int
+    leaf: Tensor
+    moves: Sequence[Any]
+
+
+def edges_to_leaves(tensors: Iterable[Tensor], stop: Collection[Any]) -> Iterator[Edge]:
+    """The edges by which gradients of tensors come to leaves.
+
+    The node is the one that computes with the leaf: another that merely moves it may be shared,
+    with calls of other functions, and with the gradient of this one's gradient.
 
     Args:
         tensors: the tensors.
         stop: nodes whose edges do not count, nor what lies behind them.
     """
-    made = [tensor for tensor in tensors if tensor.grad_fn not in stop]
-    first = dict.fromkeys(tensor.grad_fn for tensor in made if tensor.grad_fn is not None)
-    for node in (*first, *nodes_above(made, (*stop, *first))):
-        for i, (above, _) in enumerate(node.next_functions):
+    seen = set(stop)
+    waiting = [tensor.grad_fn for tensor in tensors]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for number, (above, _) in enumerate(node.next_functions):
+            moves = []
+            while above is not None and above not in seen and type(above).__name__ in _MOVES:
+                moves.append(above)
+                above = above.next_functions[0][0]
             leaf = getattr(above, "variable", None)
             if leaf is not None:
-                yield node, i, leaf
+                moves = [move for move in moves if type(move).__name__ != "ToCopyBackward0"]
+                yield Edge(node, number, leaf, moves)
+            else:
+                waiting.append(above)
 
 
 def leaves_of(tensors: Iterable[Tensor], inputs: Iterable[Tensor]) -> set[int]:
