@@ -119,7 +119,7 @@ def test_what_fails_is_said_and_training_goes_on() -> None:
     assert monitor.latest.layers.keys() == {"0", "1"}
     assert len(caught) == 1
     assert model.training
-    with pytest.raises(TypeError, match="expected a adiv_monitor"):
+    with pytest.raises(TypeError, match="expected an adiv_monitor"):
         Monitor(model, optimizer, alignment=torch.ones(2, 20))
 
 
