@@ -186,8 +186,8 @@ def _takes_two(function: Callable[..., object]) -> bool:
         signature(function).bind("", None)
     except TypeError:
         return False
-    except ValueError:  # one of C has none
-        return True
+    except ValueError:  # of a function in C there may be none
+        pass
     return True
 
 

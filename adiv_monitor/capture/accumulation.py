@@ -195,8 +195,8 @@ class Accumulation:
     def _is_followed(self) -> bool:
         """Whether what calls hand on will tell all that some entries could."""
         followed = (user for user in self._users() if isinstance(user, Contribution))
-        known = any(user.is_known and user.parameter is self._parameter for user in followed)
-        return known and processes() == 1
+        known = (user.is_known and user.parameter is self._parameter for user in followed)
+        return processes() == 1 and any(known)
 
     def _part(self, gradient: Tensor) -> Tensor:
         """As far as this process has it."""

@@ -21,6 +21,7 @@ from adiv_monitor.maths import totals
 from adiv_monitor.maths.alike import Fail
 from adiv_monitor.maths.ceiling import KNOWN, Ceiling
 from adiv_monitor.maths.totals import AllRows
+from adiv_monitor.step.gradient_check import NOW, OWN
 from adiv_monitor.step.measured_layer import MeasuredLayer
 from adiv_monitor.step.part import CEILING_SUMS, Looked
 from adiv_monitor.step.plain_step import Change, act, changes, gram_is_less, probe, stretch
@@ -202,7 +203,7 @@ class FinalGradient:
         if accumulated.entries is not None and counts:
             values["then"] = accumulated.entries
             entries = self._wholes.entries.get(id(lead))
-            values["final_0"] = self._steps.entries_of(lead) if entries is None else entries
+            values[f"{NOW}0"] = self._steps.entries_of(lead) if entries is None else entries
         contributions = self._capture.contributions_of(layer)
         if any(contribution.is_moved for contribution in contributions):
             self.moved.append(layer.path)
@@ -211,8 +212,8 @@ class FinalGradient:
             looked.followed &= contribution.is_known and contribution.has_rows
             own = contribution.entries()
             if own is not None and counts:
-                values[f"contributed_{place}"] = own
-                values[f"final_{place}"] = self._steps.entries_of(contribution.parameter)
+                values[f"{OWN}{place}"] = own
+                values[f"{NOW}{place}"] = self._steps.entries_of(contribution.parameter)
         if accumulated.foreign is not None:
             values["foreign"] = accumulated.foreign
         rows = self._capture.rows[layer.path]

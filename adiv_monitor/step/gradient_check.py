@@ -20,31 +20,31 @@ LARGEST_REST = math.sqrt(2 * LIKENESS_TOLERANCE)
 _JUDGED = ("gradient_factor", "rule_error", "replay_error", "then", "foreign", "probe", "stretch")
 # With the place of a parameter among the layer's: some entries of what calls have contributed to
 # that one's gradient, and of the gradient as the optimizer sees it.
-_OWN, _NOW = "contributed_", "final_"
+OWN, NOW = "contributed_", "final_"
 # Gradients of so few entries may be multiples of each other by chance.
 _FEW = 8
 
 
 def is_of_entries(name: str) -> bool:
     """Whether it is some entries of a gradient: as it is, was left by passes, or made by calls."""
-    return name == "then" or name.startswith((_OWN, _NOW))
+    return name == "then" or name.startswith((OWN, NOW))
 
 
 def is_now(name: str) -> bool:
     """Whether it is those of the gradient that the optimizer sees, the same in all processes."""
-    return name.startswith(_NOW)
+    return name.startswith(NOW)
 
 
 def is_judged(name: str) -> bool:
     """Whether numbers of this name are no part of any measure."""
-    return name in _JUDGED or name.startswith((_OWN, _NOW))
+    return name in _JUDGED or name.startswith((OWN, NOW))
 
 
 def by_entries(values: Mapping[str, Array]) -> tuple[float, float]:
     """How some entries of the first parameter's gradient changed since backward; `as_multiple`."""
-    if "then" not in values or len(values["then"]) != len(values[_NOW + "0"]):
+    if "then" not in values or len(values["then"]) != len(values[NOW + "0"]):
         return math.nan, math.nan
-    return as_multiple(values[_NOW + "0"], values["then"])
+    return as_multiple(values[NOW + "0"], values["then"])
 
 
 def as_multiple(now: Array, then: Array) -> tuple[float, float]:
@@ -97,9 +97,9 @@ def contributed(values: Mapping[str, Array], tolerance: float, factor: float = m
         tolerance: how far rounding may take them apart, relative to the gradient.
         factor: the one; NaN if unknown.
     """
-    owns = {name.removeprefix(_OWN): own for name, own in values.items() if name.startswith(_OWN)}
+    owns = {name.removeprefix(OWN): own for name, own in values.items() if name.startswith(OWN)}
     for place, own in owns.items():
-        now = values[_NOW + place]
+        now = values[NOW + place]
         if not own.any():  # no row speaks of this parameter, and nothing else may
             if now.any():
                 return "more"

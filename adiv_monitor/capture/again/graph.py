@@ -35,7 +35,7 @@ class Edge:
         node: that hands it on.
         number: which of its edges.
         leaf: to which it comes.
-        moves: nodes on the way, which give it as it is, but for place, shape and precision.
+        moves: nodes on the way that change its place or shape, not its numbers.
     """
 
     node: Any
@@ -64,11 +64,11 @@ def edges_to_leaves(tensors: Iterable[Tensor], stop: Collection[Any]) -> Iterato
         for number, (above, _) in enumerate(node.next_functions):
             moves = []
             while above is not None and above not in seen and type(above).__name__ in _MOVES:
-                moves.append(above)
+                if type(above).__name__ != "ToCopyBackward0":  # the precision is no matter
+                    moves.append(above)
                 above = above.next_functions[0][0]
             leaf = getattr(above, "variable", None)
             if leaf is not None:
-                moves = [move for move in moves if type(move).__name__ != "ToCopyBackward0"]
                 yield Edge(node, number, leaf, moves)
             else:
                 waiting.append(above)
