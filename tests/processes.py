@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from adiv_monitor import Monitor
 from adiv_monitor.sinks import MemorySink
+from adiv_monitor.step import assembly
 
 SAMPLES, TOKENS = 8, 5
 PATIENCE = timedelta(seconds=120)
@@ -22,8 +23,10 @@ PATIENCE = timedelta(seconds=120)
 def meet(rank: int, world: int, folder: str | Path) -> None:
     """Make a gloo group of the processes that call this with the same folder.
 
-    At a port of the system's choice, that nobody takes first.
+    At a port of the system's choice, that nobody takes first. A machine that stands still for a
+    while is no subject of theirs: monitors wait for each other as long as processes do.
     """
+    assembly.PATIENCE = assembly._FAREWELL = PATIENCE.total_seconds()
     torch.set_num_threads(1)
     told = Path(folder) / "port"
     port = 0 if rank == 0 else _read(told)

@@ -1,9 +1,9 @@
 """Compile every kernel as its launcher would start it, for a GPU that need not be there.
 
-Takes the target, and of how many cases to compile one. Prints one JSON object: for each case
-registers, spilled bytes or registers, how many loads and stores of full width there are and at
-least have to be, on NVIDIA's how many 2-byte ones have no neighbour in the next thread, and
-instructions per element. Run by test_targets.py, not interpreted.
+Takes the target, and of how many cases to compile one, besides the first of each kernel. Prints
+one JSON object: for each case registers, spilled bytes or registers, how many loads and stores of
+full width there are and at least have to be, on NVIDIA's how many 2-byte ones have no neighbour in
+the next thread, and instructions per element. Run by test_targets.py, not interpreted.
 """
 
 import itertools
@@ -237,12 +237,13 @@ def amd_usage(compiled):
 
 def main(name, each):
     target, usage = TARGETS[name], nvidia_usage if name.startswith("sm") else amd_usage
-    found, numbers = {}, itertools.count()
+    found, numbers, known = {}, itertools.count(), set()
     for dtype, launched in cases():
         for case, loads, stores, access in launched:
             kernel, arguments, options = launches.pop()
-            if next(numbers) % each:
+            if next(numbers) % each and kernel in known:
                 continue
+            known.add(kernel)
             shape = [options[k] for k in ("ROWS", "POSITIONS", "BLOCK", "CHANNELS") if k in options]
             threads = target.warp_size * options.get("num_warps", 4)
             elements = torch.Size(shape).numel() / threads

@@ -34,7 +34,6 @@ from adiv_monitor import Monitor, StepReport, huggingface
 from adiv_monitor.huggingface import DivergenceTrainerCallback
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.sinks.scalars import DEFAULT_MEASURES, summary_scalars, summary_tags
-from adiv_monitor.step import assembly
 
 STEPS, SIZE = 8, 6
 CHANCE = torch.Generator().manual_seed(0)
@@ -539,7 +538,6 @@ def follow_together(rank: int, folder: str) -> None:
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
     os.environ |= {name: str(value) for name, value in where.items()}
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # asked for, and not used any more
-    assembly.PATIENCE = assembly._FAREWELL = 60.0  # a machine that stands still is not the subject
     memory = MemorySink()
     callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
     look = Look()

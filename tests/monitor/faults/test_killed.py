@@ -27,8 +27,8 @@ STEPS, LAST = 5, 1  # the step in which a process is killed
 
 
 def work(rank: int, victim: int, folder: str) -> None:
-    assembly.PATIENCE, assembly._FAREWELL = 0.5, 0.5
     meet(rank, 2, folder)
+    assembly.PATIENCE, assembly._FAREWELL = 0.5, 0.5
     torch.manual_seed(0)
     shared = DistributedDataParallel(mlp().double())
     found = {

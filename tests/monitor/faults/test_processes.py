@@ -110,8 +110,8 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def work(rank: int, folder: str) -> None:
-    assembly._FAREWELL, assembly._SHORT = 0.2, 0.1
     meet(rank, WORLD, folder)
+    assembly._FAREWELL, assembly._SHORT = 0.2, 0.1
     torch.set_num_threads(1)
     found: dict[Any, Any] = {}
     for way in WAYS:

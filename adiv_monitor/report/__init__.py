@@ -1,0 +1,35 @@
+"""What the monitor says: plain, frozen data, no tensors and nothing to compute.
+
+A measure is a float. NaN means "no direction" (a zero vector has none; it is shown as "–"), None
+means "not asked for, or not defined for this layer". The definitions are in `maths/measures.py`.
+"""
+
+from adiv_monitor.report.alignment import ALIGNMENT_MEASURES, AlignmentReading
+from adiv_monitor.report.attention import ATTENTION_MEASURES, AttentionReading
+from adiv_monitor.report.extremes import Extreme, MeasureSummary, smallest
+from adiv_monitor.report.layer import (
+    MEASURES,
+    QUANTILE_LEVELS,
+    REALISED_MEASURES,
+    WORST,
+    LayerReading,
+)
+from adiv_monitor.report.step_report import Alarm, StepReport, Turn
+
+__all__ = [
+    "ALIGNMENT_MEASURES",
+    "ATTENTION_MEASURES",
+    "MEASURES",
+    "QUANTILE_LEVELS",
+    "REALISED_MEASURES",
+    "WORST",
+    "Alarm",
+    "AlignmentReading",
+    "AttentionReading",
+    "Extreme",
+    "LayerReading",
+    "MeasureSummary",
+    "StepReport",
+    "Turn",
+    "smallest",
+]

@@ -1,0 +1,75 @@
+"""What is said of one attention."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from adiv_monitor.report.written import number
+
+
+@dataclass(frozen=True)
+class AttentionReading:
+    """One attention at one step: what the step did to its scores. See `maths/attention.py`.
+
+    Attributes:
+        samples_seen: samples of the batch that were looked at, with all heads.
+        samples_total: samples that there were.
+        standard_error: measure → standard error; those that are missing are exact.
+        heads: measure → its value for every head.
+        heads_standard_error: measure → standard error of every head's value; as above.
+
+    All other attributes are the measures, over all heads together.
+    """
+
+    samples_seen: int
+    samples_total: int
+    attention_cosine: float | None = None
+    attention_gradient_cosine: float | None = None
+    attention_scale_mean: float | None = None
+    attention_scale_cv: float | None = None
+    standard_error: Mapping[str, float] = field(default_factory=dict)
+    heads: Mapping[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    heads_standard_error: Mapping[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
+
+    def measures(self) -> dict[str, float]:
+        """The measures that were taken, by name; NaN where there is no direction."""
+        taken = ((name, getattr(self, name)) for name in ATTENTION_MEASURES)
+        return {name: value for name, value in taken if value is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, without the measures that were not taken."""
+        return {
+            "samples_seen": self.samples_seen,
+            "samples_total": self.samples_total,
+            **self.measures(),
+            "standard_error": dict(self.standard_error),
+            "heads": {name: list(values) for name, values in self.heads.items()},
+            "heads_standard_error": {
+                name: list(errors) for name, errors in self.heads_standard_error.items()
+            },
+        }
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> "AttentionReading":
+        """The reading that `to_dict` made a record of; see `StepReport.from_dict`."""
+        read: dict[str, Any] = {n: record[n] for n in ("samples_seen", "samples_total")}
+        read["standard_error"] = {m: number(e) for m, e in record["standard_error"].items()}
+        read |= {m: number(record[m]) for m in ATTENTION_MEASURES if m in record}
+        for name in ("heads", "heads_standard_error"):
+            read[name] = {m: tuple(map(number, values)) for m, values in record[name].items()}
+        return AttentionReading(**read)
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One flat record per head, with `<measure>_standard_error` for what is not exact."""
+        columns = dict(self.heads)
+        columns |= {f"{m}_standard_error": e for m, e in self.heads_standard_error.items()}
+        return [
+            {"head": head, **dict(zip(columns, values, strict=True))}
+            for head, values in enumerate(zip(*columns.values(), strict=True))
+        ]
+
+
+# Every measure of attention, in the order of tables and dashboards.
+ATTENTION_MEASURES: tuple[str, ...] = tuple(
+    f.name for f in fields(AttentionReading) if f.name.startswith("attention_")
+)

@@ -1,0 +1,227 @@
+"""All that is said of one step."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from adiv_monitor.report.alignment import ALIGNMENT_MEASURES, AlignmentReading
+from adiv_monitor.report.attention import ATTENTION_MEASURES, AttentionReading
+from adiv_monitor.report.extremes import MeasureSummary, summary
+from adiv_monitor.report.layer import MEASURES, LayerReading
+from adiv_monitor.report.written import number
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A rule of the user's that holds in a layer.
+
+    Attributes:
+        rule: as it was written; the name of a function.
+        layer: where it holds.
+        value: of the measure that the rule compares; None of a function.
+        standard_error: of the value.
+    """
+
+    rule: str
+    layer: str
+    value: float | None = None
+    standard_error: float = 0.0
+
+    def __str__(self) -> str:
+        place = f"{self.layer or 'the model itself'}: {self.rule}"
+        if self.value is None:
+            return place
+        error = f" ± {self.standard_error:.1g}" if self.standard_error else ""
+        return f"{place}: {self.value:.4g}{error}"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Whose turn it is, where the layers are measured in turn.
+
+    Attributes:
+        first: number of the first module with parameters of its own that is measured in this step,
+            from 1.
+        last: of the last one.
+        of: how many there are; modules that share a parameter count as one.
+        elements: of their trained parameters.
+    """
+
+    first: int
+    last: int
+    of: int
+    elements: int = 0
+
+    def __str__(self) -> str:
+        return f"modules {self.first:,} to {self.last:,} of {self.of:,}"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """All layers at one step; with `Monitor(layers_per_step=…)`, those whose turn it is.
+
+    Attributes:
+        step: optimizer steps taken before this one: the first is 0.
+        layers: readings by module path.
+        unsupported: module path → why this module, which has parameters, was not measured; the
+            parameter's path where it is one parameter of a module.
+        coverage: share of the elements of all parameters that the optimizer trains (without one: of
+            all that are trainable) that lie in measured layers, 0 to 1. In turns, of those whose
+            turn it is: what can't be measured at all has none.
+        notes: what else a reader must know to trust the numbers, one sentence each.
+        unmeasured: the parameters that are trained and were asked for but lie in no measured layer,
+            with the number of their elements.
+        interval: steps from one measured step to the next, as it stood at this one.
+        attention: readings by the path of the module that attends; empty unless asked for.
+        realised_loss_change: how much larger the loss of this step's batch is after the step, the
+            mean over the calls of the loss; None unless asked for.
+        realised_loss_changes: the same of each sample, in the order of the batches; empty where
+            the loss says nothing of single samples.
+        alignment: readings of the probe right after this step, by layer; empty unless asked for.
+        alarms: where a rule of the user's holds (`Monitor(alarms=…)`).
+        turn: whose turn it is; None where all layers are measured.
+    """
+
+    step: int
+    layers: Mapping[str, LayerReading]
+    unsupported: Mapping[str, str]
+    coverage: float
+    notes: tuple[str, ...] = ()
+    unmeasured: Mapping[str, int] = field(default_factory=dict)
+    interval: int | None = None
+    attention: Mapping[str, AttentionReading] = field(default_factory=dict)
+    realised_loss_change: float | None = None
+    realised_loss_changes: tuple[float, ...] = field(default=(), repr=False)
+    alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
+    alarms: tuple[Alarm, ...] = ()
+    turn: Turn | None = None
+
+    @property
+    def ends_round(self) -> bool:
+        """Whether no layer waits for its turn any more."""
+        return self.turn is None or self.turn.last == self.turn.of
+
+    @property
+    def descent(self) -> float | None:
+        """Σ of the layers' descents: how far the loss falls to first order; None if there are none.
+
+        Of the gradient that the optimizer saw: of a clipped one, or one that is the sum over
+        micro-batches, it is in that one's units, and not in those of `realised_loss_change`.
+        """
+        descents = [r.descent for r in self.layers.values() if r.descent is not None]
+        return math.fsum(descents) if descents else None
+
+    def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
+        """The report as nested plain data; with the layers' quantiles if asked."""
+        return {
+            "step": self.step,
+            "interval": self.interval,
+            "coverage": self.coverage,
+            "notes": list(self.notes),
+            "unsupported": dict(self.unsupported),
+            "unmeasured": dict(self.unmeasured),
+            "layers": {
+                path: reading.to_dict(quantiles=quantiles) for path, reading in self.layers.items()
+            },
+            "attention": {path: reading.to_dict() for path, reading in self.attention.items()},
+            "descent": self.descent,
+            "realised_loss_change": self.realised_loss_change,
+            "realised_loss_changes": list(self.realised_loss_changes),
+            "alignment": {path: reading.to_dict() for path, reading in self.alignment.items()},
+            "alarms": [asdict(alarm) for alarm in self.alarms],
+            "turn": None if self.turn is None else asdict(self.turn),
+        }
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> "StepReport":
+        """The report that `to_dict` made a record of, exactly.
+
+        A line that the JSON-lines sink wrote is read, too: numbers may be "Infinity", "-Infinity"
+        or "NaN", and a null where there must be a number is NaN.
+        """
+        change, turn = record["realised_loss_change"], record.get("turn")
+        return StepReport(
+            step=record["step"],
+            layers={path: LayerReading.from_dict(r) for path, r in record["layers"].items()},
+            unsupported=dict(record["unsupported"]),
+            coverage=number(record["coverage"]),
+            notes=tuple(record["notes"]),
+            unmeasured=dict(record["unmeasured"]),
+            interval=record["interval"],
+            attention={p: AttentionReading.from_dict(r) for p, r in record["attention"].items()},
+            realised_loss_change=None if change is None else number(change),
+            realised_loss_changes=tuple(map(number, record["realised_loss_changes"])),
+            # Reports of before there were any have no such entry.
+            alignment={
+                p: AlignmentReading.from_dict(r) for p, r in record.get("alignment", {}).items()
+            },
+            alarms=tuple(_alarm(alarm) for alarm in record.get("alarms", ())),
+            turn=None if turn is None else Turn(**turn),
+        )
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One flat record per layer, ready for a data frame.
+
+        Measures that rest on sampled rows in some layer have their standard errors in a column
+        `<measure>_standard_error` (0: exact in this layer).
+        """
+        readings = self.layers.values()
+        sampled = [m for m in MEASURES if any(m in r.standard_error for r in readings)]
+        rows = []
+        for path, reading in self.layers.items():
+            record = reading.to_dict()
+            errors = record.pop("standard_error")
+            columns = {f"{m}_standard_error": errors.get(m, 0.0) for m in sampled if m in record}
+            rows.append({"step": self.step, "layer": path, **record, **columns})
+        return rows
+
+    def attention_rows(self) -> list[dict[str, Any]]:
+        """One flat record per head of every attention, ready for a data frame."""
+        return [
+            {"step": self.step, "attention": path, **row}
+            for path, reading in self.attention.items()
+            for row in reading.to_rows()
+        ]
+
+    def alignment_rows(self) -> list[dict[str, Any]]:
+        """One flat record per layer of the probe, ready for a data frame."""
+        return [
+            {"step": self.step, "layer": path, **reading.to_dict()}
+            for path, reading in self.alignment.items()
+        ]
+
+    def readings(
+        self, measure: str
+    ) -> (
+        Mapping[str, LayerReading] | Mapping[str, AttentionReading] | Mapping[str, AlignmentReading]
+    ):
+        """Those that may have this measure, by path."""
+        if measure in ALIGNMENT_MEASURES:
+            return self.alignment
+        return self.attention if measure in ATTENTION_MEASURES else self.layers
+
+    def summary(self) -> dict[str, MeasureSummary]:
+        """Smallest, median and largest value of every measure, and the layers they belong to."""
+        return {
+            measure: summary(estimates)
+            for measure in (*MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)
+            if (estimates := self._estimates(measure))
+        }
+
+    def _estimates(self, measure: str) -> list[tuple[float, float, str]]:
+        return [
+            (value, reading.standard_error.get(measure, 0.0), path)
+            for path, reading in self.readings(measure).items()
+            if (value := getattr(reading, measure)) is not None and not math.isnan(value)
+        ]
+
+
+def _alarm(record: Mapping[str, Any]) -> Alarm:
+    value = record["value"]
+    return Alarm(
+        record["rule"],
+        record["layer"],
+        None if value is None else number(value),
+        number(record["standard_error"]),
+    )
