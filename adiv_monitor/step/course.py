@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,11 @@ from adiv_monitor.capture.selection import Selection, trainable
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.report import AlignmentReading, StepReport, Turn
 from adiv_monitor.step.assembly import Assembly
+from adiv_monitor.step.description import describe, report_of
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.measured_step import MeasuredStep
-from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.part import Part
+from adiv_monitor.step.phases import Armed, Pending
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.schedule import Schedule
 
@@ -79,8 +80,8 @@ class Course:
         self._checked: set[str] = set()  # layers whose rule was seen to hold
         self._compiled = False  # was the model called by compiled code, when last measured?
         self._number = 0  # of the step under way
-        self._armed: _Armed | None = None
-        self._pending: _Pending | None = None
+        self._armed: Armed | None = None
+        self._pending: Pending | None = None
         self._alignment: Alignment | None = None
         self._reference: dict[str, Any] | None = None
 
@@ -122,7 +123,7 @@ class Course:
             self._armed = self._arm(undo)
             undo.pop_all()
 
-    def _arm(self, undo: ExitStack) -> "_Armed":
+    def _arm(self, undo: ExitStack) -> Armed:
         selection, turn = self._select()
         guard = Guard(self._failures.lost)
         realised = self._follow(selection)
@@ -158,7 +159,7 @@ class Course:
         )
         eager = undo.enter_context(ExitStack())
         eager.enter_context(forced_eager())
-        return _Armed(capture, step, selection, turn, guard, realised, eager)
+        return Armed(capture, step, selection, turn, guard, realised, eager)
 
     def _renew(self) -> Forwards | None:
         """The step's first forward pass begins: arm anew if more is trained than when it was armed.
@@ -216,7 +217,7 @@ class Course:
             raise
 
     def _read_gradients(
-        self, armed: "_Armed", optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, armed: Armed, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Now, or where the step has a closure, when that has made them."""
         armed.attempts += 1
@@ -251,7 +252,7 @@ class Course:
         """Without an optimizer: that is all there is of a step."""
         self._ends(self._measure_gradient, number)
 
-    def _ends(self, measure: Callable[["_Armed", int], None], number: int) -> None:
+    def _ends(self, measure: Callable[[Armed, int], None], number: int) -> None:
         if self._armed is None:
             return
         try:
@@ -260,13 +261,13 @@ class Course:
         finally:
             self.disarm()
 
-    def _measure_gradient(self, armed: "_Armed", number: int) -> None:
+    def _measure_gradient(self, armed: Armed, number: int) -> None:
         self._number = number
         armed.step.gradient_is_final(1.0, steps=False)
         self._stepped(armed, number)
         self.finish()
 
-    def _stepped(self, armed: "_Armed", number: int) -> None:
+    def _stepped(self, armed: Armed, number: int) -> None:
         """The parameters have moved: measure that, then wait for the next forward pass."""
         self.disarm()
         if armed.attempts > 1:
@@ -291,7 +292,7 @@ class Course:
                 "this report."
             )
         selection = armed.selection.stepped(held)
-        self._pending = _Pending(
+        self._pending = Pending(
             *(armed.step, armed.capture, selection, armed.turn, number, alignment)
         )
         if not self._compiled:  # a hook would become part of the compiled code
@@ -328,7 +329,7 @@ class Course:
             part = pending.step.part()
             self._checked |= part.checked
             self._failures.switched_off |= part.misdescribed
-            self._describe(part, pending)
+            describe(part, pending, self._failures, self._schedule.interval)
         self._assembly.add(pending.number, part)
         for path, reason in part.misdescribed.items():
             self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
@@ -358,121 +359,6 @@ class Course:
         pending, self._pending = self._pending, None
         call_all(self.disarm, *(() if pending is None else (pending.release,)))
 
-    def _why(self, parameter: nn.Parameter, pending: "_Pending") -> str:
-        """Why there is no reading for a parameter."""
-        off, selection = self._failures.switched_off, pending.selection
-        module = selection.places[id(parameter)][0].path
-        for places in selection.places.values() if off else ():
-            # What fails before its layer is known goes by the first of its module's parameters.
-            if places[0].path == module and places[0].full_name in off:
-                return off[places[0].full_name]
-        return pending.capture.why_unmeasured(parameter)
-
-    def _describe(self, part: Part, pending: "_Pending") -> None:
-        """Which parameters it is of, and why there is nothing of others."""
-        seen = pending.capture.layers
-        selection = pending.selection.accountable(seen.values())
-        measured = [layer for path, layer in seen.items() if path in part.layers]
-        known = dict(part.unsupported)
-        due = {path for path, layer in seen.items() if pending.selection.is_due(layer)}
-        known |= {p: r for p, r in self._failures.switched_off.items() if p in due}
-        told = [*measured, *(layer for path, layer in seen.items() if path in known)]
-        is_measured = not (part.refused or pending.step.discarded)
-        why = partial(self._why, pending=pending) if is_measured else _not_measured
-        unexplained = selection.unexplained(told, known, why)
-        part.unsupported = {**selection.unsupported, **unexplained, **known}
-        part.unmeasured = selection.unmeasured(measured)
-        part.coverage, part.elements = selection.coverage(measured), selection.elements
-        part.interval, part.turn = self._schedule.interval, pending.turn
-        part.rows_lost |= set(self._failures.switched_off)
-        part.alignment = pending.alignment
-        part.notes[:0] = self._failures.notes
-        self._failures.notes.clear()
-
     def _complete(self, number: int, part: Part) -> StepReport:
         """The report of a step."""
-
-        def fail(path: str, error: Exception) -> None:
-            self._failures.switch_off(path, error)
-            part.unsupported[path] = self._failures.switched_off[path]
-
-        outcome = understand(part, self._watch, fail)
-        return StepReport(
-            step=number,
-            layers=outcome.layers,
-            unsupported=part.unsupported,
-            coverage=part.coverage,
-            interval=part.interval,
-            notes=tuple(outcome.notes),
-            realised_loss_change=part.loss_change,
-            realised_loss_changes=part.loss_changes,
-            unmeasured=part.unmeasured,
-            attention=outcome.attention,
-            alignment=part.alignment,
-            turn=None if part.turn is None else replace(part.turn, elements=part.elements),
-        )
-
-
-def _not_measured(parameter: nn.Parameter) -> str:
-    return "the step was not measured, as a note says"
-
-
-class _Armed:
-    """A step to be measured, from before its forward pass to its end."""
-
-    def __init__(
-        self,
-        capture: Capture,
-        step: MeasuredStep,
-        selection: Selection,
-        turn: Turn | None,
-        guard: Guard,
-        realised: Realised | None,
-        eager: ExitStack,
-    ) -> None:
-        self.capture = capture
-        self.step = step
-        self.selection = selection
-        self.turn = turn
-        self.guard = guard
-        self._realised = realised
-        self._eager = eager
-        self.attempts = 0  # at the optimizer's step: one that raises may be repeated
-        self.closure_calls: int | None = None  # during the last one; None: it had no closure
-
-    def release(self) -> None:
-        """Take the hooks off; if that is interrupted, it can be done again."""
-        detach = () if self._realised is None else (self._realised.detach,)
-        call_all(self.capture.detach, *detach, self._eager.close)
-
-    def gradients_final(self, optimizer: Optimizer) -> None:
-        # A fused optimizer unscales AMP gradients itself; the scaler leaves the scale here.
-        scale = getattr(optimizer, "grad_scale", None)
-        found_inf = getattr(optimizer, "found_inf", None)
-        self.step.skipped = found_inf if isinstance(found_inf, Tensor) else None
-        self.step.gradient_is_final(scale if isinstance(scale, Tensor) else 1.0, steps=True)
-
-
-class _Pending:
-    """A measured step that waits for the next forward pass."""
-
-    def __init__(
-        self,
-        step: MeasuredStep,
-        capture: Capture,
-        selection: Selection,
-        turn: Turn | None,
-        number: int,
-        alignment: Mapping[str, AlignmentReading],
-    ) -> None:
-        self.step = step
-        self.capture = capture
-        self.selection = selection
-        self.turn = turn
-        self.number = number
-        self.alignment = alignment
-        self.hooks: list[NextForward] = []
-
-    def release(self) -> None:
-        """Take the hooks off."""
-        call_all(*(hook.remove for hook in self.hooks))
+        return report_of(number, part, self._watch, self._failures)

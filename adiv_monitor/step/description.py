@@ -1,0 +1,83 @@
+"""From what one process knows of a step to its report: what it is of, and why not of the rest."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from adiv_monitor.capture.updates import Watch
+from adiv_monitor.report import StepReport
+from adiv_monitor.step.failures import Failures
+from adiv_monitor.step.outcome import understand
+from adiv_monitor.step.part import Part
+from adiv_monitor.step.phases import Pending
+
+
+def describe(part: Part, pending: Pending, failures: Failures, interval: int) -> None:
+    """Which parameters a part is of, and why there is nothing of others."""
+    seen = pending.capture.layers
+    selection = pending.selection.accountable(seen.values())
+    measured = [layer for path, layer in seen.items() if path in part.layers]
+    known = dict(part.unsupported)
+    due = {path for path, layer in seen.items() if pending.selection.is_due(layer)}
+    known |= {path: why for path, why in failures.switched_off.items() if path in due}
+    told = [*measured, *(layer for path, layer in seen.items() if path in known)]
+    is_measured = not (part.refused or pending.step.discarded)
+    off = failures.switched_off
+    why = partial(_why, pending=pending, off=off) if is_measured else _not_measured
+    unexplained = selection.unexplained(told, known, why)
+    part.unsupported = {**selection.unsupported, **unexplained, **known}
+    part.unmeasured = selection.unmeasured(measured)
+    part.coverage, part.elements = selection.coverage(measured), selection.elements
+    part.interval, part.turn = interval, pending.turn
+    part.rows_lost |= set(off)
+    part.alignment = pending.alignment
+    part.notes[:0] = failures.notes
+    failures.notes.clear()
+
+
+def _why(parameter: nn.Parameter, pending: Pending, off: Mapping[str, str]) -> str:
+    """Why there is no reading for a parameter, some layers being switched off."""
+    selection = pending.selection
+    module = selection.places[id(parameter)][0].path
+    for places in selection.places.values() if off else ():
+        # What fails before its layer is known goes by the first of its module's parameters.
+        if places[0].path == module and places[0].full_name in off:
+            return off[places[0].full_name]
+    return pending.capture.why_unmeasured(parameter)
+
+
+def _not_measured(parameter: nn.Parameter) -> str:
+    return "the step was not measured, as a note says"
+
+
+def report_of(number: int, part: Part, watch: Watch, failures: Failures) -> StepReport:
+    """The report of a step, from what is known of it.
+
+    Args:
+        number: of the step.
+        part: of one process, or of all.
+        watch: what this run was seen to do so far.
+        failures: knows what to do about exceptions.
+    """
+
+    def fail(path: str, error: Exception) -> None:
+        failures.switch_off(path, error)
+        part.unsupported[path] = failures.switched_off[path]
+
+    outcome = understand(part, watch, fail)
+    return StepReport(
+        step=number,
+        layers=outcome.layers,
+        unsupported=part.unsupported,
+        coverage=part.coverage,
+        interval=part.interval,
+        notes=tuple(outcome.notes),
+        realised_loss_change=part.loss_change,
+        realised_loss_changes=part.loss_changes,
+        unmeasured=part.unmeasured,
+        attention=outcome.attention,
+        alignment=part.alignment,
+        turn=None if part.turn is None else replace(part.turn, elements=part.elements),
+    )

@@ -1,0 +1,77 @@
+"""What a measured step holds on to: up to the optimizer's step, and to the next forward pass."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.guard import Guard, call_all
+from adiv_monitor.capture.hook import NextForward
+from adiv_monitor.capture.selection import Selection
+from adiv_monitor.report import AlignmentReading, Turn
+from adiv_monitor.step.measured_step import MeasuredStep
+from adiv_monitor.step.realised import Realised
+
+
+class Armed:
+    """A step to be measured, from before its forward pass to its end."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        step: MeasuredStep,
+        selection: Selection,
+        turn: Turn | None,
+        guard: Guard,
+        realised: Realised | None,
+        eager: ExitStack,
+    ) -> None:
+        self.capture = capture
+        self.step = step
+        self.selection = selection
+        self.turn = turn
+        self.guard = guard
+        self._realised = realised
+        self._eager = eager
+        self.attempts = 0  # at the optimizer's step: one that raises may be repeated
+        self.closure_calls: int | None = None  # during the last one; None: it had no closure
+
+    def release(self) -> None:
+        """Take the hooks off; if that is interrupted, it can be done again."""
+        detach = () if self._realised is None else (self._realised.detach,)
+        call_all(self.capture.detach, *detach, self._eager.close)
+
+    def gradients_final(self, optimizer: Optimizer) -> None:
+        """The gradients are what the optimizer will use."""
+        # A fused optimizer unscales AMP gradients itself; the scaler leaves the scale here.
+        scale = getattr(optimizer, "grad_scale", None)
+        found_inf = getattr(optimizer, "found_inf", None)
+        self.step.skipped = found_inf if isinstance(found_inf, Tensor) else None
+        self.step.gradient_is_final(scale if isinstance(scale, Tensor) else 1.0, steps=True)
+
+
+class Pending:
+    """A measured step that waits for the next forward pass."""
+
+    def __init__(
+        self,
+        step: MeasuredStep,
+        capture: Capture,
+        selection: Selection,
+        turn: Turn | None,
+        number: int,
+        alignment: Mapping[str, AlignmentReading],
+    ) -> None:
+        self.step = step
+        self.capture = capture
+        self.selection = selection
+        self.turn = turn
+        self.number = number
+        self.alignment = alignment
+        self.hooks: list[NextForward] = []
+
+    def release(self) -> None:
+        """Take the hooks off."""
+        call_all(*(hook.remove for hook in self.hooks))
