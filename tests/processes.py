@@ -1,7 +1,9 @@
 """Several processes in a test: where they meet, what they train, how their reports are compared."""
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,8 @@ PATIENCE = timedelta(seconds=120)
 def meet(rank: int, world: int, folder: str | Path) -> None:
     """Make a gloo group of the processes that call this with the same folder.
 
-    At a port of the system's choice, that nobody takes first. A machine that stands still for a
-    while is no subject of theirs: monitors wait for each other as long as processes do.
+    At a port of the system's choice, that nobody takes first.
     """
-    assembly.PATIENCE = assembly._FAREWELL = PATIENCE.total_seconds()
     torch.set_num_threads(1)
     told = Path(folder) / "port"
     port = 0 if rank == 0 else _read(told)
@@ -40,6 +40,34 @@ def meet(rank: int, world: int, folder: str | Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
 
 
+@contextmanager
+def patient() -> Iterator[None]:
+    """Inside, monitors wait for each other: a machine that stands still is not the subject."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PATIENCE", "_FAREWELL"):
+            patch.setattr(assembly, name, 60.0)
+        yield
+
+
+def run_in(processes: int, work: Callable[..., None], *args: Any) -> None:
+    """Run `work(rank, *args)` in so many processes, forks of one that has imported what takes long.
+
+    They end when all have done their work, and leave their groups as they are: gloo's own thread
+    may still look at one that is taken down, and crash.
+    """
+    distributed = ("fsdp", "tensor.parallel", "device_mesh", "optim")
+    imported = ["adiv_monitor", "numpy", *(f"torch.distributed.{name}" for name in distributed)]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(imported)
+    multiprocessing.start_processes(_run, (work, *args), processes, start_method="forkserver")
+
+
+def _run(rank: int, work: Callable[..., None], *args: Any) -> None:
+    work(rank, *args)
+    if dist.is_initialized():
+        dist.barrier()
+    os._exit(0)
+
+
 def found_by(work: Callable[[int, int, str], None], folder: Path) -> dict[int, list[Any]]:
     """What two processes, and four, left in `<rank>.pt`: by their number and rank.
 
@@ -51,7 +79,7 @@ def found_by(work: Callable[[int, int, str], None], folder: Path) -> dict[int, l
     for world in (2, 4):
         place = folder / str(world)
         place.mkdir()
-        multiprocessing.spawn(work, (world, str(place)), nprocs=world)
+        run_in(world, work, world, str(place))
         found[world] = [torch.load(place / f"{r}.pt", weights_only=False) for r in range(world)]
     return found
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import meet
-from torch import multiprocessing, nn
+from processes import meet, run_in
+from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,7 +37,6 @@ def both(rank: int, folder: str) -> None:
     meet(rank, WORLD, folder)
     parallel(rank, folder)
     sharded(rank, folder)
-    dist.destroy_process_group()
 
 
 def parallel(rank: int, folder: str) -> None:
@@ -81,7 +80,7 @@ def sharded(rank: int, folder: str) -> None:
 
 
 def test_probes_make_up_one_and_sharded_weights_are_measured_whole(tmp_path: Path) -> None:
-    multiprocessing.spawn(both, (str(tmp_path),), nprocs=WORLD)
+    run_in(WORLD, both, str(tmp_path))
     model, x, y = model_and_data()
     alignment = Alignment(model, Probe(x))
     readings = []

@@ -317,7 +317,6 @@ def _work(rank: int, world: int, folder: str) -> None:
         _, joined = _step_of_one(width, _in_parts)
         dist.barrier()
         found[width] = part, gathered, joined
-    dist.destroy_process_group()
     torch.save(found, Path(folder) / f"{rank}.pt")
 
 

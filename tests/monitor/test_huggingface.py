@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from processes import meet
+from processes import meet, patient, run_in
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 from transformers import (
@@ -542,19 +542,19 @@ def follow_together(rank: int, folder: str) -> None:
     callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
     look = Look()
     trainer = trainer_in(Path(folder), callback, look, EarlyStoppingCallback(1), **followed())
-    trainer.train()
+    with patient():
+        trainer.train()
     assert callback.monitor is not None
     own = [summary_scalars(r, DEFAULT_MEASURES)[FOLLOWED] for r in callback.monitor.reports]
     found = {"seen": look.seen, "own": own, "steps": trainer.state.global_step}
     found["notes"] = [report.notes for report in callback.monitor.reports]
     written = {"sink": len(memory.reports), "history": len(logged(trainer))}
     torch.save({**found, **written}, Path(folder) / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs the gloo backend")
 def test_processes_follow_the_first_which_alone_writes(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(follow_together, (str(tmp_path),), nprocs=WORLD)
+    run_in(WORLD, follow_together, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
     assert first["notes"] == second["notes"] == [()] * first["steps"], "nobody was too late"
     assert first["own"] == second["own"], "one report for the rows of both"

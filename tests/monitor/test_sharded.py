@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from adiv_layers import AffineLikeLinear
-from processes import assert_same, found_by, loss_of, make, meet, written
+from processes import assert_same, found_by, loss_of, make, meet, patient, written
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
@@ -81,6 +81,7 @@ def shard(model: nn.Module, case: Case) -> None:
     fully_shard(model, mesh=mesh)
 
 
+@patient()
 def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monitor, nn.Module]:
     """Take two steps of one of the processes, or of all of them in one; the second is measured."""
     model, tokens, targets = make()
@@ -133,7 +134,6 @@ def work(rank: int, world: int, folder: str) -> None:
     for task in TASKS if world == 2 else ():
         found[task.__name__] = task(rank)
         dist.barrier()  # a monitor of the next one would be taken for one of this
-    dist.destroy_process_group()
     torch.save(found, Path(folder) / f"{rank}.pt")
 
 
@@ -278,6 +278,7 @@ def one_that_skips_a_step(rank: int) -> tuple[list[StepReport], float]:
     return list(monitor.reports), time.monotonic() - begin
 
 
+@patient()
 def hooks_that_fail_in_one(rank: int) -> tuple[list[StepReport], float]:
     """So that there is nothing of the second step in that process."""
     model, x = small(rank)
@@ -355,6 +356,7 @@ def layer_in_turn_that_is_off_in_one(rank: int) -> tuple[list[StepReport], float
     return list(monitor.reports), time.monotonic() - begin
 
 
+@patient()
 def corrected(rank: int | None) -> StepReport | None:
     """Layers that a rule of their class measures; the last one is sharded on its own."""
     from torch.distributed.fsdp import fully_shard

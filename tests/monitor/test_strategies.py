@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 pytest.importorskip("pytorch_lightning")
 import pytorch_lightning as pl
-from processes import meet
+from processes import meet, run_in
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import ModelParallelStrategy
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.lightning import DivergenceCallback
@@ -98,7 +98,6 @@ def work(rank: int, folder: str) -> None:
     for way, data, tensors in (("model_parallel", WORLD, 1), ("tensor_parallel", 1, WORLD)):
         strategy = ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensors)
         fit(way, strategy, folder, plugins=TorchElasticEnvironment())
-    dist.destroy_process_group()
 
 
 def plain() -> list[dict[str, Any]]:
@@ -117,7 +116,7 @@ def plain() -> list[dict[str, Any]]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("strategies")
     fit("ddp_spawn", "ddp_spawn", folder)
-    multiprocessing.spawn(work, (str(folder),), nprocs=WORLD)
+    run_in(WORLD, work, str(folder))
     return folder
 
 

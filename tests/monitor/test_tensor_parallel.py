@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_same, found_by, meet, written
+from processes import assert_same, found_by, meet, patient, written
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -174,6 +174,7 @@ def local(tensor: Any) -> Tensor:
     return found.to_local() if hasattr(found, "to_local") else found  # type: ignore[operator]
 
 
+@patient()
 def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monitor, nn.Module]:
     """Take a step of one of the processes, or of all of them in one."""
     model, tokens, targets = make()
@@ -440,7 +441,6 @@ def work(rank: int, world: int, folder: str) -> None:
     for task in TASKS[world]:
         found[task.__name__] = task(rank)
         dist.barrier()  # a monitor of the next one would be taken for one of this
-    dist.destroy_process_group()
     torch.save(found, Path(folder) / f"{rank}.pt")
 
 
