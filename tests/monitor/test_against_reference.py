@@ -3,8 +3,7 @@
 With all rows looked at every measure is exact. With few of them, those that say so are.
 """
 
-import copy
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import reference
@@ -28,31 +27,40 @@ SAMPLED_OF_GAINS = SAMPLED | {
 }
 
 
-@pytest.mark.parametrize("micro_batches", STEPS)
+def made(case: str, micro_batches: int) -> tuple[torch.nn.Module, list[list[Batch]]]:
+    """A model, and the micro-batches of every step; always the same."""
+    model, count = CASES[case].model(), STEPS[micro_batches]
+    batches = CASES[case].batches(count * micro_batches)
+    return model, [batches[i * micro_batches : (i + 1) * micro_batches] for i in range(count)]
+
+
+def backward(model: torch.nn.Module, step: list[Batch]) -> None:
+    for batch in step:
+        (loss_of(model, batch) / len(step)).backward()
+
+
+@cache
+def truths_of(
+    case: str, optimizer: str, micro_batches: int
+) -> list[dict[str, reference.LayerTruth]]:
+    """What really happens in every step: slow, and the same however many rows are looked at."""
+    model, steps = made(case, micro_batches)
+    own = OPTIMIZERS[optimizer](model.parameters())
+    return [reference.take_step(model, own, partial(backward, step=step)) for step in steps]
+
+
 @pytest.mark.parametrize("max_rows", [None, 5], ids=["all-rows", "sampled"])
+@pytest.mark.parametrize("micro_batches", STEPS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_every_measure(
     case: str,
     optimizer: str,
-    max_rows: int | None,
     micro_batches: int,
+    max_rows: int | None,
 ) -> None:
-    model = CASES[case].model()
-    twin = copy.deepcopy(model)
-    count = STEPS[micro_batches]
-    batches = CASES[case].batches(count * micro_batches)
-    steps = [batches[i * micro_batches : (i + 1) * micro_batches] for i in range(count)]
-
-    def backward(model: torch.nn.Module, step: list[Batch]) -> None:
-        for batch in step:
-            (loss_of(model, batch) / micro_batches).backward()
-
-    twin_optimizer = OPTIMIZERS[optimizer](twin.parameters())
-    truths = []
-    for step in steps:
-        truths.append(reference.take_step(twin, twin_optimizer, partial(backward, step=step)))
-
+    truths = truths_of(case, optimizer, micro_batches)
+    model, steps = made(case, micro_batches)
     own = OPTIMIZERS[optimizer](model.parameters())
     with Monitor(
         model, own, every_n_steps=1, max_rows=max_rows, attainable=True, on_error="raise"
@@ -62,7 +70,7 @@ def test_every_measure(
             backward(model, step)
             own.step()
 
-    assert len(monitor.reports) == count
+    assert len(monitor.reports) == len(steps)
     for report, truth in zip(monitor.reports, truths, strict=True):
         assert report.layers.keys() == truth.keys()
         assert report.coverage == 1.0
