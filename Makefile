@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=# e.g. https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
-# What is imported is compiled then; to compile all of it takes as long as a tenth of the tests.
-PIP = $(BIN)/python -m pip install --quiet --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP = $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test lint docs bench models schema gpu mutants clean
 
