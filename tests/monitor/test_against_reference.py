@@ -15,6 +15,7 @@ from adiv_monitor.report import MEASURES, REALISED_MEASURES
 
 STEPS = {1: 3, 3: 2}  # by micro-batches: the reference takes every row's step
 Batch = tuple[torch.Tensor, torch.Tensor]
+Truth = dict[str, reference.LayerTruth]
 # Of a layer whose rows' scales one pass tells; of a gain, whose do not.
 SAMPLED = {
     *("update_cosine", "gradient_cosine", "interference_ratio", "row_cosine_mean"),
@@ -40,9 +41,7 @@ def backward(model: torch.nn.Module, step: list[Batch]) -> None:
 
 
 @cache
-def truths_of(
-    case: str, optimizer: str, micro_batches: int
-) -> list[dict[str, reference.LayerTruth]]:
+def truths_of(case: str, optimizer: str, micro_batches: int) -> list[Truth]:
     """What really happens in every step: slow, and the same however many rows are looked at."""
     model, steps = made(case, micro_batches)
     own = OPTIMIZERS[optimizer](model.parameters())
