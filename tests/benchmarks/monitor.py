@@ -7,6 +7,8 @@ max_rows. "64 rows": measured with max_rows=64.
 "least work" is no monitor: it shows what of that is inevitable (`least_work.py`), in four stages:
 the two matrix products that e and d are; with the copy and subtraction of the weights; with the dot
 products; with one pass over inputs and output gradients.
+"its operations alone" are those that a measured step dispatches, the model's and the optimizer's
+included, called once more, one after the other: the step as it would be if nothing ran in between.
 Memory is counted exactly: the peak of the bytes in live tensor storages during a step, over plain.
 
 A model takes rounds until there are `--rounds` of them, or, when at least three are done, until
@@ -79,7 +81,40 @@ def _dense(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided
 
 
-def timed(trainer: Trainer) -> float:
+class Operations(TorchDispatchMode):
+    """Notes what is dispatched while it is entered, to do it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._noted.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """All of it, with the tensors that there were."""
+        for func, args, kwargs in self._noted:
+            func(*args, **kwargs)
+
+    def close(self) -> None:
+        """Let go of the tensors."""
+        self._noted.clear()
+
+
+def operations_of(task: Task) -> Operations:
+    """Those of the fifth step of a run in which each is measured."""
+    trainer = Trainer(task, {"every_n_steps": 1})
+    for _ in range(4):
+        trainer.step()
+    with Operations() as operations:
+        trainer.step()
+    trainer.close()
+    return operations
+
+
+def timed(trainer: Trainer | Operations) -> float:
     start = time.perf_counter()
     trainer.step()
     return time.perf_counter() - start
@@ -88,14 +123,15 @@ def timed(trainer: Trainer) -> float:
 def ratios(task: Task, rounds: int, seconds: float, least_rows: int) -> dict[str, list[float]]:
     """By variant, its steps' times over those of the plain steps around them."""
     plain = Trainer(task)
-    variants = {
+    variants: dict[str, Trainer | Operations] = {
         "plain again": Trainer(task),
         "not measured": Trainer(task, {"every_n_steps": 10**9}),
         "measured": Trainer(task, {"every_n_steps": 1}),
         "measured, 64 rows": Trainer(task, {"every_n_steps": 1, "max_rows": 64}),
+        "measured: its operations alone": operations_of(task),
     }
     for stage, name in enumerate(STAGES):
-        trainer = variants[f"least work: {name}"] = Trainer(task)
+        variants[f"least work: {name}"] = trainer = Trainer(task)
         LeastWork(trainer.model, trainer.optimizer, max_rows=least_rows, stage=stage)
     for trainer in (plain, *variants.values()):
         for _ in range(3):
