@@ -21,7 +21,7 @@ from adiv_monitor.step.gradient_check import (
     by_entries,
     contributed,
 )
-from adiv_monitor.step.part import Dealt, LayerPart, Part
+from adiv_monitor.step.part import Dealt, Facts, LayerPart, Part
 
 Generator = np.random.Generator
 
@@ -85,39 +85,29 @@ def together(
     notes = list(dict.fromkeys(note for part in several for note in part.notes))
     if refused:
         return replace(first, layers={}, refused=refused, notes=notes), ranks
-    misdescribed = {p: why for part in several for p, why in part.misdescribed.items()}
-    rows_lost = {path for part in several for path in part.rows_lost}
     missing = processes > len(several)
     if missing:
         here = ", ".join(map(str, ranks))
         notes.insert(0, f"Rows of process {here} alone: {processes} processes train together.")
-    layers: dict[str, LayerPart] = {}
-    incomplete: dict[str, str] = {}
+    misdescribed = {p: why for part in several for p, why in part.misdescribed.items()}
+    rows_lost = {path for part in several for path in part.rows_lost}
+    layers, incomplete = {}, {}
     for path in dict.fromkeys(path for part in several for path in part.layers):
-        if path not in misdescribed:
-            own = [part.layers[path] for part in several if path in part.layers]
-            alike = [layer for layer in own if rows_together.is_alike(own[0], layer)]
-            if len(alike) < len(own):
-                rows_lost.add(path)
-            alike = rows_together.once(alike)
-            if not alike:
-                rows_lost.add(path)
-                incomplete[path] = _INCOMPLETE
-                continue
-            layers[path] = rows_together.layer_together(alike, max_rows, generator)
-            if layers[path].looked.shares and len(alike) < processes:
-                layers[path].looked.without_parameters()
-    scale = first.facts.gradient_scale
-    _to_units(layers, scale, processes, rows_lost, missing=missing)
+        if path in misdescribed:
+            continue
+        layer, is_whole = _layer_together(several, path, processes, max_rows, generator)
+        if not is_whole:
+            rows_lost.add(path)
+        if layer is None:
+            incomplete[path] = _INCOMPLETE
+        else:
+            layers[path] = layer
+    _to_units(layers, first.facts.gradient_scale, processes, rows_lost, missing=missing)
     changes = [part.loss_change for part in several if part.loss_change is not None]
     unmeasured = _fewest([part.unmeasured for part in several])
     recovered = sum(first.unmeasured.values()) - sum(
         unmeasured.get(name, 0) for name in first.unmeasured
     )
-    # What one says of its parameters holds for all; of parts of them, each knows its own.
-    told = [part for part in several if part.layers] or [first]
-    if not any(layer.looked.shares for layer in layers.values()):
-        told = told[:1]
     whole = replace(
         first,
         layers=layers,
@@ -129,13 +119,7 @@ def together(
         coverage=first.coverage + recovered / max(first.elements, 1),
         loss_change=sum(changes) / len(changes) if changes else None,
         loss_changes=tuple(change for part in several for change in part.loss_changes),
-        facts=replace(
-            told[0].facts,
-            gradient_changed=any(part.facts.gradient_changed for part in several),
-            gradient_lost=any(part.facts.gradient_lost for part in several),
-            has_applied=all(part.facts.has_applied for part in told),
-            weights_changed=any(part.facts.weights_changed for part in told),
-        ),
+        facts=_facts_together(several, layers),
     )
     return attention_together(whole, several, generator), ranks
 
@@ -144,6 +128,40 @@ _INCOMPLETE = (
     "its rows were dealt out among processes that compute it together (tensor parallelism), one of "
     "which failed"
 )
+
+
+def _layer_together(
+    several: Sequence[Part],
+    path: str,
+    processes: int,
+    max_rows: int | None,
+    generator: Generator,
+) -> tuple[LayerPart | None, bool]:
+    """A layer of all processes, None if it can't be put together; and whether no rows are lost."""
+    own = [part.layers[path] for part in several if path in part.layers]
+    alike = [layer for layer in own if rows_together.is_alike(own[0], layer)]
+    is_whole = len(alike) == len(own)
+    alike = rows_together.once(alike)
+    if not alike:
+        return None, False
+    layer = rows_together.layer_together(alike, max_rows, generator)
+    if layer.looked.shares and len(alike) < processes:
+        layer.looked.without_parameters()
+    return layer, is_whole
+
+
+def _facts_together(several: Sequence[Part], layers: Mapping[str, LayerPart]) -> Facts:
+    """What one says of its parameters holds for all; of parts of them, each knows its own."""
+    told = [part for part in several if part.layers] or [several[0]]
+    if not any(layer.looked.shares for layer in layers.values()):
+        told = told[:1]
+    return replace(
+        told[0].facts,
+        gradient_changed=any(part.facts.gradient_changed for part in several),
+        gradient_lost=any(part.facts.gradient_lost for part in several),
+        has_applied=all(part.facts.has_applied for part in told),
+        weights_changed=any(part.facts.weights_changed for part in told),
+    )
 
 
 def _with_applied(part: Part) -> Part:
