@@ -52,7 +52,7 @@ _MONITOR_TESTS = {
     "capture/capture.py": [*_BOOKS, "test_several_uses", "test_whole_modules"],
     "capture/layer_rows.py": [*_BOOKS, "test_recurrent", "test_realised"],
     "step/final_gradient.py": _BOOKS,
-    "step/gradient_check.py": ["test_contributions", *_BOOKS],
+    "step/gradient_check.py": ["test_gradient_check", "test_contributions", *_BOOKS],
     "step/measured_step.py": _BOOKS,
     "step/plain_step.py": ["test_derived", *_COURSE],
     "step/outcome.py": ["test_measures", "test_realised", "test_idle_rows", *_BOOKS],
