@@ -58,7 +58,7 @@ _MONITOR_TESTS = {
     "step/outcome.py": ["test_measures", "test_realised", "test_idle_rows", *_BOOKS],
     "step/transfer.py": ["test_measures", *_MEASURED],
     "maths/ceiling.py": ["test_bookkeeping", "test_micro_batches", "test_functions", *_MEASURED],
-    "features/rows.py": ["test_features", *_COURSE],
+    "features/rows.py": ["test_features", "test_attention_measures", *_COURSE],
     "features/whole.py": _RULES,
     "features/features.py": ["test_dense_features", *_RULES],
     "features/functions/linear.py": _RULES,

@@ -435,6 +435,19 @@ def test_contributions_that_no_node_hands_on_are_not_known() -> None:
     assert mine.is_known and not others.is_known
 
 
+def test_of_a_parameter_that_was_handed_nothing_nothing_is_said() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    found = Contribution(parameter)
+    with torch.no_grad():
+        parameter += 1
+    assert not found.is_moved
+    assert found.entries() is None  # there is no gradient
+    parameter.grad = torch.zeros(2)
+    found.fold()
+    found.is_known = False
+    assert found.entries() is None
+
+
 def test_of_gradients_that_lie_otherwise_nothing_is_known() -> None:
     parameter = nn.Parameter(torch.rand(3, 4))
     found = Contribution(parameter)
