@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from adiv_monitor import Monitor
 from adiv_monitor.capture.sampling import draw
 from adiv_monitor.features import DenseFeatures, Rows, register_features
+from adiv_monitor.features.functions.conv import geometry_of, patches
 from adiv_monitor.features.uses import Use
 
 MODES = ("zeros", "reflect", "replicate", "circular")
@@ -101,6 +102,24 @@ def test_one_pass_says_of_all_rows_what_their_features_say(name: str) -> None:
             assert features.groups > 1
         else:
             assert_of_all_rows(whole, features)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("padding", ["same", 3])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_patches_of_a_module_that_pads_by_itself(dims: int, padding: str | int, mode: str) -> None:
+    """The corrected convolutions pad within: their patches are those of the padded input."""
+    build, shape = LAYERS[f"conv{dims}d-{padding}-{mode}"]
+    module = build().double()
+    assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.bias is not None
+    geometry = geometry_of(module)
+    x = torch.randn(shape, dtype=torch.float64)
+    z = geometry.spatial_last(module(x).detach())
+    for chosen in (None, np.arange(0, z[..., 0].numel(), 3)):
+        rows = Rows(tuple(z.shape[:-1]), chosen)
+        features = DenseFeatures(patches(geometry, rows, x), 1.0)
+        found = features.by_weight(module.weight.detach()) + features.by_bias(module.bias.detach())
+        torch.testing.assert_close(found, rows.take(z), rtol=0, atol=1e-12)
 
 
 def test_a_grouped_convolution_of_an_empty_batch() -> None:
