@@ -40,21 +40,34 @@ def is_judged(name: str) -> bool:
     return name in _JUDGED or name.startswith((OWN, NOW))
 
 
-def by_entries(values: Mapping[str, Array]) -> tuple[float, float]:
+def by_entries(values: Mapping[str, Array], rounding: float) -> tuple[float, float]:
     """How some entries of the first parameter's gradient changed since backward; `as_multiple`."""
     if "then" not in values or len(values["then"]) != len(values[NOW + "0"]):
         return math.nan, math.nan
-    return as_multiple(values[NOW + "0"], values["then"])
+    return as_multiple(values[NOW + "0"], values["then"], rounding)
 
 
-def as_multiple(now: Array, then: Array) -> tuple[float, float]:
-    """The factor c ≥ 0 in now ≈ c·then, and ‖now − c·then‖ / ‖now‖; NaN where one is zero."""
+def as_multiple(now: Array, then: Array, rounding: float = 0.0) -> tuple[float, float]:
+    """The factor c ≥ 0 in now ≈ c·then, and how much of `now` is no multiple, relative to it.
+
+    Args:
+        now: some entries of a gradient.
+        then: the same entries of another one.
+        rounding: the length that rounding may give to `then`.
+
+    Returns:
+        c and ‖now − c·then‖ / ‖now‖, what rounding explains taken off; NaN if `now` is zero, or
+        `then` may be nothing but rounding.
+    """
     of_now, of_then = (np.abs(entries).max(initial=0.0) for entries in (now, then))
     if not of_now > 0 or not of_then > 0:
         return math.nan, math.nan
+    if _length(then) <= rounding:
+        return math.nan, math.nan
     now, then = now / of_now, then / of_then  # so that no square is too large, or too small
     ratio = max(float(now @ then / (then @ then)), 0.0)
-    return ratio * of_now / of_then, float(np.linalg.norm(now - ratio * then) / np.linalg.norm(now))
+    rest = max(float(np.linalg.norm(now - ratio * then)) - ratio * rounding / of_then, 0.0)
+    return ratio * of_now / of_then, rest / float(np.linalg.norm(now))
 
 
 def speaks_against(
@@ -72,45 +85,61 @@ def speaks_against(
     if gamma == 0 or not math.isfinite(gamma):  # nothing was left to be in any units
         return ""
     if math.isnan(factor):
-        return "other" if contributed(values, seen.tolerance) == "more" else "unknown"
-    _, rest = by_entries(values)
+        return "other" if contributed(values, seen) == "more" else "unknown"
+    _, rest = by_entries(values, seen.rounding)
     if rest > LARGEST_REST:
         return "edited"
     # The gradient as a whole is ‖γ‖; what was there before the rows is in units of its own.
     held = float(values.get("foreign", 0.0))
-    if held * factor > seen.tolerance * math.sqrt(gamma):
+    if held > seen.rounding and held * factor > seen.tolerance * math.sqrt(gamma):
         return "more"
-    if reason := contributed(values, seen.tolerance, factor * scale):
+    if reason := contributed(values, seen, factor * scale):
         return reason
     if "probe" in values:
         difference, whole = np.linalg.norm(values["probe"], axis=1)
-        if difference > 10 * seen.tolerance * whole:
+        if difference > 10 * seen.tolerance * whole + factor * seen.rounding:
             return "more"
     return ""
 
 
-def contributed(values: Mapping[str, Array], tolerance: float, factor: float = math.nan) -> str:
+def contributed(
+    values: Mapping[str, Array],
+    seen: Looked,
+    factor: float = math.nan,
+    tolerance: float | None = None,
+) -> str:
     """Why what the calls handed on is not the gradient, times one factor; "" if it is, or unknown.
 
     Args:
         values: what was seen of the layer.
-        tolerance: how far rounding may take them apart, relative to the gradient.
+        seen: what was looked at.
         factor: the one; NaN if unknown.
+        tolerance: how far rounding may take them apart, relative to the gradient; None: that of
+            the layer.
     """
+    tolerance = seen.tolerance if tolerance is None else tolerance
     owns = {name.removeprefix(OWN): own for name, own in values.items() if name.startswith(OWN)}
-    for place, own in owns.items():
-        now = values[NOW + place]
-        if not own.any():  # no row speaks of this parameter, and nothing else may
-            if now.any():
+    found = {p: as_multiple(values[NOW + p], own, seen.rounding) for p, own in owns.items()}
+    if math.isnan(factor):
+        factor = next((ratio for ratio, _ in found.values() if not math.isnan(ratio)), factor)
+    for place, (ratio, rest) in found.items():
+        if math.isnan(ratio):
+            if _length(owns[place]) > seen.rounding:  # the gradient is zero
                 return "more"
-            continue
-        ratio, rest = as_multiple(now, own)
-        if rest > tolerance or not now.any():
+            # No row speaks of this parameter, beyond rounding, and nothing else may.
+            explained = 2 * factor * seen.rounding if seen.rounding else 0.0
+            if _length(values[NOW + place]) > explained:
+                return "more"
+        elif rest > tolerance:
             return "more"
-        if abs(ratio - factor) > tolerance * factor:
+        elif abs(ratio - factor) > tolerance * factor:
             if place != "0":
                 return "apart"
-            return "unknown" if len(own) > _FEW else "more"
-        if math.isnan(factor):
-            factor = ratio
+            return "unknown" if len(owns[place]) > _FEW else "more"
     return ""
+
+
+def _length(entries: Array) -> float:
+    """‖entries‖, no square of which is too large, or too small."""
+    largest = float(np.abs(entries).max(initial=0.0))
+    return largest * float(np.linalg.norm(entries / largest)) if 0 < largest < math.inf else largest

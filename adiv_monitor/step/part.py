@@ -18,6 +18,8 @@ RULE_TOLERANCE = 0.05
 # Of the rows of one of several processes: ΦᵀΦ, ΦᵀG and ‖G‖².
 CEILING_SUMS = ("ceiling_gram", "ceiling_cross", "ceiling_square")
 
+_FLOAT32 = float(np.finfo(np.float32).eps)
+
 _REFUSED = {
     "skipped": "The optimizer skipped the step, because a gradient is not finite: not measured.",
     "moved": (
@@ -69,6 +71,8 @@ class Looked:
             holds a part of the parameters, so that theirs add up; else empty.
         dealt: what the rows are part of, if they were dealt out.
         followed: autograd told all that the rows' calls hand on to the parameters.
+        terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the lengths of all that adds up to the gradient which the
+            backward passes left, as far as the rows tell.
     """
 
     path: str
@@ -88,6 +92,7 @@ class Looked:
     shares: dict[int, float] = field(default_factory=dict)
     dealt: Dealt | None = None
     followed: bool = False
+    terms: float = 0.0
 
     def without_parameters(self) -> None:
         """Parts of the parameters are missing: rows alone speak, and not of these."""
@@ -99,6 +104,16 @@ class Looked:
         """How far rounding may take two equal sums apart, relative to their terms."""
         # Matrix products of float32 may be taken with fewer digits (TensorFloat-32).
         return 1e-9 if self.precision < 1e-15 else max(1e-3, 4 * self.precision)
+
+    @property
+    def rounding(self) -> float:
+        """How far rounding may take two sums of the same terms apart, in whatever order.
+
+        A gradient that is no longer than this may be nothing else: that of an attention's key bias
+        is zero in exact arithmetic. Nothing can be concluded from it.
+        """
+        # Coarser numbers than float32 are summed up in float32.
+        return 4 * min(self.precision, _FLOAT32) * self.terms
 
 
 @dataclass
@@ -213,12 +228,15 @@ def make_part(
         return Part({}, facts, refused, {}, {}, set(), set(), notes)
     errors = {p: float(v["rule_error"]) for p, v in values.items() if "rule_error" in v}
     misdescribed, lost = _misdescribed(errors), _lost(looked, values)
+    layers = {
+        path: LayerPart(seen, values[path], _dots(products, seen, facts.gradient_scale))
+        for path, seen in looked.items()
+        if path not in misdescribed and path not in lost
+    }
+    for layer in layers.values():
+        layer.looked.terms = _terms(layer)
     return Part(
-        layers={
-            path: LayerPart(seen, values[path], _dots(products, seen, facts.gradient_scale))
-            for path, seen in looked.items()
-            if path not in misdescribed and path not in lost
-        },
+        layers=layers,
         facts=facts,
         refused=[],
         unsupported={**unreached, **lost, **misdescribed},
@@ -285,6 +303,25 @@ def _dots(
         for name, parts in products.items()
         if name not in (STEPPED, APPLIED)
     }
+
+
+@np.errstate(all="ignore")  # what is not finite has no rounding to speak of
+def _terms(layer: LayerPart) -> float:
+    """See `Looked.terms`. ‖g_r φ_rᵀ‖² = (D G)_r·g_r, D the scales."""
+    seen, values = layer.looked, layer.values
+    place = {name: i for i, name in enumerate(seen.vectors)}
+    products = values["products"]
+    squares = products[:, place["G"], place["G"]]
+    if "own" in place:
+        squares = products[:, place["own"], place["G"]]
+    elif "scale" in values:
+        squares = squares * values["scale"]
+    else:  # ‖J_r‖ ≥ ‖J_r γ‖ / ‖γ‖, where a row is linear in the parameters by its Jacobian J_r
+        gamma_gamma = layer.dots["gamma_gamma"] or 1.0
+        squares = squares * products[:, place["e"], place["e"]] / gamma_gamma
+    factor = float(values.get("gradient_factor", 1.0))
+    length = np.sqrt(np.maximum(squares, 0.0)).sum() / (factor or 1.0)
+    return float(length * seen.rows_total / max(seen.rows_seen, 1))
 
 
 def _misdescribed(errors: Mapping[str, float]) -> dict[str, str]:

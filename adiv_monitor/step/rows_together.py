@@ -191,6 +191,7 @@ def _looked(several: Sequence[Looked]) -> Looked:
         precision=max(looked.precision for looked in several),
         from_rows=next((looked.from_rows for looked in several if looked.from_rows), ""),
         asked_common=all(looked.asked_common for looked in several),
+        terms=sum(looked.terms for looked in several),
     )
 
 

@@ -193,9 +193,11 @@ def _trains_with(first: Part, other: Part) -> bool:
     ]
     pairs = [[part.layers[p].dots["gamma_gamma"] for p in common] for part in (first, other)]
     mine, others = (np.array(pair) for pair in pairs)
+    rounding = np.array([first.layers[p].looked.rounding for p in common])
+    larger = np.maximum(mine, others)
     with np.errstate(invalid="ignore"):
-        differ = np.abs(mine - others) > LIKENESS_TOLERANCE * np.maximum(mine, others)
-    return not bool(differ.any())
+        differ = np.abs(mine - others) > LIKENESS_TOLERANCE * larger
+    return not bool((differ & (larger > rounding**2)).any())
 
 
 def _to_units(
@@ -213,10 +215,10 @@ def _to_units(
     """
     factors: dict[str, float] = {}
     for path, layer in layers.items():
-        factor, rest = by_entries(layer.values)
+        factor, rest = by_entries(layer.values, layer.looked.rounding)
         if rest <= LARGEST_REST or not (missing or path in rows_lost):
             factors[path] = factor / gradient_scale
-            reason = contributed(layer.values, LARGEST_REST)
+            reason = contributed(layer.values, layer.looked, tolerance=LARGEST_REST)
         else:
             reason = "processes"
         layer.looked.from_rows = layer.looked.from_rows or reason

@@ -97,6 +97,40 @@ def test_what_is_not_of_the_rows_is_told_at_once(change: str, max_rows: int | No
             assert reading.standard_error["effective_lr"] > 0
 
 
+class Keys(nn.Module):
+    """The gradient of `key.bias` is zero in exact arithmetic: it moves all scores of a query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        return functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_a_gradient_that_is_rounding_nothing_is_concluded(dtype: torch.dtype) -> None:
+    """Another processor, or several, round it otherwise, by which no reading changes."""
+    torch.manual_seed(0)
+    model, x = Keys().to(dtype), torch.randn(16, 12, 8, dtype=dtype)
+
+    def step(make: Callable[[Tensor], Tensor]) -> StepReport:
+        def between(model: nn.Module) -> None:
+            gradient = model.key.bias.grad
+            gradient.copy_(make(torch.linspace(-1, 1, 8, dtype=dtype)))
+
+        return one_step(
+            copy.deepcopy(model), lambda model: model(x).square().sum().backward(), between
+        )
+
+    eps = torch.finfo(dtype).eps
+    assert not step(lambda other: eps * other).notes
+    assert not step(lambda other: -eps * other).notes
+    (note,) = step(lambda other: 1e5 * eps * other).notes  # beside a weight's of length 10
+    assert MORE in note and "of key " in note
+
+
 class Gain(nn.Module):
     def __init__(self) -> None:
         super().__init__()

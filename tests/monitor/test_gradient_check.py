@@ -1,6 +1,7 @@
 """What speaks against a gradient's being that of a layer's rows, reason by reason."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ GAMMA = np.array([3.0, -4.0, 12.0, 0.5, -1.5, 2.0, 7.0, -2.5, 1.0, 6.0])
 SHORT = GAMMA[:8]
 SQUARE = float(GAMMA @ GAMMA)
 SEEN = Looked("layer", "linear", [0], False, 4, 4, 1, 1e-7, "")
+# As large as rounding: a gradient of 1 is summed up from terms of 1e8.
+ROUNDED = replace(SEEN, terms=1e8)
 
 
 def across(vector: np.ndarray, length: float) -> np.ndarray:
@@ -33,8 +36,14 @@ def across(vector: np.ndarray, length: float) -> np.ndarray:
     return other
 
 
-def against(values: Values, factor: float = 1.0, gamma: float = SQUARE, scale: float = 1.0) -> str:
-    return speaks_against(values, gamma, factor, SEEN, scale=scale)
+def against(
+    values: Values,
+    factor: float = 1.0,
+    gamma: float = SQUARE,
+    scale: float = 1.0,
+    seen: Looked = SEEN,
+) -> str:
+    return speaks_against(values, gamma, factor, seen, scale=scale)
 
 
 def test_a_multiple_is_told_with_its_factor() -> None:
@@ -58,9 +67,9 @@ def test_of_zeros_nothing_is_known(now: np.ndarray, then: np.ndarray) -> None:
 
 
 def test_entries_of_another_number_are_not_compared() -> None:
-    assert all(map(math.isnan, by_entries({"final_0": GAMMA})))
-    assert all(map(math.isnan, by_entries({"then": GAMMA[:3], "final_0": GAMMA})))
-    assert by_entries({"then": GAMMA, "final_0": 2 * GAMMA})[0] == pytest.approx(2.0)
+    assert all(map(math.isnan, by_entries({"final_0": GAMMA}, 0.0)))
+    assert all(map(math.isnan, by_entries({"then": GAMMA[:3], "final_0": GAMMA}, 0.0)))
+    assert by_entries({"then": GAMMA, "final_0": 2 * GAMMA}, 0.0)[0] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +128,7 @@ def test_a_probe(share: float, reason: str) -> None:
 def test_more_than_what_calls_hand_on(place: str, rest: float, reason: str) -> None:
     now = GAMMA + across(GAMMA, math.tan(math.asin(rest * SEEN.tolerance)))
     found = {f"contributed_{place}": GAMMA, f"final_{place}": now}
-    assert against(found) == contributed(found, SEEN.tolerance) == reason
+    assert against(found) == contributed(found, SEEN) == reason
 
 
 @pytest.mark.parametrize(
@@ -147,13 +156,13 @@ def test_the_factor_counts_with_what_the_optimizer_divides_by() -> None:
 def test_parameters_of_one_layer_share_their_factor(factor: float, reason: str) -> None:
     found = {"contributed_0": GAMMA, "final_0": 2 * GAMMA}
     found |= {"contributed_1": SHORT, "final_1": 2 * factor * SHORT}
-    assert contributed(found, SEEN.tolerance) == against(found, 2.0) == reason
+    assert contributed(found, SEEN) == against(found, 2.0) == reason
 
 
 def test_a_first_parameter_without_a_gradient_says_nothing_of_the_factor() -> None:
     found = {"contributed_0": 0 * GAMMA, "final_0": 0 * GAMMA}
     found |= {"contributed_1": GAMMA, "final_1": 3 * GAMMA}
-    assert contributed(found, SEEN.tolerance) == ""
+    assert contributed(found, SEEN) == ""
     assert against(found, 1.0) == "apart"
 
 
@@ -170,3 +179,53 @@ def test_the_first_reason_is_said() -> None:
     found = {"then": GAMMA, "final_0": edited, "contributed_0": GAMMA}
     assert against({**found, "foreign": np.array(100)}) == "edited"
     assert against({**found, "then": edited}) == "more"
+
+
+def test_sums_are_rounded_by_what_they_are_summed_up_from() -> None:
+    assert ROUNDED.rounding == pytest.approx(4 * 1e-7 * 1e8)
+    # Half precision is summed up in float32.
+    coarse = replace(ROUNDED, precision=2**-8)
+    assert coarse.rounding == pytest.approx(4 * 2**-23 * 1e8)
+
+
+OTHER = across(GAMMA, 1.0)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"then": GAMMA, "final_0": OTHER},
+        {"contributed_0": GAMMA, "final_0": OTHER},
+        {"contributed_1": GAMMA, "final_1": OTHER},
+        {"contributed_0": 0 * GAMMA, "final_0": OTHER},
+        {"contributed_0": GAMMA, "final_0": 0 * GAMMA},
+        {"foreign": np.array(10.0)},
+        {"probe": np.array([[30.0, 0.0], [3.0, 4.0]])},
+    ],
+)
+def test_of_a_gradient_that_may_be_rounding_alone_nothing_is_concluded(found: Values) -> None:
+    assert against(found) != ""
+    assert against(found, seen=ROUNDED) == ""
+    much_more = {n: 1e4 * v if n.startswith("final") else v for n, v in found.items()}
+    much_more |= {n: 1e4 * v for n, v in found.items() if n in ("foreign", "probe")}
+    if not (found.keys() & {"then"} or not much_more.get("final_0", GAMMA).any()):
+        assert against(much_more, gamma=1e8 * SQUARE, seen=ROUNDED) == "more"
+
+
+def test_rounding_is_taken_off_what_is_no_multiple() -> None:
+    now = 2 * GAMMA + across(GAMMA, 0.1)
+    _, rest = as_multiple(now, GAMMA)
+    length = rest * float(np.linalg.norm(now)) / 2
+    assert as_multiple(now, GAMMA, 0.5 * length)[1] == pytest.approx(rest / 2)
+    assert as_multiple(now, GAMMA, length * (1 + 1e-12)) == pytest.approx((2.0, 0.0), abs=1e-12)
+    assert all(map(math.isnan, as_multiple(now, GAMMA, 1.01 * float(np.linalg.norm(GAMMA)))))
+
+
+def test_the_factor_comes_from_parameters_that_speak() -> None:
+    """Beside a key bias whose gradient is rounding, the weight tells it."""
+    seen = replace(SEEN, terms=1.0)
+    noise = 1e-8 * GAMMA
+    found = {"contributed_0": noise, "final_0": 3e-8 * OTHER}
+    found |= {"contributed_1": GAMMA, "final_1": 2 * GAMMA}
+    assert contributed(found, seen) == against(found, 2.0, seen=seen) == ""
+    assert contributed(found | {"final_0": 1e-4 * OTHER}, seen) == "more"
