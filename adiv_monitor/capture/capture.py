@@ -6,7 +6,7 @@ knows which layer each belongs to.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 
 import numpy as np
 from torch import nn
@@ -135,9 +135,13 @@ class Capture:
         """The layers that were seen, in the model's order."""
         return self._layers.in_order()
 
-    def shared(self) -> set[str]:
-        """Paths of the layers whose parameters are used by others too, entry by entry."""
-        return self._layers.shared(self._leftovers.has)
+    def shared(self, reached: Container[Layer]) -> set[str]:
+        """Paths of the layers whose parameters are used by others too, entry by entry.
+
+        Args:
+            reached: the layers that a gradient reached.
+        """
+        return self._layers.shared(reached, self._leftovers.has)
 
     def notes(self) -> list[str]:
         """What a reader must know about which uses of parameters are measured."""

@@ -1,7 +1,7 @@
 """The layers of one step, as they are seen: what they train, their rows, and their gradients."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -320,14 +320,15 @@ class Layers:
         """Whether any of a parameter is part of a layer."""
         return any(piece.parameter is parameter for x in self.found.values() for piece in x.pieces)
 
-    def shared(self, elsewhere: Callable[[int], bool]) -> set[str]:
+    def shared(self, reached: Container[Layer], elsewhere: Callable[[int], bool]) -> set[str]:
         """Paths of the layers whose parameters are used by others too, entry by entry.
 
         Args:
+            reached: the layers that a gradient reached: no other use counts.
             elsewhere: whether the parameter of this id has a use that no layer is.
         """
         uses: dict[int, list[tuple[Layer, Piece]]] = defaultdict(list)
-        for layer in self.found.values():
+        for layer in (layer for layer in self.found.values() if layer in reached):
             for piece in layer.pieces:
                 uses[id(piece.parameter)].append((layer, piece))
         found = set()

@@ -254,7 +254,7 @@ class Watching:
             with self._noting(trained):
                 origin.tape.end(begun, () if used else tensors_in(result))
         if is_data or used:
-            self._explain(name, trained if gradients else [], used)
+            self._explain(name, trained if gradients else [], used, made)
             origin.spend(made, written=bool(args) and made is args[0])
         else:
             origin.remember(result)
@@ -310,9 +310,9 @@ class Watching:
         if call is not None and trains(outputs[0]):
             with self._noting(trained) as used:
                 used += self._takes.maps(call, outputs, rng_state, inputs)
-            self._explain(function.__name__, trained, used)
+            self._explain(function.__name__, trained, used, outputs)
         elif call is None:
-            self._explain(function.__name__, trained, trained)
+            self._explain(function.__name__, trained, trained, outputs)
         return result
 
     def _noting(self, trained: list[Tensor]) -> "_Noting":
@@ -335,7 +335,7 @@ class Watching:
         """Where the first of the parameters is that a tensor is made of."""
         return self._layers.names.first(self._origin.parameters_of(tensor))
 
-    def _explain(self, name: str, trained: list[Tensor], used: list[Tensor]) -> None:
+    def _explain(self, name: str, trained: list[Tensor], used: list[Tensor], made: object) -> None:
         """Keep in mind what parameters went into where no rule can follow."""
         accounted = set(map(id, used))
         for tensor in trained:
@@ -343,7 +343,7 @@ class Watching:
             if id(tensor) in accounted:
                 self._leftovers.account(keys)
             else:
-                self._leftovers.leave(keys, f"torch's {name}")
+                self._leftovers.leave(keys, f"torch's {name}", tensors_in(made))
 
     def _called_with_repeated(
         self,

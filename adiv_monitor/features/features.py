@@ -151,6 +151,13 @@ class DenseFeatures:
         blocks = bias.reshape(self.bias.shape[1], -1).to(self.bias.dtype)
         return (self.bias[..., None] * blocks).flatten(1)
 
+    def squared(self) -> "DenseFeatures | None":
+        """φ² in place of φ; None where a row's part of the gradient is weighed."""
+        if self.mixes_rows or self.weight_gain is not None or self.bias_gain is not None:
+            return None
+        phi = None if self.phi is None else self.phi.square()
+        return replace(self, phi=phi, bias=None if self.bias is None else self.bias**2)
+
     def restrict(self, *, weight: bool, bias: bool) -> "DenseFeatures":
         """The features of the trained parameters alone."""
         if (weight or self.phi is None) and (bias or self.bias is None):
@@ -277,6 +284,10 @@ class OneHotFeatures:
 
     def by_bias(self, bias: Tensor) -> None:
         """An embedding has no bias."""
+
+    def squared(self) -> "OneHotFeatures":
+        """Ones stay ones."""
+        return self
 
     def restrict(self, *, weight: bool, bias: bool) -> "OneHotFeatures":
         """There is only the weight."""

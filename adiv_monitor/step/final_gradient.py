@@ -1,6 +1,6 @@
 """What the final gradient tells of every layer: e, what is known of all rows, and what d takes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -22,9 +22,10 @@ from adiv_monitor.maths.alike import Fail
 from adiv_monitor.maths.ceiling import KNOWN, Ceiling
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.gradient_check import NOW, OWN
+from adiv_monitor.step.makings import MAKINGS, with_own_scales
 from adiv_monitor.step.measured_layer import MeasuredLayer
 from adiv_monitor.step.part import CEILING_SUMS, Looked
-from adiv_monitor.step.plain_step import Change, act, changes, gram_is_less, probe, stretch
+from adiv_monitor.step.plain_step import Change, act, changes, gram_is_less, probe
 from adiv_monitor.step.row_vectors import RowVectors
 from adiv_monitor.step.whole_rows import dealt
 from adiv_monitor.step.wholes import Wholes
@@ -40,6 +41,7 @@ class FinalGradient:
 
     Args:
         capture: the rows.
+        reached: the layers that a gradient reached.
         selection: what is measured.
         watch: what this run was seen to do so far.
         wholes: what processes know together.
@@ -58,6 +60,7 @@ class FinalGradient:
     def __init__(
         self,
         capture: Capture,
+        reached: Container[Layer],
         selection: Selection,
         watch: Watch,
         wholes: Wholes,
@@ -77,7 +80,7 @@ class FinalGradient:
         self._steps = steps
         self._scale = scale
         self._generator = generator
-        self._shared = capture.shared()
+        self._shared = capture.shared(reached)
         self._all_rows: dict[str, AllRows] = {}
         self._weight_sums: dict[str, Tensor] = {}
 
@@ -149,7 +152,11 @@ class FinalGradient:
             by_weight, by_bias = act(makings, changed, features)
             e = _apart(by_weight, gradients), _apart(by_bias, gradients)
             if not layer.is_direct:
-                values["stretch"] = stretch(changed, gamma)
+                looked.weight_groups = features.groups
+                features, values[MAKINGS] = with_own_scales(
+                    makings, changed, features, self._generator
+                )
+                looked.groups = features.groups
         vectors = RowVectors(G, factor, joined([call.z for call in calls]), e)
         places = [(call.place, call.rows) for call in calls]
         measured = MeasuredLayer(layer, makings, looked, features, vectors, places, values)

@@ -17,7 +17,7 @@ LIKENESS_TOLERANCE = 1e-3
 LARGEST_REST = math.sqrt(2 * LIKENESS_TOLERANCE)
 
 # What is looked at here and in the like, and is no part of any measure.
-_JUDGED = ("gradient_factor", "rule_error", "replay_error", "then", "foreign", "probe", "stretch")
+_JUDGED = ("gradient_factor", "rule_error", "replay_error", "then", "foreign", "probe", "makings")
 # With the place of a parameter among the layer's: some entries of what calls have contributed to
 # that one's gradient, and of the gradient as the optimizer sees it.
 OWN, NOW = "contributed_", "final_"

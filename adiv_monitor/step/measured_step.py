@@ -76,6 +76,7 @@ class MeasuredStep:
         )
         self._realised = realised
         self._unreached: dict[str, str] = {}
+        self._cut: list[str] = []  # paths of uses that no gradient reached, of what others train
         self._refused: set[str] = set()  # of those, layers that had rows
         self.discarded = False  # the step can't be measured
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
@@ -100,6 +101,7 @@ class MeasuredStep:
         """
         self._gradient = None  # what an earlier attempt at this step, which raised, has left
         self._unreached.clear()
+        self._cut.clear()
         self._flags.clear()
         # An optimizer that unscales AMP gradients itself writes them back.
         scale = gradient_scale if isinstance(gradient_scale, Tensor) else None
@@ -123,8 +125,8 @@ class MeasuredStep:
             if steps:
                 self._wholes.keep(self._steps)
             found = self._gradient = FinalGradient(
-                *(self._capture, self._selection, self._watch, self._wholes, self._steps),
-                *(scale, self._generator),
+                *(self._capture, reached, self._selection, self._watch, self._wholes),
+                *(self._steps, scale, self._generator),
             )
             factors = found.factors(reached)
 
@@ -148,6 +150,7 @@ class MeasuredStep:
     def _reached(self) -> dict[Layer, list[Call]]:
         """The layers that a gradient reached, with the calls that it came through."""
         reached: dict[Layer, list[Call]] = {}
+        others: list[tuple[Layer, bool]] = []
         for layer in self._capture.in_order():
             rows = self._capture.rows.get(layer.path)
             if rows is None:
@@ -156,7 +159,13 @@ class MeasuredStep:
             if calls:
                 reached[layer] = calls
             else:
-                self._unreached[layer.path] = _why_unreached(layer, called=bool(rows.calls))
+                others.append((layer, bool(rows.calls)))
+        trained = {parameter for layer in reached for parameter in layer.parameters}
+        for layer, called in others:
+            if called and trained.issuperset(layer.parameters):
+                self._cut.append(layer.path)
+            else:
+                self._unreached[layer.path] = _why_unreached(layer, called=called)
         return reached
 
     def _put_together(self, reached: dict[Layer, list[Call]]) -> None:
@@ -266,6 +275,11 @@ class MeasuredStep:
             notes.append(
                 "No attention was seen: only scaled_dot_product_attention and "
                 "nn.MultiheadAttention are known."
+            )
+        if self._cut:
+            notes.append(
+                f"No gradient came back through {listed(self._cut)}: these uses of weights, which "
+                "others train, are no part of this step."
             )
         if self._capture.dropped():
             notes.append(

@@ -9,11 +9,12 @@ import numpy as np
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.maths.alike import Fail, raised
-from adiv_monitor.maths.readings import REALISED, Array, Measured, Numbers, measure
+from adiv_monitor.maths.readings import REALISED, Measured, Numbers, measure
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 from adiv_monitor.step.attention_outcome import attention_outcome
 from adiv_monitor.step.gradient_check import is_judged, speaks_against
-from adiv_monitor.step.part import Facts, LayerPart, Looked, Part
+from adiv_monitor.step.makings import Gain, gain_of, reaches_all, resolved
+from adiv_monitor.step.part import Facts, LayerPart, Part
 from adiv_monitor.step.rows_together import in_units
 
 # Why what the parameters say does not hold for the rows, so that all is estimated from rows.
@@ -67,7 +68,7 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
     """
     if part.refused:
         return Outcome({}, [*part.notes, *part.refused])
-    kept, facts = part.layers, part.facts
+    kept, facts = {path: resolved(layer) for path, layer in part.layers.items()}, part.facts
     numbers: dict[str, Numbers] = {}
     reasons: dict[str, str] = {}
     for path, layer in kept.items():
@@ -90,6 +91,7 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
         *_without_common(readings, kept),
         *_without_active(readings),
         *_rounded(numbers, kept),
+        *_of_makings(part.layers),
         *of_attention,
     ]
     return Outcome(readings, notes, attention)
@@ -197,6 +199,29 @@ def _without_active(readings: Mapping[str, LayerReading]) -> list[str]:
     ]
 
 
+def _of_makings(layers: Mapping[str, LayerPart]) -> list[str]:
+    """What is not known because of what weights are made of."""
+    unknown = [path for path, layer in layers.items() if gain_of(layer) is Gain.UNKNOWN]
+    narrow = [
+        path
+        for path, layer in layers.items()
+        if "attainable_cosine" in layer.values and not reaches_all(layer)
+    ]
+    notes = [
+        (
+            unknown,
+            "a row's own part of the step is not known: diagonal_cosine, interference_ratio "
+            "and scales are missing.",
+        ),
+        (narrow, "whether those can make any weight is not known: attainable_cosine is missing."),
+    ]
+    return [
+        f"The weights of {listed(paths)} are made of parameters, and {what}"
+        for paths, what in notes
+        if paths
+    ]
+
+
 def _rounded(numbers: Mapping[str, Numbers], layers: Mapping[str, LayerPart]) -> list[str]:
     paths = []
     for path, found in numbers.items():
@@ -215,20 +240,9 @@ def _rounded(numbers: Mapping[str, Numbers], layers: Mapping[str, LayerPart]) ->
     ]
 
 
-def _is_stretched(values: Mapping[str, Array], seen: Looked) -> bool:
-    """Whether a gradient changes its length on its way from the parameters to the weight.
-
-    If so, e is no plain step of the weight itself, and what other rows do to a row can't be told
-    from what it does to itself.
-    """
-    return bool((np.abs(values.get("stretch", np.ones(1)) - 1) > seen.tolerance).any())
-
-
 def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) -> LayerReading:
     seen = layer.looked
     values = dict(found.values)
-    if _is_stretched(layer.values, seen):
-        values.pop("interference_ratio", None)
     if found.common_unknown:
         values.pop("common_share", None)
     if facts.gradient_lost:  # what was read for γ is not what the optimizer saw

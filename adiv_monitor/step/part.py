@@ -59,7 +59,7 @@ class Looked:
         bias_alone: no weight is trained.
         rows_seen: rows that were looked at.
         rows_total: rows that received a gradient.
-        groups: groups of the layer.
+        groups: groups of the layer: how many scales a row has.
         precision: rounding of the coarsest number that a gradient went through.
         from_rows: why the parameters do not speak for the rows, if that is known beforehand.
         undefined: measures that such a layer does not have.
@@ -71,6 +71,8 @@ class Looked:
             holds a part of the parameters, so that theirs add up; else empty.
         dealt: what the rows are part of, if they were dealt out.
         followed: autograd told all that the rows' calls hand on to the parameters.
+        weight_groups: groups of the weight, where a row has scales for every output because the
+            weight is made of parameters.
         terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the lengths of all that adds up to the gradient which the
             backward passes left, as far as the rows tell.
     """
@@ -92,6 +94,7 @@ class Looked:
     shares: dict[int, float] = field(default_factory=dict)
     dealt: Dealt | None = None
     followed: bool = False
+    weight_groups: int = 0
     terms: float = 0.0
 
     def without_parameters(self) -> None:

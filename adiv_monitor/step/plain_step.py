@@ -1,6 +1,6 @@
 """What a change of a layer's parameters does to its rows; the plain gradient step's in two ways."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import numpy as np
@@ -64,21 +64,6 @@ def added(by_weight: Tensor | None, by_bias: Tensor | None) -> Tensor:
         assert lone is not None
         return lone
     return by_weight + by_bias
-
-
-def stretch(changed: Sequence[Change], parts: Parts) -> Tensor:
-    """‖J t‖ / ‖t‖ for each way in which weight and bias were made of the pieces, t = parts.
-
-    It is 1 where e = Φ(J Jᵀ)Γᵀ, Γ = GᵀΦ, is the plain step of weight and bias themselves.
-    """
-    norm = _norm(parts.values())
-    return torch.stack([_norm(change) for change in changed]) / norm
-
-
-def _norm(tensors: Iterable[Tensor | None]) -> Tensor:
-    norms = torch._foreach_norm([exact(t) for t in tensors if t is not None])
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
 
 
 def gram_is_less(features: Features, layer: Layer, G: Tensor) -> TypeGuard[DenseFeatures]:

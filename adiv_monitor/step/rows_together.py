@@ -25,7 +25,7 @@ _MATRICES = ("products", "realised")
 _ADDED = ("active", "G_G", "own_G", "own_own", "scale_sum", "weight_squares")
 _OF_ALL = (*_ADDED, "scale_deviation", "scale_max", "scale_entries")
 _LARGEST = ("rule_error", "replay_error")
-_JOINED = ("stretch", "G_norms")
+_JOINED = ("makings", "G_norms")
 
 
 def with_common(values: Values) -> Values:
@@ -114,7 +114,7 @@ def layer_together(
     several = [_unpacked(part.values) for part in some]
     values = {n: np.concatenate([v[n] for v in several]) for n in _in_all(_OF_ROWS, several)}
     values |= {n: _largest([v[n] for v in several]) for n in _in_all(_LARGEST, several)}
-    values |= {n: np.concatenate([v[n] for v in several]) for n in _in_all(("stretch",), several)}
+    values |= {n: np.concatenate([v[n] for v in several]) for n in _in_all(("makings",), several)}
     values |= _of_all_rows(several, [part.looked for part in some], generator)
     values |= _of_entries(several)
     if all(CEILING_SUMS[0] in own for own in several):

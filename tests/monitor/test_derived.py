@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import LayerTruth, measures
+from reference import LayerTruth, measures, projected
 from setups import EXACT, cosine
 from torch import Tensor, nn
 from torch.autograd.functional import jvp
@@ -52,12 +52,13 @@ class Functional(nn.Module):
 
 @dataclass(frozen=True)
 class Kind:
-    """A function that is linear in its weight and bias, its features, and its data."""
+    """A function that is linear in its weight and bias, its features, its data, and one row."""
 
     apply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     features: Callable[[Tensor], Tensor]  # (rows, groups, n_feat)
     data: Callable[[], Tensor]
     rows: Callable[[Tensor], Tensor] = lambda z: z.reshape(-1, z.shape[-1])
+    row: Callable[[], Tensor] = lambda: torch.randn(1, 4, dtype=torch.float64)
 
 
 def channels_last(z: Tensor) -> Tensor:
@@ -75,6 +76,7 @@ CONV = Kind(
     lambda x: functional.unfold(x, 3).transpose(1, 2).reshape(-1, 1, 9 * x.shape[1]),
     lambda: torch.randn(2, 3, 5, 4, dtype=torch.float64),
     channels_last,
+    lambda: torch.randn(1, 3, 3, 3, dtype=torch.float64),
 )
 
 
@@ -88,8 +90,6 @@ class Case:
         bias: the recipe of the bias.
         path: the layer's name.
         kind: what the layer does with its weight.
-        stretches: gradients change their length on their way to the weight, so that there is no
-            interference to tell.
         repeats: a second call gives the same, and its gradient is that of what it does.
         part: rows of the parameter that go in.
     """
@@ -99,7 +99,6 @@ class Case:
     bias: Made | None = None
     path: str = ""
     kind: Kind = LINEAR
-    stretches: bool = True
     repeats: bool = True
     part: Any = ...
 
@@ -215,7 +214,6 @@ CASES = {
     "clone": Case(
         lambda: Functional(lambda m, x: functional.linear(x, m.weight.clone()), weight=real(3, 4)),
         own("weight"),
-        stretches=False,
     ),
     "an attribute's view": Case(
         lambda: Functional(lambda m, x: x @ (2 * m.weight).T, weight=real(3, 4)),
@@ -225,7 +223,6 @@ CASES = {
         lambda: Functional(lambda m, x: x * (1.0 + m.weight.double()), weight=real(4)),
         lambda p, b: 1 + p["weight"],
         kind=GAIN,
-        stretches=False,
     ),
     "like another": Case(
         lambda: Functional(lambda m, x: x * m.weight.exp().to(x), weight=real(4)),
@@ -236,7 +233,58 @@ CASES = {
         lambda: prune.random_unstructured(linear(), "weight", 0.5),
         lambda p, b: p["weight_orig"] * b["weight_mask"],
         own("bias"),
-        stretches=False,
+    ),
+    "nine in ten pruned": Case(
+        lambda: prune.random_unstructured(nn.Linear(4, 10).double(), "weight", 36),
+        lambda p, b: p["weight_orig"] * b["weight_mask"],
+        own("bias"),
+    ),
+    "masked on the way": Case(
+        lambda: Functional(
+            lambda m, x: functional.linear(x, m.weight * m.mask, m.bias),
+            weight=real(3, 4),
+            bias=real(3),
+            mask=torch.ones(3, 4, dtype=torch.float64).tril(),
+        ),
+        lambda p, b: p["weight"] * b["mask"],
+        own("bias"),
+    ),
+    "a masked convolution": Case(
+        lambda: prune.random_unstructured(nn.Conv2d(3, 4, 3).double(), "weight", 0.5),
+        lambda p, b: p["weight_orig"] * b["weight_mask"],
+        own("bias"),
+        kind=CONV,
+    ),
+    "kronecker": Case(
+        lambda: Functional(
+            lambda m, x: functional.linear(x, torch.kron(m.a, m.b)), a=real(3, 2), b=real(1, 2)
+        ),
+        lambda p, b: torch.kron(p["a"], p["b"]),
+        path="a+b",
+    ),
+    "blocks on the diagonal": Case(
+        lambda: Functional(
+            lambda m, x: functional.linear(x, torch.block_diag(m.a, m.b)),
+            a=real(2, 2),
+            b=real(1, 2),
+        ),
+        lambda p, b: torch.block_diag(p["a"], p["b"]),
+        path="a+b",
+    ),
+    "circulant": Case(
+        lambda: Functional(
+            lambda m, x: functional.linear(x, torch.stack([m.c.roll(i) for i in range(3)])),
+            c=real(4),
+        ),
+        lambda p, b: torch.stack([p["c"].roll(i) for i in range(3)]),
+        path="c",
+    ),
+    "weight and bias of one": Case(
+        lambda: Functional(
+            lambda m, x: functional.linear(x, m.weight.clone(), m.weight.sum(1)), weight=real(3, 4)
+        ),
+        own("weight"),
+        lambda p, b: p["weight"].sum(1),
     ),
     "normalised": Case(
         lambda: Functional(
@@ -324,7 +372,6 @@ CASES = {
         ),
         lambda p, b: torch.cat([p["q"], p["k"]]),
         lambda p, b: torch.cat([p["a"], torch.zeros(2)]),
-        stretches=False,
         path="q+k",
     ),
     "a view of what is not shown": Case(
@@ -350,7 +397,6 @@ CASES = {
         lambda: Functional(zeroed, weight=real(3, 4), bias=real(3)),
         own("weight"),
         lambda p, b: p["bias"] * torch.tensor([1.0, 0, 1]),
-        stretches=False,
     ),
     "assembled in place": Case(
         lambda: Functional(assembled, weight=real(3, 4), first=real(1), last=real(1)),
@@ -428,14 +474,20 @@ def built(case: Case) -> nn.Module:
     return module
 
 
-def step(case: Case, optimizer: str, calls: int = 2) -> Step:
+def step(
+    case: Case,
+    optimizer: str,
+    calls: int = 2,
+    data: Callable[[], Tensor] | None = None,
+    **options: Any,
+) -> Step:
     """Take a step with several micro-batches, one call in each."""
     module = built(case)
     before, seen = trained(module), []
     opt = OPTIMIZERS[optimizer]([p for p in module.parameters() if p.requires_grad])
-    with Monitor(module, opt, on_error="raise") as monitor:
+    with Monitor(module, opt, on_error="raise", **options) as monitor:
         for _ in range(calls):
-            x = case.kind.data()
+            x = (data or case.kind.data)()
             z = module(x)
             one = Seen(x, constants(module), z.detach().clone(), torch.empty(0))
             seen.append(one)
@@ -446,6 +498,50 @@ def step(case: Case, optimizer: str, calls: int = 2) -> Step:
     assert monitor.latest is not None
     u = {name: after - before[name] for name, after in trained(module).items()}
     return Step(monitor.latest, before, gamma, u, seen)
+
+
+def outputs(case: Case, call: Seen, names: list[str]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A function of the parameters: the rows of a call, and all entries of weight and bias."""
+
+    def of(*parameters: Tensor) -> tuple[Tensor, Tensor]:
+        p = dict(zip(names, parameters, strict=True))
+        W, b = case.weight(p, call.constants), case.bias and case.bias(p, call.constants)
+        z = case.kind.rows(case.kind.apply(call.x, W, b))
+        zero = 0 * sum(value.sum() for value in parameters)
+        made = W.flatten() if b is None else torch.cat([W.flatten(), b])
+        return z + zero, made + zero
+
+    return of
+
+
+def jacobian(function: Callable[..., Tensor], values: tuple[Tensor, ...]) -> Tensor:
+    """(…, P), of all parameters together."""
+    parts = torch.autograd.functional.jacobian(function, values, vectorize=True)
+    return torch.cat([j.flatten(-v.dim()) for j, v in zip(parts, values, strict=True)], -1)
+
+
+def gains(case: Case, taken: Step) -> list[Tensor]:
+    """JJᵀ of each call, J = ∂(weight, bias)/∂parameters."""
+    names, values = list(taken.before), tuple(taken.before.values())
+    found = []
+    for call in taken.seen:
+        J = jacobian(lambda *p, call=call: outputs(case, call, names)(*p)[1], values)
+        found.append(J @ J.T)
+    return found
+
+
+def is_one(matrix: Tensor) -> bool:
+    return torch.allclose(matrix, torch.eye(len(matrix), dtype=matrix.dtype), atol=1e-9)
+
+
+def is_diagonal(matrix: Tensor) -> bool:
+    return torch.allclose(matrix, matrix.diag().diag(), atol=1e-9)
+
+
+def own_scales(case: Case, call: Seen, values: Mapping[str, Tensor]) -> Tensor:
+    """(rows, n_total): ‖∂z_rn/∂θ‖², by which a row alone moves its own output."""
+    function = outputs(case, call, list(values))
+    return jacobian(lambda *p: function(*p)[0], tuple(values.values())).square().sum(-1)
 
 
 def truth(case: Case, taken: Step) -> LayerTruth:
@@ -471,6 +567,9 @@ def truth(case: Case, taken: Step) -> LayerTruth:
         return torch.cat(parts)
 
     phi = torch.cat([case.kind.features(call.x) for call in taken.seen])
+    scale = torch.cat([own_scales(case, call, taken.before) for call in taken.seen])
+    if all(map(is_one, gains(case, taken))):  # the same for all outputs of a group
+        scale = scale[:, :: scale.shape[1] // phi.shape[1]]
     descent = {name: -u for name, u in taken.u.items()}
     return LayerTruth(
         G=torch.cat([case.kind.rows(call.G) for call in taken.seen]),
@@ -479,13 +578,21 @@ def truth(case: Case, taken: Step) -> LayerTruth:
         d=moves(descent),
         by_weight=moves(taken.u, bias=False),
         by_bias=moves(taken.u, weight=False),
-        scale=phi.square().sum(2) + (case.bias is not None),
+        scale=scale,
         features=phi.flatten(1),
         gamma=torch.cat([g[case.part].flatten() for g in taken.gamma.values()]),
         u=torch.cat([u[case.part].flatten() for u in taken.u.values()]),
         module=nn.Identity(),
         inputs=[],
     )
+
+
+NEED_SCALES = {"diagonal_cosine", "interference_ratio", "scale_mean", "scale_cv", "scale_p50"}
+PARTS, ANY = "a row's own part of the step is not known", "whether those can make any weight"
+
+
+def known(case: Case, taken: Step) -> bool:
+    return all(is_diagonal(matrix) for matrix in gains(case, taken))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -496,16 +603,47 @@ def test_readings_are_those_of_the_recipe(name: str, optimizer: str) -> None:
     whole = case.part is ...
     assert taken.report.coverage == (1 if whole else 0.5)
     assert bool(taken.report.unsupported) != whole
-    assert taken.report.notes == ()
     assert list(taken.report.layers) == [case.path]
     reading = taken.report.layers[case.path]
     expected = measures(truth(case, taken))
     found = reading.measures()
-    assert ("interference_ratio" in found) != case.stretches
+    assert (
+        found.keys() >= NEED_SCALES if known(case, taken) else found.keys().isdisjoint(NEED_SCALES)
+    )
+    assert [PARTS in note for note in taken.report.notes] == [True] * (not known(case, taken))
     assert "gradient_cosine" in found
     for measure, value in found.items():
         assert value == pytest.approx(expected[measure], **EXACT), measure
     assert reading.gradient_factor == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_row_has_no_interference(name: str) -> None:
+    case = CASES[name]
+    taken = step(case, "sgd", calls=1, data=case.kind.row)
+    assert taken.report.layers[case.path].rows_total == 1
+    found = taken.report.layers[case.path].measures()
+    assert ("interference_ratio" in found) == known(case, taken)
+    assert found.get("interference_ratio", 0.0) == pytest.approx(0, abs=1e-7)
+    if "diagonal_cosine" in found:
+        assert found["diagonal_cosine"] == pytest.approx(found["gradient_cosine"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_ceiling_is_what_the_parameters_can_reach(name: str) -> None:
+    case = CASES[name]
+    taken = step(case, "sgd", calls=1, attainable=True)
+    reading, (call,) = taken.report.layers[case.path], taken.seen
+    if reading.attainable_cosine is None:
+        assert any(ANY in note for note in taken.report.notes)
+        assert not any(is_one(matrix) for matrix in gains(case, taken))
+        return
+    assert not any(ANY in note for note in taken.report.notes)
+    function = outputs(case, call, list(taken.before))
+    expected = projected(
+        truth(case, taken), lambda *p: function(*p)[0], tuple(taken.before.values())
+    )
+    assert reading.attainable_cosine == pytest.approx(expected, rel=1e-6)
 
 
 REPEATING = [name for name, case in CASES.items() if case.repeats]

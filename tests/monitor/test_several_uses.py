@@ -276,3 +276,76 @@ def test_nothing_of_a_measured_step_outlives_it() -> None:
             optimizer.step()
         gc.collect()
         assert sum(type(thing) is Capture for thing in gc.get_objects()) <= 2
+
+
+NEAREST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "no rule": torch.cdist,
+    "two rules and none": lambda x, table: table.pow(2).sum(1) - 2 * x @ table.t(),
+    "a rule": lambda x, table: -functional.linear(x, table),
+    "an index": lambda x, table: (x[:, None] - table).abs().sum(-1).argsort(1).argsort(1),
+}
+
+
+class Quantised(nn.Module):
+    """A code book: by distances, through which no gradient comes, an entry is looked up."""
+
+    def __init__(self, nearest: Callable[[Tensor, Tensor], Tensor], *, gradients: bool) -> None:
+        super().__init__()
+        self.nearest, self.gradients = nearest, gradients
+        self.book = nn.Parameter(torch.randn(6, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.set_grad_enabled(self.gradients):
+            nearest = self.nearest(x, self.book).argmin(1)
+        code = functional.embedding(nearest, self.book)
+        return x + (code - x).detach(), functional.mse_loss(code, x.detach())
+
+
+@pytest.mark.parametrize("max_rows", [3, None])
+@pytest.mark.parametrize("nearest", NEAREST)
+def test_a_use_that_no_gradient_reaches_is_none(nearest: str, max_rows: int | None) -> None:
+    def book(*, gradients: bool) -> tuple[StepReport, dict[str, float]]:
+        torch.manual_seed(2)
+        book = Quantised(NEAREST[nearest], gradients=gradients)
+        model = nn.Sequential(nn.Linear(3, 3).double(), book)
+
+        def backward(model: nn.Module) -> None:
+            y, loss = model(X)
+            (y.square().sum() + loss).backward()
+
+        report = one_step(model, backward, max_rows=max_rows)
+        assert report.coverage == 1 and not report.unsupported
+        _, found = report.layers.values()
+        assert found.kind == "embedding"
+        return report, found.measures()
+
+    report, found = book(gradients=True)
+    notes = [note for note in report.notes if "No gradient came back through" not in note]
+    assert not notes
+    assert len(report.notes) == (nearest != "no rule")
+    if max_rows is None:  # which rows are drawn depends on how many calls there are
+        assert found == pytest.approx(book(gradients=False)[1], nan_ok=True)
+
+
+class Aside(nn.Module):
+    """Keeps for itself what a function without a rule makes of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.cdist(x, self.weight).sum()
+        return x * 2
+
+
+def test_what_does_not_leave_a_module_is_not_measured_through_it() -> None:
+    model = nn.Sequential(nn.Linear(3, 3).double(), Aside())
+
+    def backward(model: nn.Module) -> None:
+        (model(X).sum() + model[1].kept).backward()
+
+    report = one_step(model, backward)
+    assert list(report.layers) == ["0"]
+    (reason,) = report.unsupported.values()
+    assert "used by torch's cdist" in reason and "does not leave the forward" in reason

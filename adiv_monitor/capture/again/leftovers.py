@@ -2,17 +2,20 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.again.graph import leaves_of
+from adiv_monitor.capture.again.graph import leaves_of, nodes_above
 from adiv_monitor.capture.again.outputs import Outputs
 from adiv_monitor.capture.again.replay import Arguments, Replay, pattern, tolerance
 from adiv_monitor.capture.forwards import Forward
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.features.jacobian import JacobianFeatures
@@ -33,6 +36,9 @@ class Leftovers:
 
     def __init__(self, selection: Selection) -> None:
         self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
+        self._taken: dict[int, set[Any]] = defaultdict(set)  # → nodes of what that gave
+        self._reached: set[int] = set()  # those to which a gradient came back by these
+        self._hooks: list[RemovableHandle] = []
         self._refused: dict[int, str] = {}  # → why it can't be measured through a module
         self._accounted: set[int] = set()
         for module in selection.rules:
@@ -45,25 +51,43 @@ class Leftovers:
         """A rule describes a use of the parameters of these ids."""
         self._accounted.update(keys)
 
-    def leave(self, keys: Iterable[int], function: str) -> None:
-        """A function took them, of which there is no rule."""
-        for key in keys:
-            self._unexplained.setdefault(key, function)
+    def leave(self, keys: Collection[int], function: str, made: Iterable[Tensor]) -> None:
+        """A function took them, of which there is no rule.
+
+        Args:
+            keys: ids of the parameters.
+            function: the function.
+            made: what it gave. By what has no gradient, as indices have none, nothing is used.
+        """
+        for tensor in made:
+            if tensor.grad_fn is None:
+                continue
+            for key in keys:
+                self._unexplained.setdefault(key, function)
+                self._taken[key].add(tensor.grad_fn)
+            self._hooks.append(tensor.register_hook(partial(self._arrive, keys)))  # type: ignore[no-untyped-call]
+
+    def _arrive(self, keys: Collection[int], gradient: Tensor) -> None:
+        """A gradient has come back to what a function without a rule made of parameters."""
+        self._reached.update(keys)
 
     def release(self) -> None:
-        """Let go of the copies of parameters: what goes on needs its own alone."""
+        """Let go of graphs and of copies of parameters: what goes on needs its own alone."""
+        call_all(*(hook.remove for hook in self._hooks))
+        self._hooks.clear()
+        self._taken.clear()
         self._before = {}
 
     def has(self, key: int) -> bool:
-        """Whether a use of this parameter is not measured in any way."""
-        return key in self._unexplained or key in self._refused
+        """Whether a use of this parameter that a gradient reached is not measured in any way."""
+        return (key in self._unexplained and key in self._reached) or key in self._refused
 
     def why(self, key: int) -> str | None:
         """Why it is not; None if it is, or was not seen."""
-        if key in self._unexplained:
+        if key in self._unexplained and key in self._reached:
             return (
-                f"it is used by {self._unexplained[key]}, for which there is no rule, outside the "
-                "forwards of the modules that hold it"
+                f"it is used by {self._unexplained[key]}, for which there is no rule, and what "
+                "comes of that does not leave the forward of a module that holds it"
             )
         return self._refused.get(key)
 
@@ -78,6 +102,10 @@ class Leftovers:
         """Names, within the module, of the parameters that are to be measured through it."""
         held = self._held[module] - self._refused.keys()
         found = held & self._unexplained.keys()
+        if found:  # elsewhere it may never meet a loss, as a distance that only picks an entry
+            nodes = {tensor.grad_fn for tensor in outputs}
+            nodes.update(nodes_above(outputs, {tensor.grad_fn for tensor in inputs}))
+            found = {key for key in found if not nodes.isdisjoint(self._taken[key])}
         hidden = {key for key in held - self._accounted - found if not self._is_below(key, module)}
         if hidden:
             found |= hidden & leaves_of(outputs, inputs)

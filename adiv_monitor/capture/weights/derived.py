@@ -8,7 +8,8 @@ which more of them have than a forward-mode derivative.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -85,9 +86,39 @@ class Derived:
             Refused: a function can't be made again, or its backward pass is not differentiable.
         """
         leaves = {piece.key: _before(piece, taken).requires_grad_() for piece in self.pieces}
+        with self._differentiable():
+            return _pushed_forward(self._made_again(leaves), leaves, parts)
+
+    def probed(self, draw: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Two tensors v, each with JJᵀv: how the tensor moves when v is its gradient.
+
+        Args:
+            draw: makes a v like the tensor that it is given.
+
+        Raises:
+            Refused: see `of`.
+        """
+        leaves = {piece.key: _before(piece, NOTHING).requires_grad_() for piece in self.pieces}
+        found = []
+        with self._differentiable():
+            made = self._made_again(leaves)
+            for v in (draw(made.detach()), draw(made.detach())):
+                parts: Parts = {key: torch.zeros_like(leaf) for key, leaf in leaves.items()}
+                if made.requires_grad:
+                    inputs = list(leaves.values())
+                    pulled = torch.autograd.grad(
+                        made, inputs, v, retain_graph=True, materialize_grads=True
+                    )
+                    parts = dict(zip(leaves, pulled, strict=True))
+                found.append((v, _pushed_forward(made, leaves, parts)))
+        return found
+
+    @contextmanager
+    def _differentiable(self) -> Iterator[None]:
+        """Calls are made again here, and differentiated."""
         try:
             with torch.enable_grad(), torch._C.DisableTorchFunction():
-                return _pushed_forward(self._made_again(leaves), leaves, parts)
+                yield
         except RuntimeError as error:
             functions = ", ".join(dict.fromkeys(call.name for call in self._calls))
             raise Refused(

@@ -49,6 +49,10 @@ class BlockFeatures:
     def by_bias(self, bias: Tensor) -> None:
         """The blocks have no bias."""
 
+    def squared(self) -> "BlockFeatures":
+        """φ² in place of φ."""
+        return replace(self, phi=self.phi.square())
+
     def restrict(self, *, weight: bool, bias: bool) -> "BlockFeatures":
         """There is only the weight."""
         return self

@@ -1,0 +1,153 @@
+"""What making a weight of parameters does to the scales of its rows.
+
+A gradient step moves a weight Θ = f(θ) by JJᵀ(GᵀΦ), J = ∂Θ/∂θ. Only where JJᵀ = 1 is that a plain
+step of Θ itself, with scales ‖φ_r‖²: a mask keeps the length of the gradient, and yet some entries
+of φ_r do not act. Where JJᵀ is a diagonal matrix, scales are those of `MadeFeatures`. Elsewhere a
+row's own part is not known, and nothing is said of it.
+
+Which of the three it is follows from JJᵀv of two random v (R. Freivalds 1977). It is decided on the
+host, so that no device is waited for.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adiv_monitor.capture.weights.derived import Derived
+from adiv_monitor.capture.weights.pieces import Source
+from adiv_monitor.features.features import Features
+from adiv_monitor.features.made import MadeFeatures, Squared
+from adiv_monitor.features.uses import as_it_is
+from adiv_monitor.step.part import LayerPart
+from adiv_monitor.step.plain_step import Change, Making, act, added
+
+# Name of the numbers that `with_own_scales` sends: a row for each way in which a weight was made.
+MAKINGS = "makings"
+# What a pass over all rows said of scales, and what sampled rows did.
+_SCALES_OF_ALL = ("own_G", "own_own", "scale_sum", "scale_deviation", "scale_max", "scale_entries")
+_SCALES_OF_ROWS = (
+    *("scale", "scale_pivot", "scale_sums", "scale_norms", "scale_largest"),
+    "scale_entries_of_rows",
+)
+
+
+class Gain(Enum):
+    """What JJᵀ is: 1, another diagonal matrix, or neither, which is not known."""
+
+    ONE = 0
+    DIAGONAL = 1
+    UNKNOWN = 2
+
+
+def with_own_scales(
+    makings: Sequence[Making],
+    changed: Sequence[Change],
+    features: Features,
+    generator: np.random.Generator,
+) -> tuple[MadeFeatures, Tensor]:
+    """The features with the scales that they have if each JJᵀ is a diagonal matrix.
+
+    Args:
+        makings: as calls made the weight, with the rows of each.
+        changed: a change of weight and bias for each.
+        features: of all rows.
+        generator: the source of chance.
+
+    Returns:
+        The features; and for each making how far JJᵀ is from 1 and how far from a diagonal matrix,
+        relative to itself, and minus the least entry of its diagonal.
+    """
+    gains, told = [], []
+    for (layer, _), (of_weight, of_bias) in zip(makings, changed, strict=True):
+        weight, of_its_gain = _probed(layer.weight, of_weight, layer.shaped, generator)
+        bias, of_its_bias = _probed(layer.bias, of_bias, as_it_is, generator)
+        gains.append((weight, bias))
+        numbers = torch.stack([n for n in (of_its_gain, of_its_bias) if n is not None]).amax(0)
+        told.append(numbers + torch.inf if _overlap(layer.weight, layer.bias) else numbers)
+    squares = features.squared() if isinstance(features, Squared) else None
+    own = None if squares is None else added(*act(makings, gains, squares))
+    return MadeFeatures(features, own), torch.stack(told)
+
+
+def _probed(
+    source: Source | None,
+    like: Tensor | None,
+    shaped: Callable[[Tensor], Tensor],
+    generator: np.random.Generator,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The diagonal of JJᵀ in the shape that features expect; and numbers as `with_own_scales`."""
+    if source is None or like is None:
+        return None, None
+    if not isinstance(source, Derived):  # its entries are entries of parameters
+        return torch.ones_like(like), None
+    chance = torch.Generator(like.device).manual_seed(int(generator.integers(2**62)))
+
+    def draw(made: Tensor) -> Tensor:  # no entry near zero, by which it is divided
+        v = torch.rand(made.shape, generator=chance, dtype=made.dtype, device=made.device)
+        return v + torch.where(v < 0.5, -1.5, 0.5)
+
+    (v, moved), (other_v, other_moved) = source.probed(draw)
+    gain, other = moved / v, other_moved / other_v
+    length = torch.linalg.vector_norm
+    numbers = [
+        length(moved - v) / length(v),
+        length(gain - other) / length(gain),
+        -gain.amin(),
+    ]
+    return shaped(gain), torch.stack(numbers)
+
+
+def _overlap(weight: Source | None, bias: Source | None) -> bool:
+    """Whether they are made of the same, so that JJᵀ is none of each alone."""
+    if weight is None or bias is None:
+        return False
+    return not set(weight.pieces).isdisjoint(bias.pieces)
+
+
+def gain_of(layer: LayerPart) -> Gain:
+    """What JJᵀ is of all ways in which the layer's weight and bias were made."""
+    if MAKINGS not in layer.values:
+        return Gain.ONE
+    not_one, not_diagonal, _ = layer.values[MAKINGS].max(0)
+    if not_one <= layer.looked.tolerance:
+        return Gain.ONE
+    # NaN: the gain is zero everywhere, which is a diagonal matrix.
+    return Gain.DIAGONAL if not not_diagonal > layer.looked.tolerance else Gain.UNKNOWN
+
+
+def resolved(layer: LayerPart) -> LayerPart:
+    """The layer with the scales that its rows have, or without any."""
+    if MAKINGS not in layer.values:
+        return layer
+    gain, values, looked = gain_of(layer), dict(layer.values), layer.looked
+    if gain is Gain.ONE and looked.weight_groups == 1:  # the same for all outputs of a row
+        if "scale_sums" in values:
+            values["scale"] = values["scale_pivot"].reshape(-1)[:1] + (
+                values["scale_sums"] / looked.groups
+            )
+            for name in _SCALES_OF_ROWS[1:]:
+                values.pop(name, None)
+        looked = replace(looked, groups=1, entry_rows=None)
+    elif gain is not Gain.ONE:
+        dropped = _SCALES_OF_ALL if gain is Gain.DIAGONAL else _SCALES_OF_ALL + _SCALES_OF_ROWS
+        for name in dropped:
+            values.pop(name, None)
+        if not reaches_all(layer):
+            values.pop("attainable_cosine", None)
+    if gain is Gain.UNKNOWN:
+        vectors = tuple("" if name in ("own", "rest") else name for name in looked.vectors)
+        looked = replace(looked, vectors=vectors, groups=looked.weight_groups)
+    return replace(layer, values=values, looked=looked)
+
+
+def reaches_all(layer: LayerPart) -> bool:
+    """Whether the parameters can move the weight in every direction, as far as that is known."""
+    gain = gain_of(layer)
+    if gain is Gain.DIAGONAL:
+        _, _, minus_least = layer.values[MAKINGS].max(0)
+        return bool(minus_least < 0)
+    return gain is Gain.ONE
