@@ -547,7 +547,9 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
             shared = Dealt(count * group, place, count, most, rows)
             of_each = most // count, rows // count
             looked = Looked("x", "linear", [], False, *of_each, 1, 0.0, "", dealt=shared)
+            looked.vectors = ("G",)
             values = {"scale": np.full(of_each[0], float(group))}
+            values["products"] = np.ones((of_each[0], 1, 1))
             part = make_part(
                 *({"x": looked}, {"x": values}, {}, {}),
                 unreached={},
