@@ -86,6 +86,7 @@ class Accumulation:
         self._users = users
         self._zeroed = zeroed
         self._left: Tensor | None = None  # .grad as the last pass left it, or norms of its parts
+        self._left_norm: Tensor | None = None  # and its norm
         self._entries: Tensor | None = None  # some of its entries
         # Before a pass: graph task, ‖.grad‖, whether something wrote to it since the last one.
         self._held: tuple[int, Tensor | None, bool] = (-1, None, False)
@@ -162,31 +163,35 @@ class Accumulation:
         if parameter.grad is None:  # another hook came first, and took it away
             return
         task, held, touched = self._held
-        left = None
+        left = factor = None
         if task != torch._C._current_graph_task_id():
             held = None
-        if held is not None and self._left is not None:
+        if held is not None and self._left_norm is not None:
             # Only where something wrote to it, as far as torch notes that, is it worth waiting for
             # the device.
-            left = dots.norm(self._left)
+            left = self._left_norm
             if (touched or held.is_cpu) and self._zeroed(held, left):
                 held = None
+            elif processes() == 1 and not (held.is_cpu and held == left):
+                factor = _ratio(held, left)  # of several processes it is what all of them left
         elif held is not None:
             self.foreign = held
         for rows in self._users():
             if held is None:
                 rows.reset()
-            elif left is not None and processes() == 1:  # of several it is what all of them left
-                rows.rescale(_ratio(held, left))
+            elif factor is not None:
+                rows.rescale(factor)
             rows.fold()
         if held is None:
             self.foreign = None
         grad = self._part(parameter.grad)
+        parts = dots.norms(grad)
+        self._left_norm = torch.linalg.vector_norm(parts)
         if is_small(grad):
             self._left = grad.clone()
             entries: Tensor | None = some(self._left).reshape(-1)
         else:
-            self._left = dots.norms(grad)
+            self._left = parts
             entries = None if self._is_followed else some(grad).clone().reshape(-1)
         self._entries = None if entries is None else self._if_alike(entries, parameter.grad)
         self._tensor = weakref.ref(parameter.grad), parameter.grad._version

@@ -164,7 +164,7 @@ class Gathering:
         features = self._look(call, use, z)
         if not checked and layer.path not in self._checked and len(call.z):
             rows_of_layer.linear = reproduces(use, features, call.z)
-        rows_of_layer.calls.append(call)
+        rows_of_layer.add(call)
         self._follow(layer, [output], inputs, call)
         if self._attention is not None:
             self._attention.last_used = layer.pieces[0].parameter
@@ -197,11 +197,12 @@ class Gathering:
                 self._layers.pass_by(layer, self._forwards.forward.number)
         if not calls:
             return used
-        late = LateRows(made, Returned.of(made, outputs), rng_state, calls, self._on_replay)
+        returned = Returned.of(made, outputs)
+        late = LateRows(made, returned, rng_state, calls, self._expect, self._on_replay)
         for call in calls.values():
             call.precision = made.precision
             call.late = call.hook = weakref.ref(late)
-            self._layers.rows[call.layer.path].calls.append(call)
+            self._layers.rows[call.layer.path].add(call)
         paths = [call.layer.path for call in calls.values()]
         late.watch(outputs, lambda hook: partial(self._layers.guarded, paths, hook))
         self._late.add(late)
@@ -239,7 +240,8 @@ class Gathering:
             features = self._leftovers.features(
                 module, names, arguments, outputs, taken, self._forwards.forward, call.rows
             )
-            if any(other.z.shape[1] != taken.shape[1] for other in rows_of_layer.calls):
+            other = next(iter(rows_of_layer.calls), None)  # all of them are alike
+            if other is not None and other.z.shape[1] != taken.shape[1]:
                 raise Refused("its output has rows of another length at every call")
         except Refused as refusal:
             self._leftovers.refuse(left, str(refusal))
@@ -248,7 +250,7 @@ class Gathering:
         self._layers.replace(others, layer.path)
         self._follow(layer, tensors, inputs)
         call.look(features, taken, None)
-        rows_of_layer.calls.append(call)
+        rows_of_layer.add(call)
         outputs.hook(tensors, self._arrival(layer.path, as_it_is, call), self._layers.guard)
 
     def _others(
@@ -354,11 +356,21 @@ class Gathering:
         whole, gradient = gradient, layout(gradient)
         rows, size = _seen(call, whole, gradient)
         is_term = call.split is not None and call.split.gradient == SUM  # which tells nothing
-        call.arrive(rows, None if is_term else size, torch.finfo(gradient.dtype).eps)
+        rows_of_layer, precision = (
+            self._layers.rows[call.layer.path],
+            torch.finfo(gradient.dtype).eps,
+        )
+        rows_of_layer.arrive(call, rows, None if is_term else size, precision)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
         else:  # a second pass through one graph, whose rows will be summed up already
             call.tells_sums = self._attainable and call.rows.total > 0
+
+    def _expect(self, call: Call) -> None:
+        """A backward pass has come to a recurrent call, of which this one is a part."""
+        rows = self._layers.rows.get(call.layer.path)
+        if rows is not None:
+            rows.expect(call)
 
     def _on_replay(self, call: Call, linear: Map, error: Tensor) -> None:
         """A replay has told the rows of one of the layers in a recurrent call."""

@@ -26,6 +26,7 @@ class LateRows:
         returned: what it returned.
         rng_state: if the call draws: the state of its device's generator just before it.
         calls: by name of the map, the calls of the layers that are watched.
+        expect: called with each of them when a backward pass comes to the outputs.
         receive: gets what a replay says of each of them.
     """
 
@@ -35,12 +36,14 @@ class LateRows:
         returned: Returned,
         rng_state: Tensor | None,
         calls: dict[str, Call],
+        expect: Callable[[Call], None],
         receive: Receive,
     ) -> None:
         self._call = call
         self._returned = returned
         self._rng_state = rng_state
         self._calls = calls
+        self._expect = expect
         self._receive = receive
         self._gradients: list[Tensor | None] = []
         self._backward = -1  # in which backward pass they came
@@ -70,4 +73,6 @@ class LateRows:
         task = torch._C._current_graph_task_id()
         if task != self._backward:
             self._gradients, self._backward = [None] * len(self._returned.outputs), task
+            for call in self._calls.values():
+                self._expect(call)
         self._gradients[output] = gradient.detach()

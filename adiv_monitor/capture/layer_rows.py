@@ -2,7 +2,8 @@
 
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.capture.again.forward_calls import CallPlace
-from adiv_monitor.capture.sampling import Draw, draw, threshold, winners
+from adiv_monitor.capture.sampling import Draw, Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.split_calls import Split
 from adiv_monitor.features.features import Features
@@ -42,6 +43,7 @@ class Call:
         whole: what one pass said of all rows, likewise.
         known: whether `look` was called.
         gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
+        rescaled: how often the parameters' gradient had been multiplied when this became a part.
         size: of the gradient of all rows: ‖g_r‖² of each, (rows,), where one pass looked at the
             input's rows too, else norms of its parts; None once two backward passes have gone
             through one graph, or where processes have terms of it: the sum of these is known of the
@@ -64,6 +66,7 @@ class Call:
         self.known = False
         self.whole: Whole | None = None
         self.gradient: Tensor | None = None
+        self.rescaled = 0
         self.size: Tensor | None = None
         self.precision = 0.0
         # Since the parameters last accumulated.
@@ -218,70 +221,156 @@ class Chooser:
 
 
 class LayerRows:
-    """The rows of one layer in one step: at most `max_rows`, each row as likely as any other."""
+    """The rows of one layer in one step: at most `max_rows`, each row as likely as any other.
+
+    A backward pass looks only at the calls that it reaches, however many there were before.
+
+    Attributes:
+        calls: of which rows are kept, in their order.
+        dropped: rows were, because their gradient was zeroed before a step was taken.
+        ceiling: sums over all rows, if they are asked for.
+        linear: how well the rule reproduced the output; None: that was not looked at.
+    """
 
     def __init__(self, chooser: Chooser, path: str) -> None:
         self._path, self._drawn = path, 0
-        self.calls: list[Call] = []
-        self.dropped = False  # rows whose gradient was zeroed before a step was taken
+        self.calls: dict[Call, None] = {}
+        self.dropped = False
         self.ceiling: Ceiling | None = None
-        self.linear: Tensor | None = None  # did the rule reproduce the output?
+        self.linear: Tensor | None = None
         self._chooser = chooser
         self._max_rows = chooser.max_rows
+        self._waiting: dict[Call, None] = {}  # calls without gradient
+        self._reached: dict[Call, None] = {}  # those whose gradient is part of the parameters'
+        self._most_waiting = 0  # so many are not looked through for dead ones
+        self._rows_waiting = 0
+        self._reached_bound = Threshold(self._max_rows)  # of those that are reached
+        self._bound: Threshold | None = None  # of all; None: not known
+        # By backward pass, the calls whose gradient it brought to no parameter yet.
+        self._arriving: dict[int, dict[Call, None]] = {}
+        self._factors: list[Tensor] = []  # by which the parameters' gradient was multiplied
 
     def choose(self, shape: tuple[int, ...], device: torch.device) -> tuple[Rows, Draw]:
         """Choose rows of a further call."""
-        self.calls = [call for call in self.calls if not call.dead]  # evaluations, recomputations
+        if torch._C._current_graph_task_id() == -1:  # no pass runs that could bring more
+            self._arriving.clear()
+        if len(self._waiting) >= self._most_waiting:
+            self._remove([call for call in self._waiting if call.dead])
+            self._most_waiting = 2 * len(self._waiting)
         if not self.calls:
             return self._chooser.first(shape, device)
         self._drawn += 1
         call = self._path, self._drawn
-        return self._chooser.further(shape, device, self._bound(prod(shape)), call)
+        return self._chooser.further(shape, device, self._below(prod(shape)), call)
 
-    def _bound(self, total: int) -> float:
+    def _below(self, total: int) -> float:
         """Below which a row's key must be to have a chance."""
         if self._max_rows is None:
             return np.inf
         # Rows that have their gradient compete with all that come; so do those that wait for it
         # when they get too many.
-        counted = [call.draw for call in self.calls if call.gradient is not None]
-        waiting = [call.draw for call in self.calls if call.gradient is None]
-        gathered = sum(len(chosen.keys) for chosen in waiting)
-        if gathered + min(total, self._max_rows) > _WAITING * self._max_rows:
-            counted += waiting
-        return threshold(counted, self._max_rows)
+        if self._rows_waiting + min(total, self._max_rows) <= _WAITING * self._max_rows:
+            return self._reached_bound.bound
+        if self._bound is None:
+            self._bound = Threshold(self._max_rows, (call.draw for call in self.calls))
+        return self._bound.bound
+
+    def add(self, call: Call) -> None:
+        """A further call, whose rows were chosen."""
+        self.calls[call] = self._waiting[call] = None
+        self._rows_waiting += len(call.draw.keys)
+        if self._bound is not None:
+            self._bound.add(call.draw)
+
+    def withdraw(self, calls: Iterable[Call]) -> None:
+        """Some calls are no uses after all."""
+        self._remove([call for call in calls if call in self.calls])
+
+    def _remove(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            del self.calls[call]
+            if call in self._waiting:
+                self._wait_no_more(call)
+            else:
+                del self._reached[call]
+        if calls:
+            self._reached_bound = Threshold(self._max_rows, (call.draw for call in self._reached))
+            self._bound = None
+
+    def _wait_no_more(self, call: Call) -> None:
+        del self._waiting[call]
+        self._rows_waiting -= len(call.draw.keys)
+
+    def release(self) -> None:
+        """Let go of all calls."""
+        for calls in (self.calls, self._waiting, self._reached, self._arriving):
+            calls.clear()
+        self._rows_waiting = 0
+        self._reached_bound, self._bound = Threshold(self._max_rows), None
+
+    def expect(self, call: Call) -> None:
+        """The backward pass that runs has come to a call."""
+        self._arriving.setdefault(torch._C._current_graph_task_id(), {})[call] = None
+
+    def arrive(self, call: Call, gradient: Tensor, size: Tensor | None, precision: float) -> None:
+        """∂L/∂z of a call has come; see `Call.arrive`."""
+        self.expect(call)
+        call.arrive(gradient, size, precision)
+
+    def _expected(self) -> list[Call]:
+        """The calls to which the backward pass that runs has come."""
+        return list(self._arriving.get(torch._C._current_graph_task_id(), ()))
 
     def settle(self) -> None:
         """A gradient has come to the layer's parameters."""
-        for call in self.calls:
+        for call in self._expected():
             call.settle()
 
     def reset(self) -> None:
         """What the parameters had accumulated is gone, and its rows with it."""
-        if any(call.gradient is not None for call in self.calls):
-            self.dropped = True
-            self.calls = [c for c in self.calls if c.gradient is None or c.arrived]
-            for call in self.calls:
-                call.gradient = call.size = None
-            self.ceiling = None
+        if not self._reached:
+            return
+        self.dropped = True
+        self._factors.clear()
+        for call in [call for call in self._reached if not call.arrived]:
+            del self._reached[call], self.calls[call]
+        for call in self._reached:
+            call.gradient = call.size = None
+            self._waiting[call] = None
+            self._rows_waiting += len(call.draw.keys)
+        self._reached.clear()
+        self._reached_bound, self._bound = Threshold(self._max_rows), None
+        self.ceiling = None
 
     def rescale(self, factor: Tensor) -> None:
         """What the parameters had accumulated was multiplied by a factor since."""
-        for call in self.calls:
-            call.rescale(factor)
+        if self._reached:
+            self._factors.append(factor)
         if self.ceiling is not None:
             self.ceiling.rescale(factor)
 
     def rescale_arrived(self, factor: Tensor) -> None:
         """What is about to be accumulated was multiplied by a factor."""
-        for call in self.calls:
+        for call in self._expected():
             call.rescale_arrived(factor)
 
     def fold(self) -> None:
         """The layer's parameters accumulate a gradient."""
-        for call in self.calls:
-            call.fold()
-            self._add_to_ceiling(call)
+        for call in self._arriving.pop(torch._C._current_graph_task_id(), ()):
+            if call in self.calls:
+                self._fold(call)
+        self._most_waiting = 0  # others may be dead now
+
+    def _fold(self, call: Call) -> None:
+        for factor in self._factors[call.rescaled :] if call in self._reached else ():
+            call.rescale(factor)
+        call.fold()
+        call.rescaled = len(self._factors)
+        self._add_to_ceiling(call)
+        if call.gradient is not None and call in self._waiting:
+            self._wait_no_more(call)
+            self._reached[call] = None
+            self._reached_bound.add(call.draw)
 
     def _add_to_ceiling(self, call: Call) -> None:
         folded = call.gradient is not None and not call.arrived
@@ -297,7 +386,8 @@ class LayerRows:
 
     def finish(self) -> list[Call]:
         """The gradients are final: the calls that are part of them, with the sampled rows only."""
-        if not any(call.gradient is not None for call in self.calls):
+        self._rescale_reached()
+        if not self._reached:
             # No parameter accumulated: the gradients were set by hand, from this pass.
             for call in self.calls:
                 call.take_arrived()
@@ -307,3 +397,14 @@ class LayerRows:
         for call, rows in zip(reached, kept, strict=True):
             call.keep(rows)
         return reached
+
+    def _rescale_reached(self) -> None:
+        """Multiply the gradient of each call by what the parameters' was multiplied by since."""
+        if not self._factors:
+            return
+        since = list(accumulate(reversed(self._factors), torch.mul))[::-1]
+        for call in self._reached:
+            if call.rescaled < len(since):
+                call.rescale(since[call.rescaled])
+            call.rescaled = 0
+        self._factors.clear()

@@ -1,5 +1,6 @@
 """The layers of one step, as they are seen: what they train, their rows, and their gradients."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,10 @@ class Layers:
         self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
         self._contributed: dict[int, dict[int, Contribution]] = defaultdict(dict)  # likewise
-        self._passing: list[Passing] = []
+        self._passing: dict[str, dict[Call | Passing, None]] = defaultdict(dict)  # by path
+        # By number of a forward; rows are let go of elsewhere.
+        self._made_in: dict[int, list[weakref.ref[Call | Passing]]] = defaultdict(list)
+        self._last_forward = -1
         self._led: dict[int, list[str]] = defaultdict(list)  # by its id, paths of layers
         self._verdict = (-1, False)
         self._verdict_of_shards = (-1, False)
@@ -177,12 +181,19 @@ class Layers:
         call = Call(layer, *self.rows[layer.path].choose(shape, device))
         call.place = None if self._calls is None else self._calls.place(layer.path)
         call.forward = forward
+        self._was_made(call)
         return call
+
+    def _was_made(self, call: Call | Passing) -> None:
+        self._made_in[call.forward].append(weakref.ref(call))
+        self._last_forward = max(self._last_forward, call.forward)
 
     def pass_by(self, layer: Layer, forward: int) -> None:
         """A call of a layer that is not watched, in a forward of this number."""
         if self.waits(layer):
-            self._passing.append(Passing(layer, forward))
+            passing = Passing(layer, forward)
+            self._passing[layer.path][passing] = None
+            self._was_made(passing)
 
     def waits(self, layer: Layer) -> bool:
         """Whether a layer is not watched because it is not its turn."""
@@ -190,8 +201,16 @@ class Layers:
 
     def calls_since(self, forward: int) -> list[Call | Passing]:
         """Those made in a forward of this number, and in the later ones."""
-        calls: list[Call | Passing] = [call for rows in self.rows.values() for call in rows.calls]
-        return [call for call in calls + self._passing if call.forward >= forward]
+        made = (self._made_in.get(number, ()) for number in range(forward, self._last_forward + 1))
+        calls = (reference() for references in made for reference in references)
+        return [call for call in calls if call is not None and self._stands(call)]
+
+    def _stands(self, call: Call | Passing) -> bool:
+        """Whether a call was not withdrawn since."""
+        path = call.layer.path
+        if isinstance(call, Passing):
+            return call in self._passing.get(path, ())
+        return path in self.rows and call in self.rows[path].calls
 
     def replace(self, calls: Sequence[Call | Passing], path: str) -> None:
         """Another layer's reading stands for these calls."""
@@ -201,20 +220,23 @@ class Layers:
 
     def withdraw(self, calls: Sequence[Call | Passing]) -> list[str]:
         """These calls are no uses after all; the paths of their layers."""
-        paths = list(dict.fromkeys(call.layer.path for call in calls))
-        for path in paths:
+        by_path: dict[str, list[Call | Passing]] = defaultdict(list)
+        for call in calls:
+            by_path[call.layer.path].append(call)
+        for path, of_layer in by_path.items():
             rows = self.rows.get(path)
             if rows is not None:
-                rows.calls = [call for call in rows.calls if call not in calls]
+                rows.withdraw(call for call in of_layer if isinstance(call, Call))
                 if not rows.calls:
                     self.forget(path)
                     if self._calls is not None:
                         self._calls.forget(path)
             elif path in self.found:
-                self._passing = [call for call in self._passing if call not in calls]
-                if not any(call.layer.path == path for call in self._passing):
+                for call in of_layer:
+                    self._passing[path].pop(call, None)
+                if not self._passing[path]:
                     self.forget(path)
-        return paths
+        return list(by_path)
 
     def forget(self, path: str) -> None:
         """There is no such layer after all."""

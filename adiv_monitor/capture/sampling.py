@@ -6,6 +6,7 @@ calls. Only the keys that may win are ever drawn: the smallest of T even numbers
 spacings (A. Rényi 1953), whatever T is.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,17 +56,37 @@ def draw(total: int, most: int | None, bound: float, generator: np.random.Genera
     return Draw(np.sort(generator.choice(total, len(keys), replace=False)), keys, bound)
 
 
-def threshold(draws: list[Draw], most: int | None) -> float:
-    """What the key of a row must be below to be in the sample of these calls."""
-    bound = min((d.bound for d in draws), default=np.inf)
-    keys = np.concatenate([d.keys for d in draws]) if draws else np.empty(0)
-    if most is None or len(keys) <= most:
-        return bound
-    return min(bound, float(np.partition(keys, most)[most]))
+class Threshold:
+    """What the key of a row must be below to be in the sample of some calls, told one by one.
+
+    Args:
+        most: how many rows the sample has at most; None: all.
+        draws: the rows of the first calls.
+
+    Attributes:
+        bound: what the key must be below.
+    """
+
+    def __init__(self, most: int | None, draws: Iterable[Draw] = ()) -> None:
+        self.bound = np.inf
+        self._most = most
+        self._keys: Keys = np.empty(0)  # those below
+        for drawn in draws:
+            self.add(drawn)
+
+    def add(self, drawn: Draw) -> None:
+        """A further call."""
+        self.bound = min(self.bound, drawn.bound)
+        if self._most is None:
+            return
+        keys = np.concatenate([self._keys, drawn.keys])
+        if len(keys) > self._most:
+            self.bound = min(self.bound, float(np.partition(keys, self._most)[self._most]))
+        self._keys = keys[keys < self.bound]
 
 
 def winners(draws: list[Draw], most: int | None) -> list[Index | None]:
     """Which of the gathered rows of every call belong to the sample; None: all of them."""
-    bound = threshold(draws, most)
+    bound = Threshold(most, draws).bound
     kept = [np.flatnonzero(d.keys < bound) for d in draws]
     return [None if len(k) == len(d.keys) else k for k, d in zip(kept, draws, strict=True)]

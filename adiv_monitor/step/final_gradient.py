@@ -162,7 +162,7 @@ class FinalGradient:
         measured = MeasuredLayer(layer, makings, looked, features, vectors, places, values)
         measured.choose_entries(self._generator)
         self.measured[layer.path] = measured
-        self._capture.rows[layer.path].calls.clear()
+        self._capture.rows[layer.path].release()
 
     def add_sums(self, lose: Fail) -> None:
         """All layers have begun: sums over all of their rows.

@@ -173,7 +173,7 @@ class MeasuredStep:
         for layer in self._wholes.rows(reached):
             why = NOT_ALIKE if self._wholes.come or not spread(layer) else WHY_NOT
             self._lose(layer.path, Refused(why))
-            self._capture.rows[layer.path].calls.clear()
+            self._capture.rows[layer.path].release()
             del reached[layer]
 
     @torch.no_grad()

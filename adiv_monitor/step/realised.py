@@ -154,7 +154,8 @@ class Realised:
         lost: dict[str, list[str]] = defaultdict(list)
         for path, kept in self._kept.items():
             try:
-                z_half, z = (again.gathered(path, self.calls.counts) for again in (half, whole))
+                counts = self.calls.counts[path]
+                z_half, z = (again.gathered(path, counts) for again in (half, whole))
             except NotRepeatable as reason:
                 lost[str(reason)].append(path)
                 continue

@@ -98,6 +98,34 @@ def test_the_ceiling_follows_the_gradient(changed: str) -> None:
         assert reading.gradient_cosine <= reading.attainable_cosine + 1e-12
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["", "one graph twice"])
+def test_every_pass_counts_as_what_it_was_multiplied_by_since(again: bool) -> None:
+    model, batch = CASES["mlp"].model(), CASES["mlp"].batches(1, size=24)[0]
+    parts = [slice(start, start + 6) for start in range(0, 24, 6)]
+    factors = (0.5, 3.0, 0.1)
+
+    def in_turn(model: nn.Module) -> None:
+        graph = loss_of_part(model, batch, parts[0])
+        graph.backward(retain_graph=again)
+        for part, factor in zip(parts[1:], factors, strict=True):
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(factor)
+            loss_of_part(model, batch, part).backward()
+        if again:
+            graph.backward()
+
+    def at_once(model: nn.Module) -> None:
+        weights = [math.prod(factors[i:]) for i in range(len(parts))]
+        weights[0] += again
+        losses = [loss_of_part(model, batch, part) for part in parts]
+        sum(weight * loss for weight, loss in zip(weights, losses, strict=True)).backward()
+
+    options = {"max_rows": None}
+    expected = one_step(copy.deepcopy(model), at_once, **options)
+    same(one_step(model, in_turn, **options), expected, loosely=True)
+
+
 def test_an_edited_gradient_is_what_a_plain_step_would_take() -> None:
     """Few rows would tell ΦΦᵀG, which an edit makes another thing: from the second step on Φγᵀ."""
     model, batch = mlp()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.capture.sampling import draw, threshold, winners
+from adiv_monitor.capture.sampling import Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.step.measured_layer import MeasuredLayer
 
@@ -37,7 +37,7 @@ def test_bottom_keys_are_even(totals: list[int], most: int) -> None:
     for _ in range(repeats):
         draws: list = []
         for total in totals:
-            draws.append(draw(total, most, threshold(draws, most), generator))
+            draws.append(draw(total, most, Threshold(most, draws).bound, generator))
         chosen = chosen_of(draws, most, totals)
         assert len(chosen) == min(most, sum(totals)) == len(set(chosen.tolist()))
         assert all((d.chosen is None) or (np.diff(d.chosen) > 0).all() for d in draws)
@@ -75,7 +75,7 @@ def test_rows_that_wait_stay_few() -> None:
     rows = LayerRows(Chooser(16, np.random.default_rng(0)), "x")
     layer = Layer("", nn.Identity(), "linear", None, None)
     for _ in range(500):
-        rows.calls.append(Call(layer, *rows.choose((100,), torch.device("cpu"))))
+        rows.add(Call(layer, *rows.choose((100,), torch.device("cpu"))))
     assert sum(len(call.draw.keys) for call in rows.calls) < 20 * 16
 
 
@@ -170,7 +170,7 @@ def test_rows_of_a_layers_later_calls_are_where_its_first_are() -> None:
     for _ in range(3):
         rows, drawn = layer_rows.choose((90,), device)
         assert rows.device == device
-        layer_rows.calls.append(Call(None, rows, drawn))
+        layer_rows.add(Call(None, rows, drawn))
 
 
 def test_some_entries_of_a_gain_are_a_sample_even_if_all_rows_are_seen() -> None:

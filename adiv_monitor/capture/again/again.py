@@ -1,6 +1,6 @@
 """Runs the forward passes of a step again, and gathers the rows that were looked at then."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -60,7 +60,7 @@ class Again:
         self._wanted = wanted
         self._rows = {place: rows for calls in wanted.values() for place, rows in calls if place}
         self._found: dict[CallPlace, Tensor] = {}
-        self._counts: Counter[tuple[int, bool, str]] = Counter()
+        self._counts: dict[str, Counter[tuple[int, bool]]] = defaultdict(Counter)
         self._lost: dict[str, str] = {}
         self._origin = Origin(model, selection.parameters)
         self._origin.pieces = first.pieces
@@ -91,25 +91,25 @@ class Again:
         """The numbers of those in which wanted rows were."""
         return {place.call for place in self._rows}
 
-    def gathered(self, path: str, counts: Mapping[tuple[int, bool, str], int]) -> Tensor:
+    def gathered(self, path: str, counts: Mapping[tuple[int, bool], int]) -> Tensor:
         """A layer's rows of z, call after call.
 
         Args:
             path: the layer.
-            counts: how often layers were called in each of the forward passes at first.
+            counts: how often it was called in each of the forward passes at first.
 
         Raises:
             NotRepeatable: it was not called as it was at first.
         """
         if path in self._lost:
             raise NotRepeatable(self._lost[path])
-        parts = []
+        parts, found = [], self._counts[path]
         for place, _ in self._wanted[path]:
-            if place is None or (place.recomputed and counts[place[:3]] > 1):
+            if place is None or (place.recomputed and counts[place[:2]] > 1):
                 raise NotRepeatable("in which forward pass its rows were is not known")
-            if self._counts[place[:3]] != counts[place[:3]]:
+            if found[place[:2]] != counts[place[:2]]:
                 raise NotRepeatable(
-                    f"called {counts[place[:3]]} times at first and {self._counts[place[:3]]} "
+                    f"called {counts[place[:2]]} times at first and {found[place[:2]]} "
                     "times when the forward pass ran again"
                 )
             parts.append(self._found[place])
@@ -163,9 +163,9 @@ class Again:
 
     def _take(self, layer: Layer, z: Tensor, *, recomputed: bool) -> None:
         """Take rows of z; what checkpointing recomputes runs without gradients here."""
-        key = self._running, recomputed, layer.path
-        self._counts[key] += 1
-        place = CallPlace(*key, self._counts[key] - 1)
+        key, counts = (self._running, recomputed), self._counts[layer.path]
+        counts[key] += 1
+        place = CallPlace(*key, layer.path, counts[key] - 1)
         if place not in self._rows:
             return
         rows = self._rows[place]

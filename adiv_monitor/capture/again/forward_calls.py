@@ -8,7 +8,7 @@ objects hold is taken as it is.
 """
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -151,7 +151,7 @@ class ForwardCalls:
         fail: called with the exception if noting fails; no more is noted then.
         calls: those noted.
         refusal: why they can't be run again.
-        counts: how often a layer was called in each.
+        counts: by path, how often a layer was called in each.
     """
 
     modules: Collection[nn.Module]
@@ -160,7 +160,11 @@ class ForwardCalls:
     fail: Callable[[Exception], None]
     calls: list[ForwardCall] = field(default_factory=list)
     refusal: str = ""
-    counts: Counter[tuple[int, bool, str]] = field(default_factory=Counter)
+    counts: dict[str, Counter[tuple[int, bool]]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
+    # What they gave, by where in memory it is.
+    _given: dict[StorageWeakRef, list[_Output]] = field(default_factory=lambda: defaultdict(list))
     _buffers: Buffers = field(default_factory=Buffers)
     _running: _Running = field(default_factory=_Running)
     _first_open: int = 0  # of the calls since the last recomputation
@@ -218,7 +222,10 @@ class ForwardCalls:
         number, self._running.call = self._running.call, None
         if number is not None and output is not None:
             found = enumerate(tensors_of(output))
-            self.calls[number].outputs = [_Output.of(tensor, number, i) for i, tensor in found]
+            outputs = [_Output.of(tensor, number, i) for i, tensor in found]
+            self.calls[number].outputs = outputs
+            for given in outputs:
+                self._given[given.memory].append(given)
 
     def place(self, path: str) -> CallPlace | None:
         """The place of a layer's call that is made now; None where it can't be told."""
@@ -228,14 +235,13 @@ class ForwardCalls:
             call = len(self.calls) - 1
             if call != self._first_open:  # none, or a part of which one?
                 return None
-        key = call, recomputed, path
-        self.counts[key] += 1
-        return CallPlace(*key, self.counts[key] - 1)
+        key, counts = (call, recomputed), self.counts[path]
+        counts[key] += 1
+        return CallPlace(*key, path, counts[key] - 1)
 
     def forget(self, path: str) -> None:
         """There is no such layer after all."""
-        for key in [key for key in self.counts if key[2] == path]:
-            del self.counts[key]
+        self.counts.pop(path, None)
 
     def in_order(self, numbers: Iterable[int]) -> list[int]:
         """These calls and those that gave their inputs.
@@ -260,9 +266,8 @@ class ForwardCalls:
         Raises:
             NotRepeatable: it was made of that by code outside.
         """
-        memory = _memory(tensor) if _has_memory(tensor) else None
-        for output in (x for call in self.calls for x in call.outputs or ()):
-            if output.memory == memory and output.version == version(tensor):
+        for output in self._given.get(_memory(tensor), ()) if _has_memory(tensor) else ():
+            if output.version == version(tensor):
                 layout = tensor.shape, tensor.stride()
                 return _Given(output, layout, _offset(tensor) - output.offset)
         if _depends_on(tensor, self.parameters):

@@ -109,7 +109,7 @@ class Attending:
     def finish(self) -> list[AttentionCall]:
         """The gradients are final: the calls that are part of them."""
         calls = [call for call in self.rows.finish() if isinstance(call, AttentionCall)]
-        self.rows.calls.clear()
+        self.rows.release()
         return calls
 
 
@@ -335,7 +335,7 @@ class AttentionCalls:
                 dropped,
             )
         call, attending = AttentionCall(choice.rows, choice.draw, seen), choice.attending
-        attending.rows.calls.append(call)
+        attending.rows.add(call)
         # What was used last before the scores has its gradient after them.
         if any(parameter is self.last_used for parameter in attending.held.values()):
             self._led_by[id(self.last_used)][choice.path] = attending
@@ -350,7 +350,8 @@ class AttentionCalls:
                 return
             with without_autocast(gradient):
                 taken = choice.take(gradient)
-                call.arrive(taken, taken.new_empty(0), torch.finfo(gradient.dtype).eps)
+                precision = torch.finfo(gradient.dtype).eps
+                choice.attending.rows.arrive(call, taken, taken.new_empty(0), precision)
 
     def guarded(self, path: str) -> "_Guard":
         """What fails inside of it does not reach the training loop: the attention is refused."""
