@@ -227,6 +227,7 @@ def _is_stretched(values: Mapping[str, Array], seen: Looked) -> bool:
 def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) -> LayerReading:
     seen = layer.looked
     values = dict(found.values)
+    averaged = float(layer.values.get("averaged", 1.0))  # by the backward passes themselves
     if _is_stretched(layer.values, seen):
         values.pop("interference_ratio", None)
     if found.common_unknown:
@@ -244,7 +245,9 @@ def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) 
         rows_seen=seen.rows_seen,
         rows_total=seen.rows_total,
         rows_without_gradient=found.idle_seen,
-        gradient_factor=numbers.factor if numbers.dots["gamma_gamma"] > 0 else math.nan,
+        gradient_factor=(
+            numbers.factor / averaged if numbers.dots["gamma_gamma"] > 0 else math.nan
+        ),
         features=seen.features,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),
