@@ -19,7 +19,7 @@ from adiv_monitor.capture.contributions import Contribution
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import is_small, some
-from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart
+from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart, part_of
 from adiv_monitor.maths import dots
 
 
@@ -72,6 +72,7 @@ class Accumulation:
         parameter: the parameter.
         users: what follows it.
         zeroed: (‖.grad‖ now, as the last pass left it) → whether it was zeroed since.
+        accumulates: called when a pass accumulates a gradient.
         guard: wraps the hooks.
     """
 
@@ -80,11 +81,13 @@ class Accumulation:
         parameter: nn.Parameter,
         users: Callable[[], Sequence[Accumulated]],
         zeroed: Callable[[Tensor, Tensor], bool],
+        accumulates: Callable[[], None],
         guard: Guard,
     ) -> None:
         self._parameter = parameter
         self._users = users
         self._zeroed = zeroed
+        self._accumulates = accumulates
         self._left: Tensor | None = None  # .grad as the last pass left it, or norms of its parts
         self._left_norm: Tensor | None = None  # and its norm
         self._entries: Tensor | None = None  # some of its entries
@@ -95,6 +98,7 @@ class Accumulation:
         self._raw: Tensor | None = None  # ‖gradient‖ before hooks of the user's
         self.is_term = False  # processes have terms of what passes leave
         self.foreign: Tensor | None = None  # ‖.grad‖ that was there before any row was seen
+        self._ended: Tensor | None = None  # some entries of `.grad` when the last pass was over
         self._handles: list[RemovableHandle] = []
         try:
             self._hook(guard)
@@ -139,6 +143,26 @@ class Accumulation:
         """Some entries of the gradient that backward left; None: not kept."""
         return self._entries
 
+    @property
+    def held(self) -> Tensor | None:
+        """The gradient as far as the optimizer is to see it here."""
+        return self._parameter.grad
+
+    def pass_ended(self, held: Tensor) -> None:
+        """A backward pass is over, and so is what processes do to gradients in it.
+
+        Args:
+            held: the gradient now.
+        """
+        self._ended = some(part_of(held)).clone()
+
+    def since_ended(self) -> Tensor | None:
+        """Some entries of the gradient, now and when the last pass was over; None: unknown."""
+        if self._ended is None or self.held is None:
+            return None
+        now = some(part_of(self.held))
+        return torch.stack([now, self._ended]) if now.shape == self._ended.shape else None
+
     def _before_hooks(self, gradient: Tensor) -> None:
         self._raw = dots.norm(self._part(gradient))
 
@@ -162,6 +186,7 @@ class Accumulation:
         """A gradient was accumulated."""
         if parameter.grad is None:  # another hook came first, and took it away
             return
+        self._accumulates()
         task, held, touched = self._held
         left = factor = None
         if task != torch._C._current_graph_task_id():

@@ -19,6 +19,7 @@ from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.names import Names
+from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.shard_accumulation import ShardAccumulation, is_zero
 from adiv_monitor.capture.weights.origin import Origin
@@ -97,6 +98,7 @@ class Layers:
         self._led: dict[int, list[str]] = defaultdict(list)  # by its id, paths of layers
         self._verdict = (-1, False)
         self._verdict_of_shards = (-1, False)
+        self._awaited = -1  # the backward pass whose end is waited for
         self._active = True  # hooks in graphs that are already built outlive their removal
 
     def detach(self) -> None:
@@ -160,10 +162,11 @@ class Layers:
     def _accumulation(self, parameter: nn.Parameter) -> Accumulation:
         users, guard = partial(self._rows_of, parameter), partial(self._hook, parameter)
         stand_in = self._origin.stand_in(parameter)
+        ends = self._await_end
         if stand_in is None:
-            return Accumulation(parameter, users, self._was_zeroed, guard)
+            return Accumulation(parameter, users, self._was_zeroed, ends, guard)
         zeroed, waiting = self._shards_were_zeroed, self._origin.waiting(parameter)
-        return ShardAccumulation(parameter, stand_in, users, zeroed, waiting, guard)
+        return ShardAccumulation(parameter, stand_in, users, zeroed, waiting, ends, guard)
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -293,6 +296,20 @@ class Layers:
         except Exception as error:
             for path in watched:
                 self.failed(path, error)
+
+    def _await_end(self) -> None:
+        """A pass accumulates gradients: look at them once processes have averaged them in it."""
+        task = torch._C._current_graph_task_id()
+        if processes() == 1 or self._awaited == task:
+            return
+        self._awaited = task
+        engine = torch.autograd.Variable._execution_engine
+        # Those who average wait for the pass to end, too: come after whoever does so later.
+        engine.queue_callback(lambda: engine.queue_callback(self._pass_ended))
+
+    def _pass_ended(self) -> None:
+        for key, accumulation in self._accumulated.items():
+            self.guarded(self._led[key], accumulation.pass_ended, accumulation.held)
 
     def _was_zeroed(self, now: Tensor, left: Tensor) -> bool:
         """Whether `.grad` was zeroed in place: at one parameter of every pass, the device tells.

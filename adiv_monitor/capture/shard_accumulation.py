@@ -27,6 +27,7 @@ class ShardAccumulation(Accumulation):
         users: what follows it.
         zeroed: whether the gradients of the sharded parameters were zeroed since the last pass.
         waiting: whether earlier passes left some that has not come to the sharded one.
+        accumulates: called when a pass accumulates a gradient.
         guard: wraps the hooks.
     """
 
@@ -37,9 +38,10 @@ class ShardAccumulation(Accumulation):
         users: Callable[[], Sequence[Accumulated]],
         zeroed: Callable[[], bool],
         waiting: Callable[[], bool],
+        accumulates: Callable[[], None],
         guard: Guard,
     ) -> None:
-        super().__init__(stand_in, users, lambda now, left: False, guard)
+        super().__init__(stand_in, users, lambda now, left: False, accumulates, guard)
         self._sharded = parameter
         self._are_zeroed = zeroed
         self._is_waiting = waiting
@@ -49,6 +51,11 @@ class ShardAccumulation(Accumulation):
     def left(self) -> Tensor | None:
         """Some of its entries; None: unknown."""
         return self._entries
+
+    @property
+    def held(self) -> Tensor | None:
+        """The gradient as far as the optimizer is to see it here."""
+        return self._sharded.grad
 
     def _before(self, gradient: Tensor) -> None:
         """Just before a gradient is accumulated, or returned by `autograd.grad`."""
@@ -62,6 +69,7 @@ class ShardAccumulation(Accumulation):
         """A gradient was accumulated."""
         if self._arrived is None or self._arrived[0] != torch._C._current_graph_task_id():
             return
+        self._accumulates()
         entries, self._arrived = self._arrived[1], None
         held = self._sharded.grad
         is_kept = self._waits or (held is not None and not self._are_zeroed())

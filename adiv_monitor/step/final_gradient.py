@@ -205,6 +205,9 @@ class FinalGradient:
         """What was seen of a layer while its rows were gathered."""
         values: dict[str, Tensor] = {}
         accumulated, lead = self._capture.accumulation_of(layer), layer.parameters[0]
+        since = None if processes() == 1 else accumulated.since_ended()
+        if since is not None:
+            values["since"] = since
         # What it left of the gradient: of processes that compute the same, the first one's counts.
         counts = looked.dealt is None or looked.dealt.place == 0 or accumulated.is_term
         if accumulated.entries is not None and counts:

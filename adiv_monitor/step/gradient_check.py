@@ -17,7 +17,10 @@ LIKENESS_TOLERANCE = 1e-3
 LARGEST_REST = math.sqrt(2 * LIKENESS_TOLERANCE)
 
 # What is looked at here and in the like, and is no part of any measure.
-_JUDGED = ("gradient_factor", "rule_error", "replay_error", "then", "foreign", "probe", "makings")
+_JUDGED = (
+    *("gradient_factor", "rule_error", "replay_error", "then", "foreign", "probe", "makings"),
+    *("since", "averaged"),
+)
 # With the place of a parameter among the layer's: some entries of what calls have contributed to
 # that one's gradient, and of the gradient as the optimizer sees it.
 OWN, NOW = "contributed_", "final_"
@@ -68,6 +71,20 @@ def as_multiple(now: Array, then: Array, rounding: float = 0.0) -> tuple[float, 
     ratio = max(float(now @ then / (then @ then)), 0.0)
     rest = max(float(np.linalg.norm(now - ratio * then)) - ratio * rounding / of_then, 0.0)
     return ratio * of_now / of_then, rest / float(np.linalg.norm(now))
+
+
+def since_backward(values: Mapping[str, Array]) -> float:
+    """By what the gradient was multiplied since the last pass was over, `since_ended` of processes.
+
+    NaN where it was not multiplied by one factor in all of them: then they put it together only
+    after that pass.
+    """
+    known = [(factor, rest) for factor, rest in values.get("since", ()) if not math.isnan(factor)]
+    if not known:
+        return math.nan
+    factors, rests = zip(*known, strict=True)
+    differ = max(factors) - min(factors) > LIKENESS_TOLERANCE * max(factors)
+    return math.nan if differ or max(rests) > LARGEST_REST else float(factors[0])
 
 
 def speaks_against(

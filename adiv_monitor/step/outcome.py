@@ -243,6 +243,7 @@ def _rounded(numbers: Mapping[str, Numbers], layers: Mapping[str, LayerPart]) ->
 def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) -> LayerReading:
     seen = layer.looked
     values = dict(found.values)
+    averaged = float(layer.values.get("averaged", 1.0))  # by the backward passes themselves
     if found.common_unknown:
         values.pop("common_share", None)
     if facts.gradient_lost:  # what was read for γ is not what the optimizer saw
@@ -258,7 +259,9 @@ def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) 
         rows_seen=seen.rows_seen,
         rows_total=seen.rows_total,
         rows_without_gradient=found.idle_seen,
-        gradient_factor=numbers.factor if numbers.dots["gamma_gamma"] > 0 else math.nan,
+        gradient_factor=(
+            numbers.factor / averaged if numbers.dots["gamma_gamma"] > 0 else math.nan
+        ),
         features=seen.features,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),

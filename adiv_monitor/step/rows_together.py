@@ -12,7 +12,7 @@ from adiv_monitor.capture.sampling import Draw, winners
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
 from adiv_monitor.maths.readings import REALISED, Array
-from adiv_monitor.step.gradient_check import is_now, is_of_entries
+from adiv_monitor.step.gradient_check import as_multiple, is_now, is_of_entries
 from adiv_monitor.step.part import CEILING_SUMS, LayerPart, Looked
 
 Values = dict[str, Array]
@@ -38,8 +38,14 @@ def with_common(values: Values) -> Values:
 
 
 def packed(values: Values) -> Values:
-    """The same as it travels: a product of two vectors stands in their matrix twice."""
-    return values | {n: _triangle(values[n]) for n in _MATRICES if n in values}
+    """The same as it travels: a product of two vectors stands in their matrix twice.
+
+    And of what became of the gradient since the last pass, only the factor does; see `as_multiple`.
+    """
+    found = values | {n: _triangle(values[n]) for n in _MATRICES if n in values}
+    if "since" in values:
+        found["since"] = np.array([as_multiple(*values["since"])])
+    return found
 
 
 def _triangle(matrices: Array) -> Array:
@@ -117,6 +123,8 @@ def layer_together(
     values |= {n: np.concatenate([v[n] for v in several]) for n in _in_all(("makings",), several)}
     values |= _of_all_rows(several, [part.looked for part in some], generator)
     values |= _of_entries(several)
+    if since := [part.values["since"] for part in parts if "since" in part.values]:
+        values["since"] = np.concatenate(since)
     if all(CEILING_SUMS[0] in own for own in several):
         sums = (sum(torch.from_numpy(own[name]) for own in several) for name in CEILING_SUMS)
         gram, cross, square = map(torch.as_tensor, sums)

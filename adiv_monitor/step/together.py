@@ -20,6 +20,7 @@ from adiv_monitor.step.gradient_check import (
     LIKENESS_TOLERANCE,
     by_entries,
     contributed,
+    since_backward,
 )
 from adiv_monitor.step.part import Dealt, Facts, LayerPart, Part
 
@@ -231,6 +232,23 @@ def _to_units(
         if math.isnan(factor):  # entries that are all zero tell nothing; nor do they without others
             factor = 1 / processes if missing and math.isnan(agreed) else agreed
         layer.values = rows_together.in_units(layer, factor)
+    _tell_averaged(layers, gradient_scale)
+
+
+def _tell_averaged(layers: Mapping[str, LayerPart], gradient_scale: float) -> None:
+    """Part of a factor is what backward passes do themselves: they average over processes.
+
+    That is not what became of the gradient after them. Of most layers it is seen, and of the others
+    it is the same.
+    """
+    averaged = {}
+    for path, layer in layers.items():
+        whole = float(layer.values["gradient_factor"]) * gradient_scale
+        averaged[path] = whole / (since_backward(layer.values) or math.nan)
+    known = [share for share in averaged.values() if math.isfinite(share)]
+    for path, layer in layers.items():
+        share = averaged[path] if math.isfinite(averaged[path]) else (known or [1.0])[0]
+        layer.values["averaged"] = np.array(share)
 
 
 def _fewest(several: Sequence[Mapping[str, int]]) -> dict[str, int]:

@@ -175,6 +175,20 @@ def optimizer_in_parts(rank: int) -> list[StepReport]:
     return list(monitor.reports)
 
 
+@patient()
+def averaged_by_hand(rank: int) -> StepReport | None:
+    """After the backward pass, without DDP; then clipped."""
+    model, optimizer, x = small(rank)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        model(x).square().mean().backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return monitor.latest
+
+
 def fewer_batches_in_one(rank: int) -> tuple[list[StepReport], float]:
     """The second process has a batch less; in its place it takes part in the others' averages."""
     model, optimizer, x = small(rank)
@@ -333,6 +347,7 @@ def group_that_is_gone(rank: int) -> tuple[StepReport | None, int]:
 
 TASKS = (
     optimizer_in_parts,
+    averaged_by_hand,
     fewer_batches_in_one,
     evaluation_by_the_first_alone,
     monitor_that_leaves,
@@ -364,6 +379,22 @@ def test_an_optimizer_in_parts(found: dict[int, list[Found]]) -> None:
     for own in found[2]:
         for report, whole in zip(own["optimizer_in_parts"], expected, strict=True):
             assert_same(report.to_dict(quantiles=True), whole.to_dict(quantiles=True))
+
+
+def test_a_gradient_that_is_averaged_by_hand(found: dict[int, list[Found]]) -> None:
+    """That happens after the backward pass: to one process it is a factor like clipping's."""
+    model, optimizer, _ = small(0)
+    x = torch.cat([small(rank)[2] for rank in range(2)])
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        (2 * model(x).square().mean()).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad /= 2
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    assert monitor.latest is not None
+    for own in found[2]:
+        assert_same(own["averaged_by_hand"].to_dict(), monitor.latest.to_dict())
 
 
 def test_fewer_batches_in_one_process(found: dict[int, list[Found]]) -> None:
