@@ -12,6 +12,7 @@ from adiv_monitor.audit.finding import WIRING, Finding, Strength
 from adiv_monitor.audit.plain import from_plain, to_json, to_plain
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.what_if import Alternative
+from adiv_monitor.files import write_whole
 
 SCHEMA = 1  # of `AuditReport.to_dict`; see docs/report-schema.md
 
@@ -95,23 +96,8 @@ class AuditReport:
         """
         from adiv_monitor.audit.page import page  # needs matplotlib and jinja2
 
-        files = {"report.html": page(self), "report.json": self.to_json()}
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_all(folder, files)
-
-
-def _write_all(folder: Path, files: Mapping[str, str]) -> None:
-    """Each under another name first, so that nothing half-written is ever seen."""
-    written = {folder / name: folder / f".{name}.{os.getpid()}" for name in files}
-    try:
-        for temporary, text in zip(written.values(), files.values(), strict=True):
-            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        for path, temporary in written.items():
-            temporary.replace(path)
-    finally:
-        for temporary in written.values():
-            temporary.unlink(missing_ok=True)
+        write_whole({folder / "report.html": page(self), folder / "report.json": self.to_json()})
 
 
 def _mended(act: Sequence[Finding]) -> str:

@@ -7,8 +7,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from adiv_monitor.files import file_path
 from adiv_monitor.report import StepReport
-from adiv_monitor.sinks.files import file_path
 
 _LINE_START = b'{"step": '  # StepReport.to_dict() begins with the step
 

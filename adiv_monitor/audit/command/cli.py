@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.command import fail_if, terminal
 from adiv_monitor.audit.command.config import NAMES, Config, default, load, read
-from adiv_monitor.audit.command.output import check, staged, write, write_whole
+from adiv_monitor.audit.command.output import check, staged, write, write_page
 from adiv_monitor.audit.command.prepare import Prepared, prepare
 from adiv_monitor.audit.command.usage import UsageError, needed, said
 from adiv_monitor.audit.report import AuditReport
@@ -191,7 +191,7 @@ def _compare(argv: list[str]) -> int:
     needed("jinja2", "adiv-audit compare")
     from adiv_monitor.audit.page import compare
 
-    write_whole(given.out, compare(a, b, (given.a, given.b)))
+    write_page(given.out, compare(a, b, (given.a, given.b)))
     print(f"page: {given.out}")
     return 0
 

@@ -1,6 +1,5 @@
 """The folder of a report: written whole, or not at all."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from adiv_monitor.audit.command.config import Config, dumped
 from adiv_monitor.audit.command.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.files import write_whole
 from adiv_monitor.sinks.tensorboard import TensorBoardSink
 
 
@@ -75,20 +75,14 @@ def write(report: AuditReport, config: Config, folder: Path) -> None:
     sink.close()
 
 
-def write_whole(file: str, text: str) -> None:
-    """Write a file under another name first, so that nothing half-written is ever seen.
+def write_page(file: str, text: str) -> None:
+    """Write a page.
 
     Raises:
         UsageError: it can't be written.
     """
-    path = Path(file)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole({Path(file): text})
     except OSError as error:
-        raise UsageError(f"--out {file}: can't be written: {error.strerror}") from error
+        reason = error.strerror or error
+        raise UsageError(f"--out {file}: can't be written: {reason}") from error
