@@ -3,16 +3,18 @@
 import json
 import math
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from adiv_monitor.audit.finding import WIRING, Finding, Strength
-from adiv_monitor.audit.plain import from_plain, to_json, to_plain
+from adiv_monitor.audit.plain import to_json, to_plain
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.what_if import Alternative
 from adiv_monitor.files import write_whole
+from adiv_monitor.report.written import read
 
 SCHEMA = 1  # of `AuditReport.to_dict`; see docs/report-schema.md
 
@@ -64,16 +66,16 @@ class AuditReport:
         """The report that `to_dict` made a record of, exactly.
 
         Raises:
-            ValueError: it is no such record, or of another schema.
+            ValueError: it is of another schema, or something does not fit: where, what is there,
+                and what is expected.
         """
         if not isinstance(record, Mapping) or record.get("schema") != SCHEMA:
             got = record.get("schema") if isinstance(record, Mapping) else type(record).__name__
             raise ValueError(
-                f"AuditReport.from_dict: got schema {got!r}, expected {SCHEMA}: the report.json of "
-                "an audit by this version"
+                f"AuditReport.from_dict: got schema {reprlib.repr(got)}, expected {SCHEMA}: the "
+                "report.json of an audit by this version"
             )
-        computed = ("schema", "verdict", "worst")
-        return from_plain(AuditReport, {k: v for k, v in record.items() if k not in computed})
+        return read(AuditReport, record)
 
     def to_json(self) -> str:
         """As strict JSON: what is not finite is "NaN", "Infinity" or "-Infinity"."""
@@ -86,7 +88,11 @@ class AuditReport:
         Raises:
             ValueError: it is no JSON, or no report of this schema.
         """
-        return AuditReport.from_dict(json.loads(text))
+        try:
+            record = json.loads(text)
+        except RecursionError:
+            raise ValueError("AuditReport.from_json: got text that is nested too deeply") from None
+        return AuditReport.from_dict(record)
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write report.html and report.json, whole or not at all; missing folders are made.

@@ -136,7 +136,7 @@ def test_json_is_strict() -> None:
     [
         ({"schema": 2}, "schema 2, expected 1"),
         ({"schema": None}, "schema None"),
-        ({"record": {}}, "Record: got a record that is not complete"),
+        ({"record": {}}, "record.facts: got nothing, expected"),
     ],
 )
 def test_other_records_are_refused(change: dict[str, Any], message: str) -> None:

@@ -267,6 +267,7 @@ def test_table_shows_no_direction_and_not_taken() -> None:
         (0.3, math.inf, "?"),
         (math.nan, 0.1, "–"),
         (math.inf, 0.0, "inf"),
+        (-math.inf, 0.1, "-inf"),
     ],
 )
 def test_no_digit_that_the_error_makes_meaningless(value: float, error: float, shown: str) -> None:

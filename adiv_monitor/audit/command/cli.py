@@ -13,7 +13,7 @@ from adiv_monitor.audit.command import fail_if, terminal
 from adiv_monitor.audit.command.config import NAMES, Config, default, load, read
 from adiv_monitor.audit.command.output import check, staged, write, write_page
 from adiv_monitor.audit.command.prepare import Prepared, prepare
-from adiv_monitor.audit.command.usage import UsageError, needed, said
+from adiv_monitor.audit.command.usage import UsageError, needed, one_line, said
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, REALISED_MEASURES
 
@@ -209,5 +209,5 @@ def _read(name: str) -> AuditReport:
         return AuditReport.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"compare {name}: can't read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"compare {name}: {path} is no report: {said(error)}") from error
+    except ValueError as error:
+        raise UsageError(f"compare {name}: {path} is no report: {one_line(error)}") from error
