@@ -29,7 +29,8 @@ COMPUTED = {
 TOP = f"""# report.json
 
 What an audit writes beside its page: one JSON object, `AuditReport.to_dict()`, schema {SCHEMA}.
-`AuditReport.from_json(text)` reads it back exactly.
+`AuditReport.from_json(text)` reads it back exactly; of what does not fit it says where,
+what is there and what is expected.
 
 - JSON has no word for numbers that are not finite: they are the texts `"NaN"` (no direction, or not
   known), `"Infinity"` and `"-Infinity"`. `null` is "None" below: not asked for, or not defined.

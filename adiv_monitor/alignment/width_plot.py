@@ -1,10 +1,13 @@
 """The width report as one picture."""
 
+import io
 from collections.abc import Sequence
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adiv_monitor.alignment.slopes import RATIOS, LayerWidths, Slope
+from adiv_monitor.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,7 +16,7 @@ _MARKERS = {"alpha": "o", "omega": "s", "u": "^", "cumulative": "x"}
 
 
 def plot_widths(layers: Sequence[LayerWidths], file: str | PathLike[str], title: str = "") -> None:
-    """Sizes and moves against width, and the slopes of alignments; the format by the file's ending.
+    """Sizes and moves against width, and slopes of alignments; the format is the ending's, or PNG.
 
     Raises:
         ImportError: without matplotlib (pip install "adiv-monitor[audit]").
@@ -35,7 +38,9 @@ def plot_widths(layers: Sequence[LayerWidths], file: str | PathLike[str], title:
     move.set_ylabel("RMS of the change")
     _exponents(exponents, layers)
     figure.suptitle(title)
-    figure.savefig(file, dpi=130)
+    path, picture = Path(file), io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:] or "png", dpi=130)
+    write_whole({path: picture.getvalue()})
 
 
 def _line(axes: "Axes", path: str, slope: Slope | None, colour: str, verdict: str) -> None:

@@ -3,15 +3,18 @@
 import json
 import math
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from adiv_monitor.audit.finding import WIRING, Finding, Strength
-from adiv_monitor.audit.plain import from_plain, to_json, to_plain
+from adiv_monitor.audit.plain import to_json, to_plain
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.what_if import Alternative
+from adiv_monitor.files import write_whole
+from adiv_monitor.report.written import read
 
 SCHEMA = 1  # of `AuditReport.to_dict`; see docs/report-schema.md
 
@@ -63,16 +66,16 @@ class AuditReport:
         """The report that `to_dict` made a record of, exactly.
 
         Raises:
-            ValueError: it is no such record, or of another schema.
+            ValueError: it is of another schema, or something does not fit: where, what is there,
+                and what is expected.
         """
         if not isinstance(record, Mapping) or record.get("schema") != SCHEMA:
             got = record.get("schema") if isinstance(record, Mapping) else type(record).__name__
             raise ValueError(
-                f"AuditReport.from_dict: got schema {got!r}, expected {SCHEMA}: the report.json of "
-                "an audit by this version"
+                f"AuditReport.from_dict: got schema {reprlib.repr(got)}, expected {SCHEMA}: the "
+                "report.json of an audit by this version"
             )
-        computed = ("schema", "verdict", "worst")
-        return from_plain(AuditReport, {k: v for k, v in record.items() if k not in computed})
+        return read(AuditReport, record)
 
     def to_json(self) -> str:
         """As strict JSON: what is not finite is "NaN", "Infinity" or "-Infinity"."""
@@ -85,7 +88,11 @@ class AuditReport:
         Raises:
             ValueError: it is no JSON, or no report of this schema.
         """
-        return AuditReport.from_dict(json.loads(text))
+        try:
+            record = json.loads(text)
+        except RecursionError:
+            raise ValueError("AuditReport.from_json: got text that is nested too deeply") from None
+        return AuditReport.from_dict(record)
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write report.html and report.json, whole or not at all; missing folders are made.
@@ -95,23 +102,8 @@ class AuditReport:
         """
         from adiv_monitor.audit.page import page  # needs matplotlib and jinja2
 
-        files = {"report.html": page(self), "report.json": self.to_json()}
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_all(folder, files)
-
-
-def _write_all(folder: Path, files: Mapping[str, str]) -> None:
-    """Each under another name first, so that nothing half-written is ever seen."""
-    written = {folder / name: folder / f".{name}.{os.getpid()}" for name in files}
-    try:
-        for temporary, text in zip(written.values(), files.values(), strict=True):
-            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        for path, temporary in written.items():
-            temporary.replace(path)
-    finally:
-        for temporary in written.values():
-            temporary.unlink(missing_ok=True)
+        write_whole({folder / "report.html": page(self), folder / "report.json": self.to_json()})
 
 
 def _mended(act: Sequence[Finding]) -> str:

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
-from adiv_monitor.report.written import number
+from adiv_monitor.report.written import read
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class AlignmentReading:
         output_change_rms: RMS of W z − W₀ z₀.
     """
 
+    _null_is_nan: ClassVar[bool] = True  # what is None is left out
     role: str
     kind: str
     fan_in: int
@@ -70,10 +71,7 @@ class AlignmentReading:
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "AlignmentReading":
         """The reading that `to_dict` made a record of; see `StepReport.from_dict`."""
-        read = {name: record[name] for name in ("role", "kind", "fan_in", "fan_out", "rows")}
-        read["predecessors"] = tuple(record["predecessors"])
-        read |= {m: number(record[m]) for m in ALIGNMENT_MEASURES if m in record}
-        return AlignmentReading(**read)
+        return read(AlignmentReading, record)
 
 
 # Every measure of alignment, in the order of tables and dashboards.

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
-from adiv_monitor.report.written import number
+from adiv_monitor.report.written import read
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class AttentionReading:
     All other attributes are the measures, over all heads together.
     """
 
+    _null_is_nan: ClassVar[bool] = True  # what is None is left out
     samples_seen: int
     samples_total: int
     attention_cosine: float | None = None
@@ -30,6 +31,12 @@ class AttentionReading:
     standard_error: Mapping[str, float] = field(default_factory=dict)
     heads: Mapping[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
     heads_standard_error: Mapping[str, tuple[float, ...]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        per_head = (*self.heads.values(), *self.heads_standard_error.values())
+        if len(counts := {len(values) for values in per_head}) > 1:
+            several = " and ".join(map(str, sorted(counts)))
+            raise ValueError(f"got measures of {several} heads, expected as many heads of each")
 
     def measures(self) -> dict[str, float]:
         """The measures that were taken, by name; NaN where there is no direction."""
@@ -52,12 +59,7 @@ class AttentionReading:
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "AttentionReading":
         """The reading that `to_dict` made a record of; see `StepReport.from_dict`."""
-        read: dict[str, Any] = {n: record[n] for n in ("samples_seen", "samples_total")}
-        read["standard_error"] = {m: number(e) for m, e in record["standard_error"].items()}
-        read |= {m: number(record[m]) for m in ATTENTION_MEASURES if m in record}
-        for name in ("heads", "heads_standard_error"):
-            read[name] = {m: tuple(map(number, values)) for m, values in record[name].items()}
-        return AttentionReading(**read)
+        return read(AttentionReading, record)
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One flat record per head, with `<measure>_standard_error` for what is not exact."""

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from adiv_monitor.report.written import number
+from adiv_monitor.report.written import read
 
 # Equally spaced levels, 0 to 1, at which the distributions over rows are kept for histograms.
 QUANTILE_LEVELS = tuple(i / 32 for i in range(33))
@@ -35,6 +35,7 @@ class LayerReading:
     All other attributes are the measures of `measures.py`, under their names there.
     """
 
+    _null_is_nan: ClassVar[bool] = True  # what is None is left out
     kind: str
     rows_seen: int
     rows_total: int
@@ -88,13 +89,7 @@ class LayerReading:
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "LayerReading":
         """The reading that `to_dict` made a record of; see `StepReport.from_dict`."""
-        read: dict[str, Any] = {name: record[name] for name in _RECORD}
-        read["gradient_factor"] = number(record["gradient_factor"])
-        read["features"] = record.get("features")
-        read["standard_error"] = {m: number(e) for m, e in record["standard_error"].items()}
-        read |= {m: number(record[m]) for m in MEASURES if m in record}
-        read |= {name: tuple(map(number, record[name])) for name in _QUANTILES if name in record}
-        return LayerReading(**read)
+        return read(LayerReading, record)
 
 
 _RECORD = ("kind", "rows_seen", "rows_total", "rows_without_gradient", "gradient_factor")

@@ -9,7 +9,7 @@ from adiv_monitor.report.alignment import ALIGNMENT_MEASURES, AlignmentReading
 from adiv_monitor.report.attention import ATTENTION_MEASURES, AttentionReading
 from adiv_monitor.report.extremes import MeasureSummary, summary
 from adiv_monitor.report.layer import MEASURES, LayerReading
-from adiv_monitor.report.written import number
+from adiv_monitor.report.written import read
 
 
 @dataclass(frozen=True)
@@ -139,26 +139,11 @@ class StepReport:
 
         A line that the JSON-lines sink wrote is read, too: numbers may be "Infinity", "-Infinity"
         or "NaN", and a null where there must be a number is NaN.
+
+        Raises:
+            ValueError: something does not fit; where, what is there, and what is expected.
         """
-        change, turn = record["realised_loss_change"], record.get("turn")
-        return StepReport(
-            step=record["step"],
-            layers={path: LayerReading.from_dict(r) for path, r in record["layers"].items()},
-            unsupported=dict(record["unsupported"]),
-            coverage=number(record["coverage"]),
-            notes=tuple(record["notes"]),
-            unmeasured=dict(record["unmeasured"]),
-            interval=record["interval"],
-            attention={p: AttentionReading.from_dict(r) for p, r in record["attention"].items()},
-            realised_loss_change=None if change is None else number(change),
-            realised_loss_changes=tuple(map(number, record["realised_loss_changes"])),
-            # Reports of before there were any have no such entry.
-            alignment={
-                p: AlignmentReading.from_dict(r) for p, r in record.get("alignment", {}).items()
-            },
-            alarms=tuple(_alarm(alarm) for alarm in record.get("alarms", ())),
-            turn=None if turn is None else Turn(**turn),
-        )
+        return read(StepReport, record)
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One flat record per layer, ready for a data frame.
@@ -215,13 +200,3 @@ class StepReport:
             for path, reading in self.readings(measure).items()
             if (value := getattr(reading, measure)) is not None and not math.isnan(value)
         ]
-
-
-def _alarm(record: Mapping[str, Any]) -> Alarm:
-    value = record["value"]
-    return Alarm(
-        record["rule"],
-        record["layer"],
-        None if value is None else number(value),
-        number(record["standard_error"]),
-    )

@@ -5,8 +5,8 @@ import time
 from dataclasses import replace
 from importlib.util import find_spec
 
+from adiv_monitor.files import file_path, write_whole
 from adiv_monitor.report import StepReport
-from adiv_monitor.sinks.files import file_path
 from adiv_monitor.sinks.running import Running
 
 _PATIENCE = 20
@@ -21,7 +21,8 @@ class HtmlSink:
     that has the sink ends, too. To see how a training comes on, load it again.
 
     Args:
-        path: the file; missing folders are made, an existing file is replaced.
+        path: the file; missing folders are made, an existing file or link is replaced. A pipe or a
+            device is written to instead.
 
     Raises:
         ImportError: without the packages jinja2 and matplotlib.
@@ -71,11 +72,4 @@ class HtmlSink:
         running, record = self._running, self._running.record()
         record = replace(record, reports=(*record.reports[:-1], running.last))
         text = running_page(record, running.findings(), running.count, running.alarms)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Under another name first: whoever loads it sees a whole page, the old one or the new one.
-        unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        try:
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(self._path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_whole({self._path: text})

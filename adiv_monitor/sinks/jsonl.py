@@ -3,12 +3,13 @@
 import json
 import math
 import os
-from collections import deque
+import warnings
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from adiv_monitor.files import file_path
 from adiv_monitor.report import StepReport
-from adiv_monitor.sinks.files import file_path
 
 _LINE_START = b'{"step": '  # StepReport.to_dict() begins with the step
 
@@ -25,7 +26,8 @@ class JsonlSink:
 
     Args:
         path: the file; missing folders are made. An existing file is continued, which is what a
-            resumed run wants. A last line that a killed run left unfinished is removed.
+            resumed run wants. What follows the last whole line, as a killed run or a crash of
+            the machine leaves it, goes into a file beside it (`run.jsonl.torn-1`), with a warning.
 
     Raises:
         ValueError: when the file ends in the middle of a line that this sink has not begun.
@@ -36,7 +38,7 @@ class JsonlSink:
         self._path = file_path("JsonlSink", path)
         self._file: BinaryIO | None = None
         self._closed = False
-        _unfinished(self._path)
+        _torn(self._path)
 
     def write(self, report: StepReport) -> None:
         """Append the report as one line.
@@ -75,23 +77,46 @@ def _strict(value: Any) -> Any:
 
 
 def _continued(path: Path) -> BinaryIO:
+    """The file, open behind its last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if unfinished := _unfinished(path):
-        os.truncate(path, path.stat().st_size - unfinished)
+    torn = _torn(path)
+    if not torn:
+        return path.open("ab")
+    names = (path.with_name(f"{path.name}.torn-{i}") for i in count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
+    with aside.open("xb") as kept:
+        kept.write(torn)
+    os.truncate(path, path.stat().st_size - len(torn))
+    warnings.warn(
+        f"{path}: its last {len(torn):,} bytes are no line, as a run that was killed or a crash "
+        f"leaves them; they are in {aside} now",
+        stacklevel=2,
+    )
     return path.open("ab")
 
 
-def _unfinished(path: Path) -> int:
-    """Length in bytes of the last line, if it has no end."""
+def _torn(path: Path) -> bytes:
+    """What follows the last whole line.
+
+    A killed run leaves the beginning of a line; a crash of the machine, NUL bytes in place of what
+    was not on the disk yet, before or behind what was.
+    """
     if not path.is_file():  # a pipe or a device has no last line
-        return 0
+        return b""
+    torn: list[bytes] = []
+    is_ours = False
     with path.open("rb") as file:
-        last = b"".join(deque(file, maxlen=1))
-    if last.endswith(b"\n"):
-        return 0
-    if last[: len(_LINE_START)] != _LINE_START[: len(last)]:
-        raise ValueError(
-            f"{path}: got a file that ends in the unfinished line {last[:40]!r}; expected lines "
-            'that begin with {"step": …. Give the sink a file of its own.'
-        )
-    return len(last)
+        for i, line in enumerate(file):
+            is_ours |= i == 0 and line.startswith(_LINE_START)
+            if line.endswith(b"\n") and b"\0" not in line:
+                torn = []
+            else:
+                torn.append(line)
+    found = b"".join(torn)
+    begun = found.replace(b"\0", b"").lstrip(b"\n")
+    if begun[: len(_LINE_START)] == _LINE_START[: len(begun)] or (is_ours and b"\0" in found):
+        return found
+    raise ValueError(
+        f"{path}: got a file that ends in the unfinished line {found[:40]!r}; expected lines "
+        'that begin with {"step": …. Give the sink a file of its own.'
+    )

@@ -19,6 +19,8 @@ def number(value: float, error: float = 0.0) -> str:
         return "–"
     if not math.isfinite(error):
         return "?"
+    if math.isinf(value):
+        return f"{value:.0f}"
     places = 3
     if error > 0:
         if abs(value) < error:

@@ -93,6 +93,65 @@ def test_an_earlier_report_is_replaced_and_other_files_stay() -> None:
     assert len(everything(Path("out/tensorboard"))) == len(before)
 
 
+FOREIGN = ("config.yaml", "report.json", "report.html", "tensorboard/events.out.tfevents.1.mine")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_no_audit_wrote_is_not_overwritten(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path("out") / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    assert run(NET) == 2
+    told = capsys.readouterr().err
+    assert f"--out out: holds {name}," in told and "--force" in told
+    assert [p.read_text() for p in Path("out").rglob("*") if p.is_file()] == ["mine"]
+    assert not command_models.calls, "it says so before it begins"
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_force_overwrites_the_files_that_it_writes_and_no_others(earlier: bool) -> None:
+    if earlier:
+        assert run(NET) == 0
+    others = ["mine.txt", "tensorboard/events.out.tfevents.1.mine", "tensorboard/deep/mine"]
+    for name in ("config.yaml", "report.json", "report.html", *others):
+        path = Path("out") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    assert run(NET, "--force") == 0
+    assert report().record.losses and load("out/config.yaml")["model"] == NET
+    assert [Path("out", name).read_text() for name in others] == ["mine"] * 3
+    assert everything(Path("out")) == {*FILES, "mine.txt"}
+    assert len(everything(Path("out/tensorboard"))) == 3, "two of mine, and one of this audit"
+    assert "force" not in Path("out/config.yaml").read_text(), "nobody forces without knowing it"
+
+
+@pytest.mark.parametrize("name", ["report.html", "tensorboard"])
+@pytest.mark.parametrize("kind", ["pipe", "link to a folder"])
+def test_what_is_no_file_is_not_overwritten_by_force_either(
+    name: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path("out") / name
+    path.parent.mkdir()
+    Path("elsewhere").mkdir()
+    Path("elsewhere/mine").write_text("mine")
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(Path("elsewhere").absolute())
+    before = path.lstat()
+    assert run(NET, "--force") == 2
+    assert f"--out out: {name} is no" in capsys.readouterr().err
+    assert path.lstat() == before and everything(Path("elsewhere")) == {"mine"}
+
+
+def test_a_report_that_was_written_from_python_is_an_audits() -> None:
+    assert run(NET) == 0
+    report().write("other")
+    assert run(NET, "--out", "other") == 0
+
+
 def test_names_with_html_unicode_and_markup(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"{HERE}:hostile_names") == 0
     assert set(report().record.reports[0].layers) == {

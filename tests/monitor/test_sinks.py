@@ -92,17 +92,54 @@ def test_jsonl_continues_an_existing_file(tmp_path: Path) -> None:
     assert [line["step"] for line in strict_lines(path)] == [0, 50]
 
 
-@pytest.mark.parametrize("torn", ['{"step": 3, "cov', '{"st'])
-def test_jsonl_removes_a_torn_last_line(tmp_path: Path, torn: str) -> None:
+NULS = "\0" * 4096  # what a crash of the machine leaves where data were not on the disk yet
+TORN = (
+    *('{"step": 3, "cov', '{"st', NULS, '{"step": 3, "cov' + NULS, NULS + "\n", '{"st\0ep": 3}\n'),
+    *(NULS + '0.5, "layers": {}}\n' + NULS, NULS + "\n" + '{"step": 3, "cov'),
+)
+
+
+@pytest.mark.parametrize(
+    ("torn", "lines"),
+    [*((torn, 2) for torn in TORN), *((torn, 0) for torn in TORN if "layers" not in torn)],
+)
+def test_jsonl_keeps_aside_what_is_no_line(tmp_path: Path, torn: str, lines: int) -> None:
     path = tmp_path / "run.jsonl"
     sink = JsonlSink(path)
-    sink.write(report(0))
+    for step in range(lines):
+        sink.write(report(step))
     sink.close()
-    path.write_text(path.read_text() + torn)
+    for again in (1, 2):
+        with path.open("a") as file:
+            file.write(torn)
+        sink = JsonlSink(path)
+        with pytest.warns(UserWarning, match=rf"run\.jsonl: .*{len(torn):,} bytes.*torn-{again}"):
+            sink.write(report(7))
+        sink.close()
+        assert (tmp_path / f"run.jsonl.torn-{again}").read_text() == torn
+    assert [line["step"] for line in strict_lines(path)] == [*range(lines), 7, 7]
+
+
+def test_jsonl_follows_no_link_to_keep_something_aside(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"st')
+    (tmp_path / "run.jsonl.torn-1").symlink_to(tmp_path / "victim")
     sink = JsonlSink(path)
-    sink.write(report(1))
+    with pytest.warns(UserWarning, match="torn-2"):
+        sink.write(report(0))
     sink.close()
-    assert [line["step"] for line in strict_lines(path)] == [0, 1]
+    assert not (tmp_path / "victim").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"PK\x03\x04\0\0\0", b"\x80\x02\0\n\0x", b'{"step": 1}\nDear diary', b"Dear\0"]
+)
+def test_jsonl_cuts_nothing_off_other_files(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a file of its own"):
+        JsonlSink(path)
+    assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
 
 
 def test_jsonl_touches_no_file_before_it_writes(tmp_path: Path) -> None:
@@ -117,7 +154,8 @@ def test_jsonl_touches_no_file_before_it_writes(tmp_path: Path) -> None:
     JsonlSink(path).close()
     assert path.read_text().endswith(torn), "whose line another process may be writing"
     copied.close()
-    sink.write(report(1))
+    with pytest.warns(UserWarning, match="torn-1"):
+        sink.write(report(1))
     sink.close()
     assert [line["step"] for line in strict_lines(path)] == [0, 1]
 
@@ -267,6 +305,7 @@ def test_table_shows_no_direction_and_not_taken() -> None:
         (0.3, math.inf, "?"),
         (math.nan, 0.1, "–"),
         (math.inf, 0.0, "inf"),
+        (-math.inf, 0.1, "-inf"),
     ],
 )
 def test_no_digit_that_the_error_makes_meaningless(value: float, error: float, shown: str) -> None:

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.command import fail_if, terminal
 from adiv_monitor.audit.command.config import NAMES, Config, default, load, read
-from adiv_monitor.audit.command.output import check, staged, write, write_whole
+from adiv_monitor.audit.command.output import check, staged, write, write_page
 from adiv_monitor.audit.command.prepare import Prepared, prepare
-from adiv_monitor.audit.command.usage import UsageError, needed, said
+from adiv_monitor.audit.command.usage import UsageError, needed, one_line, said
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, REALISED_MEASURES
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[:1] == ["compare"]:
             return _compare(argv[1:])
-        return _audit(_config(argv))
+        return _audit(*_config(argv))
     except UsageError as error:
         print(f"adiv-audit: {error}", file=sys.stderr)
     except RecursionError:
@@ -69,9 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _config(argv: list[str]) -> Config:
-    """The options of the command line, over those of its --config file."""
+def _config(argv: list[str]) -> tuple[Config, bool]:
+    """The options of the command line, over those of its --config file; and whether to --force."""
     given = vars(_parser().parse_args(argv))
+    force = given.pop("force", False)
     from_file = load(given.pop("config")) if "config" in given else {}
     from_line = read(given, lambda name: "MODEL" if name == "model" else _flag(name))
     config = Config(**{**from_file, **from_line})
@@ -86,7 +87,7 @@ def _config(argv: list[str]) -> Config:
             raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --attention")
         if rule.measure in ALIGNMENT_MEASURES and not config.alignment:
             raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --alignment")
-    return config
+    return config, force
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="write to a folder that holds files of the report's names which no audit wrote, and "
+        "overwrite those; not an option of --config",
+    )
     for name, option in NAMES.items():
         about, usual = option.metadata, default(name)
         shown = f" (default: {usual})" if usual and usual is not True else ""
@@ -119,12 +126,12 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _audit(config: Config) -> int:
+def _audit(config: Config, force: bool) -> int:
     for package in ("rich", "yaml", "jinja2", "matplotlib", "tensorboard"):
         needed(package, "adiv-audit")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does: the user's own modules lie here
-    check(config.out)
+    check(config.out, force=force)
     prepared = prepare(config)
     report = _report(prepared)
     with staged(config.out) as stage:
@@ -191,7 +198,7 @@ def _compare(argv: list[str]) -> int:
     needed("jinja2", "adiv-audit compare")
     from adiv_monitor.audit.page import compare
 
-    write_whole(given.out, compare(a, b, (given.a, given.b)))
+    write_page(given.out, compare(a, b, (given.a, given.b)))
     print(f"page: {given.out}")
     return 0
 
@@ -202,5 +209,5 @@ def _read(name: str) -> AuditReport:
         return AuditReport.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"compare {name}: can't read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"compare {name}: {path} is no report: {said(error)}") from error
+    except ValueError as error:
+        raise UsageError(f"compare {name}: {path} is no report: {one_line(error)}") from error

@@ -10,17 +10,35 @@ from pathlib import Path
 from adiv_monitor.audit.command.config import Config, dumped
 from adiv_monitor.audit.command.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.files import write_whole
 from adiv_monitor.sinks.tensorboard import TensorBoardSink
 
+_CONFIG_HEAD = "# Written by adiv-audit, which replaces it when it writes here again.\n"
+# What the beginning of each file that an audit writes has, and no other file of that name.
+_MARKS = {
+    "config.yaml": _CONFIG_HEAD.encode(),
+    "report.html": b'<meta name="generator" content="adiv-audit">',
+    "report.json": b',"verdict":',
+}
+_HEAD = 2000  # bytes, in which marks are
+_BOARD = "tensorboard"
+_BOARD_MARK = ".adiv-audit"  # at the end of a name
 
-def check(out: str) -> None:
-    """Raise UsageError if `out` can't be written to; leaves nothing behind."""
+
+def check(out: str, *, force: bool = False) -> None:
+    """Raise UsageError if a report must not, or can't, be written to `out`; leaves nothing behind.
+
+    Args:
+        out: the folder.
+        force: whether files that no audit wrote may be overwritten.
+    """
     folder = Path(out).absolute()
-    if folder.exists():
-        try:
+    try:
+        _check_names(folder, out, force)
+        if folder.exists():
             tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise _unwritable(out, error) from error
+    except OSError as error:
+        raise _unwritable(out, error) from error
     _staging(folder, out).rmdir()
 
 
@@ -28,7 +46,8 @@ def check(out: str) -> None:
 def staged(out: str) -> Iterator[Path]:
     """A folder beside `out`, to write into; what is in it goes there at the end, or nothing does.
 
-    What `out` holds under other names stays; missing folders above it are made.
+    Files of the same names are replaced, and those of an earlier audit for TensorBoard; all others
+    stay. Missing folders above it are made.
 
     Raises:
         UsageError: `out` can't be written to.
@@ -56,39 +75,68 @@ def _unwritable(out: str, error: OSError) -> UsageError:
     return UsageError(f"--out {out}: can't be written to: {error.strerror or error}")
 
 
+def _check_names(folder: Path, out: str, force: bool) -> None:
+    found = [folder / name for name in _MARKS if os.path.lexists(folder / name)]
+    board = folder / _BOARD
+    for path in found:
+        if path.is_dir() or not (path.is_file() or path.is_symlink()):
+            raise UsageError(f"--out {out}: {path.name} is no regular file")
+    if os.path.lexists(board) and (board.is_symlink() or not board.is_dir()):
+        raise UsageError(f"--out {out}: {_BOARD} is no folder")
+    foreign = [path for path in found if not _is_ours(path)]
+    if board.is_dir():
+        foreign += [path for path in sorted(board.iterdir()) if not _is_ours(path)]
+    if foreign and not force:
+        names = ", ".join(str(path.relative_to(folder)) for path in foreign[:3])
+        more = f" and {len(foreign) - 3:,} more files" if len(foreign) > 3 else ""
+        raise UsageError(
+            f"--out {out}: holds {names}{more}, which no audit wrote; give another folder, or "
+            "--force to overwrite what has the names of the audit's files; nothing else is removed"
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether an audit wrote this file."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    if path.parent.name == _BOARD:
+        return path.name.endswith(_BOARD_MARK)
+    with path.open("rb") as file:
+        return _MARKS[path.name] in file.read(_HEAD)
+
+
 def _move(stage: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for made in sorted(stage.iterdir()):
-        target = folder / made.name
-        if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target)
-        made.replace(target)
+    """Put each file into its place, and take away what an earlier audit left for TensorBoard."""
+    board = folder / _BOARD
+    earlier = [path for path in board.iterdir() if _is_ours(path)] if board.is_dir() else []
+    board.mkdir(parents=True, exist_ok=True)
+    for made in sorted(path for path in stage.rglob("*") if path.is_file()):
+        made.replace(folder / made.relative_to(stage))
+    for path in earlier:
+        path.unlink()
 
 
 def write(report: AuditReport, config: Config, folder: Path) -> None:
     """report.html, report.json, config.yaml, and tensorboard/ with every measured step."""
+    from torch.utils.tensorboard import SummaryWriter
+
     report.write(folder)
-    (folder / "config.yaml").write_text(dumped(config), encoding="utf-8")
-    sink = TensorBoardSink(folder / "tensorboard")
-    for step in report.record.reports:
-        sink.write(step)
-    sink.close()
+    write_whole({folder / "config.yaml": _CONFIG_HEAD + dumped(config)})
+    with SummaryWriter(folder / _BOARD, filename_suffix=_BOARD_MARK) as writer:
+        sink = TensorBoardSink(writer)
+        for step in report.record.reports:
+            sink.write(step)
+        sink.close()
 
 
-def write_whole(file: str, text: str) -> None:
-    """Write a file under another name first, so that nothing half-written is ever seen.
+def write_page(file: str, text: str) -> None:
+    """Write a page.
 
     Raises:
         UsageError: it can't be written.
     """
-    path = Path(file)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole({Path(file): text})
     except OSError as error:
-        raise UsageError(f"--out {file}: can't be written: {error.strerror}") from error
+        reason = error.strerror or error
+        raise UsageError(f"--out {file}: can't be written: {reason}") from error

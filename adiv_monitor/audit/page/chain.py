@@ -113,7 +113,7 @@ def _mean(parts: Iterable[tuple[str, Part]]) -> MeanPart:
     return MeanPart(
         cause=most.causes[0],
         taken=math.fsum(part.taken for _, part in found) / len(found),
-        error=math.sqrt(math.fsum(part.error**2 for _, part in found)) / len(found),
+        error=math.hypot(*(part.error for _, part in found)) / len(found),
         worst=worst,
         worst_taken=most.taken,
         worst_error=most.error,

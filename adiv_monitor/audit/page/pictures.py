@@ -52,6 +52,7 @@ _STYLE: dict[Any, Any] = {  # matplotlib's names of them are no plain strings to
     "axes.axisbelow": True,
 }
 _MOST_TRIALS = 8
+_HIGHEST = 1e300  # beyond it, axes have no end that is a number
 
 
 def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
@@ -69,7 +70,7 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
         # Before the measured steps are marked, which takes no room on the axis.
         _draw_trials(loss, shown, len(record.losses))
         _set_scale(loss, [*record.losses, *(trial.loss for trial in shown)])
-        if record.chance is not None:
+        if record.chance is not None and _is_drawn(record.chance):
             loss.axhline(record.chance, color=_COLOURS["muted"], linewidth=1, linestyle=":")
         loss.set_ylabel("loss")
         loss.plot(
@@ -86,10 +87,10 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
             loss,
             [(t.loss, _trial_label(t), "good" if t.pays else "muted") for t in shown],
         )
-        norms = record.gradient_norms
+        norms = [value if _is_drawn(value) else math.nan for value in record.gradient_norms]
         norm.plot(range(len(norms)), norms, color=_COLOURS["second"], linewidth=1.4)
         _set_scale(norm, norms)
-        if record.facts.clip_norm is not None:
+        if record.facts.clip_norm is not None and _is_drawn(record.facts.clip_norm):
             norm.axhline(record.facts.clip_norm, color=_COLOURS["ink"], linewidth=1, dashes=(3, 2))
         norm.set_ylabel("‖gradient‖")
         norm.set_xlabel("step")
@@ -156,10 +157,10 @@ def two_losses(losses: Sequence[Sequence[float]]) -> "Markup":
 
 
 def _draw_losses(axes: "Axes", losses: Sequence[float], colour: str) -> None:
-    finite = [(step, loss) for step, loss in enumerate(losses) if math.isfinite(loss)]
+    finite = [(step, loss) for step, loss in enumerate(losses) if _is_drawn(loss)]
     if finite:
         axes.plot(*zip(*finite, strict=True), color=_COLOURS[colour], linewidth=1.8)
-    if losses and not math.isfinite(losses[-1]):
+    if losses and not _is_drawn(losses[-1]):
         axes.plot(
             [len(losses) - 1],
             [0.94],
@@ -172,7 +173,7 @@ def _draw_losses(axes: "Axes", losses: Sequence[float], colour: str) -> None:
         axes.text(
             len(losses) - 1.5,
             0.9,
-            "not finite ",
+            "not finite " if not math.isfinite(losses[-1]) else "too large ",
             transform=axes.get_xaxis_transform(),
             ha="right",
             fontsize=12,
@@ -182,7 +183,7 @@ def _draw_losses(axes: "Axes", losses: Sequence[float], colour: str) -> None:
 def _draw_trials(axes: "Axes", trials: Sequence[Trial], steps: int) -> None:
     """Each at its loss over the last quarter of its steps, which that is the mean of."""
     for trial in trials:
-        if math.isfinite(trial.loss):
+        if _is_drawn(trial.loss):
             begin, end = 0.75 * trial.steps, trial.steps - 1
             colour = _COLOURS["good" if trial.pays else "muted"]
             axes.hlines(trial.loss, begin, end, color=colour, linewidth=2.2)
@@ -190,7 +191,7 @@ def _draw_trials(axes: "Axes", trials: Sequence[Trial], steps: int) -> None:
 
 
 def _set_scale(axes: "Axes", values: Sequence[float]) -> None:
-    finite = [value for value in values if math.isfinite(value)]
+    finite = [value for value in values if _is_drawn(value)]
     if finite and min(finite) > 0 and max(finite) > 20 * min(finite):
         from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -200,6 +201,11 @@ def _set_scale(axes: "Axes", values: Sequence[float]) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+def _is_drawn(value: float) -> bool:
+    """Whether there is room for the value on an axis."""
+    return abs(value) < _HIGHEST  # NaN is not
+
+
 def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None:
     """Texts in colours, to the right of the axes at their values; moved apart so none overlap."""
     if not labels:
@@ -207,7 +213,7 @@ def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> Non
     axes.get_ylim()  # settles where values stand
     to_axes = axes.transData + axes.transAxes.inverted()
     placed = sorted(
-        (min(max(to_axes.transform((0, value))[1], 0.0), 1.0) if math.isfinite(value) else 1.0, i)
+        (min(max(to_axes.transform((0, value))[1], 0.0), 1.0) if _is_drawn(value) else 1.0, i)
         for i, (value, _, _) in enumerate(labels)
     )
     gap = 0.08

@@ -126,7 +126,7 @@ def test_the_page_of_before_stays_when_the_disk_is_full(
 ) -> None:
     path = tmp_path / "page.html"
     path.write_text("before")
-    monkeypatch.setattr(Path, "write_text", raises(OSError(errno.ENOSPC, REASON)))
+    monkeypatch.setattr(Path, "replace", raises(OSError(errno.ENOSPC, REASON)))
     trial = take(MLP, sinks=[HtmlSink(path)])
     assert trial.result == unmonitored("mlp")
     assert len(trial.warned) == 1

@@ -1,0 +1,194 @@
+"""Files that are written whole: no name to guess, no link followed, no device replaced."""
+
+import os
+import stat
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from example_audits import healthy
+from example_reports import report
+
+from adiv_monitor.alignment.slopes import LayerWidths, Slope
+from adiv_monitor.alignment.width_plot import plot_widths
+from adiv_monitor.audit.command.cli import main
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.files import write_whole
+from adiv_monitor.sinks import HtmlSink
+
+for package in ("jinja2", "matplotlib"):
+    pytest.importorskip(package)
+pytestmark = pytest.mark.filterwarnings("default")  # of what draws the page
+
+
+def running_page(folder: Path) -> Path:
+    sink = HtmlSink(folder / "run.html")
+    sink.write(report())
+    sink.close()
+    return folder / "run.html"
+
+
+@cache
+def audit() -> AuditReport:
+    return healthy()
+
+
+def audits_page(folder: Path) -> Path:
+    audit().write(folder)
+    return folder / "report.html"
+
+
+def compared(folder: Path) -> Path:
+    (folder / "made").mkdir(exist_ok=True)
+    one = folder / "made" / "report.json"
+    if not one.exists():
+        one.write_text(audit().to_json())
+    code = main(["compare", str(one), str(one), "--out", str(folder / "both.html")])
+    assert code == 0, "the command says why, and returns 2"
+    return folder / "both.html"
+
+
+def figure(folder: Path) -> Path:
+    slope = Slope(1.0, 0.1, ((8.0, 1.0), (16.0, 2.0)))
+    plot_widths([LayerWidths("a", 1, slope, None, {}, {})], folder / "widths.png")
+    return folder / "widths.png"
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    writer.__name__: writer for writer in (running_page, audits_page, compared, figure)
+}
+BEGINNINGS = (b"<!doctype html", b"\x89PNG")
+
+
+def is_whole(content: bytes) -> bool:
+    return content.startswith(BEGINNINGS) and len(content) > 5000
+
+
+@pytest.fixture(params=WRITERS)
+def write(request: pytest.FixtureRequest) -> Callable[[Path], Path]:
+    return WRITERS[request.param]
+
+
+def replacing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names under which files are written before they take their place."""
+    names: list[str] = []
+    plain = Path.replace
+
+    def heard(path: Path, target: Path) -> Path:
+        names.append(path.name)
+        return plain(path, target)
+
+    monkeypatch.setattr(Path, "replace", heard)
+    return names
+
+
+def test_no_name_comes_twice(
+    write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = replacing(monkeypatch)
+    for _ in range(2):
+        assert is_whole(write(tmp_path).read_bytes())
+    assert len(set(names)) == len(names) >= 2
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_name_that_is_taken_is_not_written_to(
+    write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever guesses the name, and plants a link there, gets an error and nothing else."""
+    (tmp_path / "victim").write_text("mine")
+    path = write(tmp_path)
+    before = path.read_bytes()
+    names = replacing(monkeypatch)
+    plain = Path.open
+
+    def planted(path: Path, *args: str, **how: str) -> object:
+        if path.name.startswith(".") and not path.exists():
+            path.symlink_to(tmp_path / "victim")
+        return plain(path, *args, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "open", planted)
+    with pytest.raises((FileExistsError, AssertionError)):
+        write(tmp_path)
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert not names and path.read_bytes() == before
+
+
+def test_a_link_is_replaced_and_not_followed(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (tmp_path / "victim").write_text("mine")
+    path.unlink()
+    path.symlink_to(tmp_path / "victim")
+    write(tmp_path)
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert not path.is_symlink() and is_whole(path.read_bytes())
+
+
+def test_a_link_to_a_device_is_refused(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = write(tmp_path)
+    path.unlink()
+    os.mkfifo(tmp_path / "pipe")
+    path.symlink_to(tmp_path / "pipe")
+    with pytest.raises((OSError, AssertionError), match=r"link.*|returns 2"):
+        write(tmp_path)
+    assert path.is_symlink() and stat.S_ISFIFO((tmp_path / "pipe").lstat().st_mode)
+
+
+def test_a_pipe_is_written_to(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = write(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(path.read_bytes()), daemon=True)
+    reader.start()
+    write(tmp_path)
+    assert stat.S_ISFIFO(path.lstat().st_mode)
+    reader.join()
+    assert is_whole(read[0])
+
+
+def test_a_device_stays_one(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    """A device of its own that is always full, never that of the machine."""
+    path = write(tmp_path)
+    path.unlink()
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
+        path.open("wb").close()
+    except PermissionError:
+        pytest.skip("devices can't be made, or not be used, here")
+    with pytest.raises((OSError, AssertionError), match=r"No space|returns 2"):
+        write(tmp_path)
+    assert stat.S_ISCHR(path.lstat().st_mode)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_a_file_has_the_mode_that_the_user_asks_for(
+    write: Callable[[Path], Path], mask: int, tmp_path: Path
+) -> None:
+    before = os.umask(mask)
+    try:
+        path = write(tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/stderr", "/dev/fd/{}"])
+def test_an_open_file_is_written_to(
+    name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the shell sends it to a regular file, too: that is what pytest does here."""
+    monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("a device would be gone"))
+    with (tmp_path / "mine").open("wb") as mine:
+        write_whole({Path(name.format(mine.fileno())): "whole"})
+        write_whole({Path(name.format(mine.fileno())): " again"})
+    out, error = capfd.readouterr()
+    mines = (tmp_path / "mine").read_text()
+    assert [out, error, mines].count("whole again") == 1
+
+
+def test_text_that_has_no_utf8_is_written_as_escapes(tmp_path: Path) -> None:
+    write_whole({tmp_path / "text": "é\ud800"})
+    assert (tmp_path / "text").read_bytes() == "é\\ud800".encode()
