@@ -125,7 +125,8 @@ class FinalGradient:
         if isinstance(features, OneHotFeatures):  # nothing trains the padding token: idle
             G = G * features.trained[:, None]
         looked = self._looked(layer, calls, features, sharded=bool(parts))
-        values = self._seen(layer, calls, looked) | self._of_all_rows(layer.path, calls)
+        values = self._seen(layer, calls, looked)
+        self._keep_all_rows(layer.path, calls)
         if factor is not None:
             values["gradient_factor"] = factor
         makings = [
@@ -247,14 +248,18 @@ class FinalGradient:
             return {}
         return dict(zip(CEILING_SUMS, sums, strict=True))
 
-    def _of_all_rows(self, path: str, calls: Sequence[Call]) -> dict[str, Tensor]:
-        """Keeps what one pass said of all rows, if it did of all calls; else gives ‖G‖² alone."""
-        squares = [call.size.reshape(-1) for call in calls if call.size is not None]
-        if len(squares) < len(calls):  # two passes through one graph: only the sample has their sum
-            return {}
+    def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
+        """Keeps what one pass said of all rows, and of all their scales if it did of all calls."""
+        sizes = [call.size for call in calls if call.size is not None]
+        if len(sizes) < len(calls):  # two passes through one graph: only the sample has their sum
+            return
+        squares = [size[0] for size in sizes]
         whole = [call.whole for call in calls if call.whole is not None]
         if len(whole) < len(calls) or not sum(call.total for call in calls):
-            return {"G_norms": joined(squares)}
+            own = [size[1:] for size in sizes if len(size) > 1]
+            sums = joined([part.T for part in own]).T if len(own) == len(sizes) else None
+            self._all_rows[path] = AllRows(None, 0.0, joined(squares), sums)
+            return
         for i, all_rows in enumerate(whole):
             if all_rows.trained is not None:
                 squares[i] = squares[i] * all_rows.trained
@@ -268,7 +273,6 @@ class FinalGradient:
         sums = [w.weight_sum.flatten() for w in whole if w.weight_sum is not None]
         if len(sums) == len(calls):
             self._weight_sums[path] = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
-        return {}
 
 
 def _apart(part: Tensor | None, gradients: Iterable[Tensor]) -> Tensor | None:

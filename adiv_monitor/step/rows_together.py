@@ -23,9 +23,7 @@ _OF_ROWS = ("products", "realised", *_SCALES, "common", "weight_norms")
 _MATRICES = ("products", "realised")
 # What a pass over all rows summed up, where that adds up.
 _ADDED = ("active", "G_G", "own_G", "own_own", "scale_sum", "weight_squares")
-_OF_ALL = (*_ADDED, "scale_deviation", "scale_max", "scale_entries")
 _LARGEST = ("rule_error", "replay_error")
-_JOINED = ("stretch", "G_norms")
 
 
 def with_common(values: Values) -> Values:
@@ -201,10 +199,13 @@ def _of_all_rows(
     found: Values = {}
     if all("weight_sum" in values for values in several):
         found["weight_sum"] = np.array(np.linalg.norm(sum(v["weight_sum"] for v in several)))
-    if all("G_G" in values for values in several):
-        found |= {
-            n: np.array([sum(float(v[n][0]) for v in several)]) for n in _in_all(_ADDED, several)
-        }
+    if not all("G_G" in values for values in several):
+        return found
+    found |= {n: np.array([sum(float(v[n][0]) for v in several)]) for n in _in_all(_ADDED, several)}
+    if "G_concentration" in several[0]:
+        squares = sum(float(v["G_concentration"][0] * v["G_G"][0] ** 2) for v in several)
+        found["G_concentration"] = squares / found["G_G"] ** 2
+    else:
         counts, sums, spreads = (
             np.array([float(v[name][0]) for v in several])
             for name in ("active", "scale_sum", "scale_deviation")
@@ -212,22 +213,13 @@ def _of_all_rows(
         some = counts > 0
         counts, sums, spreads = counts[some], sums[some], spreads[some]
         off = sums / counts - (sums.sum() / counts.sum() if some.any() else 0.0)
-        squares = (spreads**2).sum() + (counts * off**2).sum()
-        found["scale_deviation"] = np.array([math.sqrt(squares)])
+        found["scale_deviation"] = np.sqrt([(spreads**2).sum() + (counts * off**2).sum()])
         found["scale_max"] = np.array([max(float(v["scale_max"][0]) for v in several)])
         totals = [seen.rows_total for seen in looked]
         places = _evenly([len(v["scale_entries"]) for v in several], totals, generator)
         parts = [v["scale_entries"][at] for v, at in zip(several, places, strict=True)]
         found["scale_entries"] = np.concatenate(parts)
-        return found
-    norms = [_gradient_norms(values) for values in several]
-    if all(part is not None for part in norms):
-        found["G_norms"] = np.concatenate([part for part in norms if part is not None])
     return found
-
-
-def _gradient_norms(values: Values) -> Array | None:
-    return values.get("G_norms", np.sqrt(values["G_G"]) if "G_G" in values else None)
 
 
 def _evenly(
