@@ -312,7 +312,9 @@ class Gathering:
         """A node hands on gradients, by one of its edges to a parameter."""
         if call is None or not call.comes:
             contribution.has_rows = False
-        self._layers.guarded([path], partial(_arrive, contribution, moves), gradients[edge])
+        own = self._layers.own_contribution(path, contribution.parameter)
+        told = [contribution] if own is None else [contribution, own]
+        self._layers.guarded([path], partial(_arrive, told, moves), gradients[edge])
 
     def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
         return self._layers.new_call(layer, shape, device, self._forwards.forward.number)
@@ -391,10 +393,11 @@ def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return rows.take(gradient), squares(gradient).reshape(1, -1)
 
 
-def _arrive(contribution: Contribution, moves: Sequence[Any], gradient: Tensor) -> None:
+def _arrive(told: Sequence[Contribution], moves: Sequence[Any], gradient: Tensor) -> None:
     for move in moves:
         gradient = move(gradient)
-    contribution.arrive(gradient)
+    for contribution in told:
+        contribution.arrive(gradient)
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:

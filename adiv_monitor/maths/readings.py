@@ -57,12 +57,13 @@ class Numbers:
             holds for the rows.
         suspected: at the last measured step γ seemed to be more than c·GᵀΦ.
         verified: γ is what these rows' calls have contributed, which needs no estimate.
-        shared: other layers use these parameters too.
         bias_alone: no weight is trained.
         tolerance: what rounding may do to a dot product, relative to the sum of its terms.
         factor: c; NaN if unknown.
         entry_rows: of which row each of `scale_entries_of_rows` is; None: all, row by row.
-        gamma_gamma: ‖γ‖²; others alike, with w = −u and a for what was applied, negative too.
+        gamma_gamma: ‖γ‖²; others alike, with w = −u and a for what was applied, negative too. With
+            γ′, what the layer has contributed to γ, which differs where others use its parameters:
+            own_gamma = ⟨γ, γ′⟩ and own_w = ⟨w, γ′⟩; NaN if unknown.
     """
 
     rows_seen: int
@@ -73,7 +74,6 @@ class Numbers:
     exact: bool
     suspected: bool
     verified: bool
-    shared: bool
     bias_alone: bool
     tolerance: float
     factor: float
@@ -151,7 +151,7 @@ class _Together:
         verified = np.array([x.verified for x in layers])
         self.holds_more = (expected & ~verified) & measures.holds_more(
             e_G if whole is None else by_ratio(e_G, G_G, whole, self.sample),
-            self.dots["gamma_gamma"],
+            self.dots["own_gamma"],
             over_rows(np.abs(self.rows("e", "G")), self.sample).total,
             self.tolerance,
             self.sample,
@@ -224,7 +224,7 @@ def _measure_alike(layers: Sequence[Numbers]) -> list[Measured]:
     G_G = x.sum("G", "G", x.whole("G_G"))
     found: dict[str, Estimate] = {"idle_share": measures.idle_share(x.sample, _active(x))}
     # Both sides of a ratio must be of one kind: the parameters', or the rows'.
-    e_G, e_e = x.sum("e", "G", x.dots.get("gamma_gamma")), x.sum("e", "e")
+    e_G, e_e = x.sum("e", "G", x.dots["own_gamma"]), x.sum("e", "e")
     found["gradient_cosine"] = measures.gradient_cosine(e_G, e_e, G_G, x.sample)
     if x.has("rest"):
         found |= _of_scales(x)
@@ -282,7 +282,7 @@ def _active(x: _Together) -> PerLayer:
 
 def _of_update(x: _Together, G_G: Sum) -> dict[str, Estimate]:
     d_d = x.sum("d", "d")
-    d_G = x.sum("d", "G", x.dots.get("w_gamma"))
+    d_G = x.sum("d", "G", x.dots["own_w"])
     if x.has("bias"):
         B_B = x.sum("bias", "bias")
         weight = x.rows("d", "d") - 2 * x.rows("d", "bias") + x.rows("bias", "bias")
@@ -297,10 +297,9 @@ def _of_update(x: _Together, G_G: Sum) -> dict[str, Estimate]:
         "harmed_fraction": measures.harmed_fraction(x.rows("d", "G"), x.sample, d_d),
         "bias_share": measures.bias_share(A_A, B_B, x.sample),
         "update_ratio": measures.update_ratio(d_d, x.sum("z", "z"), x.sample),
-        # Whatever the gradient holds besides these rows, it is part of the loss that descends;
-        # only of shared weights a part belongs to other layers.
+        # Whatever the gradient holds besides these rows, it is part of the loss that descends.
         "descent": measures.descent(
-            over_rows(x.rows("d", "G"), x.sample, _owned(x, x.dots["w_gamma"])), x.sample
+            over_rows(x.rows("d", "G"), x.sample, x.dots["own_w"]), x.sample
         ),
     }
 
@@ -311,7 +310,7 @@ def _of_realised(x: _Together) -> dict[str, Estimate]:
 
     r_r, r_G = total("r", "r"), total("r", "G")
     G_G = x.sum("G", "G", x.whole("G_G"))
-    known = np.where(x.exact, x.dots["w_gamma"], np.nan)
+    known = np.where(x.exact, x.dots["own_w"], np.nan)
     return {
         # This layer's own part of it is known exactly.
         "realised_cosine": measures.realised_cosine(
@@ -322,10 +321,6 @@ def _of_realised(x: _Together) -> dict[str, Estimate]:
         ),
         "first_order_error": measures.first_order_error(total("b", "b"), r_r, x.sample),
     }
-
-
-def _owned(x: _Together, whole: PerLayer) -> PerLayer:
-    return np.where([layer.shared for layer in x.layers], np.nan, whole)
 
 
 def _of_scales(x: _Together) -> dict[str, Estimate]:

@@ -22,7 +22,7 @@ from adiv_monitor.maths.alike import Fail
 from adiv_monitor.maths.ceiling import KNOWN, Ceiling
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.gradient_check import NOW, OWN
-from adiv_monitor.step.measured_layer import MeasuredLayer
+from adiv_monitor.step.measured_layer import MeasuredLayer, products
 from adiv_monitor.step.part import CEILING_SUMS, Looked
 from adiv_monitor.step.plain_step import Change, act, changes, gram_is_less, probe, stretch
 from adiv_monitor.step.row_vectors import RowVectors
@@ -124,7 +124,11 @@ class FinalGradient:
         G = joined([call.gradient for call in calls if call.gradient is not None])
         if isinstance(features, OneHotFeatures):  # nothing trains the padding token: idle
             G = G * features.trained[:, None]
-        looked = self._looked(layer, calls, features, sharded=bool(parts))
+        own = None
+        if layer.path in self._shared and self._peers is None:
+            own = self._capture.own_gradient(layer)
+        is_shared = layer.path in self._shared and own is None
+        looked = self._looked(layer, calls, features, sharded=bool(parts), shared=is_shared)
         values = self._seen(layer, calls, looked)
         self._keep_all_rows(layer.path, calls)
         if factor is not None:
@@ -137,7 +141,9 @@ class FinalGradient:
         if self._scale is not None:
             gamma = {key: g / self._scale for key, g in gamma.items()}
         # With several processes γ holds other rows, too.
-        trusted = processes() == 1 and not looked.from_rows
+        if own is not None:
+            values["own_gamma"] = products(own, gamma)
+        trusted = processes() == 1 and not looked.from_rows and own is None
         trusted = trusted and layer.path not in self._watch.distrusted
         if looked.rows_seen == looked.rows_total and trusted and gram_is_less(features, layer, G):
             if factor is not None:
@@ -153,7 +159,7 @@ class FinalGradient:
                 values["stretch"] = stretch(changed, gamma)
         vectors = RowVectors(G, factor, joined([call.z for call in calls]), e)
         places = [(call.place, call.rows) for call in calls]
-        measured = MeasuredLayer(layer, makings, looked, features, vectors, places, values)
+        measured = MeasuredLayer(layer, makings, looked, features, vectors, places, values, own)
         measured.choose_entries(self._generator)
         self.measured[layer.path] = measured
         self._capture.rows[layer.path].calls.clear()
@@ -176,7 +182,13 @@ class FinalGradient:
         self._weight_sums.clear()
 
     def _looked(
-        self, layer: Layer, calls: Sequence[Call], features: Features, *, sharded: bool
+        self,
+        layer: Layer,
+        calls: Sequence[Call],
+        features: Features,
+        *,
+        sharded: bool,
+        shared: bool,
     ) -> Looked:
         pieces = layer.pieces
         return Looked(
@@ -188,7 +200,7 @@ class FinalGradient:
             rows_total=sum(call.total for call in calls),
             groups=features.groups,
             precision=max(call.precision for call in calls),
-            from_rows=_why_from_rows(features, shared=layer.path in self._shared),
+            from_rows=_why_from_rows(features, shared=shared),
             undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
             features=_fan_in(features),
             shares={p.key: 1 / holders(p.parameter) for p in pieces} if sharded else {},
@@ -257,8 +269,8 @@ class FinalGradient:
         whole = [call.whole for call in calls if call.whole is not None]
         if len(whole) < len(calls) or not sum(call.total for call in calls):
             own = [size[1:] for size in sizes if len(size) > 1]
-            sums = joined([part.T for part in own]).T if len(own) == len(sizes) else None
-            self._all_rows[path] = AllRows(None, 0.0, joined(squares), sums)
+            every = joined([part.T for part in own]).T if len(own) == len(sizes) else None
+            self._all_rows[path] = AllRows(None, 0.0, joined(squares), every)
             return
         for i, all_rows in enumerate(whole):
             if all_rows.trained is not None:

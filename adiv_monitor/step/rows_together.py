@@ -13,7 +13,7 @@ from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
 from adiv_monitor.maths.readings import REALISED, Array
 from adiv_monitor.step.gradient_check import is_now, is_of_entries
-from adiv_monitor.step.part import CEILING_SUMS, LayerPart, Looked
+from adiv_monitor.step.part import CEILING_SUMS, OWN_DOTS, LayerPart, Looked
 
 Values = dict[str, Array]
 
@@ -119,6 +119,7 @@ def layer_together(
         sums = (sum(torch.from_numpy(own[name]) for own in several) for name in CEILING_SUMS)
         gram, cross, square = map(torch.as_tensor, sums)
         values["attainable_cosine"] = attainable_cosine(gram, cross, square.sqrt()).numpy()
+    values |= {n: np.sum([v[n] for v in several], axis=0) for n in _in_all(OWN_DOTS, several)}
     looked = _looked([part.looked for part in some])
     if "scale_pivot" in several[0]:
         values |= _of_blocks(several, looked.groups)

@@ -175,7 +175,8 @@ def random_layer(
             "scale_largest": random.exponential(size=rows) + 2,
             "scale_entries_of_rows": random.exponential(size=rows * groups),
         }
-    dots = dict(zip(("gamma_gamma", "w_w", "w_gamma"), random.exponential(size=3), strict=True))
+    names_of_dots = ("gamma_gamma", "w_w", "w_gamma", "own_gamma", "own_w")
+    dots = dict(zip(names_of_dots, random.exponential(size=5), strict=True))
     if known == "gradients":
         values |= {"active": np.array([2.0 * rows]), "G_G": random.exponential(size=1) + 20}
         values["G_concentration"] = random.uniform(1 / rows, 1, size=1)
@@ -192,7 +193,6 @@ def random_layer(
         exact=known != "nothing",
         suspected=False,
         verified=False,
-        shared=False,
         bias_alone=False,
         tolerance=1e-9,
         factor=random.exponential(),

@@ -185,7 +185,9 @@ def _sides(
 
 def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
     """‖patch‖² of all rows and groups: Σ x² over a group's channels, summed over windows."""
-    by_group = geometry.batched(input).unflatten(1, (geometry.groups, -1))
+    batched = geometry.batched(input)
+    groups = geometry.groups, batched.shape[1] // geometry.groups
+    by_group = batched.reshape(len(batched), *groups, *batched.shape[2:])
     sums = _padded(geometry, squares(by_group, 2))
     for d, (size, stride, dilation) in enumerate(
         zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True), 2
