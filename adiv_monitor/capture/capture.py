@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Container
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.again.forward_calls import ForwardCalls
@@ -130,6 +130,10 @@ class Capture:
     def contributions_of(self, layer: Layer) -> list[Contribution]:
         """What the layer's calls have handed on to the gradients of its parameters."""
         return self._layers.contributions_of(layer)
+
+    def own_gradient(self, layer: Layer) -> dict[int, Tensor] | None:
+        """What a layer contributed to parameters that others use too; see `Layers`."""
+        return self._layers.own_gradient(layer)
 
     def in_order(self) -> list[Layer]:
         """The layers that were seen, in the model's order."""

@@ -24,16 +24,20 @@ class Contribution:
 
     Args:
         parameter: the parameter.
+        whole: all entries are kept; else some.
 
     Attributes:
         parameter: the parameter.
         is_known: all calls were followed.
         has_rows: and the rows of each came in the same pass as what it handed on.
+        is_joint: a node hands on what several layers' calls contribute together.
     """
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, parameter: nn.Parameter, *, whole: bool = False) -> None:
         self.parameter = parameter
         self.is_known = self.has_rows = True
+        self.is_joint = False
+        self._kept = _all if whole else some
         self._held: Tensor | None = None  # some entries of what earlier passes have left
         self._arrived: Tensor | None = None  # of the last pass
         self._backward = -1  # which that was
@@ -49,7 +53,7 @@ class Contribution:
             return
         if not lies_as(gradient, self.parameter):
             gradient = torch.empty_like(self.parameter, dtype=gradient.dtype).copy_(gradient)
-        entries = some(gradient)
+        entries = self._kept(gradient)
         if not self._is_now:
             self._close()
             self._backward = torch._C._current_graph_task_id()
@@ -94,7 +98,9 @@ class Contribution:
             return None if self._arrived is None else self._arrived.flatten()
         self._close()
         return (
-            torch.zeros_like(some(held)).flatten() if self._held is None else self._held.flatten()
+            torch.zeros_like(self._kept(held)).flatten()
+            if self._held is None
+            else self._held.flatten()
         )
 
     @property
@@ -117,6 +123,10 @@ class Contribution:
         self._held = arrived if self._held is None else self._held + arrived
 
 
+def _all(gradient: Tensor) -> Tensor:
+    return gradient
+
+
 def _times(entries: Tensor, factor: Tensor) -> Tensor:
     return entries * factor.to(entries.dtype)
 
@@ -137,7 +147,8 @@ def follow(
         inputs: the nodes that made what it was given, but for weights.
         contributions: to the gradients of its parameters; they become unknown if it hands on none.
         arrive: gets all that a node hands on, with what it is part of, by which of its edges, and
-            the nodes that move it on the way (see `Edge`).
+            the nodes that move it on the way (see `Edge`); its last argument is the call, those
+            before tell the layer.
     """
     missing = {id(found.parameter): found for found in contributions}
     wanted, handles = dict(missing), []
@@ -150,9 +161,11 @@ def follow(
         hook = partial(arrive, contribution, edge.number, edge.moves)
         handle = edge.node.register_hook(hook)
         hooks = (handle.hooks_dict_ref() or {}).values()
-        others = (other for other in hooks if other is not hook and isinstance(other, partial))
-        if any(other.args[-3:-1] == (contribution, edge.number) for other in others):
+        others = [other for other in hooks if other is not hook and isinstance(other, partial)]
+        same = [other for other in others if other.args[-3:-1] == (contribution, edge.number)]
+        if same:
             handle.remove()
+            contribution.is_joint |= any(other.args[:-4] != hook.args[:-4] for other in same)
         else:
             handles.append(handle)
     for contribution in missing.values():

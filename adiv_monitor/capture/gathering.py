@@ -41,7 +41,7 @@ from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Refused, Use, as_it_is
 from adiv_monitor.features.whole import squares
 from adiv_monitor.kernels.choice import attempt
-from adiv_monitor.maths import ceiling, dots
+from adiv_monitor.maths import ceiling
 
 
 class Takes(Protocol):
@@ -201,7 +201,7 @@ class Gathering:
         late = LateRows(made, returned, rng_state, calls, self._expect, self._on_replay)
         for call in calls.values():
             call.precision = made.precision
-            call.late = call.hook = weakref.ref(late)
+            call.replay = call.hook = weakref.ref(late)
             self._layers.rows[call.layer.path].add(call)
         paths = [call.layer.path for call in calls.values()]
         late.watch(outputs, lambda hook: partial(self._layers.guarded, paths, hook))
@@ -314,7 +314,9 @@ class Gathering:
         """A node hands on gradients, by one of its edges to a parameter."""
         if call is None or not call.comes:
             contribution.has_rows = False
-        self._layers.guarded([path], partial(_arrive, contribution, moves), gradients[edge])
+        own = self._layers.own_contribution(path, contribution.parameter)
+        told = [contribution] if own is None else [contribution, own]
+        self._layers.guarded([path], partial(_arrive, told, moves), gradients[edge])
 
     def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
         return self._layers.new_call(layer, shape, device, self._forwards.forward.number)
@@ -328,7 +330,10 @@ class Gathering:
         taken = call.rows.take(z)
         if call.split is not None:
             taken = call.split.term(taken, features)
-        call.look(_trained(layer, features), taken, whole)
+        late = use.late() if layer.weight is not None and whole is None else None
+        if late is not None and not late.may_be_kept:
+            late = None
+        call.look(_trained(layer, features), taken, whole, late)
         if call.split is not None and not call.split.own:
             return features  # for the ceiling all rows had to be put together
         if self._attainable and call.rows.total and isinstance(features, ceiling.KNOWN):
@@ -353,8 +358,8 @@ class Gathering:
         if call.split is not None:
             call.split = call.split.arrived(gradient)
             gradient = part_of(gradient)
-        whole, gradient = gradient, layout(gradient)
-        rows, size = _seen(call, whole, gradient)
+        gradient = layout(gradient)
+        rows, size = _seen(call, gradient)
         is_term = call.split is not None and call.split.gradient == SUM  # which tells nothing
         rows_of_layer, precision = (
             self._layers.rows[call.layer.path],
@@ -386,31 +391,25 @@ class Gathering:
         call.replay_error = error
 
 
-def _seen(call: Call, whole: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The call's rows of a gradient, and how large all rows are; see `Call.size`.
-
-    Args:
-        call: the call.
-        whole: the gradient.
-        gradient: the same in the layout of rows.
-    """
-    rows, by_row = call.rows, call.whole is not None
-    what = {"chosen": rows.places, "rows": rows.count, "squares": by_row, "norms": not by_row}
+def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The call's rows of a gradient in the layout of rows, and what all rows say; `Call.size`."""
+    rows = call.rows
+    if call.late is not None:
+        own = call.late.of_gradient(gradient, bias=call.layer.bias is not None)
+        if own is not None:
+            return rows.take(gradient), own
+    what = {"chosen": rows.places, "rows": rows.count, "squares": True}
     seen = attempt("look", gradient, **what) if rows.lie_in(gradient) else None
     if seen is not None:
-        return seen[2], seen[0]
-    if by_row:
-        size = squares(gradient).reshape(-1)
-    else:  # as it lies in memory, if the layout has all of it
-        has_all = gradient.data_ptr() == whole.data_ptr() and gradient.numel() == whole.numel()
-        size = dots.sample_norms(whole if has_all else gradient)
-    return rows.take(gradient), size
+        return seen[2], seen[0][None]
+    return rows.take(gradient), squares(gradient).reshape(1, -1)
 
 
-def _arrive(contribution: Contribution, moves: Sequence[Any], gradient: Tensor) -> None:
+def _arrive(told: Sequence[Contribution], moves: Sequence[Any], gradient: Tensor) -> None:
     for move in moves:
         gradient = move(gradient)
-    contribution.arrive(gradient)
+    for contribution in told:
+        contribution.arrive(gradient)
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:

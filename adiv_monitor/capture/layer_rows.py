@@ -17,7 +17,7 @@ from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.split_calls import Split
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows, to_device
-from adiv_monitor.features.whole import Whole
+from adiv_monitor.features.whole import LateScales, Whole
 from adiv_monitor.maths.ceiling import Ceiling
 
 # Rows that wait for their gradient may be more than are wanted in the end, since some of them may
@@ -41,13 +41,13 @@ class Call:
         features: φ of the chosen rows; `look` gives them.
         z: of the chosen rows, likewise.
         whole: what one pass said of all rows, likewise.
+        late: what one pass can say of all rows once the gradient comes; None: nothing.
         known: whether `look` was called.
         gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
         rescaled: how often the parameters' gradient had been multiplied when this became a part.
-        size: of the gradient of all rows: ‖g_r‖² of each, (rows,), where one pass looked at the
-            input's rows too, else norms of its parts; None once two backward passes have gone
-            through one graph, or where processes have terms of it: the sum of these is known of the
-            chosen rows alone.
+        size: ‖g_r‖² of all rows, (1, rows), or what `LateScales.of_gradient` found; None once two
+            backward passes have gone through one graph, or where processes have terms of it: the
+            sum of these is known of the chosen rows alone.
         precision: rounding of the gradients that came.
         place: where in the step the call was made, if the forward passes are noted.
         forward: the number of the module's forward in which it was made.
@@ -65,6 +65,7 @@ class Call:
         self.draw = chosen
         self.known = False
         self.whole: Whole | None = None
+        self.late: LateScales | None = None
         self.gradient: Tensor | None = None
         self.rescaled = 0
         self.size: Tensor | None = None
@@ -74,7 +75,7 @@ class Call:
         self._backward = -1  # in which backward pass
         self.replay_error: Tensor | None = None
         self.hook: weakref.ref[Any] | None = None  # dies with the graph
-        self.late: weakref.ref[Late] | None = None  # so does this
+        self.replay: weakref.ref[Late] | None = None  # so does this
         self.every_row: Features | None = None  # only for the ceiling
         self.every_gradient: Tensor | None = None
         self.tells_sums = False  # of a further pass through the graph, or of rows put together
@@ -89,16 +90,18 @@ class Call:
         assert self._layer is not None
         return self._layer
 
-    def look(self, features: Features, z: Tensor, whole: Whole | None) -> None:
+    def look(
+        self, features: Features, z: Tensor, whole: Whole | None, late: LateScales | None = None
+    ) -> None:
         """Keep what the rows are."""
-        self.features, self.z, self.whole = features, z, whole
+        self.features, self.z, self.whole, self.late = features, z, whole, late
         self.known = True
 
     def settle(self) -> None:
         """A gradient has come to the parameters: all that is late can be told."""
-        late = None if self.late is None else self.late()
-        if late is not None:
-            late.settle()
+        replay = None if self.replay is None else self.replay()
+        if replay is not None:
+            replay.settle()
 
     def arrive(self, gradient: Tensor, size: Tensor | None, precision: float) -> None:
         """Keep ∂L/∂z of the rows, and what all say, until the parameters accumulate.
@@ -120,7 +123,7 @@ class Call:
         if self._arrived is None:
             return
         gradient, size = self._arrived
-        self._arrived = None
+        self._arrived = self.late = None
         if self.gradient is None:
             self.gradient, self.size = gradient, size
         else:
@@ -143,7 +146,7 @@ class Call:
     def _times(self, size: Tensor | None, factor: Tensor) -> Tensor | None:
         if size is None:
             return None
-        return size * factor.to(size.dtype) ** (1 if self.whole is None else 2)
+        return size * factor.to(size.dtype) ** 2
 
     @property
     def arrived(self) -> bool:

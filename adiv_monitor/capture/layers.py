@@ -91,6 +91,10 @@ class Layers:
         self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
         self._contributed: dict[int, dict[int, Contribution]] = defaultdict(dict)  # likewise
+        # What each of several layers that use one parameter contributes to it, by path and by id.
+        self._own: dict[str, dict[int, Contribution]] = defaultdict(dict)
+        self._not_kept: set[str] = set()  # paths of layers that contributed before others were seen
+        self._sharing: set[str] | None = None  # paths of those that share parameters, among `found`
         self._passing: dict[str, dict[Call | Passing, None]] = defaultdict(dict)  # by path
         # By number of a forward; rows are let go of elsewhere.
         self._made_in: dict[int, list[weakref.ref[Call | Passing]]] = defaultdict(list)
@@ -151,6 +155,7 @@ class Layers:
         place, order = self.names.place(id(parameter)), self.names.order[id(parameter)]
         layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order, use.form)
         self.found[path] = layer
+        self._sharing = None
         self._led[id(parameter)].append(path)
         if path in self._off or self.waits(layer):
             return layer
@@ -244,6 +249,7 @@ class Layers:
     def forget(self, path: str) -> None:
         """There is no such layer after all."""
         lead = self.found.pop(path).pieces[0].parameter
+        self._sharing = None
         self._led[id(lead)].remove(path)
         self.rows.pop(path, None)
 
@@ -264,12 +270,46 @@ class Layers:
                 known[id(parameter)] = Contribution(parameter)
         return [known[id(parameter)] for parameter in layer.parameters]
 
+    def own_contribution(self, path: str, parameter: nn.Parameter) -> Contribution | None:
+        """Of one of several layers that use a parameter; None where no other does, as far as seen.
+
+        It has all entries: as much memory as a gradient.
+        """
+        if self._sharing is None:
+            self._sharing = self.shared(set(self.found.values()), lambda key: False)
+        if path not in self._sharing:
+            self._not_kept.add(path)
+            return None
+        own = self._own[path]
+        if id(parameter) not in own:
+            own[id(parameter)] = Contribution(parameter, whole=True)
+        return own[id(parameter)]
+
+    def own_gradient(self, layer: Layer) -> dict[int, Tensor] | None:
+        """By a piece's key, what the layer's own calls have contributed; None: not known."""
+        every, own = self.contributions_of(layer), self._own.get(layer.path, {})
+        is_known = all(
+            contribution.is_known and not contribution.is_joint for contribution in every
+        )
+        if not (every and is_known and layer.is_direct) or layer.path in self._not_kept:
+            return None
+        found: dict[int, Tensor] = {}
+        for piece in layer.pieces:
+            contribution = own.get(id(piece.parameter))
+            entries = None if contribution is None else contribution.entries()
+            if entries is None:
+                return None
+            found[piece.key] = piece.of(entries.view(piece.parameter.shape))
+        return found
+
     def _rows_of(self, parameter: nn.Parameter) -> list[Accumulated]:
         """Rows of the layers whose gradient is told by this parameter's."""
         found: list[Accumulated] = [
             self.rows[path] for path in self._led[id(parameter)] if path in self.rows
         ]
         found += self._contributed[id(parameter)].values()
+        for path in self._led[id(parameter)] if self._own else ():
+            found += self._own.get(path, {}).values()
         if self._attention is not None:
             found += self._attention.rows_of(parameter)
         return found

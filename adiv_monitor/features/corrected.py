@@ -48,7 +48,7 @@ def _whole_patches(module: PatchNorm, input: Tensor) -> Whole | None:
     if module.groups > 1:
         return None
     form = _affine_factors if module.form == "affine-like" else _norm_factors
-    square = patch_squares(geometry_of(module), input)
+    square = patch_squares(geometry_of(module), input).flatten()
     of_weight, of_bias = form(module, square)
     bias_square = 0.0 if module.bias is None else of_bias.square()
     return Whole(square * of_weight.square(), bias_square, None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
-from adiv_monitor.features.whole import Whole
+from adiv_monitor.features.whole import LateScales, Whole
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
@@ -53,6 +53,8 @@ class Use:
         shaped: brings a tensor shaped like `weight` into the shape that the features expect.
         part: what of its module this is, where one call uses several parts.
         form: what else the features depend on, in how they read weight and bias.
+        late: where every row has several scales, those of all rows, for when the gradient comes;
+            None where that is not cheap.
     """
 
     kind: str
@@ -64,6 +66,7 @@ class Use:
     shaped: Callable[[Tensor], Tensor] = as_it_is
     part: str = ""
     form: object = None
+    late: Callable[[], LateScales | None] = _not_cheap
 
 
 def shape_alike(

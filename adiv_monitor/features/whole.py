@@ -3,7 +3,9 @@
 Rows are sampled only for what can't be had so (spec, "From sampled rows to the layer").
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -40,6 +42,61 @@ class Whole:
             bias_square=self.bias_square if bias else 0.0,
             weight_sum=self.weight_sum if weight else None,
         )
+
+
+class LateScales:
+    """Scales of all rows and groups of one call, as many as activations: made with the gradient.
+
+    They read what autograd keeps until then for the gradient of the weight, so that keeping it
+    takes no memory of its own. Not where hooks decide what is kept (checkpointing, offloading), nor
+    of what was written to since.
+
+    Args:
+        make: gives ‖φ_W‖², (rows, groups), of the tensors that it reads.
+        reads: those.
+        bias_square: φ_b²; 0 without a bias.
+    """
+
+    def __init__(
+        self, make: Callable[..., Tensor], reads: Sequence[Tensor], bias_square: float
+    ) -> None:
+        self._make = make
+        self._reads = [tensor.detach() for tensor in reads]  # a graph would be kept alive
+        self._versions = [tensor._version for tensor in self._reads]
+        self._bias_square = bias_square
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether what is read stays in memory in any case."""
+        return not hooks_keep()
+
+    def of_gradient(
+        self, gradient: Float[Tensor, "*rows channels"], *, bias: bool
+    ) -> Float[Tensor, "3 rows"] | None:
+        """Σ_i g_ri², Σ_i s_ri g_ri² and Σ_i s_ri² g_ri² of every row; None: not known any more.
+
+        Args:
+            gradient: of all rows.
+            bias: whether the bias is trained.
+        """
+        if [tensor._version for tensor in self._reads] != self._versions:
+            return None
+        scale = self._make(*self._reads)
+        if bias:
+            scale = scale + self._bias_square
+        entries = exact(gradient).reshape(*scale.shape, -1).square()
+        own = entries[..., 0] if entries.shape[-1] == 1 else entries.sum(-1)
+        found = [own.sum(1)]
+        for _ in range(2):
+            own = own * scale
+            found.append(own.sum(1))
+        return torch.stack(found)
+
+
+def hooks_keep() -> bool:
+    """Whether hooks hold what autograd keeps: to hand it out they may run a forward pass again."""
+    holders: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return holders is None or holders(True) is not None  # torch 2.6 does not tell
 
 
 def squares(x: Tensor, dim: int = -1) -> Tensor:

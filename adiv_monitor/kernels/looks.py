@@ -14,41 +14,34 @@ _TILE = 2048
 
 @triton.jit
 def look_kernel(
-    x, squares, norms, sums, taken, chosen, positions, width, tiles, steps, programs, count,
+    x, squares, sums, taken, chosen, positions, width, tiles, steps, count,
     x_image, x_position, x_channel, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Squares of rows, norms of what a program saw, sums of a tile's rows; others copy rows.
+    """Squares of rows, sums of a tile's rows; further programs copy rows.
 
     What is None is left out.
     """
     program = tl.program_id(0).to(tl.int64)
-    if program < programs:
-        total = 0.0
-        step = program
-        while step < steps:
-            image = step // tiles
-            position = (step % tiles) * POSITIONS + tl.arange(0, POSITIONS)
-            within = position < positions
-            place = image * x_image + position.to(tl.int64) * x_position
-            square = tl.zeros((POSITIONS, CHANNELS), tl.float32)
-            for start in range(0, width, CHANNELS):
-                channel = start + tl.arange(0, CHANNELS)
-                among = channel < width
-                own = x + place[:, None] + channel.to(tl.int64)[None, :] * x_channel
-                mask = within[:, None] & among[None, :]
-                value = tl.load(own, mask=mask, other=0.0).to(tl.float32)
-                square += value * value
-                if sums is not None:
-                    tl.store(sums + step * width + channel, tl.sum(value, 0), mask=among)
+    if program < steps:
+        image = program // tiles
+        position = (program % tiles) * POSITIONS + tl.arange(0, POSITIONS)
+        within = position < positions
+        place = image * x_image + position.to(tl.int64) * x_position
+        square = tl.zeros((POSITIONS, CHANNELS), tl.float32)
+        for start in range(0, width, CHANNELS):
+            channel = start + tl.arange(0, CHANNELS)
+            among = channel < width
+            own = x + place[:, None] + channel.to(tl.int64)[None, :] * x_channel
+            mask = within[:, None] & among[None, :]
+            value = tl.load(own, mask=mask, other=0.0).to(tl.float32)
+            square += value * value
+            if sums is not None:
+                tl.store(sums + program * width + channel, tl.sum(value, 0), mask=among)
+        if squares is not None:
             of_rows = tl.sum(square, 1)
-            if squares is not None:
-                tl.store(squares + image * positions + position, of_rows, mask=within)
-            total += tl.sum(of_rows, 0)
-            step += programs
-        if norms is not None:
-            tl.store(norms + program, tl.sqrt(total))
+            tl.store(squares + image * positions + position, of_rows, mask=within)
     elif taken is not None:
-        number = (program - programs) * POSITIONS + tl.arange(0, POSITIONS)
+        number = (program - steps) * POSITIONS + tl.arange(0, POSITIONS)
         within = number < count
         if chosen is not None:
             row = tl.load(chosen + number, mask=within, other=0)
@@ -70,17 +63,15 @@ def look(
     chosen: Tensor | None = None,
     rows: int | None = None,
     squares: bool = False,
-    norms: bool = False,
     sums: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-    """Squares or norms, Σ_r x_r, and rows of x (..., channels), all float32.
+    """Squares, Σ_r x_r, and rows of x (..., channels), all float32.
 
     Args:
         x: read once.
         chosen: numbers of the rows to copy, int64; None: from the first.
         rows: how many to copy; None: this is not asked for.
         squares: ‖x_r‖² of every row, (rows,).
-        norms: norms of parts instead, whose squares add up to ‖x‖².
         sums: the sum of all rows, (channels,).
     """
     view = as_images(x)
@@ -89,18 +80,15 @@ def look(
     images, positions, width = view.shape
     tile, channels = _tile(view)
     tiles = divide_up(positions, tile)
-    steps = images * tiles if squares or norms or sums else 0
-    programs = workers(view, steps, 1) if norms and steps else steps
-    size = programs if norms else images * positions
-    found = view.new_empty(size, dtype=torch.float32) if squares or norms else None
+    steps = images * tiles if squares or sums else 0
+    found = view.new_empty(images * positions, dtype=torch.float32) if squares else None
     parts = view.new_empty((steps, width), dtype=torch.float32) if sums else None
     taken = None if rows is None else view.new_empty((rows, width), dtype=torch.float32)
     copied = rows or 0
     arguments = (
-        *(None if norms else found, found if norms else None, parts, taken, chosen),
-        *(positions, width, tiles, steps, programs, copied, *view.stride()),
+        *(found, parts, taken, chosen, positions, width, tiles, steps, copied, *view.stride()),
     )
-    grid = (programs + divide_up(copied, tile),)
+    grid = (steps + divide_up(copied, tile),)
     run(look_kernel, grid, view, view, *arguments, POSITIONS=tile, CHANNELS=channels)
     return found, None if parts is None else parts.sum(0), taken
 

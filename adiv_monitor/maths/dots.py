@@ -44,12 +44,3 @@ def norm(tensor: Tensor) -> Float[Tensor, ""]:
     """‖tensor‖ in two stages."""
     found: Tensor = torch.linalg.vector_norm(norms(tensor))
     return found
-
-
-def sample_norms(tensor: Tensor) -> Float[Tensor, " parts"]:
-    """Norms of the samples' parts of an output's gradient (batch, ...), in two stages."""
-    parts = exact(tensor)
-    if parts.dim() < 3:
-        return norms(parts)
-    of_channels = torch.linalg.vector_norm(parts.flatten(2), dim=-1)
-    return norms(of_channels)

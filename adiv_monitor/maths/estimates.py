@@ -258,22 +258,37 @@ def share_error(hits: PerLayer, rows: PerLayer, sample: Sample) -> PerLayer:
     return error
 
 
+class Ends(NamedTuple):
+    """Between what the values of all rows lie; arrays are (layers, levels), NaN what is unknown."""
+
+    least: np.ndarray | float
+    most: np.ndarray | float
+
+
 def quantiles(
     values: Float[np.ndarray, "layers entries"],
     levels: Sequence[float],
     share: PerLayer | float = 0.0,
+    ends: Ends | None = None,
+    rounding: PerLayer | float = 0.0,
 ) -> tuple[Float[np.ndarray, "layers levels"], Float[np.ndarray, "layers levels"]]:
     """Quantiles of the entries that are not NaN, with linear interpolation, and their errors.
 
     The error is half the distance of the quantiles one standard error of the level,
     √(p(1 − p) · share), to either side, or a quarter of the distance at two of them, whichever is
-    more (Woodruff 1952): near an end few entries lie within one. NaN for one entry of several. All
-    NaN without entries.
+    more (Woodruff 1952): near an end few entries lie within one. Where the quantile sits among
+    entries that are alike, it jumps from these to the next: the distance of the farther of those k
+    errors away by k, the largest of k = 1, 2, 3. And n alike ones don't exclude that up to 3/n of
+    all rows are others (rule of three): where that reaches the level, half the way to the end.
+    NaN for one entry of several. All NaN without entries.
 
     Args:
         values: the entries; NaN counts as none.
         levels: 0 to 1.
         share: `Sample.variance_share`.
+        ends: the least and the most that any row may have; None: of rows that were not seen nothing
+            is to be reckoned with.
+        rounding: how far apart entries may lie that are alike.
     """
     ordered = np.sort(values)  # NaN last
     counts = (ordered == ordered).sum(-1, keepdims=True)
@@ -285,18 +300,30 @@ def quantiles(
     if not width.any():  # every row was looked at
         return found, np.zeros_like(found)
 
-    def apart(errors: int) -> np.ndarray:
-        low, high = (
-            _interpolated(ordered, counts, np.clip(at + side * width, 0, 1))
-            for side in (-errors, errors)
-        )
-        with np.errstate(invalid="ignore"):
-            distance: np.ndarray = np.where(high == low, 0.0, high - low)
-        return distance
+    def to_sides(errors: int) -> tuple[np.ndarray, np.ndarray]:
+        levels = (np.clip(at + side * width, 0, 1) for side in (-errors, errors))
+        low, high = (_interpolated(ordered, counts, level) for level in levels)
+        return _distance(low, found), _distance(found, high)
 
-    error = np.maximum(apart(1) / 2, apart(2) / 4)
+    (low1, high1), sides2, sides3 = map(to_sides, (1, 2, 3))
+    error = np.maximum((low1 + high1) / 2, sum(sides2) / 4)
+    alike = np.broadcast_to(rounding, len(values))[:, None]
+    far = (np.maximum(*sides) / k for k, sides in enumerate(((low1, high1), sides2, sides3), 1))
+    error = np.where(np.minimum(low1, high1) <= alike, np.maximum.reduce([error, *far]), error)
+    if ends is not None:
+        others = 3 * np.broadcast_to(share, len(values))[:, None]
+        to_ends = np.where(at <= others, _distance(ends.least, found), 0.0)
+        to_ends = np.maximum(to_ends, np.where(1 - at <= others, _distance(found, ends.most), 0.0))
+        error = np.where((error <= alike) & (width > 0), np.maximum(error, to_ends / 2), error)
     alone = (counts == 1) & (width > 0)  # one row of several can't tell
     return found, np.where(alone, np.nan, error)
+
+
+def _distance(low: np.ndarray | float, high: np.ndarray | float) -> np.ndarray:
+    """How far apart two values are; infinite ones of one sign are the same."""
+    with np.errstate(invalid="ignore"):
+        distance: np.ndarray = np.where(np.equal(high, low), 0.0, np.subtract(high, low))
+    return distance
 
 
 def _interpolated(

@@ -138,6 +138,32 @@ def row_cosines(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerRow:
     return cosines
 
 
+def row_cosine_mean(cosines: PerRow, sample: Sample, rounding: PerLayer) -> Estimate:
+    """Mean of the row cosines, in [−1, 1].
+
+    Where all rows seen are alike, or each at one of the two ends (those of a layer with one output
+    are ±1), its error is that of a share of rows: that none of few is otherwise tells little of
+    the rest.
+
+    Args:
+        cosines: of the rows seen; NaN without a direction.
+        sample: the rows.
+        rounding: by how much cosines may differ that are alike.
+    """
+    counted = ~np.isnan(cosines)
+    value, error = mean_of_active(cosines, counted, sample)
+    count, within = counted.sum(1), rounding[:, None]
+    of_none = share_error(np.zeros(len(count)), count, sample)
+    of_negative = share_error((cosines < 0).sum(1), count, sample)
+    with np.errstate(invalid="ignore"):
+        off = np.where(counted, np.abs(cosines - value[:, None]), 0.0)
+        alike = (off <= within).all(1)
+        at_ends = (~counted | (np.abs(cosines) >= 1 - within)).all(1)
+        least = np.where(alike, (1 + np.abs(value)) * of_none, 0.0)
+    least = np.where(at_ends, 2 * of_negative, least)
+    return Estimate(value, np.where(np.isnan(error), error, np.maximum(error, least)))
+
+
 def harmed_fraction(d_G: PerRow, sample: Sample, d_d: Sum) -> Estimate:
     """Share of the active rows with d_r·g_r < 0, in [0, 1]: this step raises their loss.
 

@@ -15,6 +15,7 @@ from adiv_monitor.features.rows import Index
 from adiv_monitor.maths import measures
 from adiv_monitor.maths.alike import Fail, of_alike, raised
 from adiv_monitor.maths.estimates import (
+    Ends,
     Estimate,
     PerLayer,
     PerRow,
@@ -24,7 +25,6 @@ from adiv_monitor.maths.estimates import (
     by_ratio,
     by_regression,
     by_size,
-    mean_of_active,
     over_rows,
     quantiles,
     variance_share,
@@ -57,12 +57,13 @@ class Numbers:
             holds for the rows.
         suspected: at the last measured step γ seemed to be more than c·GᵀΦ.
         verified: γ is what these rows' calls have contributed, which needs no estimate.
-        shared: other layers use these parameters too.
         bias_alone: no weight is trained.
         tolerance: what rounding may do to a dot product, relative to the sum of its terms.
         factor: c; NaN if unknown.
         entry_rows: of which row each of `scale_entries_of_rows` is; None: all, row by row.
-        gamma_gamma: ‖γ‖²; others alike, with w = −u and a for what was applied, negative too.
+        gamma_gamma: ‖γ‖²; others alike, with w = −u and a for what was applied, negative too. With
+            γ′, what the layer has contributed to γ, which differs where others use its parameters:
+            own_gamma = ⟨γ, γ′⟩ and own_w = ⟨w, γ′⟩; NaN if unknown.
     """
 
     rows_seen: int
@@ -73,7 +74,6 @@ class Numbers:
     exact: bool
     suspected: bool
     verified: bool
-    shared: bool
     bias_alone: bool
     tolerance: float
     factor: float
@@ -145,15 +145,15 @@ class _Together:
         total = np.array([float(x.rows_total) for x in layers])
         self.sample = Sample(total, self.rows("G", "G") != 0)
         expected = np.array([x.exact for x in layers])
-        tolerance = np.array([x.tolerance for x in layers])
-        G_G, whole = over_rows(self.rows("G", "G"), self.sample), self.whole_gradient()
+        self.tolerance = np.array([x.tolerance for x in layers])
+        G_G, whole = over_rows(self.rows("G", "G"), self.sample), self.whole("G_G")
         e_G = over_rows(self.rows("e", "G"), self.sample)
         verified = np.array([x.verified for x in layers])
         self.holds_more = (expected & ~verified) & measures.holds_more(
             e_G if whole is None else by_ratio(e_G, G_G, whole, self.sample),
-            self.dots["gamma_gamma"],
+            self.dots["own_gamma"],
             over_rows(np.abs(self.rows("e", "G")), self.sample).total,
-            tolerance,
+            self.tolerance,
             self.sample,
         )
         if whole is not None:
@@ -202,12 +202,14 @@ class _Together:
             squares = deviation**2 + total**2 / _active(self)
         return Sizes(rows, total, squares)
 
-    def whole_gradient(self) -> PerLayer | None:
-        """‖G‖² over all rows; None where only the sample tells."""
-        if "G_norms" not in self.values:
-            return self.whole("G_G")
-        found: PerLayer = np.nansum(self.values["G_norms"] ** 2, axis=1) * self.unit**2
-        return found
+    def growing_with_gradients(self, rows: PerRow, exact: PerLayer | None) -> Sum:
+        """The sum over all rows, exact if that is given, of what grows with ‖g_r‖²."""
+        found, concentration = over_rows(rows, self.sample, exact), self.whole("G_concentration", 0)
+        total = self.whole("G_G")
+        if exact is not None or total is None or concentration is None:
+            return found
+        sizes = Sizes(self.rows("G", "G"), total, concentration * total**2)
+        return by_size(found, rows, sizes, self.sample)
 
     def whole(self, name: str, power: int = 2) -> PerLayer | None:
         """What a pass over all rows summed up, in the units of the optimizer's gradient."""
@@ -219,24 +221,22 @@ class _Together:
 
 def _measure_alike(layers: Sequence[Numbers]) -> list[Measured]:
     x = _Together(layers)
-    G_G = x.sum("G", "G", x.whole_gradient())
+    G_G = x.sum("G", "G", x.whole("G_G"))
     found: dict[str, Estimate] = {"idle_share": measures.idle_share(x.sample, _active(x))}
     # Both sides of a ratio must be of one kind: the parameters', or the rows'.
-    e_G, e_e = x.sum("e", "G", x.dots.get("gamma_gamma")), x.sum("e", "e")
+    e_G, e_e = x.sum("e", "G", x.dots["own_gamma"]), x.sum("e", "e")
     found["gradient_cosine"] = measures.gradient_cosine(e_G, e_e, G_G, x.sample)
     if x.has("rest"):
-        found |= _of_scales(x, G_G)
+        found |= _of_scales(x)
     distributions = _scale_distribution(x)
     if x.has("d"):
         found |= _of_update(x, G_G)
         cosines = measures.row_cosines(x.rows("d", "G"), x.rows("d", "d"), x.rows("G", "G"))
-        mean = mean_of_active(cosines, ~np.isnan(cosines), x.sample)
-        found["row_cosine_mean"] = mean
+        found["row_cosine_mean"] = measures.row_cosine_mean(cosines, x.sample, x.tolerance)
         if "realised" in x.values:
             found |= _of_realised(x)
-        distributions["row_cosine"] = quantiles(
-            cosines, LEVELS, x.sample.share_of(~np.isnan(cosines))
-        )
+        share = x.sample.share_of(~np.isnan(cosines))
+        distributions["row_cosine"] = quantiles(cosines, LEVELS, share, Ends(-1, 1), x.tolerance)
     if (common := _common_share(x)) is not None:
         found["common_share"] = common
     if "attainable_cosine" in x.values:
@@ -282,7 +282,7 @@ def _active(x: _Together) -> PerLayer:
 
 def _of_update(x: _Together, G_G: Sum) -> dict[str, Estimate]:
     d_d = x.sum("d", "d")
-    d_G = x.sum("d", "G", x.dots.get("w_gamma"))
+    d_G = x.sum("d", "G", x.dots["own_w"])
     if x.has("bias"):
         B_B = x.sum("bias", "bias")
         weight = x.rows("d", "d") - 2 * x.rows("d", "bias") + x.rows("bias", "bias")
@@ -297,10 +297,9 @@ def _of_update(x: _Together, G_G: Sum) -> dict[str, Estimate]:
         "harmed_fraction": measures.harmed_fraction(x.rows("d", "G"), x.sample, d_d),
         "bias_share": measures.bias_share(A_A, B_B, x.sample),
         "update_ratio": measures.update_ratio(d_d, x.sum("z", "z"), x.sample),
-        # Whatever the gradient holds besides these rows, it is part of the loss that descends;
-        # only of shared weights a part belongs to other layers.
+        # Whatever the gradient holds besides these rows, it is part of the loss that descends.
         "descent": measures.descent(
-            over_rows(x.rows("d", "G"), x.sample, _owned(x, x.dots["w_gamma"])), x.sample
+            over_rows(x.rows("d", "G"), x.sample, x.dots["own_w"]), x.sample
         ),
     }
 
@@ -310,8 +309,8 @@ def _of_realised(x: _Together) -> dict[str, Estimate]:
         return over_rows(x.realised(a, b), x.sample)
 
     r_r, r_G = total("r", "r"), total("r", "G")
-    G_G = x.sum("G", "G", x.whole_gradient())
-    known = np.where(x.exact, x.dots["w_gamma"], np.nan)
+    G_G = x.sum("G", "G", x.whole("G_G"))
+    known = np.where(x.exact, x.dots["own_w"], np.nan)
     return {
         # This layer's own part of it is known exactly.
         "realised_cosine": measures.realised_cosine(
@@ -324,31 +323,22 @@ def _of_realised(x: _Together) -> dict[str, Estimate]:
     }
 
 
-def _owned(x: _Together, whole: PerLayer) -> PerLayer:
-    return np.where([layer.shared for layer in x.layers], np.nan, whole)
-
-
-def _of_scales(x: _Together, G_G: Sum) -> dict[str, Estimate]:
+def _of_scales(x: _Together) -> dict[str, Estimate]:
     if "scale" in x.values:
         scale = np.where(x.sample.active, x.values["scale"], 0.0)
         own_G, own_own = scale * x.rows("G", "G"), scale**2 * x.rows("G", "G")
     else:
         own_G, own_own = x.rows("own", "G"), x.rows("own", "own")
-    of_G = over_rows(own_G, x.sample, x.whole("own_G"))
-    of_own = over_rows(own_own, x.sample, x.whole("own_own"))
-    # All of the same rows: those that hold most of G may be missing from them.
-    all_G = x.sum("G", "G") if "own_G" not in x.values else _exactly(x.whole_gradient(), G_G)
+    of_G = x.growing_with_gradients(own_G, x.whole("own_G"))
+    of_own = x.growing_with_gradients(own_own, x.whole("own_own"))
+    # Of the rows' own gradients, as these sums are, whatever the parameters' gradient holds.
+    all_G = over_rows(x.rows("G", "G"), x.sample, x.whole("G_G"))
     ratio = measures.interference_ratio(x.sum("rest", "rest"), of_own, x.sample)
     return {
         "diagonal_cosine": measures.diagonal_cosine(of_G, of_own, all_G, x.sample),
         "interference_ratio": Estimate(np.where(x.known_unit, ratio.value, np.nan), ratio.error),
         **_of_all_scales(x),
     }
-
-
-def _exactly(total: PerLayer | None, like: Sum) -> Sum:
-    assert total is not None
-    return Sum(total, np.zeros_like(like.spread))
 
 
 def _of_all_scales(x: _Together) -> dict[str, Estimate]:
@@ -398,7 +388,7 @@ def _scale_distribution(x: _Together) -> dict[str, tuple[Array, Array]]:
         entries = x.values["scale_entries"]
         looked_at = np.array([float(len(layer.values["scale_entries"])) for layer in x.layers])
         share = variance_share(looked_at, x.sample.total, (~np.isnan(entries)).sum(1))
-        return {"scale": quantiles(entries, LEVELS, share)}
+        return {"scale": _of_entries(x, entries, share)}
     if "scale" in x.values:
         entries = np.where(x.sample.active, x.values["scale"], np.nan)
     elif "scale_entries_of_rows" in x.values:
@@ -410,7 +400,28 @@ def _scale_distribution(x: _Together) -> dict[str, tuple[Array, Array]]:
     # Entries of one row may be alike, so that they count as one; of all rows' some were chosen.
     some = np.array([float(len(_rows_of_entries(layer))) for layer in x.layers])
     share = variance_share(some, x.sample.seen * x.groups, (~np.isnan(entries)).sum(1))
-    return {"scale": quantiles(entries, LEVELS, share + x.sample.share_of(x.sample.active))}
+    return {"scale": _of_entries(x, entries, share + x.sample.share_of(x.sample.active))}
+
+
+def _of_entries(x: _Together, entries: Array, share: PerLayer) -> tuple[Array, Array]:
+    """Quantiles of scales, of which no row's is negative, or beyond what a pass over all tells."""
+    with np.errstate(invalid="ignore"):
+        mean = np.nansum(entries, axis=1) / (~np.isnan(entries)).sum(1)
+    sums, deviation = x.whole("scale_sum", 0), x.whole("scale_deviation", 0)
+    largest, count = x.whole("scale_max", 0), _active(x)
+    if x.layers[0].bias_alone:
+        ends = Ends(mean[:, None], mean[:, None])
+    elif sums is None or deviation is None or largest is None:
+        ends = Ends(0.0, np.nan)
+    else:
+        levels = np.asarray(LEVELS)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            # So far off a share of the rows may be at most (Chebyshev).
+            of_all, off = (sums / count)[:, None], (deviation**2 / count)[:, None]
+            low = np.maximum(of_all - np.sqrt(off / levels), 0.0)
+            high = np.minimum(of_all + np.sqrt(off / (1 - levels)), largest[:, None])
+        ends = Ends(low, high)
+    return quantiles(entries, LEVELS, share, ends, x.tolerance * np.abs(mean))
 
 
 def _rows_of_entries(layer: Numbers) -> Index:

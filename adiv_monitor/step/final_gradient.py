@@ -23,7 +23,7 @@ from adiv_monitor.maths.ceiling import KNOWN, Ceiling
 from adiv_monitor.maths.totals import AllRows
 from adiv_monitor.step.gradient_check import NOW, OWN
 from adiv_monitor.step.makings import MAKINGS, with_own_scales
-from adiv_monitor.step.measured_layer import MeasuredLayer
+from adiv_monitor.step.measured_layer import MeasuredLayer, products
 from adiv_monitor.step.part import CEILING_SUMS, Looked
 from adiv_monitor.step.plain_step import Change, act, changes, gram_is_less, probe
 from adiv_monitor.step.row_vectors import RowVectors
@@ -127,8 +127,13 @@ class FinalGradient:
         G = joined([call.gradient for call in calls if call.gradient is not None])
         if isinstance(features, OneHotFeatures):  # nothing trains the padding token: idle
             G = G * features.trained[:, None]
-        looked = self._looked(layer, calls, features, sharded=bool(parts))
-        values = self._seen(layer, calls, looked) | self._of_all_rows(layer.path, calls)
+        own = None
+        if layer.path in self._shared and self._peers is None:
+            own = self._capture.own_gradient(layer)
+        is_shared = layer.path in self._shared and own is None
+        looked = self._looked(layer, calls, features, sharded=bool(parts), shared=is_shared)
+        values = self._seen(layer, calls, looked)
+        self._keep_all_rows(layer.path, calls)
         if factor is not None:
             values["gradient_factor"] = factor
         makings = [
@@ -139,7 +144,9 @@ class FinalGradient:
         if self._scale is not None:
             gamma = {key: g / self._scale for key, g in gamma.items()}
         # With several processes γ holds other rows, too.
-        trusted = processes() == 1 and not looked.from_rows
+        if own is not None:
+            values["own_gamma"] = products(own, gamma)
+        trusted = processes() == 1 and not looked.from_rows and own is None
         trusted = trusted and layer.path not in self._watch.distrusted
         if looked.rows_seen == looked.rows_total and trusted and gram_is_less(features, layer, G):
             if factor is not None:
@@ -159,7 +166,7 @@ class FinalGradient:
                 looked.groups = features.groups
         vectors = RowVectors(G, factor, joined([call.z for call in calls]), e)
         places = [(call.place, call.rows) for call in calls]
-        measured = MeasuredLayer(layer, makings, looked, features, vectors, places, values)
+        measured = MeasuredLayer(layer, makings, looked, features, vectors, places, values, own)
         measured.choose_entries(self._generator)
         self.measured[layer.path] = measured
         self._capture.rows[layer.path].release()
@@ -182,7 +189,13 @@ class FinalGradient:
         self._weight_sums.clear()
 
     def _looked(
-        self, layer: Layer, calls: Sequence[Call], features: Features, *, sharded: bool
+        self,
+        layer: Layer,
+        calls: Sequence[Call],
+        features: Features,
+        *,
+        sharded: bool,
+        shared: bool,
     ) -> Looked:
         pieces = layer.pieces
         return Looked(
@@ -194,7 +207,7 @@ class FinalGradient:
             rows_total=sum(call.total for call in calls),
             groups=features.groups,
             precision=max(call.precision for call in calls),
-            from_rows=_why_from_rows(features, shared=layer.path in self._shared),
+            from_rows=_why_from_rows(features, shared=shared),
             undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
             features=_fan_in(features),
             shares={p.key: 1 / holders(p.parameter) for p in pieces} if sharded else {},
@@ -257,14 +270,18 @@ class FinalGradient:
             return {}
         return dict(zip(CEILING_SUMS, sums, strict=True))
 
-    def _of_all_rows(self, path: str, calls: Sequence[Call]) -> dict[str, Tensor]:
-        """Keeps what one pass said of all rows, if it did of all calls; else gives ‖G‖² alone."""
-        squares = [call.size.reshape(-1) for call in calls if call.size is not None]
-        if len(squares) < len(calls):  # two passes through one graph: only the sample has their sum
-            return {}
+    def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
+        """Keeps what one pass said of all rows, and of all their scales if it did of all calls."""
+        sizes = [call.size for call in calls if call.size is not None]
+        if len(sizes) < len(calls):  # two passes through one graph: only the sample has their sum
+            return
+        squares = [size[0] for size in sizes]
         whole = [call.whole for call in calls if call.whole is not None]
         if len(whole) < len(calls) or not sum(call.total for call in calls):
-            return {"G_norms": joined(squares)}
+            own = [size[1:] for size in sizes if len(size) > 1]
+            every = joined([part.T for part in own]).T if len(own) == len(sizes) else None
+            self._all_rows[path] = AllRows(None, 0.0, joined(squares), every)
+            return
         for i, all_rows in enumerate(whole):
             if all_rows.trained is not None:
                 squares[i] = squares[i] * all_rows.trained
@@ -278,7 +295,6 @@ class FinalGradient:
         sums = [w.weight_sum.flatten() for w in whole if w.weight_sum is not None]
         if len(sums) == len(calls):
             self._weight_sums[path] = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
-        return {}
 
 
 def _apart(part: Tensor | None, gradients: Iterable[Tensor]) -> Tensor | None:

@@ -3,17 +3,26 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from adiv_monitor.capture.again.again import Calls
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Layer
+from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.features import Averaged, Features
-from adiv_monitor.features.rows import Index, to_device
+from adiv_monitor.features.rows import Index, exact, to_device
 from adiv_monitor.maths import totals
 from adiv_monitor.step.part import Looked
 from adiv_monitor.step.plain_step import Making
 from adiv_monitor.step.row_vectors import RowVectors, products_of
+
+
+def products(own: Parts, others: Parts) -> Float[Tensor, "1"]:
+    """Their dot product over all pieces."""
+    parts = [(exact(part) * exact(others[key])).sum() for key, part in own.items()]
+    return torch.stack(parts).sum().reshape(1)
 
 
 @dataclass
@@ -28,6 +37,8 @@ class MeasuredLayer:
         rows: what is known of the rows.
         calls: where the rows are.
         values: name → numbers for the host.
+        own: by a piece's key, the layer's part of a gradient that others have a part of; None: all
+            is its own, or that is not known.
     """
 
     layer: Layer
@@ -37,6 +48,7 @@ class MeasuredLayer:
     rows: RowVectors
     calls: Calls
     values: dict[str, Tensor] = field(default_factory=dict)
+    own: Parts | None = None
     _entries: Index | None = field(default=None, init=False)
     _weight_norms: Tensor | None = field(default=None, init=False)
 
@@ -47,7 +59,7 @@ class MeasuredLayer:
 
     def release(self) -> None:
         """Let go of the rows, and of what made their weights."""
-        del self.features, self.rows, self.makings
+        del self.features, self.rows, self.makings, self.own
 
     def choose_entries(self, generator: np.random.Generator) -> None:
         """Which scales of a gain are to be told, one by one."""

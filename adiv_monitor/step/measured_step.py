@@ -23,7 +23,7 @@ from adiv_monitor.features.uses import Refused
 from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.collectives import Agree
 from adiv_monitor.step.final_gradient import FinalGradient
-from adiv_monitor.step.measured_layer import MeasuredLayer
+from adiv_monitor.step.measured_layer import MeasuredLayer, products
 from adiv_monitor.step.part import Part, learn, make_part
 from adiv_monitor.step.plain_step import act, added, changes
 from adiv_monitor.step.realised import Realised
@@ -353,6 +353,8 @@ class MeasuredStep:
         whole = {**taken, **parts}
         changed = changes(measured.makings, whole, whole)
         measured.rows.d = act(measured.makings, changed, measured.features)
+        if measured.own is not None:
+            measured.values["own_w"] = products(measured.own, taken)
         self._finish_rows(measured)  # first: the bias's part of d may be the difference itself
         for piece in layer.pieces:
             steps.take_products(piece, taken[piece.key])

@@ -14,7 +14,7 @@ from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 from adiv_monitor.step.attention_outcome import attention_outcome
 from adiv_monitor.step.gradient_check import is_judged, speaks_against
 from adiv_monitor.step.makings import Gain, gain_of, reaches_all, resolved
-from adiv_monitor.step.part import Facts, LayerPart, Part
+from adiv_monitor.step.part import OWN_DOTS, Facts, LayerPart, Part
 from adiv_monitor.step.rows_together import in_units
 
 # Why what the parameters say does not hold for the rows, so that all is estimated from rows.
@@ -99,7 +99,7 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
 
 def _numbers(layer: LayerPart, facts: Facts, *, suspected: bool) -> tuple[Numbers, str]:
     """What the measures of one layer need; and why they must rest on its rows alone, if so."""
-    seen, values, dots = layer.looked, layer.values, layer.dots
+    seen, values, dots = layer.looked, dict(layer.values), layer.dots
     factor = float(values.get("gradient_factor", math.nan))
     reason = seen.from_rows or speaks_against(
         values, dots["gamma_gamma"], factor, seen, scale=facts.gradient_scale
@@ -109,6 +109,10 @@ def _numbers(layer: LayerPart, facts: Facts, *, suspected: bool) -> tuple[Number
             in_units(layer, 1 / factor) | {"gradient_factor": np.array(math.nan)},
             math.nan,
         )
+    own = {name: factor * float(values.pop(name)[0]) for name in OWN_DOTS if name in values}
+    if not own and seen.from_rows != "shared":
+        own = {"own_gamma": dots["gamma_gamma"], "own_w": dots.get("w_gamma", math.nan)}
+    dots = dots | {name: own.get(name, math.nan) for name in OWN_DOTS}
     found = Numbers(
         rows_seen=seen.rows_seen,
         rows_total=seen.rows_total,
@@ -118,7 +122,6 @@ def _numbers(layer: LayerPart, facts: Facts, *, suspected: bool) -> tuple[Number
         exact=not reason and not facts.gradient_lost,
         suspected=suspected,
         verified=seen.followed and not reason,
-        shared=seen.from_rows == "shared",
         bias_alone=seen.bias_alone,
         tolerance=seen.tolerance,
         factor=factor,

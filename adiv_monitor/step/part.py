@@ -18,6 +18,10 @@ RULE_TOLERANCE = 0.05
 # Of the rows of one of several processes: ΦᵀΦ, ΦᵀG and ‖G‖².
 CEILING_SUMS = ("ceiling_gram", "ceiling_cross", "ceiling_square")
 
+# Of a layer whose parameters others use too, its own part γ′ of their gradient, in the units that
+# backward left: ⟨γ, γ′⟩ and ⟨w, γ′⟩.
+OWN_DOTS = ("own_gamma", "own_w")
+
 _FLOAT32 = float(np.finfo(np.float32).eps)
 
 _REFUSED = {

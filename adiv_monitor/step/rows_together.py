@@ -13,7 +13,7 @@ from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
 from adiv_monitor.maths.readings import REALISED, Array
 from adiv_monitor.step.gradient_check import as_multiple, is_now, is_of_entries
-from adiv_monitor.step.part import CEILING_SUMS, LayerPart, Looked
+from adiv_monitor.step.part import CEILING_SUMS, OWN_DOTS, LayerPart, Looked
 
 Values = dict[str, Array]
 
@@ -23,9 +23,7 @@ _OF_ROWS = ("products", "realised", *_SCALES, "common", "weight_norms")
 _MATRICES = ("products", "realised")
 # What a pass over all rows summed up, where that adds up.
 _ADDED = ("active", "G_G", "own_G", "own_own", "scale_sum", "weight_squares")
-_OF_ALL = (*_ADDED, "scale_deviation", "scale_max", "scale_entries")
 _LARGEST = ("rule_error", "replay_error")
-_JOINED = ("makings", "G_norms")
 
 
 def with_common(values: Values) -> Values:
@@ -129,6 +127,7 @@ def layer_together(
         sums = (sum(torch.from_numpy(own[name]) for own in several) for name in CEILING_SUMS)
         gram, cross, square = map(torch.as_tensor, sums)
         values["attainable_cosine"] = attainable_cosine(gram, cross, square.sqrt()).numpy()
+    values |= {n: np.sum([v[n] for v in several], axis=0) for n in _in_all(OWN_DOTS, several)}
     looked = _looked([part.looked for part in some])
     if "scale_pivot" in several[0]:
         values |= _of_blocks(several, looked.groups)
@@ -210,10 +209,13 @@ def _of_all_rows(
     found: Values = {}
     if all("weight_sum" in values for values in several):
         found["weight_sum"] = np.array(np.linalg.norm(sum(v["weight_sum"] for v in several)))
-    if all("G_G" in values for values in several):
-        found |= {
-            n: np.array([sum(float(v[n][0]) for v in several)]) for n in _in_all(_ADDED, several)
-        }
+    if not all("G_G" in values for values in several):
+        return found
+    found |= {n: np.array([sum(float(v[n][0]) for v in several)]) for n in _in_all(_ADDED, several)}
+    if "G_concentration" in several[0]:
+        squares = sum(float(v["G_concentration"][0] * v["G_G"][0] ** 2) for v in several)
+        found["G_concentration"] = squares / found["G_G"] ** 2
+    else:
         counts, sums, spreads = (
             np.array([float(v[name][0]) for v in several])
             for name in ("active", "scale_sum", "scale_deviation")
@@ -221,22 +223,13 @@ def _of_all_rows(
         some = counts > 0
         counts, sums, spreads = counts[some], sums[some], spreads[some]
         off = sums / counts - (sums.sum() / counts.sum() if some.any() else 0.0)
-        squares = (spreads**2).sum() + (counts * off**2).sum()
-        found["scale_deviation"] = np.array([math.sqrt(squares)])
+        found["scale_deviation"] = np.sqrt([(spreads**2).sum() + (counts * off**2).sum()])
         found["scale_max"] = np.array([max(float(v["scale_max"][0]) for v in several)])
         totals = [seen.rows_total for seen in looked]
         places = _evenly([len(v["scale_entries"]) for v in several], totals, generator)
         parts = [v["scale_entries"][at] for v, at in zip(several, places, strict=True)]
         found["scale_entries"] = np.concatenate(parts)
-        return found
-    norms = [_gradient_norms(values) for values in several]
-    if all(part is not None for part in norms):
-        found["G_norms"] = np.concatenate([part for part in norms if part is not None])
     return found
-
-
-def _gradient_norms(values: Values) -> Array | None:
-    return values.get("G_norms", np.sqrt(values["G_G"]) if "G_G" in values else None)
 
 
 def _evenly(

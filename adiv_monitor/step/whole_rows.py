@@ -228,6 +228,7 @@ def _parts(call: Call) -> Iterable[_Part]:
     found: list[tuple[str, Tensor | None, str, int]] = [
         ("z", call.z, split.output, outputs),
         ("gradient", call.gradient, split.gradient, outputs),
+        ("size", call.size, _squared(split.gradient), 0),
     ]
     if isinstance(call.features, DenseFeatures):
         found.append(("phi", call.features.phi, split.features, inputs))
@@ -235,7 +236,6 @@ def _parts(call: Call) -> Iterable[_Part]:
         found += [
             ("weight_square", call.whole.weight_square, _squared(split.features), 0),
             ("weight_sum", _flat(call.whole.weight_sum), split.features, inputs),
-            ("size", call.size, _squared(split.gradient), 0),
         ]
     for name, tensor, how, width in found:
         if tensor is not None and how != SAME:
@@ -277,9 +277,8 @@ def deal(calls: Sequence[Call], peers: Peers) -> None:
         call.pick(index)
         call.gradient = call.gradient.index_select(0, index)
         call.total = len(range(total)[share])
-        whole, split = call.whole, call.split
-        if call.size is not None and (whole or split is None or split.gradient == SAME):
-            call.size = call.size.reshape(-1)[share]  # else norms of columns, all of them its own
+        call.size = None if call.size is None else call.size[:, share]
+        whole = call.whole
         if whole is not None:
             call.whole = replace(
                 whole,

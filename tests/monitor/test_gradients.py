@@ -491,12 +491,11 @@ def test_a_freak_of_a_sample_is_forgotten() -> None:
         exact=True,
         suspected=False,
         verified=False,
-        shared=False,
         bias_alone=False,
         tolerance=1e-9,
         factor=1.0,
         entry_rows=None,
-        dots={"gamma_gamma": 900.0},
+        dots={"gamma_gamma": 900.0, "own_gamma": 900.0},
     )
     first = measure({"": layer})[""]
     assert first.suspected and not first.holds_more

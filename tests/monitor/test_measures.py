@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import dots, measures, readings
 from adiv_monitor.maths.estimates import (
     Sample,
@@ -148,8 +149,9 @@ def test_sums_of_many_alike_entries_do_not_drift() -> None:
         assert dots.norm(constant).item() ** 2 == pytest.approx(
             constant.numel() * value**2, rel=1e-5
         )
-        parts = dots.sample_norms(constant).double()
-        assert parts.square().sum().item() == pytest.approx(constant.numel() * value**2, rel=1e-5)
+        assert squares(constant).sum().item() == pytest.approx(
+            constant.numel() * value**2, rel=1e-5
+        )
     wide = torch.full((20, 30_000), 0.1)
     found = dots.of_rows([wide, 7 * wide])
     expected = 30_000 * value**2 * torch.tensor([[1.0, 7.0], [7.0, 49.0]])
@@ -173,9 +175,11 @@ def random_layer(
             "scale_largest": random.exponential(size=rows) + 2,
             "scale_entries_of_rows": random.exponential(size=rows * groups),
         }
-    dots = dict(zip(("gamma_gamma", "w_w", "w_gamma"), random.exponential(size=3), strict=True))
-    if known == "norms of parts":  # of more or fewer, from layer to layer
-        values["G_norms"] = random.exponential(size=random.integers(2, 9)) + 1
+    names_of_dots = ("gamma_gamma", "w_w", "w_gamma", "own_gamma", "own_w")
+    dots = dict(zip(names_of_dots, random.exponential(size=5), strict=True))
+    if known == "gradients":
+        values |= {"active": np.array([2.0 * rows]), "G_G": random.exponential(size=1) + 20}
+        values["G_concentration"] = random.uniform(1 / rows, 1, size=1)
     elif known == "sums":
         sums = ("G_G", "own_G", "own_own", "scale_sum", "scale_deviation", "scale_max")
         values |= {name: random.exponential(size=1) + 20 for name in sums}
@@ -189,7 +193,6 @@ def random_layer(
         exact=known != "nothing",
         suspected=False,
         verified=False,
-        shared=False,
         bias_alone=False,
         tolerance=1e-9,
         factor=random.exponential(),
@@ -198,7 +201,7 @@ def random_layer(
     )
 
 
-@pytest.mark.parametrize("known", ["nothing", "norms of parts", "sums"])
+@pytest.mark.parametrize("known", ["nothing", "gradients", "sums"])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_layers_measured_together_are_as_measured_alone(
     groups: int, known: str, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import pytest
 
 from adiv_monitor.maths import measures
 from adiv_monitor.maths.estimates import (
+    Ends,
     Estimate,
     PerLayer,
     Sample,
@@ -15,6 +16,7 @@ from adiv_monitor.maths.estimates import (
     by_ratio,
     by_regression,
     by_size,
+    mean_of_active,
     over_rows,
     product,
     quantiles,
@@ -394,6 +396,68 @@ def test_quantiles_among_infinities() -> None:
     value, error = quantiles(np.array([[1.0, 2.0, 3.0, math.inf]]), [0.5], 0.64)
     assert value[0].tolist() == [2.5]
     assert error[0].tolist() == [math.inf]
+
+
+# --- samples without spread ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("negative", [0.005, 0.02, 0.05, 0.2, 0.47, 0.5])
+@pytest.mark.parametrize("seen", [40, 128])
+def test_cosines_of_one_output_know_that_rows_may_be_others(seen: int, negative: float) -> None:
+    """All are ±1: a sample may hold only one of the two, and a median jumps between them."""
+    random = np.random.default_rng(0)
+    rows, levels = 4000, (0.05, 0.5, 0.95)
+    cosines = np.ones(rows)
+    cosines[: round(negative * rows)] = -1
+    cosines *= 1 - 1e-7 * random.random(rows)  # what rounding leaves
+    index = np.stack([random.choice(rows, seen, replace=False) for _ in range(DRAWS)])
+    found, rounding = cosines[index], np.full(DRAWS, 1e-3)
+    sample = Sample(np.full(DRAWS, float(rows)), np.ones((DRAWS, seen), dtype=bool))
+    mean = measures.row_cosine_mean(found, sample, rounding)
+    assert (mean.error > 0.01).all()
+    assert (np.abs(mean.value - cosines.mean()) > 3 * mean.error).mean() < 0.02
+    value, error = quantiles(found, levels, sample.variance_share, Ends(-1.0, 1.0), rounding)
+    truth = np.quantile(cosines, levels)
+    assert ((np.abs(value - truth) > 3 * error + 1e-6).mean(0) < 0.02).all()
+    # None is told to have a sign that it may not have.
+    assert ((np.abs(value) > 2 * error) & (value * truth < 0)).mean(0).max() < 0.02
+
+
+def test_what_a_sample_that_is_all_alike_leaves_open() -> None:
+    """By hand: 30 rows of very many don't tell of a tenth of them; 128 tell of a fortieth."""
+    level, ends = (0.05, 0.5, 0.95), Ends(-1.0, 1.0)
+    for seen, expected in ((30, (0.8, 0, 0.2)), (128, (0, 0, 0))):
+        values, share = np.full((1, seen), 0.6), np.array([1 / (seen - 1)])
+        value, error = quantiles(values, level, share, ends)
+        assert value.tolist() == [[0.6] * 3]
+        np.testing.assert_allclose(error, [expected])
+        assert not quantiles(values, level, share)[1].any()
+    of_none = share_error(np.zeros(1), np.array([30.0]), of_all(10**9, np.ones((1, 30), bool)))
+    found = measures.row_cosine_mean(
+        np.full((1, 30), 0.6), of_all(10**9, np.ones((1, 30), bool)), np.full(1, 1e-9)
+    )
+    assert found.value[0] == pytest.approx(0.6)
+    assert found.error[0] == pytest.approx(1.6 * of_none[0])
+
+
+def test_ends_that_are_not_known_leave_an_error_unknown() -> None:
+    values, share = np.full((2, 30), 2.0), np.full(2, 1 / 29)
+    _, error = quantiles(values, (0.05, 0.5, 0.95), share, Ends(0.0, math.nan))
+    np.testing.assert_array_equal(error, [[1, 0, math.nan]] * 2)
+
+
+def test_a_sample_with_a_spread_tells_its_own() -> None:
+    """Nor do cosines far from ±1 that differ need more than that."""
+    random = np.random.default_rng(0)
+    cosines = 0.2 + 0.05 * random.normal(size=(1, 60))
+    sample = of_all(10_000, np.ones((1, 60), dtype=bool))
+    mean = measures.row_cosine_mean(cosines, sample, np.full(1, 1e-3))
+    plain = mean_of_active(cosines, np.ones((1, 60), dtype=bool), sample)
+    assert mean.error.tolist() == plain.error.tolist()
+    values, share = random.normal(size=(3, 60)), np.full(3, 1 / 59)
+    for level in (0.1, 0.5, 0.9):
+        with_ends = quantiles(values, [level], share, Ends(-99.0, 99.0), 1e-3)
+        assert with_ends[1].tolist() == quantiles(values, [level], share)[1].tolist()
 
 
 def test_a_share_of_one_row_is_as_uncertain_as_laplace_has_it() -> None:

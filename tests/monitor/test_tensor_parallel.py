@@ -582,7 +582,7 @@ def test_every_row_is_dealt_to_one(most: int | None) -> None:
             call.look(
                 DenseFeatures(kept[:, None, None]), kept[:, None], Whole(every, 1.0, every.sum())
             )
-            call.gradient, call.size = kept[:, None], every
+            call.gradient, call.size = kept[:, None], every[None]
             calls.append(call)
         deal(calls, Dealer(place))
         of_all = dealt(calls, Dealer(place), come=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.features.features import DenseFeatures, OneHotFeatures
-from adiv_monitor.features.rows import Rows, exact_type, to_device
+from adiv_monitor.features.rows import Rows, exact, exact_type, to_device
 from adiv_monitor.features.uses import Use
-from adiv_monitor.features.whole import Whole
+from adiv_monitor.features.whole import LateScales, Whole
 
 
 def own_dims(parameter: Tensor, shape: Sequence[int]) -> list[int]:
@@ -35,7 +35,15 @@ def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
         taken = rows.take(layout(x.expand(shape)))  # of a mask too
         return DenseFeatures(taken.to(torch.promote_types(taken.dtype, parameter.dtype))[..., None])
 
-    return Use("gain", parameter, None, features, layout)
+    def late() -> LateScales:
+        return LateScales(lambda x: _rows(exact(layout(x.expand(shape)))).square(), [x], 0.0)
+
+    return Use("gain", parameter, None, features, layout, late=late)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(rows, channels)."""
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def offset(

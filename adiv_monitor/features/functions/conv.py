@@ -24,7 +24,7 @@ from adiv_monitor.features.rows import (
     to_device,
 )
 from adiv_monitor.features.uses import FunctionCall, Use, uses
-from adiv_monitor.features.whole import Whole, squares
+from adiv_monitor.features.whole import LateScales, Whole, squares
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,15 @@ def patchwise(geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | 
         return DenseFeatures(patches(geometry, rows, input), of_bias)
 
     def whole() -> Whole | None:
-        """With groups every row has several scales: then from samples."""
         if geometry.groups > 1:
             return None
-        square = patch_squares(geometry, input)
+        square = patch_squares(geometry, input).flatten()
         return Whole(square, of_bias or 0.0, _sum(geometry, input))
 
-    return Use("convolution", weight, bias, features, geometry.spatial_last, whole)
+    def late() -> LateScales:
+        return LateScales(lambda x: patch_squares(geometry, x), [input], of_bias or 0.0)
+
+    return Use("convolution", weight, bias, features, geometry.spatial_last, whole, late=late)
 
 
 @uses("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -182,9 +184,16 @@ def _sides(
 
 
 def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
-    """‖patch‖² of all rows, (rows,): Σ x² over the channels, summed over windows (groups = 1)."""
-    padded = _padded(geometry, squares(geometry.batched(input), 1)[:, None])
-    return _windows(geometry, padded).sum(_kernel_dims(geometry)).flatten()
+    """‖patch‖² of all rows and groups: Σ x² over a group's channels, summed over windows."""
+    batched = geometry.batched(input)
+    groups = geometry.groups, batched.shape[1] // geometry.groups
+    by_group = batched.reshape(len(batched), *groups, *batched.shape[2:])
+    sums = _padded(geometry, squares(by_group, 2))
+    for d, (size, stride, dilation) in enumerate(
+        zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True), 2
+    ):
+        sums = sums.unfold(d, dilation * (size - 1) + 1, stride)[..., ::dilation].sum(-1)
+    return sums.movedim(1, -1).flatten(0, -2)
 
 
 def _sum(geometry: Geometry, input: Tensor) -> Tensor:
@@ -221,10 +230,6 @@ def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
         gathered.mul_(inside[..., None])
     by_channel = exact(gathered).transpose(1, 2)  # (rows, channels, kernel volume)
     return by_channel.reshape(len(sample), geometry.groups, per_output)
-
-
-def _kernel_dims(geometry: Geometry) -> tuple[int, ...]:
-    return tuple(range(-len(geometry.kernel), 0))
 
 
 def _padded(geometry: Geometry, x: Tensor, *, channels_last: bool = False) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import Rows, exact, exact_type, joined, to_device
 from adiv_monitor.features.uses import FunctionCall, Use, channels_second, uses
-from adiv_monitor.features.whole import CHUNK
+from adiv_monitor.features.whole import CHUNK, LateScales, hooks_keep
 from adiv_monitor.kernels.choice import attempt
 
 # Of the batch's statistics these keep mean and 1/√(var + ε) for the backward pass.
@@ -25,14 +25,31 @@ def gain(
     weight: Tensor | None,
     bias: Tensor | None,
     normalised: Callable[[Rows], Tensor],
+    every: Callable[..., Tensor],
+    reads: Sequence[Tensor],
     layout: Callable[[Tensor], Tensor] = channels_second,
 ) -> Use:
-    """γ⊙x̂ + δ, from x̂ of the chosen rows (rows, channels)."""
+    """γ⊙x̂ + δ.
+
+    Args:
+        weight: γ.
+        bias: δ.
+        normalised: x̂ of the chosen rows (rows, channels).
+        every: x̂ of all rows, shaped like the input, from what it reads.
+        reads: the tensors for that.
+        layout: see `Use`.
+    """
 
     def features(rows: Rows) -> DenseFeatures:
         return DenseFeatures(normalised(rows)[..., None], None if bias is None else 1.0)
 
-    return Use("gain", weight, bias, features, layout=layout)
+    def scales(*tensors: Tensor) -> Tensor:
+        return layout(every(*map(exact, tensors))).flatten(0, -2).square()
+
+    def late() -> LateScales:
+        return LateScales(scales, reads, 1.0)
+
+    return Use("gain", weight, bias, features, layout=layout, late=late)
 
 
 @uses("layer_norm")
@@ -56,7 +73,10 @@ def layer_norm(
         x = rows.take(layout(input))
         return functional.layer_norm(x, x.shape[1:], eps=eps)
 
-    return gain(weight, bias, normalised, layout)
+    def every(x: Tensor) -> Tensor:
+        return functional.layer_norm(x, normalized_shape, eps=eps)
+
+    return gain(weight, bias, normalised, every, [input], layout)
 
 
 @uses("rms_norm")
@@ -80,7 +100,10 @@ def rms_norm(
         x = rows.take(layout(input))
         return functional.rms_norm(x, x.shape[1:], eps=constant)
 
-    return gain(weight, None, normalised, layout)
+    def every(x: Tensor) -> Tensor:
+        return functional.rms_norm(x, normalized_shape, eps=constant)
+
+    return gain(weight, None, normalised, every, [input], layout)
 
 
 @uses("group_norm")
@@ -105,7 +128,10 @@ def group_norm(
         of_channels = of_rows.repeat_interleave(channels // num_groups, 2)
         return _normalised(rows, input, eps, *of_channels)
 
-    return gain(weight, bias, normalised)
+    def every(x: Tensor) -> Tensor:
+        return functional.group_norm(x, num_groups, eps=eps)
+
+    return gain(weight, bias, normalised, every, [input])
 
 
 @uses("instance_norm")
@@ -146,8 +172,13 @@ def batch_norm(
     if call.of_model(input):  # a weight that is standardised
         return None
 
+    if training or running_mean is None or running_var is None:
+        known: list[Tensor] = []
+    else:
+        known = [running_mean, running_var]
+
     def normalised(rows: Rows) -> Tensor:
-        if training or running_mean is None or running_var is None:
+        if not known:
             last = input.movedim(1, -1)
             choice = {"chosen": rows.places, "rows": rows.count}
             kept = _kept_moments(call.result)
@@ -166,10 +197,15 @@ def batch_norm(
                 return rows.take(last).sub_(mean).sub_(shift).mul_(reciprocal)
             moments = _moments(by_channel)
         else:
-            moments = running_mean, torch.zeros_like(running_mean), running_var
+            mean, variance = known
+            moments = mean, torch.zeros_like(mean), variance
         return _normalised(rows, input, eps, *moments)
 
-    return gain(weight, bias, normalised)
+    def every(x: Tensor, *moments: Tensor) -> Tensor:
+        mean, variance = moments or (None, None)
+        return functional.batch_norm(x, mean, variance, training=not moments, eps=eps)
+
+    return gain(weight, bias, normalised, every, [input, *known])
 
 
 def _normalised(
@@ -186,13 +222,12 @@ def _normalised(
 def _kept_moments(result: Tensor) -> tuple[Tensor, Tensor] | None:
     """Mean and 1/√(var + ε) of the batch as batch_norm itself took and kept them; None: unknown.
 
-    Not where hooks hold what is kept: to hand it out they may have to run a forward pass again.
+    Not where hooks hold what is kept.
     """
     node: Any = result.grad_fn
     if node is None or node.name() not in _KEEP_MOMENTS or not node._saved_training:
         return None
-    holders: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if holders is None or holders(True) is not None:  # torch 2.6 does not tell
+    if hooks_keep():
         return None
     mean, reciprocal = node._saved_result1, node._saved_result2
     # In half precision throughout it keeps them as rounded as the rest.

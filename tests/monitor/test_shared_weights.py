@@ -1,0 +1,280 @@
+"""Parameters that several layers use: each one's own part of the gradient is known exactly."""
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.capture.updates import Watch
+from adiv_monitor.step.assembly import Assembly
+from adiv_monitor.step.outcome import understand
+from adiv_monitor.step.part import Part
+from adiv_monitor.step.together import prepared, together
+
+WORDS, WIDTH, TOKENS, SEEN = 40, 12, 1024, 96
+
+
+class Language(nn.Module):
+    """A table of words, tied to the read-out unless each use is to have a copy of its own."""
+
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.head.weight = self.embed.weight if tied else nn.Parameter(self.embed.weight.data * 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        logits: Tensor = self.head(hidden + torch.tanh(self.inner(hidden)))
+        return logits
+
+
+def words(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """As in texts, few of the words are most of them."""
+    generator = torch.Generator().manual_seed(seed)
+    often = 1 / torch.arange(1.0, WORDS + 1)
+    x = torch.multinomial(often, n, replacement=True, generator=generator)
+    return x, (7 * x + 3) % WORDS
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x), y)
+
+
+class Step:
+    """A step that can be measured as often as is asked; the same of an untied twin."""
+
+    def __init__(self, *, tied: bool = True) -> None:
+        torch.manual_seed(0)
+        self.model = Language(tied=tied).double()
+        nn.init.normal_(self.model.embed.weight, std=0.3)
+        if not tied:
+            self.model.head.weight.data.copy_(self.model.embed.weight)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
+        for _ in range(3):
+            self.optimizer.zero_grad()
+            loss_of(self.model, *words(TOKENS)).backward()
+            self.optimizer.step()
+
+    def measured(
+        self,
+        max_rows: int | None,
+        seed: int = 0,
+        backward: Callable[[nn.Module], None] = lambda m: loss_of(m, *words(TOKENS)).backward(),
+        before_step: Callable[[nn.Module], object] = lambda m: None,
+    ) -> tuple[StepReport, dict[str, float]]:
+        """The report, and what each layer's step takes from the loss, by plain copies."""
+        model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        with Monitor(model, optimizer, max_rows=max_rows, seed=seed, on_error="raise") as monitor:
+            optimizer.zero_grad()
+            backward(model)
+            raw = model.embed.weight.grad.clone()
+            before_step(model)
+            factor = float(model.embed.weight.grad.norm() / raw.norm())
+            before = {n: p.detach().clone() for n, p in model.named_parameters()}
+            optimizer.step()
+        taken = {n: before[n] - p.detach() for n, p in model.named_parameters()}
+        apart = Language(tied=False).double()
+        for path in ("embed", "inner", "head"):
+            for name, p in apart.get_submodule(path).named_parameters():
+                p.data.copy_(before.get(f"{path}.{name}", before["embed.weight"]))
+        backward(apart)
+        descents: dict[str, float] = defaultdict(float)
+        for name, p in apart.named_parameters():
+            w = taken.get(name, taken["embed.weight"])
+            descents[name.split(".")[0]] += factor * float((w * p.grad).sum())
+        assert monitor.latest is not None
+        return monitor.latest, descents
+
+
+def in_three(model: nn.Module) -> None:
+    for seed in range(3):
+        loss_of(model, *words(TOKENS // 2, seed)).backward()
+
+
+def again(model: nn.Module) -> None:
+    """A first attempt is given up."""
+    (3 * loss_of(model, *words(TOKENS, 1))).backward()
+    model.zero_grad()
+    in_three(model)
+
+
+def one_use_more_often(model: nn.Module) -> None:
+    """And not all uses in each pass."""
+    in_three(model)
+    model.embed(words(50)[0]).square().sum().backward()
+
+
+def clipped(model: nn.Module) -> object:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+WAYS: dict[str, dict[str, Callable[[nn.Module], object]]] = {
+    "plain": {},
+    "micro-batches": {"backward": in_three},
+    "clipped": {"backward": in_three, "before_step": clipped},
+    "given up": {"backward": again},
+    "one more often": {"backward": one_use_more_often},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_use_has_its_own_part_of_the_descent(way: str) -> None:
+    report, expected = Step().measured(SEEN, **WAYS[way])
+    assert not any("rows alone" in note for note in report.notes)
+    for path, reading in report.layers.items():
+        assert reading.rows_seen == SEEN < reading.rows_total
+        assert reading.descent == pytest.approx(expected[path], rel=1e-6)
+        assert not {"descent", "effective_lr"} & reading.standard_error.keys()
+    assert report.descent == pytest.approx(sum(expected.values()), rel=1e-6)
+
+
+def errors_of(step: Step, path: str, draws: int = 30) -> tuple[dict[str, float], float]:
+    """Root mean squares of relative errors, by measure; the share beyond three of their own."""
+    truth = step.measured(None)[0].layers[path].measures()
+    off: dict[str, list[float]] = defaultdict(list)
+    beyond: list[bool] = []
+    for seed in range(draws):
+        reading = step.measured(SEEN, seed)[0].layers[path]
+        for name in ("update_cosine", "gradient_cosine", "effective_lr", "diagonal_cosine"):
+            difference = abs(getattr(reading, name) - truth[name])
+            off[name].append(difference / abs(truth[name]))
+            beyond.append(difference > 3 * reading.standard_error.get(name, 0.0) + 1e-7)
+    squares = {name: math.sqrt(np.square(found).mean()) for name, found in off.items()}
+    return squares, sum(beyond) / len(beyond)
+
+
+@pytest.mark.parametrize("path", ["embed", "head"])
+def test_tied_uses_are_told_as_surely_as_others(path: str) -> None:
+    (tied, beyond), (untied, _) = (errors_of(Step(tied=t), path) for t in (True, False))
+    assert beyond <= 0.02
+    for name, error in tied.items():
+        assert error <= 2 * untied[name] + 1e-7, name
+        assert error < 0.15
+
+
+def test_all_rows_tell_the_same_as_the_parts() -> None:
+    """What is exact is what the rows say, all of them seen."""
+    exact = Step().measured(SEEN)[0]
+    whole = Step().measured(None)[0]
+    for path, reading in exact.layers.items():
+        for name in ("effective_lr", "descent", "parameter_cosine"):
+            expected = getattr(whole.layers[path], name)
+            assert getattr(reading, name) == pytest.approx(expected, rel=1e-9)
+
+
+# --- where a use's part can't be told -----------------------------------------------------------
+
+
+def test_a_use_that_shows_too_late_leaves_the_rows() -> None:
+    """The first pass can't know that another use will follow."""
+
+    def late(model: nn.Module) -> None:
+        model.embed(words(TOKENS)[0]).square().sum().backward()
+        in_three(model)
+
+    report, expected = Step().measured(SEEN, backward=late)
+    assert any("embed" in note and "from their rows alone" in note for note in report.notes)
+    reading = report.layers["embed"]
+    assert reading.standard_error["descent"] > 0
+    off = abs(reading.descent - expected["embed"])
+    assert off < 5 * reading.standard_error["descent"]
+
+
+class Doubled(nn.Module):
+    """Both uses read one tensor that is made of the parameter: a node hands on their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WORDS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 2 * self.weight
+        return functional.linear(torch.tanh(functional.embedding(x, weight)), weight)
+
+
+def test_uses_whose_parts_come_together_leave_the_rows() -> None:
+    torch.manual_seed(0)
+    model = Doubled().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Monitor(model, optimizer, max_rows=SEEN, on_error="raise") as monitor:
+        loss_of(model, *words(TOKENS)).backward()
+        optimizer.step()
+    report = monitor.latest
+    assert report is not None and len(report.layers) == 2
+    assert any("used by other layers too" in note for note in report.notes)
+    assert all(reading.standard_error["descent"] > 0 for reading in report.layers.values())
+
+
+def test_a_layer_alone_keeps_no_second_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of parameters with one use no more than some entries are kept."""
+    from adiv_monitor.capture import layers
+
+    wholes: list[bool] = []
+    real = layers.Contribution
+
+    def counted(parameter: nn.Parameter, *, whole: bool = False) -> layers.Contribution:
+        wholes.append(whole)
+        return real(parameter, whole=whole)
+
+    monkeypatch.setattr(layers, "Contribution", counted)
+    Step(tied=False).measured(SEEN)
+    assert wholes and not any(wholes)
+    Step(tied=True).measured(SEEN)
+    assert sum(wholes) == 3  # the table's two uses, and the bias of one of these
+
+
+# --- several processes ---------------------------------------------------------------------------
+
+WORLD = 2
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Part]]:
+    """What monitors hand in that take themselves for one of two processes."""
+    handed_in: list[Part] = []
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: WORLD)
+    monkeypatch.setattr(Assembly, "join", lambda self, name: None)
+    monkeypatch.setattr(Assembly, "add", lambda self, number, part: handed_in.append(part))
+    yield handed_in
+
+
+def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
+    """Each has three quarters or one quarter of the tokens; gradients are averaged, and halved."""
+    step = Step()
+    x, y = words(TOKENS)
+    cut = 3 * TOKENS // 4
+    shares = ((slice(cut), 0.75), (slice(cut, None), 0.25))
+    whole, expected = step.measured(
+        SEEN, before_step=lambda m: [p.grad.mul_(0.5) for p in m.parameters()]
+    )
+    model = copy.deepcopy(step.model)
+    model.zero_grad()
+    loss_of(model, x, y).backward()
+    gradients = [0.5 * p.grad for p in model.parameters()]
+    parts = request.getfixturevalue("parts")  # from here on there are two
+    for rank, (mine, share) in enumerate(shares):
+        model, optimizer = copy.deepcopy((step.model, step.optimizer))
+        with Monitor(model, optimizer, max_rows=SEEN, seed=rank, on_error="raise"):
+            optimizer.zero_grad()
+            (WORLD * share * loss_of(model, x[mine], y[mine])).backward()
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad.copy_(gradient)
+            optimizer.step()
+    generator = np.random.default_rng(0)
+    own = {rank: prepared(part, 0, SEEN, WORLD, generator) for rank, part in enumerate(parts)}
+    merged, _ = together(own, WORLD, SEEN, generator)
+    outcome = understand(merged, Watch())
+    assert outcome.notes == []
+    for path, reading in outcome.layers.items():
+        assert reading.descent == pytest.approx(expected[path], rel=1e-6)
+        assert reading.effective_lr == pytest.approx(whole.layers[path].effective_lr, rel=1e-6)

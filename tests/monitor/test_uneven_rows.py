@@ -1,0 +1,275 @@
+"""Rows whose gradients differ by large factors: a sample may lack the few that hold most of ‖G‖².
+
+As where a loss still cares for few samples. What one pass tells of all rows must be told so, of
+every kind of features; the errors of the rest must hold.
+"""
+
+import copy
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import pytest
+import torch
+from adiv_layers import (
+    AffineLikeLinear,
+    GradientOnlyConv2d,
+    GradientOnlyLinear,
+    NormLikeLinear,
+    PatchNormConv2d,
+)
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from adiv_monitor import Monitor
+from adiv_monitor.report import LayerReading
+
+SEEN, DRAWS = 64, 40
+SIZES = (1.5, 3.5)  # standard deviation of the logarithm of the rows' sizes
+
+
+class Of(nn.Module):
+    """One function of the input and a parameter of this shape."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        self.function = function
+        self.p = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.p)
+
+
+def flat(columns: int = 6) -> Tensor:
+    return torch.randn(600, columns) + 0.3
+
+
+def images() -> Tensor:
+    return torch.randn(6, 6, 10, 10) + 0.3
+
+
+def frozen(module: nn.Module, name: str) -> nn.Module:
+    module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+def grouped(x: Tensor, p: Tensor) -> Tensor:
+    return torch.einsum("bhi,hio->bho", x.unflatten(1, (2, 3)), p)
+
+
+Case = tuple[Callable[[], nn.Module], Callable[[], Tensor]]
+# Those whose rows have one scale each, or are told by autograd's own tensors.
+KINDS: dict[str, Case] = {
+    "linear": (lambda: nn.Linear(6, 5), flat),
+    "one output": (lambda: nn.Linear(6, 1), flat),
+    "embedding": (lambda: nn.Embedding(30, 5), lambda: torch.randint(30, (600,))),
+    "einsum": (lambda: Of(grouped, 2, 3, 4), flat),
+    "convolution": (lambda: nn.Conv2d(6, 4, 3, padding=1), images),
+    "affine-like": (lambda: AffineLikeLinear(6, 5), flat),
+    "norm-like": (lambda: NormLikeLinear(6, 5), flat),
+    "PatchNorm": (lambda: PatchNormConv2d(6, 4, 3), images),
+    "grouped": (lambda: nn.Conv2d(6, 4, 3, padding=1, stride=2, groups=2), images),
+    "depthwise": (lambda: nn.Conv2d(6, 6, 3, dilation=2, groups=6, bias=False), images),
+    "circular": (lambda: nn.Conv2d(6, 6, 3, 1, 1, groups=3, padding_mode="circular"), images),
+    "transposed": (lambda: nn.ConvTranspose2d(6, 4, 3, stride=2, groups=2), images),
+    "layer norm": (lambda: nn.LayerNorm(6), flat),
+    "layer norm, wide": (lambda: nn.LayerNorm((3, 4)), lambda: torch.randn(12, 9, 3, 4)),
+    "layer norm, no bias": (lambda: frozen(nn.LayerNorm(6), "bias"), flat),
+    "RMS norm": (lambda: nn.RMSNorm(6), flat),
+    "batch norm": (lambda: nn.BatchNorm1d(6), flat),
+    "batch norm, images": (lambda: nn.BatchNorm2d(6), images),
+    "batch norm, evaluated": (lambda: nn.BatchNorm2d(6).eval(), images),
+    "group norm": (lambda: nn.GroupNorm(2, 6), images),
+    "instance norm": (lambda: nn.InstanceNorm2d(6, affine=True), images),
+    "gain": (lambda: Of(torch.mul, 6), flat),
+    "gain of places": (lambda: Of(torch.mul, 4, 1, 3), lambda: torch.randn(12, 4, 9, 3)),
+    "PReLU": (lambda: nn.PReLU(6), images),
+}
+# Those whose scales are the same for all rows, which a sample shows.
+EVEN: dict[str, Case] = {
+    "offset": (lambda: Of(torch.add, 6), flat),
+    "bias alone": (lambda: frozen(nn.LayerNorm(6), "weight"), flat),
+    "PatchNorm, grouped": (lambda: PatchNormConv2d(6, 4, 3, groups=2), images),
+    "gradient-only": (lambda: GradientOnlyLinear(6, 5), flat),
+    "gradient-only, grouped": (lambda: GradientOnlyConv2d(6, 4, 3, groups=2), images),
+}
+
+
+@cache
+def uneven(kind: str, size: float) -> tuple[nn.Module, Tensor, Tensor]:
+    """The model, its input and ∂L/∂z."""
+    torch.manual_seed(0)
+    build, data = (KINDS | EVEN)[kind]
+    model, x = build().double(), data()
+    x = x.double() if x.is_floating_point() else x
+    with torch.no_grad():
+        shape = copy.deepcopy(model)(x).shape
+    sizes = torch.exp(size * torch.randn(shape[0], 1, *shape[2:], dtype=torch.float64))
+    return model, x, torch.randn(shape, dtype=torch.float64) * sizes
+
+
+def measured(
+    kind: str,
+    size: float,
+    max_rows: int | None,
+    seed: int = 0,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> LayerReading:
+    """One step of plain gradient descent, in two micro-batches."""
+    model, x, g = uneven(kind, size)
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    with Monitor(model, optimizer, max_rows=max_rows, seed=seed, on_error="raise") as monitor:
+        for part in (slice(len(x) // 3), slice(len(x) // 3, None)):
+            with around():
+                z = model(x[part])
+            (z * g[part]).sum().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    (reading,) = monitor.latest.layers.values()
+    return reading
+
+
+def held_by_hooks() -> AbstractContextManager[object]:
+    """What autograd keeps is in the hands of hooks, as those of offloading to the host."""
+    return saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
+@cache
+def truth(kind: str, size: float) -> LayerReading:
+    """From every single row."""
+    return measured(kind, size, None, around=held_by_hooks)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_pass_tells_what_the_scales_cost(kind: str, size: float) -> None:
+    expected = truth(kind, size)
+    for seed in range(3):
+        found = measured(kind, size, SEEN, seed)
+        assert found.rows_seen < found.rows_total
+        assert found.diagonal_cosine == pytest.approx(expected.diagonal_cosine, rel=1e-9)
+        assert "diagonal_cosine" not in found.standard_error
+
+
+@pytest.mark.parametrize("kind", EVEN)
+def test_even_scales_cost_nothing_whatever_the_rows(kind: str) -> None:
+    for seed in range(3):
+        found = measured(kind, 3.5, SEEN, seed)
+        assert found.diagonal_cosine == pytest.approx(1, rel=1e-9)
+        assert found.standard_error.get("diagonal_cosine", 0.0) < 1e-6
+
+
+# A few tokens hold most of the step, or the parameters don't speak for the rows.
+FROM_ROWS = ("embedding", "gradient-only", "gradient-only, grouped")
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [(k, s) for k in KINDS | EVEN for s in SIZES if s < 2 or k not in FROM_ROWS],
+)
+def test_errors_hold_of_rows_of_all_sizes(kind: str, size: float) -> None:
+    """Of what is a smooth sum over rows; by more than a hundredth of the value."""
+    expected = truth(kind, size).measures()
+    beyond: list[str] = []
+    sampled = 0
+    for seed in range(DRAWS):
+        found = measured(kind, size, SEEN, seed)
+        for name, error in found.standard_error.items():
+            if math.isnan(error) or name.endswith(("p05", "p50", "p95", "max")):
+                continue
+            sampled += 1
+            off = abs(getattr(found, name) - expected[name])
+            if off > 3 * error + 0.01 * abs(expected[name]):
+                beyond.append(name)
+    assert len(beyond) <= 0.03 * sampled, beyond
+
+
+@pytest.mark.parametrize("kind", ["layer norm", "batch norm", "depthwise"])
+def test_a_sample_that_lacks_the_large_rows_knows_it(kind: str) -> None:
+    """Where hooks hold what autograd keeps, no pass over all rows is made: the sizes tell."""
+    expected = truth(kind, 3.5).diagonal_cosine
+    assert expected is not None
+    beyond = 0
+    for seed in range(DRAWS):
+        found = measured(kind, 3.5, SEEN, seed, held_by_hooks)
+        assert found.diagonal_cosine is not None
+        error = found.standard_error["diagonal_cosine"]
+        beyond += abs(found.diagonal_cosine - expected) > 3 * error
+    assert beyond <= 0.1 * DRAWS  # of the sample's own spread alone, in half of the draws
+
+
+class Normed(nn.Module):
+    """A normalisation between two maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2)
+        self.inner: weakref.ref[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.inner is None:
+            self.inner = weakref.ref(hidden)
+        return self.last(self.norm(hidden))
+
+
+def test_checkpointing_keeps_its_memory() -> None:
+    """No input is held from a forward pass that keeps none."""
+    model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Monitor(model, optimizer, max_rows=4, on_error="raise") as monitor:
+        out = checkpoint(model, flat(), use_reentrant=False)
+        gc.collect()
+        assert model.inner is not None and model.inner() is None
+        out.square().sum().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert monitor.latest.layers["norm"].standard_error["diagonal_cosine"] > 0
+
+
+def test_no_input_outlives_the_backward_pass() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(6)
+            self.storage = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x.sin()
+            self.storage = hidden.untyped_storage().data_ptr()
+            return self.norm(hidden)
+
+    model = Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Monitor(model, optimizer, max_rows=4, on_error="raise"):
+        model(flat()).square().sum().backward()
+        gc.collect()
+        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+        assert model.storage not in {t.untyped_storage().data_ptr() for t in tensors}
+        optimizer.step()
+
+
+def test_an_input_that_was_written_to_tells_nothing() -> None:
+    """Under autocast autograd keeps a copy, and the original may be changed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(6, 6, 3, groups=6))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, errors = images(), []
+    g = torch.randn(len(x), 6, 8, 8) * torch.exp(2 * torch.randn(len(x), 1, 8, 8))
+    for change in (lambda x: x, lambda x: x.mul_(3)):
+        with Monitor(model, optimizer, max_rows=SEEN, on_error="raise") as monitor:
+            optimizer.zero_grad()
+            given = x.clone()
+            with torch.autocast("cpu", torch.bfloat16):
+                z = model(given)
+            change(given)
+            (z * g).sum().backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        errors.append(monitor.latest.layers["0"].standard_error.get("diagonal_cosine", 0.0))
+    assert errors[0] == 0 < errors[1]
