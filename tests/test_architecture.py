@@ -12,15 +12,26 @@ MAY_IMPORT = {
     "report": set(),
     "errors": set(),
     "files": set(),
+    "printable": set(),
     "alarms": {"report"},
     "kernels": {"adiv_layers"},
     "features": {"adiv_layers", "kernels"},
     "maths": {"features", "kernels", "report"},
     "capture": {"adiv_layers", "features", "kernels", "maths"},
-    "step": {"adiv_layers", "alignment", "capture", "features", "kernels", "maths", "report"},
-    "sinks": {"audit", "files", "report"},  # what the audit's rules and page are made of: see LOWER
-    "alignment": {"capture", "errors", "features", "files", "report"},
-    "max_lr": {"alignment", "capture", "errors", "lightning_base", "report", "step"},
+    "step": {
+        *{"adiv_layers", "alignment", "capture", "features", "kernels", "maths", "printable"},
+        "report",
+    },
+    "sinks": {
+        "audit",
+        "files",
+        "printable",
+        "report",
+    },  # what the audit's rules and page are made of: see LOWER
+    "alignment": {"capture", "errors", "features", "files", "printable", "report"},
+    "max_lr": {
+        *{"alignment", "capture", "errors", "lightning_base", "printable", "report", "step"},
+    },
     "arguments": {"alignment", "capture", "sinks", "step"},
     "monitor": {"alarms", "alignment", "arguments", "capture", "errors", "report", "sinks", "step"},
     "lightning_base": set(),
@@ -31,7 +42,7 @@ MAY_IMPORT = {
     "huggingface": {"alarms", "arguments", "capture", "monitor", "sinks"},
     "audit": {
         *{"adiv_layers", "arguments", "capture", "errors", "features", "maths", "monitor"},
-        *{"alarms", "alignment", "files", "report", "sinks", "step"},
+        *{"alarms", "alignment", "files", "printable", "report", "sinks", "step"},
     },
     "__init__": {"audit", "errors", "monitor", "report"},
     "__main__": {"audit"},

@@ -15,6 +15,7 @@ from adiv_monitor.audit.command.output import check, staged, write, write_page
 from adiv_monitor.audit.command.prepare import Prepared, prepare
 from adiv_monitor.audit.command.usage import UsageError, needed, one_line, said
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.printable import printable
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, REALISED_MEASURES
 
 _DESCRIPTION = """\
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _compare(argv[1:])
         return _audit(*_config(argv))
     except UsageError as error:
-        print(f"adiv-audit: {error}", file=sys.stderr)
+        print(f"adiv-audit: {printable(str(error))}", file=sys.stderr)
     except RecursionError:
         print(
             "adiv-audit: the model's modules are nested too deeply for Python's recursion limit: "
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         traceback.print_exc()
-        print(f"adiv-audit: the audit itself failed: {said(error)}", file=sys.stderr)
+        failure = printable(said(error))
+        print(f"adiv-audit: the audit itself failed: {failure}", file=sys.stderr)
     return 2
 
 
@@ -140,7 +142,7 @@ def _audit(config: Config, force: bool) -> int:
 
     console = Console(highlight=False, soft_wrap=False)
     terminal.show(report, console)
-    print(f"\nreport: {Path(config.out) / 'report.html'}")
+    print(f"\nreport: {printable(str(Path(config.out) / 'report.html'))}")
     failed = _failed(config, report)
     if report.record.interrupted:
         print("adiv-audit: interrupted; the report holds what there was", file=sys.stderr)
@@ -179,7 +181,7 @@ def _failed(config: Config, report: AuditReport) -> bool:
     failed = False
     for rule in map(fail_if.parse, config.fail_if):
         for hit in fail_if.hits(rule, report):
-            print(f"fails {rule.text!r}: {hit.text}")
+            print(printable(f"fails {rule.text!r}: {hit.text}"))
             failed = True
     return failed
 
@@ -199,7 +201,7 @@ def _compare(argv: list[str]) -> int:
     from adiv_monitor.audit.page import compare
 
     write_page(given.out, compare(a, b, (given.a, given.b)))
-    print(f"page: {given.out}")
+    print(printable(f"page: {given.out}"))
     return 0
 
 
