@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.command import fail_if, terminal
-from adiv_monitor.audit.command.config import NAMES, Config, default, load, read
+from adiv_monitor.audit.command.config import ARGUMENTS, NAMES, Config, default, load, read
 from adiv_monitor.audit.command.output import check, staged, write, write_page
 from adiv_monitor.audit.command.prepare import Prepared, prepare
 from adiv_monitor.audit.command.usage import UsageError, needed, one_line, said
+from adiv_monitor.audit.hidden import HIDDEN, hidden_keys
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.printable import printable
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, REALISED_MEASURES
@@ -82,6 +83,12 @@ def _config(argv: list[str]) -> tuple[Config, bool]:
         raise UsageError(
             "which model? Give one, such as torchvision.models.resnet18; see adiv-audit --help"
         )
+    for name in ARGUMENTS:
+        if hidden := hidden_keys(getattr(config, name)):
+            raise UsageError(
+                f"{_flag(name)}: {', '.join(hidden)}: {HIDDEN} stands for a secret that was not "
+                f"written down; give {_flag(name)} with its value, and with all other arguments"
+            )
     for rule in map(fail_if.parse, config.fail_if):
         if rule.measure in REALISED_MEASURES and not config.realised:
             raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --realised")
