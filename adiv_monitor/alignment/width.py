@@ -21,6 +21,7 @@ from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.alignment.slopes import RATIOS, LayerWidths, Run, Slope, layer_widths
 from adiv_monitor.alignment.width_plot import plot_widths
+from adiv_monitor.printable import printable
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,19 +86,20 @@ def runs_of(files: Iterable[tuple[int, Path]]) -> list[Run]:
 
 def described(layers: Sequence[LayerWidths]) -> str:
     """The report as text: slopes with 95 % intervals, κ, and a verdict per layer."""
-    name = max(len("layer"), *(len(layer.path) for layer in layers))
+    paths = [printable(layer.path) for layer in layers]
+    name = max(len("layer"), *map(len, paths))
     lines = [
         f"after step {layers[0].step}; slopes against width ± half of their 95 % interval",
         f"{'layer':{name}}  {'verdict':8}  {'move':>13}  {'size':>13}  exponent ± (κ)",
     ]
-    for layer in layers:
+    for layer, path in zip(layers, paths, strict=True):
         known = [
             f"{ratio} {_slope(layer.exponents[ratio]).strip()} (κ {layer.kappas[ratio]:.2f})"
             for ratio in RATIOS
             if ratio in layer.exponents
         ]
         lines.append(
-            f"{layer.path:{name}}  {layer.verdict:8}  {_slope(layer.move):>13}  "
+            f"{path:{name}}  {layer.verdict:8}  {_slope(layer.move):>13}  "
             f"{_slope(layer.size):>13}  {', '.join(known)}".rstrip()
         )
     return "\n".join(lines)

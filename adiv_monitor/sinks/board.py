@@ -1,6 +1,5 @@
 """What a dashboard shows of a training so far: pictures, and findings in words."""
 
-import html
 import textwrap
 import time
 import warnings
@@ -8,6 +7,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from adiv_monitor.printable import markdown, printable
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks.blocks import common_stem
 from adiv_monitor.sinks.health import HEALTH, OVERVIEW, is_told
@@ -119,7 +119,7 @@ class Board:
 
 def alarms_text(alarms: Iterable[object]) -> str:
     """Alarms as a list in Markdown; "" without any."""
-    lines = [f"- {plain(str(alarm))}" for alarm in alarms]
+    lines = [f"- {markdown(str(alarm))}" for alarm in alarms]
     return "\n".join(["### Alarms\n", *lines, "", ""]) if lines else ""
 
 
@@ -131,16 +131,16 @@ def findings_text(findings: Iterable["Finding"]) -> str:
     found = tuple(findings)
     parts = [f"### {running_headline(found)}"]
     for finding in found:
-        where = f" Where: {listed(list(finding.layers), '`')}." if finding.layers else ""
+        where = f" Where: {listed(list(finding.layers), as_code=True)}." if finding.layers else ""
         since = "" if finding.since is None else f", since step {finding.since:,}"
         parts.append(
             f"**{finding_title(finding.name)}** ({finding.strength}, `{finding.name}`{since}). "
-            + plain(finding.summary)
+            + markdown(finding.summary)
             + where
         )
-        parts.append("\n".join(f"{i}. {plain(a.text)}" for i, a in enumerate(finding.advice, 1)))
+        parts.append("\n".join(f"{i}. {markdown(a.text)}" for i, a in enumerate(finding.advice, 1)))
         if finding.not_advised:
-            parts.append(f"What would not: {plain(finding.not_advised)}")
+            parts.append(f"What would not: {markdown(finding.not_advised)}")
     return "\n\n".join([*parts, _LOOKED_AT])
 
 
@@ -153,7 +153,7 @@ def _lines(findings: tuple["Finding", ...]) -> list[str]:
         where = f": {listed(list(finding.layers))}" if finding.layers else ""
         advice = f" To mend it: {finding.advice[0].text}." if finding.advice else ""
         said = f"• {finding_title(finding.name)} ({finding.strength}){where}.{advice}"
-        lines += textwrap.wrap(said, _MOST_LETTERS, subsequent_indent="   ")
+        lines += textwrap.wrap(printable(said), _MOST_LETTERS, subsequent_indent="   ")
     lines = lines or textwrap.wrap(_LOOKED_AT.replace("`", ""), _MOST_LETTERS)
     return lines if len(lines) <= _MOST_LINES else [*lines[: _MOST_LINES - 1], "   … (see Text)"]
 
@@ -178,15 +178,8 @@ def worst_layers(report: StepReport, measures: Iterable[str]) -> str:
 
 def _extreme(report: StepReport, measure: str, layers: tuple[str, ...], value: float) -> str:
     """The layer and its value, or those that may be the one and what fits them."""
-    names = listed(list(layers), "`")
+    names = listed(list(layers), as_code=True)
     if len(layers) > 1:
         return f"one of {names}, near {value:.3g}"
     error = report.readings(measure)[layers[0]].standard_error.get(measure, 0.0)
     return f"{names} {value:.3g}" + (f" ± {error:.1g}" if error else "")
-
-
-def plain(text: str) -> str:
-    """Text in which Markdown finds nothing to do; what stands between backquotes stays code."""
-    parts = text.split("`")
-    parts[::2] = [html.escape(p, quote=False).replace("_", r"\_") for p in parts[::2]]
-    return "`".join(parts)

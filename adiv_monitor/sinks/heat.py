@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from adiv_monitor.printable import printable
 from adiv_monitor.sinks.blocks import blocks, common_stem
 from adiv_monitor.sinks.health import HEALTH, Health, value_of
 
@@ -168,7 +169,7 @@ def _named(layers: tuple[str, ...], most: int) -> dict[str, tuple[str, ...]]:
 
 def _names(layers: tuple[str, ...], most: int) -> list[str]:
     stem = common_stem(layers)
-    return [_short(name, stem) for name in _named(layers, most)]
+    return [_short(printable(name), printable(stem)) for name in _named(layers, most)]
 
 
 def _name_rows(axes: "Axes", layers: tuple[str, ...], named: Collection[str], most: int) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING
 
+from adiv_monitor.printable import printable
 from adiv_monitor.report import (
     ALIGNMENT_MEASURES,
     ATTENTION_MEASURES,
@@ -114,7 +115,7 @@ class TableSink:
     def _print(self, line: str) -> None:
         from rich.text import Text
 
-        self._console.print(Text(line))
+        self._console.print(Text(printable(line)))
 
     def close(self) -> None:
         """Nothing to finish: the file belongs to whoever opened it."""
@@ -173,7 +174,7 @@ def _table(report: StepReport, measures: tuple[str, ...], worst: dict[str, str |
         table.add_column("\n".join(word.rjust(width) for word in head), no_wrap=True)
         columns.append([Text(c.rjust(width), "bold red" if "*" in c else "") for c in cells])
     for (path, reading), *row in zip(readings.items(), *columns, strict=True):
-        table.add_row(Text(path), _looked_at(reading), *row)
+        table.add_row(Text(printable(path)), _looked_at(reading), *row)
     return table
 
 

@@ -7,8 +7,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Union
 from weakref import WeakKeyDictionary
 
+from adiv_monitor.printable import markdown
 from adiv_monitor.report import StepReport
-from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text, plain, worst_layers
+from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text, worst_layers
 from adiv_monitor.sinks.health import how_to_read
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
@@ -140,7 +141,7 @@ class TensorBoardSink:
         return SummaryMetadata(
             plugin_data={"plugin_name": "scalars"},
             data_class=DATA_CLASS_SCALAR,
-            summary_description=plain(reads),
+            summary_description=markdown(reads),
         )
 
     def _file_writer(self) -> Any:
@@ -270,9 +271,9 @@ def _histogram(tag: str, quantiles: tuple[float, ...], rows: int) -> Any:
 
 def _not_measured(report: StepReport) -> str:
     head = f"{percent(report.coverage)} of {trained(report)} are in measured layers.\n\n"
-    return head + _bullets(not_measured(report, quote="`"))
+    return head + _bullets(not_measured(report, as_code=True))
 
 
 def _bullets(lines: Iterable[str]) -> str:
     """A Markdown list; between code, `__main__` and `<locals>` are neither bold nor a tag."""
-    return "\n".join(f"- {plain(line)}" for line in lines)
+    return "\n".join(f"- {markdown(line)}" for line in lines)

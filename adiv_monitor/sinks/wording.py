@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 
+from adiv_monitor.printable import code
 from adiv_monitor.report import StepReport
 
 _MOST_LINES = 12
@@ -46,12 +47,12 @@ def trained(report: StepReport) -> str:
     return "the trained parameters" + ("" if report.turn is None else f" of {report.turn}")
 
 
-def not_measured(report: StepReport, quote: str = "") -> list[str]:
+def not_measured(report: StepReport, *, as_code: bool = False) -> list[str]:
     """What was not measured: where, how much and why; one line per reason, the largest first.
 
     Args:
         report: the report.
-        quote: what stands around names.
+        as_code: whether names are code in Markdown.
     """
     paths: dict[str, list[str]] = defaultdict(list)
     for path, reason in report.unsupported.items():
@@ -62,7 +63,10 @@ def not_measured(report: StepReport, quote: str = "") -> list[str]:
         if owner in report.unsupported:  # else the step as a whole was not measured: a note says so
             parameters[report.unsupported[owner]][name] = elements
     lines = [
-        (sum(parameters[reason].values()), f"{_where(found, parameters[reason], quote)}: {reason}")
+        (
+            sum(parameters[reason].values()),
+            f"{_where(found, parameters[reason], as_code)}: {reason}",
+        )
         for reason, found in paths.items()
     ]
     lines.sort(key=lambda line: -line[0])
@@ -74,21 +78,21 @@ def not_measured(report: StepReport, quote: str = "") -> list[str]:
     return said
 
 
-def _where(paths: list[str], parameters: dict[str, int], quote: str) -> str:
+def _where(paths: list[str], parameters: dict[str, int], as_code: bool) -> str:
     """The modules (of one module: its parameters too) and how much they hold."""
-    names = listed([path or "the model itself" for path in paths], quote)
+    names = listed([path or "the model itself" for path in paths], as_code=as_code)
     if not parameters:
         return names
     count = _count(sum(parameters.values()))
     if len(paths) > 1 or paths[0] in parameters:
         return f"{names} ({count})"
     own = [name.removeprefix(f"{paths[0]}.") for name in parameters]
-    return f"{names} ({listed(own, quote)}: {count})"
+    return f"{names} ({listed(own, as_code=as_code)}: {count})"
 
 
-def listed(names: list[str], quote: str = "") -> str:
+def listed(names: list[str], *, as_code: bool = False) -> str:
     """Three names and how many more there are."""
-    shown = ", ".join(f"{quote}{name}{quote}" for name in names[:3])
+    shown = ", ".join(code(name) if as_code else name for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3:,} more"
 
 

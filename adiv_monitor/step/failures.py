@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
+from adiv_monitor.printable import printable
+
 _logger = logging.getLogger("adiv_monitor")
 
 
@@ -77,6 +79,7 @@ class Failures:
         if subject in self._warned:
             return
         self._warned.add(subject)
+        message = printable(message)
         try:
             warnings.warn(message, stacklevel=2)
         except Warning:  # where warnings are errors: not in the middle of somebody's training step

@@ -17,6 +17,11 @@ def mlp(inputs: int = 64, width: int = 16, classes: int = 10) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers)
 
 
+def with_key(width: int, api_key: str, max_tokens: int) -> nn.Module:
+    calls.append(api_key)
+    return mlp(width=width)
+
+
 def many(layers: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
 

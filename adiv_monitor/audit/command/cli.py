@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.command import fail_if, terminal
-from adiv_monitor.audit.command.config import NAMES, Config, default, load, read
+from adiv_monitor.audit.command.config import ARGUMENTS, NAMES, Config, default, load, read
 from adiv_monitor.audit.command.output import check, staged, write, write_page
 from adiv_monitor.audit.command.prepare import Prepared, prepare
 from adiv_monitor.audit.command.usage import UsageError, needed, one_line, said
+from adiv_monitor.audit.hidden import HIDDEN, hidden_keys
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.printable import printable
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, REALISED_MEASURES
 
 _DESCRIPTION = """\
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _compare(argv[1:])
         return _audit(*_config(argv))
     except UsageError as error:
-        print(f"adiv-audit: {error}", file=sys.stderr)
+        print(f"adiv-audit: {printable(str(error))}", file=sys.stderr)
     except RecursionError:
         print(
             "adiv-audit: the model's modules are nested too deeply for Python's recursion limit: "
@@ -65,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         traceback.print_exc()
-        print(f"adiv-audit: the audit itself failed: {said(error)}", file=sys.stderr)
+        failure = printable(said(error))
+        print(f"adiv-audit: the audit itself failed: {failure}", file=sys.stderr)
     return 2
 
 
@@ -80,6 +83,12 @@ def _config(argv: list[str]) -> tuple[Config, bool]:
         raise UsageError(
             "which model? Give one, such as torchvision.models.resnet18; see adiv-audit --help"
         )
+    for name in ARGUMENTS:
+        if hidden := hidden_keys(getattr(config, name)):
+            raise UsageError(
+                f"{_flag(name)}: {', '.join(hidden)}: {HIDDEN} stands for a secret that was not "
+                f"written down; give {_flag(name)} with its value, and with all other arguments"
+            )
     for rule in map(fail_if.parse, config.fail_if):
         if rule.measure in REALISED_MEASURES and not config.realised:
             raise UsageError(f"--fail-if {rule.text!r}: {rule.measure} needs --realised")
@@ -140,7 +149,7 @@ def _audit(config: Config, force: bool) -> int:
 
     console = Console(highlight=False, soft_wrap=False)
     terminal.show(report, console)
-    print(f"\nreport: {Path(config.out) / 'report.html'}")
+    print(f"\nreport: {printable(str(Path(config.out) / 'report.html'))}")
     failed = _failed(config, report)
     if report.record.interrupted:
         print("adiv-audit: interrupted; the report holds what there was", file=sys.stderr)
@@ -179,7 +188,7 @@ def _failed(config: Config, report: AuditReport) -> bool:
     failed = False
     for rule in map(fail_if.parse, config.fail_if):
         for hit in fail_if.hits(rule, report):
-            print(f"fails {rule.text!r}: {hit.text}")
+            print(printable(f"fails {rule.text!r}: {hit.text}"))
             failed = True
     return failed
 
@@ -199,7 +208,7 @@ def _compare(argv: list[str]) -> int:
     from adiv_monitor.audit.page import compare
 
     write_page(given.out, compare(a, b, (given.a, given.b)))
-    print(f"page: {given.out}")
+    print(printable(f"page: {given.out}"))
     return 0
 
 

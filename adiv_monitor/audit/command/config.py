@@ -11,6 +11,7 @@ from typing import Any
 
 from adiv_monitor.audit.command.fail_if import parse
 from adiv_monitor.audit.command.usage import UsageError, needed, one_line
+from adiv_monitor.audit.hidden import without_secrets
 
 # As Lightning calls them; float16 needs a scaled loss, which the audit's loop does not have.
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
@@ -126,7 +127,11 @@ class Config:
         "MODEL",
     )
     model_args: Mapping[str, Any] = _option(
-        dict, _arguments, "arguments of the class or function", "JSON"
+        dict,
+        _arguments,
+        "arguments of the class or function; what looks like a secret (api_key, password, token) "
+        "is in no file of the report",
+        "JSON",
     )
     checkpoint: str | None = _option(
         None, _text, "weights: .safetensors, or a state dict by torch.save", "FILE"
@@ -208,6 +213,7 @@ class Config:
     out: str = _option("adiv-audit", _text, "folder of the report", "DIR")
 
 
+ARGUMENTS = ("model_args", "optimizer_args")
 NAMES = {"try" if f.name == "try_mends" else f.name: f for f in fields(Config)}  # as users write
 
 
@@ -270,9 +276,10 @@ def load(file: str) -> dict[str, Any]:
 
 
 def dumped(config: Config) -> str:
-    """The config as YAML that `load` reads back."""
+    """The config as YAML that `load` reads back, but for secrets among arguments."""
     yaml = needed("yaml", "config.yaml")
     values = asdict(config)
+    values |= {name: without_secrets(values[name]) for name in ARGUMENTS}
     plain = {
         name: list(value) if isinstance(value, tuple) else value
         for name, option in NAMES.items()

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from adiv_monitor.audit.finding import Advice, Finding
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.printable import printable
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.table import TableSink
 from adiv_monitor.sinks.wording import listed
@@ -26,8 +27,10 @@ class ProgressBars:
 
     def __call__(self, what: str, done: int, of: int) -> None:
         """So much of it is done."""
+        from rich.markup import escape
+
         if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(what, total=of)
+            self._tasks[what] = self._bars.add_task(escape(printable(what)), total=of)
         self._bars.update(self._tasks[what], completed=done, total=of)
 
 
@@ -35,7 +38,7 @@ def show(report: AuditReport, console: "Console") -> None:
     """Print verdict, findings, the last measured step as a table, and notes."""
     from rich.text import Text
 
-    console.print(Text(report.verdict, "bold"))
+    console.print(Text(printable(report.verdict), "bold"))
     for finding in report.findings:
         console.print()
         for line in _lines(finding):
@@ -47,7 +50,7 @@ def show(report: AuditReport, console: "Console") -> None:
         if left_out:
             console.print(Text(f"{left_out:,} more layers are in report.html"))
     for note in report.record.notes:
-        console.print(Text(f"note: {note}"))
+        console.print(Text(printable(f"note: {note}")))
 
 
 def _lines(finding: Finding) -> "list[object]":
@@ -56,12 +59,12 @@ def _lines(finding: Finding) -> "list[object]":
 
     where = f" · {listed(list(finding.layers))}" if finding.layers else ""
     head = Text.assemble(
-        (f"{finding.strength:5}", _COLOURS[finding.strength]), f"  {finding.name}{where}"
+        (f"{finding.strength:5}", _COLOURS[finding.strength]), printable(f"  {finding.name}{where}")
     )
     told = [finding.summary] if finding.summary else []
     told += [f"{_mark(advice)} {advice}" for advice in finding.advice]
     told += [f"not: {finding.not_advised}"] if finding.not_advised else []
-    return [head, *(Padding(Text(line), (0, 0, 0, 7), expand=False) for line in told)]
+    return [head, *(Padding(Text(printable(line)), (0, 0, 0, 7), expand=False) for line in told)]
 
 
 def _mark(advice: Advice) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from adiv_monitor.audit.page.titles import MEASURE_TITLES
+from adiv_monitor.printable import printable
 from adiv_monitor.report import REALISED_MEASURES, WORST, StepReport
 from adiv_monitor.sinks.wording import number
 
@@ -51,7 +52,7 @@ def heat_map(reports: Sequence[StepReport], shown: Iterable[str]) -> dict[str, A
     if not layers or not measures:
         return None
     return {
-        "layers": layers,
+        "layers": [printable(layer) for layer in layers],
         "steps": [report.step for report in reports],
         "colours": _colours(),
         "measures": measures,

@@ -10,6 +10,7 @@ from adiv_monitor.audit.finding import Trial
 from adiv_monitor.audit.page.chain import CHAIN, mean_chain
 from adiv_monitor.audit.page.titles import mend_title
 from adiv_monitor.audit.record import Record
+from adiv_monitor.printable import printable
 from adiv_monitor.report import StepReport
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def _several(trials: Sequence[Trial]) -> list[Trial]:
 
 def _trial_label(trial: Trial) -> str:
     loss = f"{trial.loss:.3g}" if math.isfinite(trial.loss) else "not finite"
-    return f"{loss}  {mend_title(trial.mend)}"
+    return printable(f"{loss}  {mend_title(trial.mend)}")
 
 
 def _loss_words(record: Record, trials: Sequence[Trial]) -> str:
@@ -283,5 +284,5 @@ def _svg(figure: "Figure", name: str, words: str) -> "Markup":
     view_box = re.search(r'viewBox="[^"]*"', svg)
     assert view_box is not None
     head = f'<svg {view_box[0]} role="img" aria-labelledby="{name}-words" class="picture">'
-    head += f'<title id="{name}-words">{escape(words)}</title>'
+    head += f'<title id="{name}-words">{escape(printable(words))}</title>'
     return Markup(head + svg[svg.index(">") + 1 :])

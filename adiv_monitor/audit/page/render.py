@@ -7,7 +7,6 @@ import math
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unicodedata import category
 
 from adiv_monitor.audit.page.findings import (
     STRENGTH_WORDS,
@@ -22,19 +21,18 @@ from adiv_monitor.audit.page.titles import (
     measure_title,
     mend_title,
 )
+from adiv_monitor.printable import printable
 from adiv_monitor.sinks.wording import number, percent
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-# Overrides and isolates of the direction of writing.
-_TURNING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _HERE = Path(__file__).parent
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that a template makes of values; all of them are escaped.
+    """The page that a template makes of values; all of them are escaped, and printable.
 
     The page's own content security policy allows no script but ours, by its hash, and no request.
     """
@@ -43,8 +41,7 @@ def render(template: str, **values: Any) -> str:
     style, script = _asset("page.css"), _asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assets = {"style": Markup(style), "script": Markup(script), "script_hash": digest}
-    text = _environment().get_template(template).render(**values, **assets)
-    return text.encode("utf-8", "backslashreplace").decode()  # lone surrogates have no UTF-8
+    return _environment().get_template(template).render(**values, **assets)
 
 
 # What all templates may call.
@@ -74,10 +71,11 @@ def _environment() -> "Environment":
         loader=FileSystemLoader(_HERE / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "percent": percent, "path": path, "visible": visible}
+    environment.filters |= {"number": number, "percent": percent, "path": path}
     environment.filters["explained"] = explained
     environment.globals |= _WORDS
     return environment
@@ -89,15 +87,14 @@ def path(name: str) -> "Markup":
 
     if not name:
         return Markup("<i>the model itself</i>")
-    return Markup(".<wbr>").join(escape(piece) for piece in visible(name).split("."))
+    return Markup(".<wbr>").join(escape(piece) for piece in printable(name).split("."))
 
 
-def visible(name: str) -> str:
-    """The name with its control characters, and those that turn the writing, as escapes."""
-    return "".join(
-        c.encode("unicode-escape").decode() if category(c) == "Cc" or c in _TURNING else c
-        for c in name
-    )
+def _shown(value: object) -> object:
+    """What a template writes; its own parts, which are markup, stay as they are."""
+    from markupsafe import Markup
+
+    return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value)
 
 
 def explained(finding: str) -> "dict[str, Markup]":

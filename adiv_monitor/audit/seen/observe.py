@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit.diagnosis.course import FEWEST, is_opposed
+from adiv_monitor.audit.hidden import without_secrets
 from adiv_monitor.audit.record import Facts, Record, Wiring
 from adiv_monitor.audit.seen.beginning import chance, double_softmax, weights
 from adiv_monitor.audit.seen.digits import told
@@ -235,7 +236,7 @@ def _facts(setup: Setup, fork: Fork, every_n_steps: int, course: Course) -> Fact
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         optimizer=type(fork.optimizer).__name__,
-        settings={name: _plain(value) for name, value in group.items() if name != "params"},
+        settings={n: _plain(x) for n, x in without_secrets(group).items() if n != "params"},
         batch_size=size_of(setup.batches[0]),
         batches=len(setup.batches),
         steps=setup.steps,

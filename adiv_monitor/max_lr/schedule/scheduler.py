@@ -21,6 +21,7 @@ from adiv_monitor.max_lr.schedule.gains import Smoothing, all_finite, clipped, f
 from adiv_monitor.max_lr.schedule.safety import LossWatch
 from adiv_monitor.max_lr.schedule.steps import ScaledSteps, rule_of
 from adiv_monitor.max_lr.solver import Objective, Status
+from adiv_monitor.printable import printable
 from adiv_monitor.report import AlignmentReading
 from adiv_monitor.step.stepping import is_within_own_step, stepping
 
@@ -219,7 +220,7 @@ class MaxLRScheduler:
             self._reset()
             warnings.warn(
                 f"MaxLRScheduler.load_state_dict: factors begin at 1, because of the saved state: "
-                f"{error}",
+                f"{printable(str(error))}",
                 stacklevel=2,
             )
             return
@@ -284,7 +285,8 @@ class MaxLRScheduler:
         """Once each: training goes on with the factors as they are."""
         if what not in self._warned:
             self._warned.add(what)
-            warnings.warn(f"MaxLRScheduler: step {self.step}: {what}; factors stay", stacklevel=2)
+            message = f"MaxLRScheduler: step {self.step}: {what}; factors stay"
+            warnings.warn(printable(message), stacklevel=2)
 
 
 def _parameters_of(model: nn.Module, gains: Mapping[str, float]) -> dict[int, str]:

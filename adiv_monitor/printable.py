@@ -1,0 +1,33 @@
+"""Text that is shown: what would steer a terminal or a page, or be Markdown, is spelled out."""
+
+import html
+import re
+from unicodedata import category
+
+# Control characters, those that turn the direction of writing or are not seen, lone surrogates,
+# and the separators of lines and paragraphs.
+_STEERING = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_CODE = re.compile(r"((?<!`)`[^`]+`(?!`))")
+_MARKS = re.compile(r"([\\`*_\[\]!|~])")
+_BEGINS_A_BLOCK = re.compile(r"^(\d*)([#+=.)-])")
+
+
+def printable(text: str) -> str:
+    r"""The text in one line, with what steers a terminal or a page as escapes: \x1b, \n, \u202e."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c.encode("unicode-escape").decode() if category(c) in _STEERING else c for c in text
+    )
+
+
+def code(name: str) -> str:
+    """A name as code in Markdown, in a table too: nothing in it ends that."""
+    return "`" + printable(name).replace("`", r"\x60").replace("|", r"\x7c") + "`"
+
+
+def markdown(text: str) -> str:
+    """Text in which Markdown finds nothing to do; what stands between two backquotes is code."""
+    parts = _CODE.split(printable(text))
+    parts[::2] = [_MARKS.sub(r"\\\1", html.escape(part, quote=False)) for part in parts[::2]]
+    return _BEGINS_A_BLOCK.sub(r"\1\\\2", "".join(parts))

@@ -1,0 +1,182 @@
+"""Names that steer a terminal, turn the writing, or are Markdown: they are shown, and no more."""
+
+import io
+import json
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from unicodedata import category
+
+import pytest
+from example_audits import made_up
+from example_reports import attention, reading, report
+
+from adiv_monitor.alignment.slopes import LayerWidths
+from adiv_monitor.alignment.width import described
+from adiv_monitor.audit.command import terminal
+from adiv_monitor.audit.command.cli import main
+from adiv_monitor.audit.finding import Advice, Finding
+from adiv_monitor.printable import printable
+from adiv_monitor.report import Alarm, StepReport
+from adiv_monitor.sinks import HtmlSink, TableSink
+from adiv_monitor.sinks.board import alarms_text, findings_text, worst_layers
+from adiv_monitor.sinks.tensorboard import _bullets, _not_measured
+from adiv_monitor.sinks.wording import listed
+from adiv_monitor.step.failures import Failures
+
+for package in ("rich", "jinja2", "matplotlib", "markdown_it", "tensorboard"):
+    pytest.importorskip(package)
+pytestmark = [
+    pytest.mark.filterwarnings("default:Glyph"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what TensorBoard imports
+]
+
+STEERING = (
+    *("\x1b[31mred", "\x1b]0;title\x07", "\x9b2J", "a\rb", "a\nb", "\x00", "\x7f", "a\u2028b"),
+    *("\u202egnp", "\u2066x\u2069", "\u061cx", "a\u200bb", "\ufeff", "\ud800", "a\U000e0041"),
+)
+PICTURE = "![x](http://elsewhere.org/x.png)"
+MARKDOWN = (
+    *(PICTURE, f"`{PICTURE}`", f"`{PICTURE}", f"```{PICTURE}`", f"``a`{PICTURE}`b", f"a|{PICTURE}"),
+    *(
+        f"\\`{PICTURE}`",
+        f"a`{PICTURE}`",
+        f"\n\n{PICTURE}",
+        f"`\n\n{PICTURE}\n\n`",
+        "[x](http://a.b)",
+    ),
+    *("<img src=http://a.b>", "<http://a.b>", "**bold**", "__bold__", "~~gone~~", "# head\n# head"),
+    *(
+        "![x][y]\n\n[y]: http://a.b",
+        "\\",
+        "a\\",
+        "|\n|---|\n|x|",
+        "a`b`c`" + PICTURE,
+        "*",
+        "&lt;b&gt;",
+    ),
+)
+
+
+def steers(text: str) -> list[str]:
+    """The characters that do more than to be seen."""
+    return [c for c in text if c != "\n" and category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
+
+
+def of(name: str) -> StepReport:
+    """A report with this name in all places."""
+    return report(
+        layers={name: reading(1, update_cosine=0.1), f"{name}.2": reading(2, update_cosine=0.9)},
+        attention={name: attention()},
+        unsupported={name: f"{name}: no rule"},
+        unmeasured={f"{name}.weight": 3},
+        notes=(f"The gradient of {name} is not finite.",),
+        alarms=(Alarm(name, name, 1.0, 0.1),),
+    )
+
+
+def found(name: str) -> Finding:
+    advice = (Advice(f"Give {name} another one", None),)
+    return Finding("exploding", (name,), "act", (), advice, f"{name} explodes.", f"Not {name}.")
+
+
+def markdowns(name: str) -> list[str]:
+    one = of(name)
+    return [
+        findings_text([found(name)]),
+        alarms_text(one.alarms),
+        _not_measured(one),
+        _bullets(one.notes),
+        worst_layers(one, ["update_cosine"]),
+    ]
+
+
+def printed(name: str) -> str:
+    file = io.StringIO()
+    TableSink(file=file).write(of(name))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", STEERING, ids=ascii)
+def test_nothing_that_steers_is_in_a_table(name: str) -> None:
+    text = printed(name)
+    assert not steers(text)
+    assert len(text.splitlines()) == len(printed("name").splitlines())
+
+
+@pytest.mark.parametrize("name", STEERING, ids=ascii)
+def test_nothing_that_steers_is_in_what_the_audit_prints(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    made = made_up([name, "b"], 2)
+    made = replace(made, findings=(found(name),), record=replace(made.record, notes=(name,)))
+    file = io.StringIO()
+    terminal.show(made, Console(file=file))
+    assert not steers(file.getvalue())
+    main(["--config", name])
+    assert main(["compare", name, name]) == 2
+    assert not steers(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", STEERING, ids=ascii)
+def test_nothing_that_steers_is_in_a_page(name: str, tmp_path: Path) -> None:
+    from adiv_monitor.audit.page import compare, page
+
+    made = made_up([name, "b"], 2)
+    made = replace(made, findings=(found(name),), record=replace(made.record, notes=(name,)))
+    sink = HtmlSink(tmp_path / "run.html")
+    sink.write(of(name))
+    texts = [page(made), compare(made, made, (name, name)), (tmp_path / "run.html").read_text()]
+    assert [steers(text) for text in texts] == [[], [], []]
+    data = re.search(r'id="heat-data">(.*?)</script>', texts[0], re.DOTALL)
+    assert data is not None
+    layers = json.loads(data[1])["layers"]
+    assert layers == [printable(name), "b"] and not any(map(steers, layers))
+
+
+@pytest.mark.parametrize("name", STEERING, ids=ascii)
+def test_nothing_that_steers_is_in_texts_of_dashboards(name: str) -> None:
+    for text in markdowns(name):
+        assert not steers(text)
+
+
+@pytest.mark.parametrize("name", STEERING, ids=ascii)
+def test_nothing_that_steers_is_in_a_warning(name: str) -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        failures = Failures("warn")
+        failures.switch_off(name, ValueError(name))
+    assert not steers(str(warned[0].message))
+    assert failures.switched_off == {name: f"measuring it failed: ValueError: {name}"}
+
+
+@pytest.mark.parametrize("name", STEERING, ids=ascii)
+def test_nothing_that_steers_is_in_the_widths_table(name: str) -> None:
+    text = described([LayerWidths(name, 1, None, None, {}, {})])
+    assert not steers(text) and text.count("\n") == 2
+
+
+def tags(html: str) -> list[str]:
+    """But for code, which a name with backquotes may be: it asks for nothing, and leads nowhere."""
+    return [tag for tag in re.findall(r"<(\w+)", html) if tag != "code"]
+
+
+@pytest.mark.parametrize("name", MARKDOWN, ids=ascii)
+def test_a_name_is_no_markdown(name: str) -> None:
+    """As TensorBoard shows it, and as CommonMark with tables has it, which MLflow's page reads."""
+    from markdown_it import MarkdownIt
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    common = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render
+    for text, harmless in zip(markdowns(name), markdowns("name"), strict=True):
+        for render in (markdown_to_safe_html, common):
+            assert tags(render(text)) == tags(render(harmless)), (text, render(text))
+
+
+def test_a_plain_name_stays_as_it_is() -> None:
+    assert listed(["block.0.attention.q_proj", "日本語 é [red]"]) == (
+        "block.0.attention.q_proj, 日本語 é [red]"
+    )
