@@ -9,8 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 
 import numpy as np
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.again.forward_calls import ForwardCalls
