@@ -84,8 +84,9 @@ class LateScales:
         scale = self._make(*self._reads)
         if bias:
             scale = scale + self._bias_square
-        entries = exact(gradient).reshape(*scale.shape, -1).square()
-        own = entries[..., 0] if entries.shape[-1] == 1 else entries.sum(-1)
+        outputs = gradient.shape[-1] // scale.shape[1]
+        entries = exact(gradient).reshape(*scale.shape, outputs).square()
+        own = entries[..., 0] if outputs == 1 else entries.sum(-1)
         found = [own.sum(1)]
         for _ in range(2):
             own = own * scale

@@ -500,7 +500,7 @@ def test_a_freak_of_a_sample_is_forgotten() -> None:
     first = measure({"": layer})[""]
     assert first.suspected and not first.holds_more
     assert measure({"": replace(layer, suspected=True)})[""].holds_more
-    fits = replace(layer, dots={"gamma_gamma": 500.0}, suspected=True)
+    fits = replace(layer, dots={"gamma_gamma": 500.0, "own_gamma": 500.0}, suspected=True)
     found = measure({"": fits})[""]
     assert not found.suspected and not found.holds_more
 

@@ -189,21 +189,23 @@ def test_a_use_that_shows_too_late_leaves_the_rows() -> None:
     assert off < 5 * reading.standard_error["descent"]
 
 
-class Doubled(nn.Module):
+class Made(nn.Module):
     """Both uses read one tensor that is made of the parameter: a node hands on their sum."""
 
-    def __init__(self) -> None:
+    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WORDS, WIDTH))
+        self.weight = nn.Parameter(torch.randn(2 * WORDS, WIDTH))
+        self.made = made
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = 2 * self.weight
+        weight = self.made(self.weight)
         return functional.linear(torch.tanh(functional.embedding(x, weight)), weight)
 
 
-def test_uses_whose_parts_come_together_leave_the_rows() -> None:
+@pytest.mark.parametrize("made", [lambda w: 2 * w, lambda w: w[:WORDS]], ids=["doubled", "half"])
+def test_uses_whose_parts_come_together_leave_the_rows(made: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    model = Doubled().double()
+    model = Made(made).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Monitor(model, optimizer, max_rows=SEEN, on_error="raise") as monitor:
         loss_of(model, *words(TOKENS)).backward()

@@ -203,6 +203,24 @@ def test_a_sample_that_lacks_the_large_rows_knows_it(kind: str) -> None:
     assert beyond <= 0.1 * DRAWS  # of the sample's own spread alone, in half of the draws
 
 
+@pytest.mark.parametrize("kind", ["layer norm", "grouped", "gain"])
+def test_a_call_without_rows_says_nothing(kind: str) -> None:
+    """As of an expert that gets no tokens."""
+    model, x, g = uneven(kind, 1.5)
+    found = []
+    for calls in ((x,), (x, x[:0])):
+        layer = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        with Monitor(layer, optimizer, max_rows=None, on_error="raise") as monitor:
+            z = torch.cat([layer(part) for part in calls])
+            (z * g).sum().backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        (reading,) = monitor.latest.layers.values()
+        found.append(reading.diagonal_cosine)
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
 class Normed(nn.Module):
     """A normalisation between two maps."""
 
