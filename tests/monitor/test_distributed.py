@@ -320,6 +320,55 @@ def training_of_its_own(rank: int) -> tuple[StepReport | None, int]:
     return monitor.latest, len(sink.reports)
 
 
+def stage_of_a_pipeline(rank: int) -> StepReport | None:
+    """Each process has layers of its own, and hands on what they make of the same rows."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh()) if rank == 0 else nn.Linear(6, 3)
+    model.double()
+    x = torch.ones(4, 6, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        if rank == 0:
+            made = model(small(0)[2])
+            dist.send(made.detach(), 1)
+            dist.recv(x, 1)
+            made.backward(x)
+        else:
+            dist.recv(x, 0)
+            x.requires_grad_()
+            model(x).square().mean().backward()
+            assert x.grad is not None
+            dist.send(x.grad, 0)
+        optimizer.step()
+    return monitor.latest
+
+
+def model_of_its_own(rank: int) -> list[tuple[str, ...]]:
+    """Trained by each process alone; of the same layers, but not of the same weights."""
+    torch.manual_seed(rank)
+    model, x = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double(), small(rank)[2]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(3):
+            train(model, optimizer, x)
+    return [report.notes for report in monitor.reports]
+
+
+def clipped_model_of_its_own_without_others(rank: int) -> list[tuple[str, ...]]:
+    """The other process has no monitor, and trains something else."""
+    model, optimizer, x = small(rank)
+    notes = list[tuple[str, ...]]()
+    if rank == 0:
+        with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+        notes = [report.notes for report in monitor.reports]
+    return notes
+
+
 @patient()
 def many_reports(rank: int) -> tuple[list[int], int]:
     """How many keys the store has more than before: at every step, and when all have left."""
@@ -429,6 +478,9 @@ TASKS = (
     layer_that_fails_in_one,
     training_of_its_own,
     within_a_bound,
+    stage_of_a_pipeline,
+    model_of_its_own,
+    clipped_model_of_its_own_without_others,
     many_reports,
     messages_that_are_none,
 )
@@ -485,12 +537,12 @@ def test_large_layers(found: dict[int, list[Found]]) -> None:
 
 
 def test_fewer_batches_in_one_process(found: dict[int, list[Found]]) -> None:
-    """What is left is the other's: it says so, and is exact, since nobody adds to the gradient."""
+    """What is left is the other's, and exact, since nobody else adds to the gradient."""
     (reports, seconds), (fewer, _) = (own["fewer_batches_in_one"] for own in found[2])
     assert seconds < assembly.PATIENCE / 2
     assert [len(reports), len(fewer)] == [3, 2]
     expected = alone(torch.optim.SGD, [slice(8), slice(8), slice(4)])
-    assert [report.notes for report in reports] == [(), (), ALONE]
+    assert [report.notes for report in reports] == [(), (), ()], "no rows are missing"
     for report, whole in zip(reports, expected, strict=True):
         for path, reading in report.layers.items():
             assert_same(reading.to_dict(quantiles=True), whole.layers[path].to_dict(quantiles=True))
@@ -557,6 +609,32 @@ def test_processes_that_train_on_their_own_speak_for_themselves(
         assert monitor.latest is not None
         for path, reading in monitor.latest.layers.items():
             assert_same(report.layers[path].to_dict(), reading.to_dict())
+
+
+def test_whose_rows_are_all_there_is_not_told_that_some_are_missing(
+    found: dict[int, list[Found]],
+) -> None:
+    """Because other processes are there, too, which train something else."""
+    for rank, own in enumerate(found[2]):
+        report = own["stage_of_a_pipeline"]
+        assert report.notes == ()
+        assert len(report.layers) == 1
+        assert [reading.rows_seen for reading in report.layers.values()] == [4]
+        assert own["model_of_its_own"] == [(), (), ()]
+        assert own["clipped_model_of_its_own_without_others"] == ([] if rank else [(), ()])
+        assert own["training_of_its_own"][0].notes == ()
+
+
+def test_one_process_alone_in_its_group_is_told_nothing() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, optimizer, x = small(0)
+        with Monitor(model, optimizer, on_error="raise") as monitor:
+            train(model, optimizer, x)
+    finally:
+        dist.destroy_process_group()
+    assert monitor.latest is not None
+    assert monitor.latest.notes == ()
 
 
 def test_processes_agree_on_the_interval_and_wait_for_none(found: dict[int, list[Found]]) -> None:
