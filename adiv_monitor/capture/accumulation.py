@@ -154,13 +154,13 @@ class Accumulation:
         Args:
             held: the gradient now.
         """
-        self._ended = some(part_of(held)).clone()
+        self._ended = some(part_of(held)).flatten().clone()
 
     def since_ended(self) -> Tensor | None:
         """Some entries of the gradient, now and when the last pass was over; None: unknown."""
         if self._ended is None or self.held is None:
             return None
-        now = some(part_of(self.held))
+        now = some(part_of(self.held)).flatten()
         return torch.stack([now, self._ended]) if now.shape == self._ended.shape else None
 
     def _before_hooks(self, gradient: Tensor) -> None:

@@ -11,7 +11,6 @@ The others look for the report in the same way; at the end, when the first proce
 elsewhere, for no longer than `_FAREWELL`.
 """
 
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,12 +21,15 @@ import numpy as np
 
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.report import StepReport
+from adiv_monitor.step.messages import Malformed, decode, encode
 from adiv_monitor.step.part import Part
 from adiv_monitor.step.ranks import Exchange
+from adiv_monitor.step.soundness import check
 from adiv_monitor.step.together import prepared, together
 
 PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
 _LATE = 4  # reports
+_MALFORMED = "What process {} sent can't be read, so it is not in this report."
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class _Waiting:
         parts: by rank, those that have come.
         expected: the processes whose part has not.
         heard: what the first process made of them.
+        malformed: the processes of whom came what is no message.
     """
 
     step: int
@@ -57,6 +60,7 @@ class _Waiting:
     parts: dict[int, Part] = field(default_factory=dict)
     expected: set[int] = field(default_factory=set)
     heard: _Heard | None = None
+    malformed: list[int] = field(default_factory=list)
 
 
 class Assembly:
@@ -183,8 +187,7 @@ class Assembly:
         if exchange.rank == 0:
             waiting.expected = set(exchange.present()) - self._silent
         elif waiting.meeting is not None:
-            part = pickle.dumps(waiting.own, protocol=5)
-            exchange.put(waiting.meeting, waiting.step, part)
+            exchange.put(waiting.meeting, waiting.step, encode(waiting.own))
 
     def collect(self, patience: float | None = None) -> None:
         """Complete the reports whose parts are there, in their order.
@@ -230,17 +233,30 @@ class Assembly:
             data = None if rank in waiting.parts else exchange.take(waiting.step, rank)
             if data is not None:
                 if data:  # else it declined
-                    waiting.parts[rank] = pickle.loads(data)
+                    self._receive(waiting, rank, data)
                 waiting.expected.discard(rank)
                 self._silent.discard(rank)
         return not waiting.expected
 
+    def _receive(self, waiting: _Waiting, rank: int, data: bytes) -> None:
+        """Take another process's part; of one that is none, nothing."""
+        try:
+            part = decode(Part, data)
+            check(part)
+        except Malformed:
+            waiting.malformed.append(rank)
+        else:
+            waiting.parts[rank] = part
+
     def _hear(self, exchange: Exchange, waiting: _Waiting) -> bool:
         """Whether the first process has said all that it will."""
         left = exchange.meeting() != waiting.meeting  # after its last report, if at all
-        data = exchange.published(waiting.meeting or "", waiting.step)
+        data = exchange.get(waiting.meeting or "", waiting.step, 0)
         if data is not None:
-            waiting.heard = pickle.loads(data)
+            try:
+                waiting.heard = decode(_Heard, data)
+            except Malformed:
+                waiting.malformed.append(0)
         return left or data is not None
 
     def _finish(self, waiting: _Waiting) -> None:
@@ -251,11 +267,12 @@ class Assembly:
             return
         parts = {rank: waiting.own, **waiting.parts}
         part, ranks = together(parts, self._world, self._max_rows, self._generator)
+        part.notes += [_MALFORMED.format(other) for other in waiting.malformed]
         report = self._complete(waiting.step, part)
         if self._exchange is not None and waiting.meeting is not None and rank == 0:
             with suppress(RuntimeError):
-                heard = pickle.dumps(_Heard(report, ranks), protocol=5)
-                self._exchange.publish(waiting.step, heard)
+                heard = encode(_Heard(report, ranks))
+                self._exchange.put(waiting.meeting, waiting.step, heard)
         # Where another process is there to write, this one was merely not heard in time.
         self._emit(report, rank == 0 or waiting.meeting is None or waiting.heard is not None)
 

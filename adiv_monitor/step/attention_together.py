@@ -1,6 +1,6 @@
 """Attentions of several processes, made one: of samples, a sample of all."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +25,7 @@ def attention_together(
     attended, attention = {}, {}
     for path in dict.fromkeys(path for part in several for path in part.attended):
         own = [part for part in several if path in part.attended]
+        own = [part for part in own if _is_alike(own[0].attention[path], part.attention[path])]
         if path not in refused:
             attended[path] = _attended([part.attended[path] for part in own])
             attention[path] = _joined(
@@ -33,6 +34,11 @@ def attention_together(
                 generator,
             )
     return replace(whole, attended=attended, attention=attention, no_attention=refused)
+
+
+def _is_alike(values: Mapping[str, Array], others: Mapping[str, Array]) -> bool:
+    """Whether there are numbers of as many heads in both."""
+    return all(values[n].shape[1:] == others[n].shape[1:] for n in values.keys() & others.keys())
 
 
 def _attended(several: Sequence[Attended]) -> Attended:

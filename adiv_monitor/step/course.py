@@ -349,10 +349,7 @@ class Course:
         Args:
             patience: for how many seconds to wait for other processes at most; None: as is usual.
         """
-        try:
-            self.finish()
-        finally:
-            self._assembly.end(patience)
+        call_all(self.finish, partial(self._assembly.end, patience), self._schedule.end)
 
     def release(self) -> None:
         """Whatever has failed so far: take every hook off."""

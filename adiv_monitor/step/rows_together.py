@@ -19,11 +19,16 @@ Values = dict[str, Array]
 
 # Numbers of every row.
 _SCALES = ("scale", "scale_sums", "scale_norms", "scale_largest")
-_OF_ROWS = ("products", "realised", *_SCALES, "common", "weight_norms")
+OF_ROWS = ("products", "realised", *_SCALES, "common", "weight_norms")
 _MATRICES = ("products", "realised")
 # What a pass over all rows summed up, where that adds up.
 _ADDED = ("active", "G_G", "own_G", "own_own", "scale_sum", "weight_squares")
 _LARGEST = ("rule_error", "replay_error")
+# Of these, processes have as many as they have rows, or chose to tell.
+_OF_SOME = (
+    *(*OF_ROWS, "makings", "since"),
+    *("scale_entries", "scale_entries_of_rows", "scale_pivot"),
+)
 
 
 def with_common(values: Values) -> Values:
@@ -67,7 +72,7 @@ def _whole(triangles: Array) -> Array:
 def pick(layer: LayerPart, kept: Index) -> LayerPart:
     """The same with some of its rows."""
     assert layer.draw is not None
-    values = layer.values | {n: layer.values[n][kept] for n in _OF_ROWS if n in layer.values}
+    values = layer.values | {n: layer.values[n][kept] for n in OF_ROWS if n in layer.values}
     looked = replace(layer.looked, rows_seen=len(kept))
     if "scale_entries_of_rows" in values:
         rows = _entry_rows(layer)
@@ -79,9 +84,20 @@ def pick(layer: LayerPart, kept: Index) -> LayerPart:
 
 
 def is_alike(part: LayerPart, other: LayerPart) -> bool:
-    """Whether the same was looked at in both."""
-    mine, others = part.looked, other.looked
-    return (mine.kind, mine.groups, mine.vectors) == (others.kind, others.groups, others.vectors)
+    """Whether the same was looked at in both, and there are numbers of the same shapes of it."""
+    mine, others = (
+        (looked.kind, looked.groups, looked.vectors) for looked in (part.looked, other.looked)
+    )
+    shared = part.values.keys() & other.values.keys()
+    return mine == others and all(
+        _shape(name, part.values[name]) == _shape(name, other.values[name]) for name in shared
+    )
+
+
+def _shape(name: str, array: Array) -> tuple[int, ...]:
+    """What is the same of this array in all processes."""
+    shape: tuple[int, ...] = array.shape
+    return shape[1:] if name in _OF_SOME or is_of_entries(name) else shape
 
 
 def once(parts: Sequence[LayerPart]) -> list[LayerPart]:
@@ -116,7 +132,7 @@ def layer_together(
     kept = winners(draws, max_rows)
     some = [p if k is None else pick(p, k) for p, k in zip(filled, kept, strict=True)]
     several = [_unpacked(part.values) for part in some]
-    values = {n: np.concatenate([v[n] for v in several]) for n in _in_all(_OF_ROWS, several)}
+    values = {n: np.concatenate([v[n] for v in several]) for n in _in_all(OF_ROWS, several)}
     values |= {n: _largest([v[n] for v in several]) for n in _in_all(_LARGEST, several)}
     values |= {n: np.concatenate([v[n] for v in several]) for n in _in_all(("makings",), several)}
     values |= _of_all_rows(several, [part.looked for part in some], generator)

@@ -46,6 +46,9 @@ class Schedule(Protocol):
     def resume(self, costs: Iterable[float]) -> None:
         """Start from what they cost in the run that goes on; before `begin`."""
 
+    def end(self) -> None:
+        """No step is measured any more."""
+
 
 def make_schedule(every_n_steps: int, max_overhead: float | None) -> Schedule:
     """The fixed interval, or if a share of the training time is given, one that keeps to it."""
@@ -77,6 +80,9 @@ class Regular:
     def resume(self, costs: Iterable[float]) -> None:
         """Nor has to be."""
 
+    def end(self) -> None:
+        """Nobody was told anything."""
+
 
 class Bounded:
     """Measures as often as a bound on the monitor's share of the training time allows.
@@ -93,6 +99,7 @@ class Bounded:
         self.interval = self._least = max(every_n_steps, _SHORTEST)
         self._bound = max_overhead
         self._costs: deque[float] = deque(maxlen=9)
+        self._ranks: Ranks | None = None
 
     def begin(self, step: int, parameter: Tensor, name: str) -> None:
         """The coming step is measured."""
@@ -111,8 +118,10 @@ class Bounded:
         self._times.step_ended(measured=since == 1)
         if since == _READ:
             self._plan()
+            assert self._ranks is not None
             self._ranks.tell(self.interval, self._next)
         if since == _SHORTEST:
+            assert self._ranks is not None
             told = self._ranks.told(self.interval, self._next)
             if told[1] >= coming:
                 self.interval, self._next = told
@@ -129,6 +138,11 @@ class Bounded:
     def resume(self, costs: Iterable[float]) -> None:
         """Start from what they cost in the run that goes on; before `begin`."""
         self._costs.extend(costs)
+
+    def end(self) -> None:
+        """No step is measured any more."""
+        if self._ranks is not None:
+            self._ranks.end()
 
     def _plan(self) -> None:
         """Set the interval, and the step to measure next."""

@@ -86,10 +86,6 @@ def together(
     notes = list(dict.fromkeys(note for part in several for note in part.notes))
     if refused:
         return replace(first, layers={}, refused=refused, notes=notes), ranks
-    missing = processes > len(several)
-    if missing:
-        here = ", ".join(map(str, ranks))
-        notes.insert(0, f"Rows of process {here} alone: {processes} processes train together.")
     misdescribed = {p: why for part in several for p, why in part.misdescribed.items()}
     rows_lost = {path for part in several for path in part.rows_lost}
     layers, incomplete = {}, {}
@@ -103,6 +99,10 @@ def together(
             incomplete[path] = _INCOMPLETE
         else:
             layers[path] = layer
+    missing = processes > len(several)
+    if missing and not _make_up_the_gradient(layers):
+        here = ", ".join(map(str, ranks))
+        notes.insert(0, f"Rows of process {here} alone: {processes} processes train together.")
     _to_units(layers, first.facts.gradient_scale, processes, rows_lost, missing=missing)
     changes = [part.loss_change for part in several if part.loss_change is not None]
     unmeasured = _fewest([part.unmeasured for part in several])
@@ -199,6 +199,16 @@ def _trains_with(first: Part, other: Part) -> bool:
     with np.errstate(invalid="ignore"):
         differ = np.abs(mine - others) > LIKENESS_TOLERANCE * larger
     return not bool((differ & (larger > rounding**2)).any())
+
+
+def _make_up_the_gradient(layers: Mapping[str, LayerPart]) -> bool:
+    """Whether the rows that are here do: then other processes have none that add to it.
+
+    They train something else, or have no rows in this step. As far as some entries tell.
+    """
+    rests = [by_entries(layer.values)[1] for layer in layers.values()]
+    known = [rest for rest in rests if not math.isnan(rest)]
+    return bool(known) and max(known) <= LARGEST_REST
 
 
 def _to_units(

@@ -10,7 +10,6 @@ Expected before: within 10 % of the counts, but for what is held (20 %), where s
     python tests/benchmarks/scale.py [--write FILE]
 """
 
-import pickle
 import sys
 import tempfile
 import time
@@ -40,7 +39,9 @@ from processes import found_by, meet
 
 from adiv_monitor import Monitor
 from adiv_monitor.step import assembly, collectives
+from adiv_monitor.step.messages import decode, encode
 from adiv_monitor.step.part import Part
+from adiv_monitor.step.soundness import check
 from adiv_monitor.step.together import prepared, together
 
 _aten = torch.ops.aten
@@ -345,13 +346,13 @@ def several() -> tuple[list[list[object]], list[list[object]]]:
             [width, world, "made whole and rows, of layers in parts", *_ratio(expected, joined)]
         )
     for width, world in product(WIDTHS, WORLDS):
-        sent = len(pickle.dumps(_thinned(found[2][1][width][0], world), protocol=5))
+        sent = len(encode(_thinned(found[2][1][width][0], world)))
         job = Job(((width, width, DEPTH),), TOKENS, processes=world)
         rows.append([width, world, "part of a report", *_ratio(cost(job).sent, sent)])
     times = []
     for world in (2, 8, 64):
         part = _thinned(found[2][1][1024][0], world)
-        data = pickle.dumps(part, protocol=5)
+        data = encode(part)
         times.append([world, DEPTH, f"{1e3 * _seconds(data, world) / world / DEPTH:.2f}"])
     return rows, times
 
@@ -369,7 +370,9 @@ def _seconds(data: bytes, world: int) -> float:
     times = []
     for _ in range(5):
         began = time.perf_counter()
-        parts = {rank: pickle.loads(data) for rank in range(world)}
+        parts = {rank: decode(Part, data) for rank in range(world)}
+        for part in parts.values():
+            check(part)
         together(parts, world, 128, np.random.default_rng(0))
         times.append(time.perf_counter() - began)
     return median(times)

@@ -3,6 +3,7 @@
 They measure the same steps, and none waits for a process without a monitor.
 """
 
+import pickle
 import time
 import warnings
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adiv_monitor import Monitor
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.step import assembly, ranks, times
+from adiv_monitor.step import assembly, messages, ranks, times
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 
@@ -189,6 +190,20 @@ def averaged_by_hand(rank: int) -> StepReport | None:
     return monitor.latest
 
 
+def large_layers(rank: int | None) -> StepReport | None:
+    """Of whose gradients some entries alone are looked at."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 200)).double()
+    x = torch.randn(8, 40, dtype=torch.float64)
+    net = model if rank is None else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(net, optimizer, max_rows=None, on_error="raise") as monitor:
+        net(x if rank is None else x[4 * rank :][:4]).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    return monitor.latest
+
+
 def fewer_batches_in_one(rank: int) -> tuple[list[StepReport], float]:
     """The second process has a batch less; in its place it takes part in the others' averages."""
     model, optimizer, x = small(rank)
@@ -305,6 +320,111 @@ def training_of_its_own(rank: int) -> tuple[StepReport | None, int]:
     return monitor.latest, len(sink.reports)
 
 
+def stage_of_a_pipeline(rank: int) -> StepReport | None:
+    """Each process has layers of its own, and hands on what they make of the same rows."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh()) if rank == 0 else nn.Linear(6, 3)
+    model.double()
+    x = torch.ones(4, 6, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        if rank == 0:
+            made = model(small(0)[2])
+            dist.send(made.detach(), 1)
+            dist.recv(x, 1)
+            made.backward(x)
+        else:
+            dist.recv(x, 0)
+            x.requires_grad_()
+            model(x).square().mean().backward()
+            assert x.grad is not None
+            dist.send(x.grad, 0)
+        optimizer.step()
+    return monitor.latest
+
+
+def model_of_its_own(rank: int) -> list[tuple[str, ...]]:
+    """Trained by each process alone; of the same layers, but not of the same weights."""
+    torch.manual_seed(rank)
+    model, x = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double(), small(rank)[2]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(3):
+            train(model, optimizer, x)
+    return [report.notes for report in monitor.reports]
+
+
+def clipped_model_of_its_own_without_others(rank: int) -> list[tuple[str, ...]]:
+    """The other process has no monitor, and trains something else."""
+    model, optimizer, x = small(rank)
+    notes = list[tuple[str, ...]]()
+    if rank == 0:
+        with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+        notes = [report.notes for report in monitor.reports]
+    return notes
+
+
+@patient()
+def many_reports(rank: int) -> tuple[list[int], int]:
+    """How many keys the store has more than before: at every step, and when all have left."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    train(net, optimizer, x)  # the group's own keys
+    store = ranks._known_store()
+    dist.barrier()
+    before, keys = store.num_keys(), []
+    dist.barrier()
+    with Monitor(net, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(40):
+            train(net, optimizer, x)
+            keys.append(store.num_keys() - before)
+    assert [report.notes for report in monitor.reports] == [()] * 40
+    dist.barrier()
+    return keys, store.num_keys() - before
+
+
+RUN: list[str] = []
+
+
+class Exploit:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return run, ("code",)
+
+
+def run(what: str) -> None:
+    RUN.append(what)
+
+
+@patient()
+def messages_that_are_none(rank: int) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Of three steps from the second process, and of the fourth from the first."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    spoil = [
+        lambda message: pickle.dumps(Exploit()),
+        lambda message: message[:-1],
+        lambda message: message[:50] + bytes([message[50] ^ 1]) + message[51:],
+    ]
+    spoilt = {step: by for step, by in enumerate(spoil) if rank} if rank else {3: spoil[1]}
+    with pytest.MonkeyPatch.context() as patch:
+        sent = iter(range(100))
+        patch.setattr(
+            *(assembly, "encode"),
+            lambda value: spoilt.get(next(sent), lambda message: message)(messages.encode(value)),
+        )
+        with Monitor(net, optimizer, every_n_steps=1, on_error="raise") as monitor:
+            for _ in range(5):
+                train(net, optimizer, x)
+    return [report.notes for report in monitor.reports], RUN
+
+
 FIRST = [(0, 16), (16, 16), (72, 36)]  # a cost of 4 plain steps at a bound of 1/10: 36
 # Which processes have a monitor, and the steps that each measures, with the interval.
 MONITORED = [([1], [[], FIRST[:2]]), ([0], [FIRST, []]), ([0, 1], [FIRST, FIRST])]
@@ -348,6 +468,7 @@ def group_that_is_gone(rank: int) -> tuple[StepReport | None, int]:
 TASKS = (
     optimizer_in_parts,
     averaged_by_hand,
+    large_layers,
     fewer_batches_in_one,
     evaluation_by_the_first_alone,
     monitor_that_leaves,
@@ -357,6 +478,11 @@ TASKS = (
     layer_that_fails_in_one,
     training_of_its_own,
     within_a_bound,
+    stage_of_a_pipeline,
+    model_of_its_own,
+    clipped_model_of_its_own_without_others,
+    many_reports,
+    messages_that_are_none,
 )
 ALONE = ("Rows of process 0 alone: 2 processes train together.",)
 
@@ -397,13 +523,26 @@ def test_a_gradient_that_is_averaged_by_hand(found: dict[int, list[Found]]) -> N
         assert_same(own["averaged_by_hand"].to_dict(), monitor.latest.to_dict())
 
 
+def test_large_layers(found: dict[int, list[Found]]) -> None:
+    expected = large_layers(None)
+    assert expected is not None
+    assert all(0 < reading.gradient_factor < 0.5 for reading in expected.layers.values())
+    for own in found[2]:
+        report = own["large_layers"]
+        assert report.notes == ()
+        for path, reading in report.layers.items():
+            whole = expected.layers[path]
+            assert reading.gradient_factor == pytest.approx(whole.gradient_factor, rel=1e-9)
+            assert_same(reading.to_dict(), whole.to_dict())
+
+
 def test_fewer_batches_in_one_process(found: dict[int, list[Found]]) -> None:
-    """What is left is the other's: it says so, and is exact, since nobody adds to the gradient."""
+    """What is left is the other's, and exact, since nobody else adds to the gradient."""
     (reports, seconds), (fewer, _) = (own["fewer_batches_in_one"] for own in found[2])
     assert seconds < assembly.PATIENCE / 2
     assert [len(reports), len(fewer)] == [3, 2]
     expected = alone(torch.optim.SGD, [slice(8), slice(8), slice(4)])
-    assert [report.notes for report in reports] == [(), (), ALONE]
+    assert [report.notes for report in reports] == [(), (), ()], "no rows are missing"
     for report, whole in zip(reports, expected, strict=True):
         for path, reading in report.layers.items():
             assert_same(reading.to_dict(quantiles=True), whole.layers[path].to_dict(quantiles=True))
@@ -472,6 +611,32 @@ def test_processes_that_train_on_their_own_speak_for_themselves(
             assert_same(report.layers[path].to_dict(), reading.to_dict())
 
 
+def test_whose_rows_are_all_there_is_not_told_that_some_are_missing(
+    found: dict[int, list[Found]],
+) -> None:
+    """Because other processes are there, too, which train something else."""
+    for rank, own in enumerate(found[2]):
+        report = own["stage_of_a_pipeline"]
+        assert report.notes == ()
+        assert len(report.layers) == 1
+        assert [reading.rows_seen for reading in report.layers.values()] == [4]
+        assert own["model_of_its_own"] == [(), (), ()]
+        assert own["clipped_model_of_its_own_without_others"] == ([] if rank else [(), ()])
+        assert own["training_of_its_own"][0].notes == ()
+
+
+def test_one_process_alone_in_its_group_is_told_nothing() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, optimizer, x = small(0)
+        with Monitor(model, optimizer, on_error="raise") as monitor:
+            train(model, optimizer, x)
+    finally:
+        dist.destroy_process_group()
+    assert monitor.latest is not None
+    assert monitor.latest.notes == ()
+
+
 def test_processes_agree_on_the_interval_and_wait_for_none(found: dict[int, list[Found]]) -> None:
     for rank, own in enumerate(found[2]):
         assert own["within_a_bound"] == [expected[rank] for _, expected in MONITORED]
@@ -486,6 +651,29 @@ def test_processes_whose_turns_differ_each_speak_for_themselves(
             assert report.turn.first == (step + rank) % 2 + 1
             assert f"Rows of process {rank} alone: 2 processes train together." in report.notes
             assert len(report.layers) == 1
+
+
+def test_what_the_store_holds_does_not_grow_and_goes(found: dict[int, list[Found]]) -> None:
+    for own in found[2]:
+        keys, left = own["many_reports"]
+        # Who is there, who is at the meeting, lists of messages, reports, a part that waits.
+        assert max(keys) <= 2 + 1 + 2 + ranks._KEPT + 2
+        assert left == 0
+
+
+def test_what_is_no_message_is_as_if_the_process_had_not_come(
+    found: dict[int, list[Found]],
+) -> None:
+    (first, code), (second, more) = (own["messages_that_are_none"] for own in found[2])
+    assert [*code, *more] == []
+    unread = "What process {} sent can't be read, so it is not in this report."
+    assert [notes[0] for notes in first[:3]] == [ALONE[0]] * 3
+    assert all(unread.format(1) in notes for notes in first[:3])
+    assert first[3:] == [(), ()]
+    own = ALONE[0].replace("0", "1")
+    assert [notes[0] for notes in second[:4]] == [own] * 4
+    assert unread.format(0) in second[3]
+    assert second[4] == ()
 
 
 def test_who_is_interrupted_while_waiting_for_the_others_says_so(
@@ -504,6 +692,8 @@ def test_who_is_interrupted_while_waiting_for_the_others_says_so(
     monkeypatch.setattr(ranks.Exchange, "present", interrupt)
     with pytest.raises(KeyboardInterrupt):
         exchange.agree(3, "point", 1.0)
-    exchange.leave()
     key = f"{exchange._key}/{exchange.meeting()}/3/point"
+    assert store.check([key])
     assert store.get(key) == b"no"
+    exchange.leave()
+    assert store.num_keys() == 0

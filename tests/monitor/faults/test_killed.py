@@ -112,6 +112,5 @@ def test_a_process_that_is_killed(victim: int, tmp_path: Path) -> None:
     assert alone["result"] == plain["result"]
     assert [step for step, _, _ in alone["reports"]] == list(range(STEPS))
     assert all(layers == ["0", "2", "3"] for _, layers, _ in alone["reports"])
-    lost = [notes for _, _, notes in alone["reports"] if notes]
-    assert lost, "a report of one process alone says so"
+    assert not any(notes for _, _, notes in alone["reports"]), "each has all rows of its own model"
     assert alone["seconds"] < 20

@@ -1,0 +1,182 @@
+"""Data classes as bytes, and back, by their annotations: what processes send each other.
+
+Whoever reaches the store by which they met can write there. So a message is data alone: nothing in
+it is run, what is read has the types that the annotations promise, and no more memory is taken than
+the message has bytes, times a constant. Its layout, little-endian:
+
+    8 bytes     which layout this is
+    4 bytes     CRC-32 of all that follows
+    8 bytes     n, the length of the text
+    n bytes     JSON: of a data class the values of its fields, of a mapping its pairs, of an array
+                its shape
+    the rest    the numbers of the arrays, in the order of their shapes
+"""
+
+import json
+import math
+import operator
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+_LAYOUT = b"adiv-m1\n"
+_CHECKSUM, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
+_LARGEST = 2**63  # which integers are below, in size
+_SEVERAL = {list: list, tuple: tuple, set: set}
+
+T = TypeVar("T")
+
+
+class Malformed(ValueError):
+    """Bytes that are no message of the kind that was expected."""
+
+
+def encode(value: Any) -> bytes:
+    """A data class as bytes.
+
+    Raises:
+        TypeError: it holds something that its annotations do not say, or that no message can hold.
+    """
+    arrays: list[bytes] = []
+    text = json.dumps(_plain(type(value), value, arrays)).encode()
+    body = b"".join([_LENGTH.pack(len(text)), text, *arrays])
+    return b"".join([_LAYOUT, _CHECKSUM.pack(zlib.crc32(body)), body])
+
+
+def decode(kind: type[T], data: bytes) -> T:
+    """The data class that `encode` made these bytes of.
+
+    Args:
+        kind: the data class.
+        data: the bytes, which may come from anybody.
+
+    Raises:
+        Malformed: the bytes are no such message.
+    """
+    start = len(_LAYOUT) + _CHECKSUM.size
+    head = data[:start]
+    if head != _LAYOUT + _CHECKSUM.pack(zlib.crc32(memoryview(data)[start:])):
+        raise Malformed("another layout, or not what was sent")
+    try:
+        (length,) = _LENGTH.unpack_from(data, start)
+        start += _LENGTH.size
+        if length > len(data) - start:
+            raise Malformed("the text is cut off")
+        arrays = _Arrays(data, start + length)
+        found: T = _typed(kind, json.loads(data[start : start + length]), arrays)
+    except Malformed:
+        raise
+    except (ValueError, RecursionError, struct.error) as error:
+        raise Malformed(str(error)) from error
+    arrays.end()
+    return found
+
+
+class _Arrays:
+    """Takes arrays from a message, one after the other."""
+
+    def __init__(self, data: bytes, place: int) -> None:
+        self._data = data
+        self._place = place
+
+    def next(self, number: type[np.generic], shape: Iterable[int]) -> Any:
+        shape = tuple(shape)
+        count = math.prod(shape)
+        size = count * np.dtype(number).itemsize
+        # Of an array without numbers, too, none of the lengths says more than there can be.
+        if size > len(self._data) - self._place or any(n > len(self._data) for n in shape):
+            raise Malformed("an array is cut off")
+        flat = np.frombuffer(self._data, np.dtype(number).newbyteorder("<"), count, self._place)
+        self._place += size
+        return flat.reshape(shape).astype(number)
+
+    def end(self) -> None:
+        """All of the message must have been read."""
+        if self._place != len(self._data):
+            raise Malformed("there is more than the text tells of")
+
+
+def _plain(kind: Any, value: Any, arrays: list[bytes]) -> Any:
+    """What JSON can hold of a value of an annotated kind; the numbers of arrays go to `arrays`."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return None if value is None else _plain(_optional(inner), value, arrays)
+    if origin is np.ndarray:
+        array = np.asarray(value)
+        if array.dtype != _number(inner):
+            raise TypeError(f"an array of {array.dtype}, expected {_number(inner).__name__}")
+        arrays.append(array.astype(array.dtype.newbyteorder("<"), order="C").tobytes())
+        return list(array.shape)
+    if origin in _SEVERAL:
+        return [_plain(inner[0], each, arrays) for each in value]
+    if origin in (dict, Mapping):
+        of_key, of_value = inner
+        return [[_plain(of_key, k, arrays), _plain(of_value, v, arrays)] for k, v in value.items()]
+    if (hints := _annotated(kind)) is not None:
+        return [_plain(of, getattr(value, name), arrays) for name, of in hints]
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is bool and isinstance(value, bool | np.bool_):
+        return bool(value)
+    if kind is int:
+        return operator.index(value)
+    if kind is float:
+        return float(value)
+    raise TypeError(f"{value!r} is no {kind} that a message can hold")
+
+
+def _typed(kind: Any, plain: Any, arrays: _Arrays) -> Any:
+    """The value of an annotated kind that `_plain` made this of."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return None if plain is None else _typed(_optional(inner), plain, arrays)
+    if kind in (int, bool, str, float):
+        if type(plain) is not kind or (kind is int and not -_LARGEST < plain < _LARGEST):
+            raise Malformed(f"no {kind.__name__}")
+        return plain
+    if type(plain) is not list:
+        raise Malformed("no list")
+    if origin is np.ndarray:
+        shape = [_typed(int, length, arrays) for length in plain]
+        if any(length < 0 for length in shape):
+            raise Malformed("a length below zero")
+        return arrays.next(_number(inner), shape)
+    if origin in _SEVERAL:
+        return _SEVERAL[origin](_typed(inner[0], each, arrays) for each in plain)
+    if origin in (dict, Mapping):
+        if any(type(pair) is not list or len(pair) != 2 for pair in plain):
+            raise Malformed("no pairs")
+        return {_typed(inner[0], k, arrays): _typed(inner[1], v, arrays) for k, v in plain}
+    hints = _annotated(kind)
+    if hints is None:
+        raise Malformed(f"no message can hold {kind}")
+    if len(plain) != len(hints):
+        raise Malformed(f"as many fields as no {kind} has")
+    pairs = zip(hints, plain, strict=True)
+    return kind(**{name: _typed(of, each, arrays) for (name, of), each in pairs})
+
+
+@cache
+def _annotated(kind: Any) -> list[tuple[str, Any]] | None:
+    """The fields of a data class, in their order, with their kinds; None: it is none."""
+    if not is_dataclass(kind):
+        return None
+    hints = get_type_hints(kind)
+    return [(field.name, hints[field.name]) for field in fields(kind)]
+
+
+def _optional(kinds: Iterable[Any]) -> Any:
+    """The one of a union that is not None."""
+    (kind,) = (kind for kind in kinds if kind is not NoneType)
+    return kind
+
+
+def _number(inner: tuple[Any, ...]) -> Any:
+    """What an array is annotated to hold."""
+    return get_args(inner[1])[0]

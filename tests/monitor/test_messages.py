@@ -1,0 +1,554 @@
+"""What processes send each other: data alone, of which the store keeps little and at last none."""
+
+import ast
+import json
+import math
+import pickle
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from processes import loss_of, make
+
+from adiv_monitor import Monitor
+from adiv_monitor.capture.sampling import Draw
+from adiv_monitor.maths.readings import Array
+from adiv_monitor.report import StepReport
+from adiv_monitor.step import assembly, ranks
+from adiv_monitor.step.messages import Malformed, decode, encode
+from adiv_monitor.step.part import Facts, LayerPart, Looked, Part
+from adiv_monitor.step.ranks import Exchange
+from adiv_monitor.step.soundness import check
+from adiv_monitor.step.together import prepared, together
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+STEP = Path(assembly.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def known() -> tuple[Part, StepReport]:
+    """Of a step with some of everything: a part as it travels, and the report."""
+    model, tokens, targets = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    asked: dict[str, Any] = {"attention": True, "attainable": True, "realised": True}
+    parts = []
+    with pytest.MonkeyPatch.context() as patch:
+        add = assembly.Assembly.add
+        patch.setattr(
+            *(assembly.Assembly, "add"),
+            lambda self, step, part: (parts.append(part), add(self, step, part)),
+        )
+        with Monitor(model, optimizer, layers_per_step=None, **asked) as monitor:
+            loss_of(model(tokens), targets).backward()
+            optimizer.step()
+    assert monitor.latest is not None
+    chance = np.random.default_rng(0)
+    return prepared(parts[0], 0, 16, 2, chance), monitor.latest
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal to the last bit, of the same types all the way down."""
+    if isinstance(a, np.ndarray):
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    if is_dataclass(a):
+        return type(a) is type(b) and all(
+            same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)
+        )
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and all(map(same, a, b)) and len(a) == len(b)
+    return bool(a == b) or (a != a and b != b)
+
+
+@dataclass(frozen=True)
+class Heard:
+    report: StepReport
+    ranks: list[int]
+
+
+def test_what_was_sent_is_what_comes(known: tuple[Part, StepReport]) -> None:
+    part, report = known
+    assert part.layers and part.attention
+    come = decode(Part, encode(part))
+    assert same(part, come)
+    check(come)
+    assert same(report, decode(Heard, encode(Heard(report, [0, 3]))).report)
+
+
+@dataclass
+class Everything:
+    """Of all that a message can hold."""
+
+    flag: bool
+    number: float
+    maybe: int | None
+    names: set[str] = field(default_factory=set)
+    shares: dict[int, float] = field(default_factory=dict)
+    values: dict[str, Array] = field(default_factory=dict)
+    inner: Draw | None = None
+    last: tuple[float, ...] = ()
+
+
+def everything() -> Everything:
+    values = {
+        "none": np.empty((0, 3)),
+        "one": np.array(math.nan),
+        "turned": np.arange(6.0).reshape(2, 3).T,
+    }
+    drawn = Draw(np.array([1, 5]), np.array([0.5, -0.0]), math.inf)
+    return Everything(True, math.nan, None, {"a", "ü"}, {-3: 1e-300}, values, drawn, (0.1, 2.0))
+
+
+def test_all_that_a_message_can_hold() -> None:
+    assert same(everything(), decode(Everything, encode(everything())))
+
+
+def test_what_no_message_can_hold_is_the_senders_error() -> None:
+    wrong: list[dict[str, Any]] = [{"flag": 1}, {"maybe": 0.5}, {"values": {"x": np.arange(3)}}]
+    for change in wrong:
+        with pytest.raises(TypeError):
+            encode(Everything(**{"flag": True, "number": 1.0, "maybe": None, **change}))
+
+
+# --- what is no message --------------------------------------------------------------------------
+
+
+class Exploit:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.mkdir, (Path(self.folder),)
+
+
+def test_what_was_changed_on_the_way_is_no_message(known: tuple[Part, StepReport]) -> None:
+    message = encode(known[0])
+    chance = np.random.default_rng(0)
+    places = [*range(40), *chance.integers(len(message), size=300)]
+    changed = [message[:i] + bytes([message[i] ^ (1 << i % 8)]) + message[i + 1 :] for i in places]
+    changed += [message[:length] for length in places]
+    changed += [message + b"\0", message * 2, b"", message[1:], bytes(100)]
+    for data in changed:
+        with pytest.raises(Malformed):
+            decode(Part, data)
+
+
+def test_a_pickle_is_no_message(tmp_path: Path) -> None:
+    with pytest.raises(Malformed):
+        decode(Part, pickle.dumps(Exploit(str(tmp_path / "made"))))
+    assert not (tmp_path / "made").exists()
+
+
+def test_nothing_that_travels_is_pickled() -> None:
+    for path in STEP.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not {n.split(".")[0] for n in names} & {"pickle", "marshal", "shelve"}, path
+
+
+def signed(text: str | bytes, numbers: bytes = b"", length: int | None = None) -> bytes:
+    """A message with this text, as somebody makes it who knows the layout."""
+    text = text.encode() if isinstance(text, str) else text
+    size = len(text) if length is None else length
+    body = size.to_bytes(8, "little") + text + numbers
+    return encode(everything())[:8] + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def text_of(message: bytes) -> tuple[Any, bytes]:
+    length = int.from_bytes(message[12:20], "little")
+    return json.loads(message[20 : 20 + length]), message[20 + length :]
+
+
+LIES: dict[str, Callable[[list[Any]], object]] = {
+    "a number for a flag": lambda x: x.__setitem__(0, 1),
+    "a text for a number": lambda x: x.__setitem__(1, "1"),
+    "a flag for a number": lambda x: x.__setitem__(2, True),
+    "a number without end": lambda x: x.__setitem__(2, 2**70),
+    "a mapping for names": lambda x: x.__setitem__(3, {"a": 1}),
+    "a key that is none": lambda x: x.__setitem__(4, [[[], 1.0]]),
+    "no pair": lambda x: x.__setitem__(4, [[1, 2.0, 3.0]]),
+    "a field too few": lambda x: x.pop(),
+    "a field too many": lambda x: x.append(1),
+    "a field too few inside": lambda x: x[6].pop(),
+    "a length below zero": lambda x: x[5][2].__setitem__(1, [-3, -2]),
+    "a huge length": lambda x: x[5][2].__setitem__(1, [2**62, 3]),
+    "huge lengths of nothing": lambda x: x[5][0].__setitem__(1, [0, 2**62]),
+    "many lengths": lambda x: x[5][2].__setitem__(1, [1] * 100),
+    "a length of another type": lambda x: x[5][2].__setitem__(1, [2.0, 3.0]),
+    "less than there is": lambda x: x[5][2].__setitem__(1, [2, 2]),
+    "more than there is": lambda x: x[5][2].__setitem__(1, [3, 3]),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_whoever_knows_the_layout_can_say_no_other_types(name: str) -> None:
+    text, numbers = text_of(encode(everything()))
+    decode(Everything, signed(json.dumps(text), numbers))
+    LIES[name](text)
+    with pytest.raises(Malformed):
+        decode(Everything, signed(json.dumps(text), numbers))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *(signed("[]"), signed(""), signed("null"), signed("{"), signed(b"\xff\xfe")),
+        *(signed("[" * 100_000), signed("9" * 100_000), signed('{"a":' * 50_000)),
+        *(signed("[]", length=2**63), signed("[]", length=2**64 - 1), signed("[]", length=1)),
+    ],
+    ids=range(11),
+)
+def test_no_text_takes_more_memory_than_it_has_bytes(message: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(Malformed):
+            decode(Part, message)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 * len(message) + 2**20
+
+
+def test_a_part_is_refused_or_one_that_memory_holds(known: tuple[Part, StepReport]) -> None:
+    """Whatever is changed by somebody who signs it anew."""
+    text, numbers = text_of(encode(known[0]))
+    text = json.dumps(text).encode()
+    chance, taken = np.random.default_rng(0), 0
+    for _ in range(400):
+        changed = bytearray(text)
+        for place in chance.integers(len(text), size=chance.integers(1, 4)):
+            changed[place] = chance.choice(list(b'0123456789,[]"-.xnt'))
+        try:
+            part = decode(Part, signed(bytes(changed), numbers))
+            check(part)
+        except Malformed:
+            continue
+        taken += 1
+    assert 0 < taken < 400
+
+
+def layer(**values: Any) -> Part:
+    """A part with one layer of four rows."""
+    looked = Looked("x", "gain", [0], False, 4, 8, 2, 0.0, "", vectors=("G", "e"))
+    numbers = {"products": np.ones((4, 3)), "scale_pivot": np.ones((1, 1))}
+    numbers |= {"scale_sums": np.ones(4), "scale_entries_of_rows": np.ones(8)}
+    drawn = Draw(None, np.zeros(4), math.inf)
+    found = LayerPart(looked, numbers | values, {"gamma_gamma": 1.0}, drawn)
+    facts = Facts(True, 1.0, False, False, False, False)
+    return Part({"x": found}, facts, [], {}, {}, set(), set(), [])
+
+
+def test_numbers_that_do_not_go_with_each_other_are_refused() -> None:
+    check(layer())
+    wrong: list[dict[str, Array]] = [
+        *({"products": np.ones((4, 4))}, {"products": np.ones((5, 3))}, {"products": np.ones(4)}),
+        *({"scale_sums": np.ones(3)}, {"scale_sums": np.array(1.0)}),
+        {"scale_entries_of_rows": np.ones(7)},
+    ]
+    for values in wrong:
+        with pytest.raises(Malformed):
+            check(layer(**values))
+    changes: list[tuple[str, Any]] = [
+        *(("rows_seen", 3), ("rows_seen", -1), ("rows_total", 3), ("groups", 0), ("groups", 2**40)),
+        *(("path", "y"), ("vectors", ("G",)), ("entry_rows", np.array([0, 1]))),
+        ("entry_rows", np.array([*range(7), 2**40])),
+    ]
+    for name, value in changes:
+        part = layer()
+        setattr(part.layers["x"].looked, name, value)
+        with pytest.raises(Malformed):
+            check(part)
+    for name, value in (("draw", None), ("draw", Draw(None, np.zeros(3), 1.0)), ("dots", {})):
+        part = layer()
+        setattr(part.layers["x"], name, value)
+        with pytest.raises(Malformed):
+            check(part)
+
+
+def test_an_attention_that_does_not_go_with_its_numbers_is_refused(
+    known: tuple[Part, StepReport],
+) -> None:
+    def changed(**values: Any) -> Part:
+        part = decode(Part, encode(known[0]))
+        part.attention["attend"] |= values
+        return part
+
+    check(changed())
+    seen = len(known[0].attention["attend"]["G_G"])
+    for values in ({"G_G": np.ones(seen)}, {"e_e": np.ones((seen + 1, 2))}, {"e_e": np.ones(seen)}):
+        with pytest.raises(Malformed):
+            check(changed(**values))
+    for name in ("attended", "attention"):
+        part = changed()
+        getattr(part, name).clear()
+        with pytest.raises(Malformed):
+            check(part)
+    part = changed()
+    part.attended["attend"].samples = seen - 1
+    with pytest.raises(Malformed):
+        check(part)
+
+
+def test_numbers_of_another_shape_are_not_put_together(known: tuple[Part, StepReport]) -> None:
+    """They are sound by themselves: that process has looked at something else."""
+    own, _ = known
+    other = decode(Part, encode(own))
+    values = other.layers["head"].values
+    assert "common_sum" not in values
+    for name in ("then", "active", "G_G"):
+        values.pop(name, None)
+    values["makings"] = np.ones((3, 2))
+    own.layers["head"].values["makings"] = np.ones((1, 3))
+    try:
+        part, found = together({0: own, 1: other}, 2, 16, np.random.default_rng(0))
+    finally:
+        del own.layers["head"].values["makings"]
+    assert found == [0, 1]
+    assert "head" in part.rows_lost
+    assert "embed" not in part.rows_lost
+
+
+# --- what the store keeps ------------------------------------------------------------------------
+
+STEPS = 1_000
+KEPT = ranks._KEPT
+
+
+class World:
+    """Several processes in one, which take turns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+        self.store, self.rank = dist.HashStore(), 0
+        self.empty = self.store.num_keys()
+        monkeypatch.setattr(ranks, "_store", lambda: self.store)
+        monkeypatch.setattr(dist, "get_rank", lambda: self.rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda: size)
+
+    def join(self, rank: int) -> Exchange:
+        self.rank = rank
+        Exchange._attached.clear()  # each process has its own
+        return Exchange("anything")
+
+    @property
+    def keys(self) -> int:
+        return self.store.num_keys() - self.empty
+
+
+@pytest.fixture(params=[(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)
+def order(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    """In which processes leave."""
+    found: tuple[int, ...] = request.param
+    return found
+
+
+def test_a_thousand_reports_leave_no_more_keys_than_some(
+    order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second hears of each; the third never listens, and nobody takes its parts at last."""
+    world = World(monkeypatch, 4)  # the fourth never comes
+    joined = [world.join(rank) for rank in range(3)]
+    meeting, most = joined[0].meeting(), 0
+    assert meeting is not None
+    for step in range(STEPS):
+        for exchange in joined[1:]:
+            assert exchange.meeting() == meeting
+            exchange.put(meeting, step, b"part %d" % step)
+        assert joined[0].take(step, 1) == b"part %d" % step
+        assert joined[0].take(step, 1) is None, "it is taken away"
+        if step < STEPS // 2:
+            assert joined[0].take(step, 2) == b"part %d" % step
+        assert joined[0].take(step, 3) is None
+        joined[0].put(meeting, step, b"report %d" % step)
+        assert joined[1].get(meeting, step, 0) == b"report %d" % step
+        most = max(most, world.keys)
+    # Who is there, the lists of their messages, and those: reports, and parts that nobody took.
+    assert most == 3 + 1 + 3 + 2 * KEPT
+    assert joined[2].get(meeting, STEPS - KEPT, 0) == b"report %d" % (STEPS - KEPT)
+    assert joined[2].get(meeting, STEPS - KEPT - 1, 0) is None
+    for rank in order:
+        assert world.keys > 0
+        joined[rank].leave()
+    assert world.keys == 0
+
+
+def test_what_is_handed_in_before_one_leaves_is_still_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, 2)
+    first, second = world.join(0), world.join(1)
+    meeting = second.meeting()
+    assert meeting is not None
+    second.put(meeting, 0, b"part")
+    second.leave()
+    assert first.present() == []
+    assert first.take(0, 1) == b"part"
+    first.put(meeting, 0, b"report")
+    first.leave()
+    assert world.keys == 0
+
+
+def test_the_last_report_is_there_after_the_first_process_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, 2)
+    first, second = world.join(0), world.join(1)
+    meeting = second.meeting()
+    assert meeting is not None
+    second.put(meeting, 0, b"part")
+    first.put(meeting, 0, b"report")
+    first.leave()
+    again = world.join(0)  # a new monitor is no reason to forget it
+    assert second.meeting() == again.meeting() != meeting
+    assert second.get(meeting, 0, 0) == b"report"
+    second.leave()
+    again.leave()
+    assert world.keys == 0
+
+
+def test_many_monitors_of_the_first_process_while_one_of_another_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, most = World(monkeypatch, 2), 0
+    second = world.join(1)
+    for step in range(100):
+        first = world.join(0)
+        meeting = second.meeting()
+        assert meeting is not None
+        second.put(meeting, step, b"part")
+        first.put(meeting, step, b"report")
+        first.leave()
+        most = max(most, world.keys)
+    assert most <= 1 + 2 * 5
+    second.leave()
+    assert world.keys == 0
+
+
+def test_large_messages_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_PIECE", 3)
+    world = World(monkeypatch, 2)
+    first, second = world.join(0), world.join(1)
+    meeting = second.meeting()
+    assert meeting is not None
+    for step, message in enumerate((b"", b"abc", b"abcdefgh")):
+        second.put(meeting, step, message)
+        assert first.take(step, 1) == message
+    assert world.keys == 4, "who is there, who is at the meeting, a list of messages"
+    second.put(meeting, 3, b"abcdefgh")
+    world.store.delete_key(f"{first._key}/{meeting}/box/1/3/1")
+    assert first.take(3, 1) is None, "a piece is missing"
+    for listed in (b"x", b"3", b"3:", b"3:99999", b"-3:1", b"3:1,4:1", b" ".join([b"1:1"] * 9)):
+        world.store.set(f"{first._key}/{meeting}/box/1", listed.decode())
+        assert first.take(3, 1) is None
+    second.leave()
+    first.leave()
+
+
+def test_many_points_that_not_all_come_to_leave_no_more_keys_than_some(
+    order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two come; the last one refuses, declines, or does not even do that."""
+    world, most = World(monkeypatch, 3), 0
+    joined = [world.join(rank) for rank in range(3)]
+    for step in range(STEPS):
+        if step % 3 == 0:
+            joined[2].refuse(step, "point")
+        elif step % 3 == 1:
+            joined[2].decline(step)
+        assert not any(exchange.agree(step, "point", 0.0) for exchange in joined[:2])
+        most = max(most, world.keys)
+    assert most <= 3 + 1 + 3 * 2 * (KEPT + 1)
+    for rank in order:
+        assert world.keys > 0
+        joined[rank].leave()
+    assert world.keys == 0
+
+
+def test_many_points_that_all_come_to_leave_no_more_keys_than_some(
+    order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, most = World(monkeypatch, 3), 0
+    joined = [world.join(rank) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        for step in range(200):
+            come = [pool.submit(exchange.agree, step, "point", 60.0) for exchange in joined]
+            assert all(each.result() for each in come)
+            most = max(most, world.keys)
+    assert most <= 3 + 1 + 2 * 2
+    for rank in order:
+        assert world.keys > 0
+        joined[rank].leave()
+    assert world.keys == 0
+
+
+def test_nobody_is_told_yes_when_another_was_told_no_and_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While the last to come stands still, between having come and saying so."""
+    world = World(monkeypatch, 2)
+    first, second = world.join(0), world.join(1)
+    store, told = world.store, []
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def add(self, key: str, number: int) -> int:
+            if not key.endswith("/came"):
+                return store.add(key, number)
+            world.store = store
+            counts = []
+            come = lambda: counts.append(store.add(key, number)) or [1]  # noqa: E731
+            monkeypatch.setattr(first, "present", come)
+            told.append(first.agree(3, "point", 0.01))
+            first.leave()
+            assert counts == [2], "the second is the last to come"
+            return counts[0]
+
+    world.store = Slow()  # type: ignore[assignment]
+    told.append(second.agree(3, "point", 60.0))
+    assert told == [False, False]
+    second.leave()
+    assert world.keys == 0
+
+
+def test_who_comes_when_a_point_is_gone_is_told_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 2)
+    first, second = world.join(0), world.join(1)
+    for step in range(2 * KEPT):
+        assert not first.agree(step, "point", 0.0)
+    for step in range(2 * KEPT):
+        assert not second.agree(step, "point", 0.0)
+    second.leave()
+    first.leave()
+    assert world.keys == 0
+
+
+def test_what_the_first_process_decides_is_gone_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, 2)
+    told = ranks.Ranks("anything")
+    told.tell(16, 32)
+    world.rank = 1
+    assert told.told(8, 9) == (16, 32)
+    world.store.set(told._key, "16 what")
+    assert told.told(8, 9) == (8, 9)
+    world.store.set(told._key, "16")
+    assert told.told(8, 9) == (8, 9)
+    told.end()
+    assert world.keys == 1, "others don't take it away"
+    world.rank = 0
+    told.end()
+    assert world.keys == 0
