@@ -78,7 +78,10 @@ class Leftovers:
         """Names, within the module, of the parameters that are to be measured through it."""
         held = self._held[module] - self._refused.keys()
         found = held & self._unexplained.keys()
-        hidden = {key for key in held - self._accounted - found if not self._is_below(key, module)}
+        hidden = held - self._accounted - found
+        if not self._claims.keys().isdisjoint(hidden):  # by modules inside this one
+            below = set(module.modules()) - {module}
+            hidden = {key for key in hidden if below.isdisjoint(self._claims.get(key, ()))}
         if hidden:
             found |= hidden & leaves_of(outputs, inputs)
         for key in found:
@@ -149,11 +152,6 @@ class Leftovers:
                 "from generators that are not torch's"
             )
         raise Refused(f"{reason}; register_features can teach the monitor its class")
-
-    def _is_below(self, key: int, module: nn.Module) -> bool:
-        """Whether a module inside this one claimed the parameter."""
-        inner = self._claims.get(key, set()) - {module}
-        return bool(inner) and not inner.isdisjoint(module.modules())
 
 
 def _held(selection: Selection) -> dict[nn.Module, set[int]]:
