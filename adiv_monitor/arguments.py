@@ -72,7 +72,7 @@ def check_arguments(
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Monitor(model=…): got {type(model).__name__}, expected a torch.nn.Module")
-    if not trainable(model):
+    if next(trainable(model), None) is None:
         raise ValueError(
             f"Monitor(model=…): got a {type(model).__name__} without trainable parameters, "
             "expected at least one; there is nothing to measure"
@@ -201,6 +201,8 @@ def _several(value: object) -> TypeGuard[Sequence[object]]:
 
 def check_choice(selection: Selection, model: nn.Module, choice: LayerChoice) -> None:
     """Raise ValueError if no module was chosen, or none by one of the patterns."""
+    if choice is None and (selection.places or selection.unsupported):
+        return
     everything = select(model, None, None)
     paths = [*everything.paths, *everything.unsupported]
     if isinstance(choice, Sequence):

@@ -128,7 +128,7 @@ class Alignment:
                 "Alignment.load_state_dict: the saved reference point is that of another probe, "
                 "expected the same batch: z − z₀ of different samples is no change"
             )
-        device = trainable(self._model)[0].device
+        device = next(trainable(self._model)).device
         kept = self._snapshots[0].weights if self._snapshots else {}
         loaded = []
         for saved in state["snapshots"]:
@@ -151,7 +151,7 @@ class Alignment:
 
     def _regenerated(self) -> Snapshot:
         assert self._probe.reference is not None
-        parameter = trainable(self._model)[0]
+        parameter = next(trainable(self._model))
         with torch.random.fork_rng(devices=_devices(self._model)):
             model = self._probe.reference()
         seen = self._look(model.to(parameter.device))

@@ -27,12 +27,14 @@ from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.contributions import Contribution, follow
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.jagged import NESTED, is_nested
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers, Passing
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.split_calls import NO_RULE, SUM, Split
 from adiv_monitor.capture.weights.shards import is_shard, part_of
+from adiv_monitor.capture.weights.tape import tensors_in
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import Map, Returned, uses_of
@@ -221,6 +223,9 @@ class Gathering:
         left = [module.get_parameter(name) for name in names]
         if any(map(is_shard, tensors)):  # to take rows of them might be a collective
             self._leftovers.refuse(left, NO_RULE)
+            return
+        if any(map(is_nested, (*tensors, *tensors_in(*arguments[0], *arguments[1].values())))):
+            self._leftovers.refuse(left, NESTED.format("what measures a module as a whole"))
             return
         try:
             others, names = self._others(module, left)

@@ -292,10 +292,10 @@ def inside_wrappers(model: nn.Module) -> nn.Module:
     return model
 
 
-def trainable(model: nn.Module) -> list[nn.Parameter]:
+def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     """Every trainable parameter of the model, tied ones once."""
     held = held_in_place_of(model)
-    return [held.get(id(p), p) for p in model.parameters() if p.requires_grad]
+    return (held.get(id(p), p) for p in model.parameters() if p.requires_grad)
 
 
 def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerChoice) -> Selection:
@@ -312,7 +312,8 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
     unsupported: dict[str, str] = {}
     names: dict[int, str] = {}
     made_whole, sharded, parallel = managed(model), held_in_place_of(model), peers(model)
-    for path, module in named_modules(model):
+    modules = {module: path for path, module in named_modules(model)}
+    for module, path in modules.items():
         own = {
             name: sharded.get(id(p), p)
             for name, p in module._parameters.items()
@@ -320,9 +321,9 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
         }
         if not own or not is_chosen(path, module, choice):
             continue
-        held_here = {}
+        held_here, here = {}, {}
         for name, parameter in own.items():
-            place = Place(path, module, name)
+            here[name] = place = Place(path, module, name)
             names.setdefault(id(parameter), place.full_name)
             if held is None or id(parameter) in held:
                 held_here[name] = parameter
@@ -350,7 +351,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             rules[module] = rule
         for name, parameter in held_here.items():
             if name not in unusable:
-                places.setdefault(id(parameter), []).append(Place(path, module, name))
+                places.setdefault(id(parameter), []).append(here[name])
                 kept[id(parameter)] = parameter
     for index, tensor in enumerate(held.values() if held and choice is None else ()):
         if tensor.requires_grad and id(tensor) not in names:
@@ -358,19 +359,19 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             unsupported[path] = "the optimizer trains it, but it is not in the monitored model"
     stepped = trainable(model) if held is None else held.values()
     trained: list[Tensor] = [p for p in stepped if p.requires_grad]
-    holders, closed = _holders(model, places, sharded)
+    holders, closed = _holders(modules, places, sharded)
     return Selection(places, kept, rules, holders, closed, unsupported, trained, names, parallel)
 
 
 def _holders(
-    model: nn.Module, places: Container[int], sharded: Mapping[int, nn.Parameter]
+    modules: Mapping[nn.Module, str], places: Container[int], sharded: Mapping[int, nn.Parameter]
 ) -> tuple[dict[nn.Module, str], list[nn.Module]]:
     """The modules that hold any of the parameters, be it below, and those closed to the watch."""
     holders: dict[nn.Module, str] = {}
     closed: list[nn.Module] = []
     within: set[nn.Module] = set()
     known: dict[nn.Module, _Held] = {}
-    for path, module in named_modules(model):
+    for module, path in modules.items():
         if isinstance(module, torch.jit.ScriptModule) or module in within:
             continue
         held = _held(module, places, sharded, known)

@@ -15,6 +15,7 @@ from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
 from adiv_monitor.capture.gathering import Takes
 from adiv_monitor.capture.hook import has_data, trains
+from adiv_monitor.capture.jagged import NESTED, is_nested, uses_of_packed
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.repetitions import Repetition, Repetitions
 from adiv_monitor.capture.selection import Place, Selection
@@ -120,6 +121,9 @@ class Watching:
         """A module whose class has a rule."""
         path, rule = self._selection.modules[module], self._selection.rules[module]
         if not trains(output):
+            return
+        if any(map(is_nested, tensors_in(output, *args, *kwargs.values()))):
+            self.refused[path] = NESTED.format("its rule")
             return
         try:
             if not isinstance(output, Tensor):
@@ -289,6 +293,8 @@ class Watching:
         self, name: str, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Use], Split | None]:
         """The uses in a call; where processes make it together, in this one's part of it."""
+        if is_nested(call.result):
+            return uses_of_packed(name, call, args, kwargs), None
         peers = self._selection.peers
         if peers is None or not is_shard(call.result):
             return uses_in(name, call, args, kwargs), None

@@ -313,13 +313,13 @@ class MeasuredStep:
             measure: is given the pieces that were made whole.
             made: makes them so, with all other processes; None: they can't be.
         """
-        apart = [layer for layer in layers if spread(layer)]
+        apart = dict.fromkeys(layer for layer in layers if spread(layer))
         for layer in layers:
             if layer not in apart:
                 self._try(layer, measure, layer, {})
         errors: list[Exception] = []
         for layer, parts in made(tuple(apart)) if made else ():
-            apart.remove(layer)
+            del apart[layer]
             try:
                 self._try(layer, measure, layer, parts)
             except Exception as error:  # raised now, it would keep the other processes waiting

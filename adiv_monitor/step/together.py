@@ -206,7 +206,7 @@ def _make_up_the_gradient(layers: Mapping[str, LayerPart]) -> bool:
 
     They train something else, or have no rows in this step. As far as some entries tell.
     """
-    rests = [by_entries(layer.values)[1] for layer in layers.values()]
+    rests = [by_entries(x.values, x.looked.rounding)[1] for x in layers.values()]
     known = [rest for rest in rests if not math.isnan(rest)]
     return bool(known) and max(known) <= LARGEST_REST
 

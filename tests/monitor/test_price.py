@@ -121,3 +121,92 @@ def test_micro_batches_cost_their_number(kind: str, options: dict[str, Any]) -> 
     few, more, most = (step(count) for count in (8, 16, 32))
     for of_few, of_more, of_most in zip(few, more, most, strict=True):
         assert of_most - of_more <= 2.1 * (of_more - of_few)
+
+
+class Scaled(nn.Module):
+    """One module with many parameters of one element."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+class Bent(nn.Module):
+    """A layer, and a parameter that no rule describes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.whole = nn.Linear(4, 4), Whole()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(self.inner(x))
+
+
+def tied(count: int) -> nn.Module:
+    layers = [nn.Linear(4, 4) for _ in range(count)]
+    for layer in layers[1:]:
+        layer.weight = layers[0].weight
+    return nn.Sequential(*layers)
+
+
+def tree(count: int) -> nn.Module:
+    """Layers in modules of ten."""
+    tens = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))) for _ in range(count // 10))
+    return nn.Sequential(*tens)
+
+
+SIZED: dict[str, Callable[[int], nn.Module]] = {
+    "parameters of one module": Scaled,
+    "layers": lambda count: nn.Sequential(*(nn.Linear(4, 4) for _ in range(count))),
+    "layers in modules": tree,
+    "tied layers": tied,
+    "modules measured as a whole": lambda count: nn.Sequential(*(Bent() for _ in range(count))),
+}
+
+
+@pytest.mark.parametrize("kind", SIZED)
+@pytest.mark.filterwarnings("ignore")
+def test_layers_cost_their_number(kind: str) -> None:
+    x = torch.randn(4, 4)
+
+    def life(count: int) -> tuple[int, int]:
+        """A monitor that measures two steps, from beginning to end."""
+        model = SIZED[kind](count)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+        def run() -> None:
+            with Monitor(model, optimizer, every_n_steps=1, on_error="raise"):
+                for _ in range(2):
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        return counted(run)
+
+    life(10)  # what is made once in a process
+    few, many = life(60), life(120)
+    for of_few, of_many in zip(few, many, strict=True):
+        assert of_many <= 2.2 * of_few
+
+
+def test_attaching_to_many_parameters_takes_a_few_calls_for_each() -> None:
+    def attaching(count: int) -> int:
+        model = tree(count)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def attach() -> None:
+            monitor = Monitor(model, optimizer)
+            monitor.attach()
+            monitor.close()
+
+        return counted(attach)[0]
+
+    attaching(10)
+    few, many = attaching(500), attaching(1000)
+    assert many <= 2.2 * few
+    assert many <= 350 * 1000  # layers, each of two parameters

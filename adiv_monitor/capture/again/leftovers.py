@@ -106,7 +106,10 @@ class Leftovers:
             nodes = {tensor.grad_fn for tensor in outputs}
             nodes.update(nodes_above(outputs, {tensor.grad_fn for tensor in inputs}))
             found = {key for key in found if not nodes.isdisjoint(self._taken[key])}
-        hidden = {key for key in held - self._accounted - found if not self._is_below(key, module)}
+        hidden = held - self._accounted - found
+        if not self._claims.keys().isdisjoint(hidden):  # by modules inside this one
+            below = set(module.modules()) - {module}
+            hidden = {key for key in hidden if below.isdisjoint(self._claims.get(key, ()))}
         if hidden:
             found |= hidden & leaves_of(outputs, inputs)
         for key in found:
@@ -177,11 +180,6 @@ class Leftovers:
                 "from generators that are not torch's"
             )
         raise Refused(f"{reason}; register_features can teach the monitor its class")
-
-    def _is_below(self, key: int, module: nn.Module) -> bool:
-        """Whether a module inside this one claimed the parameter."""
-        inner = self._claims.get(key, set()) - {module}
-        return bool(inner) and not inner.isdisjoint(module.modules())
 
 
 def _held(selection: Selection) -> dict[nn.Module, set[int]]:

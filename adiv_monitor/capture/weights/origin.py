@@ -33,13 +33,14 @@ class Origin:
     def start(self) -> None:
         """Know of nothing but what the model holds now."""
         model = self._model
-        self.tape = Tape(self._trained, model)
+        parameters, buffers = list(model.parameters()), list(model.buffers())
+        self.tape = Tape(self._trained, parameters, buffers)
         self._standing = Standing(model)
         self._held: dict[int, Tensor] = {
-            id(p): p for p in model.parameters() if self._standing.of(p) is None
+            id(p): p for p in parameters if self._standing.of(p) is None
         }
-        self._held |= {id(buffer): buffer for buffer in model.buffers()}
-        self._buffers = {id(buffer) for buffer in model.buffers()}
+        self._held |= {id(buffer): buffer for buffer in buffers}
+        self._buffers = {id(buffer) for buffer in buffers}
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._expanded: dict[int, weakref.ref[Tensor]] = {}
         self._stand_ins: dict[int, nn.Parameter] = {}

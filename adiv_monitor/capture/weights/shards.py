@@ -130,6 +130,8 @@ def peers(model: nn.Module) -> Peers | None:
 
     Where groups of them differ from parameter to parameter, those of the first.
     """
+    if not _together():
+        return None
     spread: dict[int, tuple[Any, Any]] = {}
     for _, held in _managed(model):  # over others too, which make them less spread at times
         known = "_unsharded_dtensor_spec", "_tp_spec"  # the second before torch 2.14
@@ -173,9 +175,14 @@ def stretch_of_part(tensor: Tensor) -> tuple[int, int] | None:
     return min(place * rows, whole) * row, min((place + 1) * rows, whole) * row
 
 
+def _together() -> bool:
+    """Whether processes train together; one alone has no part of anything."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def gives_back(module: nn.Module) -> bool:
     """Whether a module has whole parameters only until its forward hooks run."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not _together():
         return False
     from torch.distributed.fsdp import FSDPModule
 
@@ -217,7 +224,7 @@ def _managed(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 def _giving_back(model: nn.Module) -> list[nn.Module]:
     """The modules that have whole parameters at times; of one process alone none."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not _together():
         return []
     return [module for module in model.modules() if gives_back(module)]
 

@@ -135,14 +135,20 @@ class Tape:
 
     Args:
         trained: the parameters to measure, by id.
-        model: its other parameters and buffers may change before the step is measured.
+        parameters: all of the model, others of which may change before the step is measured.
+        buffers: those of the model, likewise.
     """
 
-    def __init__(self, trained: Mapping[int, nn.Parameter], model: nn.Module) -> None:
+    def __init__(
+        self,
+        trained: Mapping[int, nn.Parameter],
+        parameters: Iterable[nn.Parameter],
+        buffers: Iterable[Tensor],
+    ) -> None:
         self._trained = trained
-        self._buffers = {id(buffer) for buffer in model.buffers()}
+        self._buffers = {id(buffer) for buffer in buffers}
         # The optimizer writes here.
-        changing = (p for p in model.parameters() if p.requires_grad and not is_lazy(p))
+        changing = (p for p in parameters if p.requires_grad and not is_lazy(p))
         self._changing = {memory_of(p) for p in changing}
         self._roots: dict[int, tuple[weakref.ref[Tensor], Root]] = {}
         self._touching: dict[int, list[Recorded]] = defaultdict(list)  # what made or wrote a root
