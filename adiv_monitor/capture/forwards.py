@@ -15,13 +15,19 @@ from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
-    _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
 )
 
 from adiv_monitor.capture.again.randomness import Randomness
-from adiv_monitor.capture.guard import Guard, call_all
+from adiv_monitor.capture.guard import (
+    Guard,
+    ThreadState,
+    call_all,
+    function_modes,
+    set_function_modes,
+    surely,
+)
 from adiv_monitor.capture.hook import Hook, ModuleHook, is_aside, is_replaying, trains
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.weights.shards import gives_back
@@ -72,15 +78,18 @@ class _Mode(TorchFunctionMode):
         call = FunctionToCall(func, args, kwargs or {})
         if self._guard.broken:
             return call()
-        gradients = torch.is_grad_enabled()
+        state = ThreadState()
         try:
             return call() if is_aside() else self._watcher.called(call)
         except BaseException as error:
             if error is call.error:
                 raise
-            if func is not torch._C._set_grad_enabled:
-                torch._C._set_grad_enabled(gradients)
+            gradients = torch.is_grad_enabled()
+            state.put_back()
+            if func is torch._C._set_grad_enabled and (gradients or isinstance(error, Exception)):
+                torch._C._set_grad_enabled(gradients)  # no `with` of the user's was begun in vain
             if not isinstance(error, Exception):  # the keyboard's, which is not ours to keep
+                self._guard.broken = True
                 raise
             self._guard.failed(error)
             return call()
@@ -193,23 +202,21 @@ class Forwards:
         return cls(selection.modules, selection.closed, devices, guard, renew, repeated=repeated)
 
     def watch(self, watcher: Watcher) -> None:
-        """Put the hooks on, for this watcher."""
+        """Put the hooks on, for this watcher; whatever comes of that, `remove` takes them off."""
         self._watcher = watcher
-        try:
-            for modules, enter, leave in (
-                (self._modules, self._enter, self._leave),
-                (self._closed, self._close, self._reopen),
-            ):
-                before, after = Hook(self._guarded, enter), Hook(self._guarded, leave)
-                for module in modules:
-                    self._hooks.append(ModuleHook(module, before, before=True))
-                    first = gives_back(module)  # while its parameters are there
-                    self._hooks.append(
-                        ModuleHook(module, after, before=False, always=True, first=first)
-                    )
-        except BaseException:
-            self.remove()
-            raise
+        for modules, enter, leave in (
+            (self._modules, self._enter, self._leave),
+            (self._closed, self._close, self._reopen),
+        ):
+            before, after = Hook(self._guarded, enter), Hook(self._guarded, leave)
+            for module in modules:
+                self._hooks.append(ModuleHook(module, before, before=True))
+                first = gives_back(module)  # while its parameters are there
+                self._hooks.append(
+                    ModuleHook(module, after, before=False, always=True, first=first)
+                )
+        for hook in self._hooks:
+            hook.put_on()
 
     @property
     def innermost(self) -> nn.Module:
@@ -279,10 +286,16 @@ class Forwards:
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
         """The body of a hook; the forwards that run are followed even if nothing else works."""
+        if torch.compiler.is_compiling():
+            return
         try:
-            body(*args)
-        except Exception as error:
+            with ThreadState():
+                body(*args)
+        except BaseException as error:
             self._unwind()
+            if not isinstance(error, Exception):
+                self._guard.broken = True
+                raise
             self._guard.failed(error)
 
     def _unwind(self) -> None:
@@ -291,15 +304,10 @@ class Forwards:
         running.forwards.clear()
         self._inside.discard(threading.get_ident())
         running.closed, running.inside = None, ""
-        mode = running.mode
-        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if mode not in stack:  # it makes a call just now, and is put back after that
+        mode, modes = running.mode, function_modes()
+        if mode not in modes:  # it makes a call just now, and is put back after that
             return
-        above = stack[stack.index(mode) + 1 :]
-        for _ in (mode, *above):
-            _pop_mode()  # type: ignore[no-untyped-call]
-        for other in above:
-            _push_mode(other)  # type: ignore[no-untyped-call]
+        surely(set_function_modes, [other for other in modes if other is not mode])
         running.mode = None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -374,8 +382,8 @@ class Forwards:
         finally:
             running.forwards.pop()
             if not running.forwards and running.mode is not None:
-                mode, running.mode = running.mode, None
-                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                running.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                running.mode = None
                 self._inside.discard(threading.get_ident())
                 if not self._active:
                     self._take_off()
@@ -384,15 +392,13 @@ class Forwards:
 @contextmanager
 def unwatched() -> Iterator[None]:
     """The functions called within are no part of a forward pass: what watches one is off."""
-    modes = []
-    while isinstance(mode := _get_current_function_mode(), _Mode):  # type: ignore[no-untyped-call]
-        modes.append(mode)
-        _pop_mode()  # type: ignore[no-untyped-call]
+    modes = function_modes()
     try:
+        while isinstance(_get_current_function_mode(), _Mode):  # type: ignore[no-untyped-call]
+            _pop_mode()  # type: ignore[no-untyped-call]
         yield
     finally:
-        for mode in reversed(modes):
-            _push_mode(mode)  # type: ignore[no-untyped-call]
+        surely(set_function_modes, modes)
 
 
 def _is_over(forwards: Sequence[Forward], module: nn.Module) -> bool:

@@ -1,12 +1,12 @@
 """What a measured step holds on to: up to the optimizer's step, and to the next forward pass."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.selection import Selection
@@ -26,7 +26,6 @@ class Armed:
         turn: Turn | None,
         guard: Guard,
         realised: Realised | None,
-        eager: ExitStack,
     ) -> None:
         self.capture = capture
         self.step = step
@@ -34,14 +33,21 @@ class Armed:
         self.turn = turn
         self.guard = guard
         self._realised = realised
-        self._eager = eager
+        self._eager = forced_eager()
         self.attempts = 0  # at the optimizer's step: one that raises may be repeated
         self.closure_calls: int | None = None  # during the last one; None: it had no closure
+
+    def attach(self) -> None:
+        """Put the hooks on; whatever comes of that, `release` takes them off."""
+        self._eager.__enter__()
+        if self._realised is not None:
+            self._realised.attach()
+        self.capture.attach()
 
     def release(self) -> None:
         """Take the hooks off; if that is interrupted, it can be done again."""
         detach = () if self._realised is None else (self._realised.detach,)
-        call_all(self.capture.detach, *detach, self._eager.close)
+        call_all(self.capture.detach, *detach, self._eager.leave)
 
     def gradients_final(self, optimizer: Optimizer) -> None:
         """The gradients are what the optimizer will use."""
@@ -70,8 +76,13 @@ class Pending:
         self.turn = turn
         self.number = number
         self.alignment = alignment
-        self.hooks: list[NextForward] = []
+        self._hooks: list[NextForward] = []
+
+    def wait(self, hook: NextForward) -> None:
+        """For a forward pass."""
+        self._hooks.append(hook)
+        hook.put_on()
 
     def release(self) -> None:
         """Take the hooks off."""
-        call_all(*(hook.remove for hook in self.hooks))
+        call_all(*(hook.remove for hook in self._hooks))

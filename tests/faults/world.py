@@ -68,7 +68,7 @@ def surroundings(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "default dtype": torch.get_default_dtype(),
-        "stance": eager._holders,
+        "stance": (len(eager._holders), eager._outside),
         "aside": hook._aside.on,
         "replaying": hook._replay.under_way,
         "threads": threading.active_count(),

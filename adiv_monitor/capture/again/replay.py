@@ -167,7 +167,9 @@ class Replay:
         """Unseen by modes of torch functions and compilers, on paths that have derivatives."""
         with ExitStack() as stack:
             stack.enter_context(torch._C.DisableTorchFunction())
-            stack.enter_context(forced_eager())
+            eager = forced_eager()
+            stack.callback(eager.leave)  # where its end is interrupted
+            stack.enter_context(eager)
             stack.enter_context(self._random.again())
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(

@@ -316,7 +316,9 @@ def _run(
         state |= {**{name: precise(b) for name, b in twin.named_buffers()}, **parameters}
         noting.state = {id(tensor) for tensor in state.values()}
         with ExitStack() as around:
-            for each in (suppress(_ScoresReached), forced_eager(), Randomness([device]).again()):
+            eager = forced_eager()
+            around.callback(eager.leave)  # where its end is interrupted
+            for each in (suppress(_ScoresReached), eager, Randomness([device]).again()):
                 around.enter_context(each)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 around.enter_context(_Alone())  # type: ignore[no-untyped-call]
