@@ -338,10 +338,10 @@ class Forwards:
         return self._active and torch.is_grad_enabled() and trains(args)
 
     def _hands_over(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Let a successor, if there is one, follow the forward pass that begins; was there one?"""
+        """Let a successor follow the forward pass that begins, if this one is not to; is it so?"""
         successor = self._renew()
         if successor is None:
-            return False
+            return not self._active
         # Torch has listed the hooks of this call before the successor put its own on.
         if module in successor._modules:
             successor._guarded(successor._enter, module, args, kwargs)

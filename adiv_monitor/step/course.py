@@ -157,7 +157,31 @@ class Course:
             realised,
             self._agree,
         )
-        return Armed(capture, step, selection, turn, guard, realised)
+        stepped = partial(self._failures.safely, self._other_stepped)
+        return Armed(capture, step, selection, turn, guard, realised, stepped)
+
+    def _other_stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """An optimizer has stepped: the one that is followed, or another one?"""
+        armed, own = self._armed, self._optimizer
+        # One around the other's step, or within it, is part of that.
+        if own is None or armed is None or optimizer is own or not armed.capture.saw_calls():
+            return
+        if armed.attempts or armed.overtaken:
+            return
+        moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not moved.isdisjoint(map(id, armed.selection.parameters)):
+            armed.overtaken = type(optimizer).__name__
+
+    def _give_up(self, other: str) -> None:
+        """Steps are taken, but by another optimizer."""
+        self.disarm()
+        own = type(self._optimizer).__name__
+        self._failures.warn(
+            "overtaken",
+            f"adiv_monitor: steps are taken that the monitor does not see: an optimizer ({other}) "
+            f"other than the one that it was given ({own}) trains the parameters. Nothing is "
+            "measured until that one steps again; give a new Monitor the new optimizer",
+        )
 
     def _renew(self) -> Forwards | None:
         """The step's first forward pass begins: arm anew if more is trained than when it was armed.
@@ -165,6 +189,9 @@ class Course:
         Layers were unfrozen since, say, or a group was added to the optimizer.
         """
         armed = self._armed
+        if armed is not None and armed.overtaken:
+            self._give_up(armed.overtaken)
+            return None
         if armed is None or armed.capture.saw_calls() or armed.selection.knows(self._held()):
             return None
         self.arm()

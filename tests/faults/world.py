@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from adiv_monitor.capture import eager, hook
 
@@ -72,6 +73,7 @@ def surroundings(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any
         "aside": hook._aside.on,
         "replaying": hook._replay.under_way,
         "threads": threading.active_count(),
+        "all optimizers": list(_global_optimizer_post_hooks.items()),
     }
     for name, module in model.named_modules():
         for table in _TABLES:
