@@ -1,11 +1,13 @@
 """The monitor: when to measure, which layers, and where the reports go."""
 
+import atexit
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from adiv_monitor.arguments import (
     held_parameters,
 )
 from adiv_monitor.capture.again.losses import LossOf
+from adiv_monitor.capture.again.surroundings import version
 from adiv_monitor.capture.guard import ThreadState, call_all
 from adiv_monitor.capture.hook import Hook, take_off
 from adiv_monitor.capture.selection import LayerChoice, Selection, select
@@ -32,6 +35,15 @@ from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.schedule import make_schedule
 from adiv_monitor.step.stepping import is_within_own_step, stepping
 from adiv_monitor.step.turns import Turns
+
+_never_attached: WeakSet["Monitor"] = WeakSet()
+
+
+@atexit.register
+def _check_all() -> None:
+    """What is still there when the program ends is not always collected."""
+    for monitor in list(_never_attached):
+        monitor._check_attached()
 
 
 class Monitor:
@@ -155,10 +167,34 @@ class Monitor:
         self._state: Literal["new", "attached", "closed"] = "new"
         self._hooks: list[Hook] = []  # on the optimizer
         self.step = 0
-        self.reports: deque[StepReport] = deque(maxlen=keep)
+        self._reports: deque[StepReport] = deque(maxlen=keep)
         selection = self._select()
         check_choice(selection, model, layers)
         self._paths = " ".join(selection.paths)
+        self._sample = selection.parameters[:1]  # training writes to it
+        self._versions = [*map(version, self._sample)]
+        _never_attached.add(self)
+
+    def __del__(self) -> None:
+        self._check_attached()
+
+    def _check_attached(self) -> None:
+        """Warn, once, if the model was trained and this monitor not attached."""
+        if "_versions" not in vars(self) or self._state != "new":
+            return
+        if [*map(version, self._sample)] != self._versions:
+            self._failures.warn(
+                "never attached",
+                "adiv_monitor: the model was trained, but its Monitor was never attached, so it "
+                "has measured nothing: train inside `with Monitor(…) as monitor:`, or call its "
+                "attach() before training and close() afterwards",
+            )
+
+    @property
+    def reports(self) -> deque[StepReport]:
+        """The last complete reports, as many as `keep` says."""
+        self._check_attached()
+        return self._reports
 
     @property
     def latest(self) -> StepReport | None:
@@ -213,6 +249,7 @@ class Monitor:
             )
         self._state = "attached"
         try:
+            _never_attached.discard(self)
             self._attach()
         except BaseException:  # nobody is going to close what was never attached
             self._close(patience=0.0)
@@ -235,6 +272,7 @@ class Monitor:
         self._close(patience=None)
 
     def _close(self, patience: float | None) -> None:
+        self._check_attached()
         try:
             if self._state != "closed":
                 self._state = "closed"
@@ -380,7 +418,7 @@ class Monitor:
         ]
         if failures:
             report = replace(report, notes=(*report.notes, *failures))
-        self.reports.append(report)
+        self._reports.append(report)
 
     def _select(self) -> Selection:
         held = held_parameters(self._model, self._optimizer)  # groups may be added while training

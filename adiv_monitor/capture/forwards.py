@@ -29,6 +29,7 @@ from adiv_monitor.capture.guard import (
     surely,
 )
 from adiv_monitor.capture.hook import Hook, ModuleHook, is_aside, is_replaying, trains
+from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.weights.shards import gives_back
 
@@ -158,6 +159,7 @@ class Forwards:
         devices: on which forwards may draw random numbers.
         guard: is told of what fails.
         renew: called before a forward pass is followed; what it gives follows in place of this.
+        levels: how deep the modules are inside each other.
         repeated: watch repetitions of forward passes, and nothing but these.
 
     Attributes:
@@ -172,6 +174,7 @@ class Forwards:
         guard: Guard,
         renew: Callable[[], "Forwards | None"] = lambda: None,
         *,
+        levels: int = 1,
         repeated: bool = False,
     ) -> None:
         self.strangers = False
@@ -184,6 +187,8 @@ class Forwards:
         self._devices = devices
         self._active = True
         self._numbers = count()
+        self._room = Room()
+        self._levels = levels
         self._watcher: Watcher
         self._hooks: list[ModuleHook] = []
         self._inside: set[int | None] = set()  # threads in which forwards run
@@ -199,7 +204,12 @@ class Forwards:
     ) -> "Forwards":
         """Those of the modules that hold what is to be measured."""
         devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
-        return cls(selection.modules, selection.closed, devices, guard, renew, repeated=repeated)
+        levels = 2 + max((path.count(".") for path in selection.modules.values()), default=0)
+        return cls(
+            *(selection.modules, selection.closed, devices, guard, renew),
+            levels=levels,
+            repeated=repeated,
+        )
 
     def watch(self, watcher: Watcher) -> None:
         """Put the hooks on, for this watcher; whatever comes of that, `remove` takes them off."""
@@ -215,6 +225,7 @@ class Forwards:
                 self._hooks.append(
                     ModuleHook(module, after, before=False, always=True, first=first)
                 )
+        self._room.make(self._levels + FRAMES)
         for hook in self._hooks:
             hook.put_on()
 
@@ -273,7 +284,7 @@ class Forwards:
         it takes off the mode of its thread.
         """
         self._active = False
-        call_all(self._unwind, self._take_off)
+        call_all(self._unwind, self._take_off, self._room.leave)
 
     def _take_off(self) -> None:
         if self._inside.isdisjoint(thread.ident for thread in threading.enumerate()):
@@ -326,10 +337,15 @@ class Forwards:
             *(module, args, kwargs, Randomness(self._devices), {}), number=next(self._numbers)
         )
         if begins:
+            if running.mode is not None:  # of a forward pass that was interrupted
+                self._unwind()
             self._inside.add(threading.get_ident())
             running.mode = _Mode(self._watcher, self._guard)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
         running.forwards.append(forward)
+        if len(running.forwards) > self._levels:  # a module calls itself
+            self._levels *= 2
+            self._room.make(self._levels + FRAMES)
         if self._is_watching:
             with torch._C.DisableTorchFunction():
                 self._watcher.begins(forward)

@@ -351,7 +351,14 @@ class Course:
             return
         pending = self._pending
         surely(pending.release)
-        self._pending = None
+        try:
+            self._pending = None
+            self._finish(pending)
+            pending.room.leave()
+        finally:
+            pending.room.leave()
+
+    def _finish(self, pending: Pending) -> None:
         pending.step.realise()
         with unwatched():  # as the next forward pass is already: thousands of calls
             pending.step.applied()
@@ -389,7 +396,7 @@ class Course:
 
     def _forget_pending(self) -> None:
         if self._pending is not None:
-            self._pending.release()
+            call_all(self._pending.release, self._pending.room.leave)
             self._pending = None
 
     def _complete(self, number: int, part: Part) -> StepReport:

@@ -10,6 +10,7 @@ from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import Hook, NextForward, take_off
+from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.report import AlignmentReading, Turn
 from adiv_monitor.step.measured_step import MeasuredStep
@@ -83,10 +84,12 @@ class Pending:
         self.number = number
         self.alignment = alignment
         self._hooks: list[NextForward] = []
+        self.room = Room()  # as deep as that forward pass may be, its report is completed
 
     def wait(self, hook: NextForward) -> None:
         """For a forward pass."""
         self._hooks.append(hook)
+        self.room.make(FRAMES)
         hook.put_on()
 
     def release(self) -> None:

@@ -1,6 +1,7 @@
 """What a training leaves behind: its result, and what must be as it was before."""
 
 import random
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ def surroundings(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any
         "aside": hook._aside.on,
         "replaying": hook._replay.under_way,
         "threads": threading.active_count(),
+        "depth of the stack": sys.getrecursionlimit(),
         "all optimizers": list(_global_optimizer_post_hooks.items()),
     }
     for name, module in model.named_modules():

@@ -17,8 +17,8 @@ import pytest
 import torch
 from cases import CASES, loss_of
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.nn import functional
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from adiv_monitor import AdivError, Monitor, StepReport
 from adiv_monitor.features import DenseFeatures, Rows, register_features
@@ -716,3 +716,66 @@ def test_an_optimizer_that_runs_its_closure_often_took_over_from_nobody() -> Non
         for _ in range(3):
             optimizer.step(closure)
     assert len(warned) == 1
+
+
+NEVER = "its Monitor was never attached"
+
+
+def trained_with(make: Callable[[nn.Module, torch.optim.Optimizer], Monitor]) -> Monitor:
+    """A model, with a monitor that nobody attaches."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = make(model, optimizer)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return monitor
+
+
+READ: dict[str, Callable[[Monitor], object]] = {
+    "closed": Monitor.close,
+    "latest": lambda monitor: monitor.latest,
+    "reports": lambda monitor: monitor.reports,
+    "collected": lambda monitor: None,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_monitor_that_nobody_attached_says_so_once(name: str) -> None:
+    with pytest.warns(UserWarning, match=NEVER) as warned:
+        monitor = trained_with(Monitor)
+        for _ in range(2):
+            READ[name](monitor)
+        seen = weakref.ref(monitor)
+        del monitor
+        gc.collect()
+    assert len(warned) == 1
+    assert seen() is None
+
+
+def test_a_monitor_without_training_has_nothing_to_say() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer)
+    assert monitor.latest is None
+    monitor.close()
+    del monitor
+    Monitor(model, optimizer)
+    with pytest.raises(ValueError, match="got 0"):
+        Monitor(model, optimizer, every_n_steps=0)
+    gc.collect()  # a warning would be an error
+
+
+def test_a_program_that_ends_says_that_its_monitor_was_never_attached() -> None:
+    program = """
+import torch
+from adiv_monitor import Monitor
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+monitor = Monitor(model, optimizer)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "")
+    assert ran.stderr.count(NEVER) == 1
