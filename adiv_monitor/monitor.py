@@ -1,17 +1,18 @@
 """The monitor: when to measure, which layers, and where the reports go."""
 
+import atexit
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.alarms import Alarms, Condition
 from adiv_monitor.alignment.probe import Probe
@@ -22,8 +23,9 @@ from adiv_monitor.arguments import (
     held_parameters,
 )
 from adiv_monitor.capture.again.losses import LossOf
-from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import Hook
+from adiv_monitor.capture.again.surroundings import version
+from adiv_monitor.capture.guard import ThreadState, call_all
+from adiv_monitor.capture.hook import Hook, take_off
 from adiv_monitor.capture.selection import LayerChoice, Selection, select
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import StepReport, Turn
@@ -33,6 +35,15 @@ from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.schedule import make_schedule
 from adiv_monitor.step.stepping import is_within_own_step, stepping
 from adiv_monitor.step.turns import Turns
+
+_never_attached: WeakSet["Monitor"] = WeakSet()
+
+
+@atexit.register
+def _check_all() -> None:
+    """What is still there when the program ends is not always collected."""
+    for monitor in list(_never_attached):
+        monitor._check_attached()
 
 
 class Monitor:
@@ -154,12 +165,36 @@ class Monitor:
             self._emit,
         )
         self._state: Literal["new", "attached", "closed"] = "new"
-        self._handles: list[RemovableHandle] = []  # on the optimizer
+        self._hooks: list[Hook] = []  # on the optimizer
         self.step = 0
-        self.reports: deque[StepReport] = deque(maxlen=keep)
+        self._reports: deque[StepReport] = deque(maxlen=keep)
         selection = self._select()
         check_choice(selection, model, layers)
         self._paths = " ".join(selection.paths)
+        self._sample = selection.parameters[:1]  # training writes to it
+        self._versions = [*map(version, self._sample)]
+        _never_attached.add(self)
+
+    def __del__(self) -> None:
+        self._check_attached()
+
+    def _check_attached(self) -> None:
+        """Warn, once, if the model was trained and this monitor not attached."""
+        if "_versions" not in vars(self) or self._state != "new":
+            return
+        if [*map(version, self._sample)] != self._versions:
+            self._failures.warn(
+                "never attached",
+                "adiv_monitor: the model was trained, but its Monitor was never attached, so it "
+                "has measured nothing: train inside `with Monitor(…) as monitor:`, or call its "
+                "attach() before training and close() afterwards",
+            )
+
+    @property
+    def reports(self) -> deque[StepReport]:
+        """The last complete reports, as many as `keep` says."""
+        self._check_attached()
+        return self._reports
 
     @property
     def latest(self) -> StepReport | None:
@@ -177,9 +212,13 @@ class Monitor:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            unstepped = self._failures.safely(self._course.saw_calls)
-        finally:  # where this one raised, other processes may be gone as well
-            self._close(patience=None if kind is None else 0.0)
+            try:
+                unstepped = self._failures.safely(self._course.saw_calls)
+            finally:  # where this one raised, other processes may be gone as well
+                self._close(patience=None if kind is None else 0.0)
+        except BaseException:  # it may have come before closing had begun
+            self._close(patience=0.0)
+            raise
         if kind is None and unstepped and self.latest is None:
             missing = "call of end_step()" if self._optimizer is None else "step of its optimizer"
             self._failures.warn(
@@ -210,6 +249,7 @@ class Monitor:
             )
         self._state = "attached"
         try:
+            _never_attached.discard(self)
             self._attach()
         except BaseException:  # nobody is going to close what was never attached
             self._close(patience=0.0)
@@ -218,9 +258,10 @@ class Monitor:
     def _attach(self) -> None:
         if self._optimizer is not None:
             # A compiled optimizer step must not trace them.
-            before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
-            self._handles.append(self._optimizer.register_step_pre_hook(Hook(before)))
-            self._handles.append(self._optimizer.register_step_post_hook(Hook(after)))
+            bodies = self._before_step, self._after_step
+            self._hooks = [Hook(body) for body in map(torch.compiler.disable, bodies)]
+            self._optimizer.register_step_pre_hook(self._hooks[0])
+            self._optimizer.register_step_post_hook(self._hooks[1])
         self._failures.safely(self._course.join, self._paths)
         self._failures.safely(self._begin)
         self._failures.safely(self._course.refer)
@@ -231,15 +272,31 @@ class Monitor:
         self._close(patience=None)
 
     def _close(self, patience: float | None) -> None:
-        if self._state == "closed":
-            return
-        self._state = "closed"
-        call_all(
-            partial(self._failures.safely, self._course.end, patience),
-            self._course.release,
-            *(handle.remove for handle in self._handles),
-            *(partial(self._failures.guard_sink, sink, sink.close) for sink in self._sinks),
-        )
+        self._check_attached()
+        try:
+            if self._state != "closed":
+                self._state = "closed"
+                call_all(
+                    partial(self._failures.safely, self._course.end, patience),
+                    self._take_off,
+                    *(partial(self._failures.guard_sink, sink, sink.close) for sink in self._sinks),
+                )
+        finally:  # again: closing may have been interrupted, now or when it was called before
+            self._take_off()
+
+    def _take_off(self) -> None:
+        """Take every hook off, if it is on; if that is interrupted, it can be done again."""
+        hooks = (partial(take_off, self._optimizer, hook) for hook in self._hooks)
+        call_all(self._course.release, *hooks)
+
+    def _guarded(self, action: Callable[..., Any], *args: Any) -> Any:
+        """Run what the training calls; where that is left by an exception, no hook is left."""
+        try:
+            with ThreadState():
+                return self._failures.safely(action, *args)
+        except BaseException:
+            self._course.release()
+            raise
 
     def end_step(self) -> None:
         """Without an optimizer: the gradients are complete; call it once per step.
@@ -304,7 +361,7 @@ class Monitor:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Every optimizer step begins here."""
-        return self._failures.safely(self._step_begins, optimizer, args, kwargs)
+        return self._guarded(self._step_begins, optimizer, args, kwargs)
 
     def _step_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -315,7 +372,7 @@ class Monitor:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Every optimizer step ends here."""
-        self._failures.safely(self._step_ends, optimizer)
+        self._guarded(self._step_ends, optimizer)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         if is_within_own_step(optimizer):
@@ -361,7 +418,7 @@ class Monitor:
         ]
         if failures:
             report = replace(report, notes=(*report.notes, *failures))
-        self.reports.append(report)
+        self._reports.append(report)
 
     def _select(self) -> Selection:
         held = held_parameters(self._model, self._optimizer)  # groups may be added while training

@@ -50,21 +50,25 @@ def run_probe(model: nn.Module, arguments: Arguments, found: Callable[[Found], N
     modules = list(model.modules())
     devices = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
     others = {device for device in devices if device.type not in ("cpu", "meta")}
-    with untouched(modules, others), ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for device_type in {"cpu", *(device.type for device in others)}:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        stack.enter_context(parametrize.cached())  # so that a weight is one tensor throughout
-        _evaluating(modules)
-        watch = stack.enter_context(_watching(model, found))
-        try:
-            with watch:
-                inside_wrappers(model)(*arguments[0], **arguments[1])
-        finally:
-            for module in modules:
-                reshard = getattr(module, "reshard", None)
-                if callable(reshard):  # FSDP2 would keep the whole weights of its root
-                    reshard()
+
+    def run() -> None:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for device_type in {"cpu", *(device.type for device in others)}:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            stack.enter_context(parametrize.cached())  # so that a weight is one tensor throughout
+            _evaluating(modules)
+            watch = stack.enter_context(_watching(model, found))
+            try:
+                with watch:
+                    inside_wrappers(model)(*arguments[0], **arguments[1])
+            finally:
+                for module in modules:
+                    reshard = getattr(module, "reshard", None)
+                    if callable(reshard):  # FSDP2 would keep the whole weights of its root
+                        reshard()
+
+    untouched(modules, others, run)
 
 
 def _evaluating(modules: list[nn.Module]) -> None:

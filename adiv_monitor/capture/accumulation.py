@@ -9,6 +9,7 @@ hooks.
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.contributions import Contribution
-from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.guard import call_all, surely
+from adiv_monitor.capture.hook import take_off
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import is_small, some
 from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart, part_of
@@ -55,9 +57,13 @@ def _goes_first(handle: RemovableHandle) -> None:
     hooks = handle.hooks_dict_ref()
     if hooks is not None:
         others = {key: hook for key, hook in hooks.items() if key != handle.id}
-        for key in others:
-            del hooks[key]
-        hooks.update(others)
+        surely(_put_behind, hooks, others)
+
+
+def _put_behind(hooks: dict[int, Any], others: dict[int, Any]) -> None:
+    for key in others:
+        hooks.pop(key, None)
+    hooks.update(others)
 
 
 def _ratio(now: Tensor, before: Tensor) -> Tensor:
@@ -99,28 +105,20 @@ class Accumulation:
         self.is_term = False  # processes have terms of what passes leave
         self.foreign: Tensor | None = None  # ‖.grad‖ that was there before any row was seen
         self._ended: Tensor | None = None  # some entries of `.grad` when the last pass was over
-        self._handles: list[RemovableHandle] = []
-        try:
-            self._hook(guard)
-        except BaseException:
-            self.remove()
-            raise
+        self._hooks = [guard(body) for body in (self._before_hooks, self._before, self._after)]
 
-    def _hook(self, guard: Guard) -> None:
+    def attach(self) -> None:
+        """Put the hooks on; whatever comes of that, `remove` takes them off."""
         parameter = self._parameter
-        hooked = bool(parameter._backward_hooks)
-        if hooked:  # they may change the gradient: look at it before the first of them
-            self._handles.append(_on(parameter.register_hook, guard(self._before_hooks)))
-            _goes_first(self._handles[-1])
-        self._handles.append(_on(parameter.register_hook, guard(self._before)))
-        after = _on(parameter.register_post_accumulate_grad_hook, guard(self._after))
-        self._handles.append(after)
-        _goes_first(after)
+        before_hooks, before, after = self._hooks
+        if parameter._backward_hooks:  # they may change the gradient: look at it before the first
+            _goes_first(_on(parameter.register_hook, before_hooks))
+        _on(parameter.register_hook, before)
+        _goes_first(_on(parameter.register_post_accumulate_grad_hook, after))
 
     def remove(self) -> None:
         """Take the hooks off."""
-        call_all(*(handle.remove for handle in self._handles))
-        self._handles.clear()
+        call_all(*(partial(take_off, self._parameter, hook) for hook in self._hooks))
 
     def left(self) -> Tensor | None:
         """As long as the gradient that backward left: itself, or norms of its parts; None: unknown.

@@ -29,7 +29,7 @@ from adiv_monitor.capture.weights.pieces import Pieces
 
 
 class Capture:
-    """Watches one step.
+    """Watches one step, once it is attached.
 
     Args:
         model: the model.
@@ -87,6 +87,9 @@ class Capture:
             *(selection, self.forwards, self._layers, self._origin, self._leftovers),
             *(self._gathering, begins, calls, attention),
         )
+
+    def attach(self) -> None:
+        """Put hooks on the modules; whatever comes of that, `detach` takes them off."""
         self.forwards.watch(self._watching)
 
     @property

@@ -2,41 +2,56 @@
 
 import atexit
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Any
 
 import torch
 
-_holders = 0
-_stance = ExitStack()
-atexit.register(_stance.close)  # of monitors that nobody closed: later torch can't any more
-_lock = threading.Lock()  # monitors may be in several threads
+from adiv_monitor.capture.guard import surely
+
+_holders: set["forced_eager"] = set()  # monitors may be in several threads
+_outside: Any = None  # the stance that was there before the first of them; None: it is there
 
 
-@contextmanager
-def forced_eager() -> Iterator[None]:
-    """Hold compiled code back; what is already compiled stays so and is used again afterwards.
+class forced_eager:
+    """Holds compiled code back; what is already compiled stays so and is used again afterwards.
 
     Monitors of several optimizers overlap without being nested, so the first one that enters sets
-    the stance and the last one that leaves puts it back.
+    the stance and the last one that leaves puts it back. What was interrupted can be done again.
     """
-    _hold(1)
-    try:
-        yield
-    finally:
-        _hold(-1)
+
+    def __enter__(self) -> None:
+        _holders.add(self)
+        _settle()
+
+    def __exit__(self, *error: object) -> None:
+        surely(self.leave)
+
+    def leave(self) -> None:
+        """Hold it back no more, if it is."""
+        _holders.discard(self)
+        _settle()
 
 
-def _hold(change: int) -> None:
-    global _holders
-    with _lock:
-        if _holders == 0:
-            _stance.enter_context(torch.compiler.set_stance("force_eager"))
-        _holders += change
-        if _holders == 0:
-            _stance.close()
+def _settle() -> None:
+    """Let the stance be that of whether there are holders."""
+    global _outside
+    while bool(_holders) is (_outside is None):  # in another thread it may be settled as well
+        from torch._dynamo import eval_frame  # loads the compiler: not on import
+
+        if _holders:
+            _outside = eval_frame._stance
+            torch.compiler.set_stance("force_eager")
+        else:
+            eval_frame._set_stance(_outside)
+            _outside = None
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Of monitors that nobody closed: later torch can't any more."""
+    _holders.clear()
+    _settle()
 
 
 def in_compiled_code() -> bool:

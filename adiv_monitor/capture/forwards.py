@@ -15,14 +15,21 @@ from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
-    _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
 )
 
 from adiv_monitor.capture.again.randomness import Randomness
-from adiv_monitor.capture.guard import Guard, call_all
+from adiv_monitor.capture.guard import (
+    Guard,
+    ThreadState,
+    call_all,
+    function_modes,
+    set_function_modes,
+    surely,
+)
 from adiv_monitor.capture.hook import Hook, ModuleHook, is_aside, is_replaying, trains
+from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.weights.shards import gives_back
 
@@ -72,15 +79,18 @@ class _Mode(TorchFunctionMode):
         call = FunctionToCall(func, args, kwargs or {})
         if self._guard.broken:
             return call()
-        gradients = torch.is_grad_enabled()
+        state = ThreadState()
         try:
             return call() if is_aside() else self._watcher.called(call)
         except BaseException as error:
             if error is call.error:
                 raise
-            if func is not torch._C._set_grad_enabled:
-                torch._C._set_grad_enabled(gradients)
+            gradients = torch.is_grad_enabled()
+            state.put_back()
+            if func is torch._C._set_grad_enabled and (gradients or isinstance(error, Exception)):
+                torch._C._set_grad_enabled(gradients)  # no `with` of the user's was begun in vain
             if not isinstance(error, Exception):  # the keyboard's, which is not ours to keep
+                self._guard.broken = True
                 raise
             self._guard.failed(error)
             return call()
@@ -149,6 +159,7 @@ class Forwards:
         devices: on which forwards may draw random numbers.
         guard: is told of what fails.
         renew: called before a forward pass is followed; what it gives follows in place of this.
+        levels: how deep the modules are inside each other.
         repeated: watch repetitions of forward passes, and nothing but these.
 
     Attributes:
@@ -163,6 +174,7 @@ class Forwards:
         guard: Guard,
         renew: Callable[[], "Forwards | None"] = lambda: None,
         *,
+        levels: int = 1,
         repeated: bool = False,
     ) -> None:
         self.strangers = False
@@ -175,6 +187,8 @@ class Forwards:
         self._devices = devices
         self._active = True
         self._numbers = count()
+        self._room = Room()
+        self._levels = levels
         self._watcher: Watcher
         self._hooks: list[ModuleHook] = []
         self._inside: set[int | None] = set()  # threads in which forwards run
@@ -190,26 +204,30 @@ class Forwards:
     ) -> "Forwards":
         """Those of the modules that hold what is to be measured."""
         devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
-        return cls(selection.modules, selection.closed, devices, guard, renew, repeated=repeated)
+        levels = 2 + max((path.count(".") for path in selection.modules.values()), default=0)
+        return cls(
+            *(selection.modules, selection.closed, devices, guard, renew),
+            levels=levels,
+            repeated=repeated,
+        )
 
     def watch(self, watcher: Watcher) -> None:
-        """Put the hooks on, for this watcher."""
+        """Put the hooks on, for this watcher; whatever comes of that, `remove` takes them off."""
         self._watcher = watcher
-        try:
-            for modules, enter, leave in (
-                (self._modules, self._enter, self._leave),
-                (self._closed, self._close, self._reopen),
-            ):
-                before, after = Hook(self._guarded, enter), Hook(self._guarded, leave)
-                for module in modules:
-                    self._hooks.append(ModuleHook(module, before, before=True))
-                    first = gives_back(module)  # while its parameters are there
-                    self._hooks.append(
-                        ModuleHook(module, after, before=False, always=True, first=first)
-                    )
-        except BaseException:
-            self.remove()
-            raise
+        for modules, enter, leave in (
+            (self._modules, self._enter, self._leave),
+            (self._closed, self._close, self._reopen),
+        ):
+            before, after = Hook(self._guarded, enter), Hook(self._guarded, leave)
+            for module in modules:
+                self._hooks.append(ModuleHook(module, before, before=True))
+                first = gives_back(module)  # while its parameters are there
+                self._hooks.append(
+                    ModuleHook(module, after, before=False, always=True, first=first)
+                )
+        self._room.make(self._levels + FRAMES)
+        for hook in self._hooks:
+            hook.put_on()
 
     @property
     def innermost(self) -> nn.Module:
@@ -266,7 +284,7 @@ class Forwards:
         it takes off the mode of its thread.
         """
         self._active = False
-        call_all(self._unwind, self._take_off)
+        call_all(self._unwind, self._take_off, self._room.leave)
 
     def _take_off(self) -> None:
         if self._inside.isdisjoint(thread.ident for thread in threading.enumerate()):
@@ -279,10 +297,16 @@ class Forwards:
 
     def _guarded(self, body: Callable[..., None], *args: Any) -> None:
         """The body of a hook; the forwards that run are followed even if nothing else works."""
+        if torch.compiler.is_compiling():
+            return
         try:
-            body(*args)
-        except Exception as error:
+            with ThreadState():
+                body(*args)
+        except BaseException as error:
             self._unwind()
+            if not isinstance(error, Exception):
+                self._guard.broken = True
+                raise
             self._guard.failed(error)
 
     def _unwind(self) -> None:
@@ -291,15 +315,10 @@ class Forwards:
         running.forwards.clear()
         self._inside.discard(threading.get_ident())
         running.closed, running.inside = None, ""
-        mode = running.mode
-        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if mode not in stack:  # it makes a call just now, and is put back after that
+        mode, modes = running.mode, function_modes()
+        if mode not in modes:  # it makes a call just now, and is put back after that
             return
-        above = stack[stack.index(mode) + 1 :]
-        for _ in (mode, *above):
-            _pop_mode()  # type: ignore[no-untyped-call]
-        for other in above:
-            _push_mode(other)  # type: ignore[no-untyped-call]
+        surely(set_function_modes, [other for other in modes if other is not mode])
         running.mode = None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -318,10 +337,15 @@ class Forwards:
             *(module, args, kwargs, Randomness(self._devices), {}), number=next(self._numbers)
         )
         if begins:
+            if running.mode is not None:  # of a forward pass that was interrupted
+                self._unwind()
             self._inside.add(threading.get_ident())
             running.mode = _Mode(self._watcher, self._guard)
             running.mode.__enter__()  # type: ignore[no-untyped-call]
         running.forwards.append(forward)
+        if len(running.forwards) > self._levels:  # a module calls itself
+            self._levels *= 2
+            self._room.make(self._levels + FRAMES)
         if self._is_watching:
             with torch._C.DisableTorchFunction():
                 self._watcher.begins(forward)
@@ -330,10 +354,10 @@ class Forwards:
         return self._active and torch.is_grad_enabled() and trains(args)
 
     def _hands_over(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Let a successor, if there is one, follow the forward pass that begins; was there one?"""
+        """Let a successor follow the forward pass that begins, if this one is not to; is it so?"""
         successor = self._renew()
         if successor is None:
-            return False
+            return not self._active
         # Torch has listed the hooks of this call before the successor put its own on.
         if module in successor._modules:
             successor._guarded(successor._enter, module, args, kwargs)
@@ -374,8 +398,8 @@ class Forwards:
         finally:
             running.forwards.pop()
             if not running.forwards and running.mode is not None:
-                mode, running.mode = running.mode, None
-                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                running.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                running.mode = None
                 self._inside.discard(threading.get_ident())
                 if not self._active:
                     self._take_off()
@@ -384,15 +408,13 @@ class Forwards:
 @contextmanager
 def unwatched() -> Iterator[None]:
     """The functions called within are no part of a forward pass: what watches one is off."""
-    modes = []
-    while isinstance(mode := _get_current_function_mode(), _Mode):  # type: ignore[no-untyped-call]
-        modes.append(mode)
-        _pop_mode()  # type: ignore[no-untyped-call]
+    modes = function_modes()
     try:
+        while isinstance(_get_current_function_mode(), _Mode):  # type: ignore[no-untyped-call]
+            _pop_mode()  # type: ignore[no-untyped-call]
         yield
     finally:
-        for mode in reversed(modes):
-            _push_mode(mode)  # type: ignore[no-untyped-call]
+        surely(set_function_modes, modes)
 
 
 def _is_over(forwards: Sequence[Forward], module: nn.Module) -> bool:

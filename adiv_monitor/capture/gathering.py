@@ -27,6 +27,7 @@ from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.contributions import Contribution, follow
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.hook import TensorHook
 from adiv_monitor.capture.jagged import NESTED, is_nested
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
@@ -132,14 +133,19 @@ class Gathering:
         self._checked = checked
         self._attention = attention
         self._attainable = attainable
-        self._hooks: list[RemovableHandle] = []  # on tensors
+        self._hooks: list[TensorHook] = []  # on outputs
+        self._followed: list[RemovableHandle] = []  # on nodes of the graph
         self._late: weakref.WeakSet[LateRows] = weakref.WeakSet()
 
     def detach(self) -> None:
         """Take the hooks off."""
-        hooks = (hook.remove for hook in self._hooks)
-        call_all(*hooks, *(late.remove for late in self._late))
+        call_all(
+            *(hook.remove for hook in self._hooks),
+            *(followed.remove for followed in self._followed),
+            *(late.remove for late in self._late),
+        )
         self._hooks.clear()
+        self._followed.clear()
 
     def use(
         self,
@@ -172,7 +178,8 @@ class Gathering:
             self._attention.last_used = layer.pieces[0].parameter
         arrive = self._arrival(layer.path, use.layout, call)
         # Taken off in the end: some tensors outlive their graph, and would keep all of this.
-        self._hooks.append(output.register_hook(arrive))  # type: ignore[no-untyped-call]
+        self._hooks.append(TensorHook(output, arrive))
+        self._hooks[-1].put_on()
         return call
 
     def maps(
@@ -304,7 +311,7 @@ class Gathering:
                 contribution.is_known = False
         elif contributions:
             arrive = partial(self._layers.guard, self._on_handed, layer.path, call)
-            self._hooks += follow(outputs, inputs, contributions, arrive)
+            self._followed += follow(outputs, inputs, contributions, arrive)
 
     def _on_handed(
         self,

@@ -1,9 +1,9 @@
 """Hooks that only the training run sees: not its copies, and no function over the model."""
 
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx import Proxy
+from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.guard import call_all, surely
 
 _PLAIN = (Tensor, nn.Parameter)
 _MODES = torch._C._TorchDispatchModeKey
@@ -30,11 +31,73 @@ class Hook(partial[Any]):
     __torch_unserializable__ = True  # a parameter sent to another process goes without a warning
 
 
+# Where torch keeps hooks by their numbers, and after each what else it keeps by the same numbers.
+# Left in a copy of a module, an entry of those would change how a later hook of that number is
+# called.
+_TABLES = (
+    ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    ("_backward_hooks",),
+    ("_post_accumulate_grad_hooks",),
+    ("_optimizer_step_pre_hooks",),
+    ("_optimizer_step_post_hooks",),
+    ("_global_optimizer_post_hooks",),  # of all optimizers
+)
+
+
+def take_off(owner: object, hook: object) -> None:
+    """Take a hook off a module, tensor or optimizer, be it on it or not, or only half.
+
+    It is found by itself, where torch keeps it, not by what putting it on gave: an exception may
+    come before that is known. If this is interrupted, it can be done again.
+    """
+    for names in _TABLES:
+        hooks = getattr(owner, names[0], None)
+        if hooks is None:
+            continue
+        tables = [getattr(owner, name) for name in names]
+        for number in [number for number, other in hooks.items() if other is hook]:
+            for table in reversed(tables):  # the hook itself last: by it all is found
+                table.pop(number, None)
+        if Hook not in map(type, dict.values(hooks)):  # dict's own: ours hide in the table's
+            for table in tables:
+                vars(table).pop("__reduce_ex__", None)
+                vars(table).pop("values", None)
+
+
+class TensorHook:
+    """A hook on a tensor; neither is held.
+
+    Args:
+        tensor: what it is to be put on.
+        hook: called with its gradient.
+    """
+
+    __slots__ = ("_handle", "_hook", "_tensor")
+
+    def __init__(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._hook = weakref.ref(hook)
+        self._handle: RemovableHandle | None = None
+
+    def put_on(self) -> None:
+        """Put it on; whatever comes of that, `remove` takes it off."""
+        tensor = self._tensor()
+        if tensor is not None:
+            self._handle = tensor.register_hook(self._hook())  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Take it off."""
+        take_off(self._tensor(), self._hook())
+        if self._handle is not None:  # the graph keeps hooks of a tensor that is gone
+            self._handle.remove()
+
+
 class ModuleHook:
     """A forward hook that copies, pickles and `torch.jit.script` of the module don't see.
 
     Args:
-        module: what it is put on.
+        module: what it is to be put on.
         hook: called before the forward pass with (module, args, kwargs), or after it with
             (module, args, kwargs, output).
         before: which of the two; before all other hooks then.
@@ -52,43 +115,30 @@ class ModuleHook:
         first: bool = False,
     ) -> None:
         self._module = module
+        self._hook = hook
         self._before = before
-        if before:
+        self._always = always
+        self._first = first
+        self._handle: RemovableHandle | None = None
+
+    def put_on(self) -> None:
+        """Put it on; whatever comes of that, `remove` takes it off."""
+        module, hook = self._module, self._hook
+        if self._before:
             self._handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         else:
             self._handle = module.register_forward_hook(
-                hook, prepend=first, with_kwargs=True, always_call=always
+                hook, prepend=self._first, with_kwargs=True, always_call=self._always
             )
-        try:
-            hooks, *others = self._tables
-            for table in (hooks, *others):
-                _hide(table, hooks)
-        except BaseException:
-            self.remove()
-            raise
-
-    @property
-    def _tables(self) -> Sequence[dict[int, Any]]:
-        """Where it stands: among the hooks, and by its number in tables of what goes with them.
-
-        Left in a copy, an entry of those would change how a later hook of that number is called.
-        """
-        module = self._module
-        if self._before:
-            return module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
-        return (
-            *(module._forward_hooks, module._forward_hooks_with_kwargs),
-            module._forward_hooks_always_called,
-        )
+        hooks, *others = (getattr(module, name) for name in _TABLES[not self._before])
+        for table in (*others, hooks):
+            _hide(table, hooks)
 
     def remove(self) -> None:
         """Take it off; the module is then as it was."""
-        self._handle.remove()
-        tables = self._tables
-        if Hook not in map(type, dict.values(tables[0])):  # dict's own: ours hide in the table's
-            for table in tables:
-                vars(table).pop("__reduce_ex__", None)
-                vars(table).pop("values", None)
+        take_off(self._module, self._hook)
+        if self._handle is not None:  # somebody may have cleared the hooks alone
+            self._handle.remove()
 
 
 class NextForward:
@@ -113,14 +163,13 @@ class NextForward:
     ) -> None:
         self._function = function
         self._with_gradients = with_gradients
-        self._hooks: list[ModuleHook] = []
         hook = Hook(guard, self._runs)
-        try:
-            for module in modules:
-                self._hooks.append(ModuleHook(module, hook, before=not ends))
-        except BaseException:
-            self.remove()
-            raise
+        self._hooks = [ModuleHook(module, hook, before=not ends) for module in modules]
+
+    def put_on(self) -> None:
+        """Wait from now on; whatever comes of that, `remove` takes the hooks off."""
+        for hook in self._hooks:
+            hook.put_on()
 
     def remove(self) -> None:
         """Wait no longer."""
@@ -130,10 +179,12 @@ class NextForward:
         if is_replaying() or not trains(args):
             return
         if torch.is_grad_enabled() or not self._with_gradients:
-            self.remove()
-            outside, _aside.on = _aside.on, True
+            surely(self.remove)
+            outside = _aside.on
             try:
+                _aside.on = True
                 self._function()  # which may watch a repetition, by a mode of torch functions
+                _aside.on = outside
             finally:
                 _aside.on = outside
 
@@ -167,14 +218,9 @@ def is_replaying() -> bool:
     return _replay.under_way
 
 
-@contextmanager
-def replaying() -> Iterator[None]:
-    """Only what was made to watch repetitions sees the forward passes within."""
-    _replay.under_way = True
-    try:
-        yield
-    finally:
-        _replay.under_way = False
+def replay(on: bool) -> None:
+    """From now on only what was made to watch repetitions sees this thread's forward passes."""
+    _replay.under_way = on
 
 
 class _Others:

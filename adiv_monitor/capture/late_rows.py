@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.hook import TensorHook
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.features.recurrent import Map, Returned, replay
 from adiv_monitor.features.recurrent_call import RecurrentCall
@@ -47,17 +47,18 @@ class LateRows:
         self._receive = receive
         self._gradients: list[Tensor | None] = []
         self._backward = -1  # in which backward pass they came
-        self._handles: list[RemovableHandle] = []
+        self._hooks: list[TensorHook] = []
 
     def watch(self, outputs: tuple[Tensor, ...], guard: Callable[..., Callable[..., None]]) -> None:
         """Put hooks on the outputs."""
         for i, output in enumerate(outputs):
             hook = guard(partial(self._arrive, i))
-            self._handles.append(output.register_hook(hook))  # type: ignore[no-untyped-call]
+            self._hooks.append(TensorHook(output, hook))
+            self._hooks[-1].put_on()
 
     def remove(self) -> None:
         """Take the hooks off, and go with them."""
-        call_all(*(handle.remove for handle in self._handles))
+        call_all(*(hook.remove for hook in self._hooks))
 
     def settle(self) -> None:
         """A weight's gradient has come: so has all that this pass lets reach the outputs."""

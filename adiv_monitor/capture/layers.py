@@ -162,6 +162,7 @@ class Layers:
         self.rows[path] = LayerRows(self._chooser, path)
         if id(parameter) not in self._accumulated:
             self._accumulated[id(parameter)] = self._accumulation(parameter)
+            self._accumulated[id(parameter)].attach()
         return layer
 
     def _accumulation(self, parameter: nn.Parameter) -> Accumulation:

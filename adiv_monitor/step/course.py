@@ -1,7 +1,6 @@
 """The course of a measured step: hooks, the gradient, the optimizer's step, the finished report."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +14,9 @@ from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.eager import forced_eager, in_compiled_code
+from adiv_monitor.capture.eager import in_compiled_code
 from adiv_monitor.capture.forwards import Forwards, unwatched
-from adiv_monitor.capture.guard import Guard, call_all
+from adiv_monitor.capture.guard import Guard, call_all, surely
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.selection import Selection, trainable
 from adiv_monitor.capture.updates import Watch
@@ -118,17 +117,19 @@ class Course:
 
     def arm(self) -> None:
         """Put the hooks on, before the forward pass of a step to measure."""
-        self.disarm()
-        with ExitStack() as undo:
-            self._armed = self._arm(undo)
-            undo.pop_all()
+        try:
+            self.disarm()
+            self._armed = self._next()
+            self._armed.attach()
+        except BaseException:
+            self.disarm()
+            raise
 
-    def _arm(self, undo: ExitStack) -> Armed:
+    def _next(self) -> Armed:
+        """The coming step, with nothing put on yet."""
         selection, turn = self._select()
         guard = Guard(self._failures.lost)
         realised = self._follow(selection)
-        if realised is not None:
-            undo.callback(realised.detach)
         capture = Capture(
             self._model,
             selection,
@@ -145,7 +146,6 @@ class Course:
             renew=partial(self._failures.safely, self._renew),
             calls=None if realised is None else realised.calls,
         )
-        undo.callback(capture.detach)
         step = MeasuredStep(
             *(
                 capture,
@@ -157,9 +157,31 @@ class Course:
             realised,
             self._agree,
         )
-        eager = undo.enter_context(ExitStack())
-        eager.enter_context(forced_eager())
-        return Armed(capture, step, selection, turn, guard, realised, eager)
+        stepped = partial(self._failures.safely, self._other_stepped)
+        return Armed(capture, step, selection, turn, guard, realised, stepped)
+
+    def _other_stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """An optimizer has stepped: the one that is followed, or another one?"""
+        armed, own = self._armed, self._optimizer
+        # One around the other's step, or within it, is part of that.
+        if own is None or armed is None or optimizer is own or not armed.capture.saw_calls():
+            return
+        if armed.attempts or armed.overtaken:
+            return
+        moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not moved.isdisjoint(map(id, armed.selection.parameters)):
+            armed.overtaken = type(optimizer).__name__
+
+    def _give_up(self, other: str) -> None:
+        """Steps are taken, but by another optimizer."""
+        self.disarm()
+        own = type(self._optimizer).__name__
+        self._failures.warn(
+            "overtaken",
+            f"adiv_monitor: steps are taken that the monitor does not see: an optimizer ({other}) "
+            f"other than the one that it was given ({own}) trains the parameters. Nothing is "
+            "measured until that one steps again; give a new Monitor the new optimizer",
+        )
 
     def _renew(self) -> Forwards | None:
         """The step's first forward pass begins: arm anew if more is trained than when it was armed.
@@ -167,6 +189,9 @@ class Course:
         Layers were unfrozen since, say, or a group was added to the optimizer.
         """
         armed = self._armed
+        if armed is not None and armed.overtaken:
+            self._give_up(armed.overtaken)
+            return None
         if armed is None or armed.capture.saw_calls() or armed.selection.knows(self._held()):
             return None
         self.arm()
@@ -301,10 +326,10 @@ class Course:
             renormed = [m for m in modules if getattr(m, "max_norm", None) is not None]
             guard = self._failures.safely
             last = renormed[-1:] or modules
-            self._pending.hooks.append(NextForward(last, self.finish, guard, ends=bool(renormed)))
+            self._pending.wait(NextForward(last, self.finish, guard, ends=bool(renormed)))
             if self._asked.realised is not False:  # before anything of that pass has run
                 first = armed.selection.modules
-                self._pending.hooks.append(NextForward(first, armed.step.realise, guard))
+                self._pending.wait(NextForward(first, armed.step.realise, guard))
 
     def _look(self) -> None:
         """The forward pass of an armed step begins: when, and who called the model?"""
@@ -313,6 +338,9 @@ class Course:
 
     def disarm(self) -> None:
         """Take the hooks off."""
+        surely(self._disarm)
+
+    def _disarm(self) -> None:
         if self._armed is not None:
             self._armed.release()
             self._armed = None
@@ -321,8 +349,16 @@ class Course:
         """Complete what this process knows of the pending step, and hand it on."""
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
-        pending.release()
+        pending = self._pending
+        surely(pending.release)
+        try:
+            self._pending = None
+            self._finish(pending)
+            pending.room.leave()
+        finally:
+            pending.room.leave()
+
+    def _finish(self, pending: Pending) -> None:
         pending.step.realise()
         with unwatched():  # as the next forward pass is already: thousands of calls
             pending.step.applied()
@@ -352,9 +388,13 @@ class Course:
         call_all(self.finish, partial(self._assembly.end, patience), self._schedule.end)
 
     def release(self) -> None:
-        """Whatever has failed so far: take every hook off."""
-        pending, self._pending = self._pending, None
-        call_all(self.disarm, *(() if pending is None else (pending.release,)))
+        """Whatever has failed so far: take every hook off, and give up what is under way."""
+        surely(call_all, self._disarm, self._forget_pending)
+
+    def _forget_pending(self) -> None:
+        if self._pending is not None:
+            call_all(self._pending.release, self._pending.room.leave)
+            self._pending = None
 
     def _complete(self, number: int, part: Part) -> StepReport:
         """The report of a step."""

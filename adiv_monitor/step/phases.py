@@ -1,14 +1,16 @@
 """What a measured step holds on to: up to the optimizer's step, and to the next forward pass."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, optimizer
 
 from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.hook import NextForward
+from adiv_monitor.capture.hook import Hook, NextForward, take_off
+from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.report import AlignmentReading, Turn
 from adiv_monitor.step.measured_step import MeasuredStep
@@ -26,7 +28,7 @@ class Armed:
         turn: Turn | None,
         guard: Guard,
         realised: Realised | None,
-        eager: ExitStack,
+        others_stepped: Callable[..., None],
     ) -> None:
         self.capture = capture
         self.step = step
@@ -34,20 +36,31 @@ class Armed:
         self.turn = turn
         self.guard = guard
         self._realised = realised
-        self._eager = eager
+        self._eager = forced_eager()
+        self._on_all_optimizers = Hook(others_stepped)
+        self.overtaken = ""  # which other optimizer has moved what this step is to be measured of
         self.attempts = 0  # at the optimizer's step: one that raises may be repeated
         self.closure_calls: int | None = None  # during the last one; None: it had no closure
+
+    def attach(self) -> None:
+        """Put the hooks on; whatever comes of that, `release` takes them off."""
+        self._eager.__enter__()
+        optimizer.register_optimizer_step_post_hook(self._on_all_optimizers)
+        if self._realised is not None:
+            self._realised.attach()
+        self.capture.attach()
 
     def release(self) -> None:
         """Take the hooks off; if that is interrupted, it can be done again."""
         detach = () if self._realised is None else (self._realised.detach,)
-        call_all(self.capture.detach, *detach, self._eager.close)
+        others = partial(take_off, optimizer, self._on_all_optimizers)
+        call_all(self.capture.detach, *detach, self._eager.leave, others)
 
-    def gradients_final(self, optimizer: Optimizer) -> None:
+    def gradients_final(self, stepping: Optimizer) -> None:
         """The gradients are what the optimizer will use."""
         # A fused optimizer unscales AMP gradients itself; the scaler leaves the scale here.
-        scale = getattr(optimizer, "grad_scale", None)
-        found_inf = getattr(optimizer, "found_inf", None)
+        scale = getattr(stepping, "grad_scale", None)
+        found_inf = getattr(stepping, "found_inf", None)
         self.step.skipped = found_inf if isinstance(found_inf, Tensor) else None
         self.step.gradient_is_final(scale if isinstance(scale, Tensor) else 1.0, steps=True)
 
@@ -70,8 +83,15 @@ class Pending:
         self.turn = turn
         self.number = number
         self.alignment = alignment
-        self.hooks: list[NextForward] = []
+        self._hooks: list[NextForward] = []
+        self.room = Room()  # as deep as that forward pass may be, its report is completed
+
+    def wait(self, hook: NextForward) -> None:
+        """For a forward pass."""
+        self._hooks.append(hook)
+        self.room.make(FRAMES)
+        hook.put_on()
 
     def release(self) -> None:
         """Take the hooks off."""
-        call_all(*(hook.remove for hook in self.hooks))
+        call_all(*(hook.remove for hook in self._hooks))

@@ -6,9 +6,9 @@ recorded where they were, so that the same functions run, but none is ever taken
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from adiv_monitor.capture.again.forward_calls import ForwardCalls, NotRepeatable
 from adiv_monitor.capture.again.losses import Losses, LossOf
 from adiv_monitor.capture.again.surroundings import is_plain, untouched
 from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.readings import REALISED
@@ -75,6 +76,11 @@ class Realised:
         self.loss_change: tuple[Tensor, Tensor | None] | None = None
         self.notes: list[str] = []
 
+    def attach(self) -> None:
+        """The step begins: note what the loss says."""
+        if self._losses is not None:
+            self._losses.attach()
+
     def detach(self) -> None:
         """The step is taken: its forward passes are over."""
         if self._losses is not None:
@@ -118,7 +124,8 @@ class Realised:
             raise NotRepeatable(self.calls.refusal)
         wanted = {path: kept.calls for path, kept in self._kept.items()}
         stand_ins = dict(zip(self._parameters, self._before, strict=True))
-        with untouched(self._modules, self._devices):
+
+        def run() -> tuple[Again, Again]:
             with torch.no_grad():
                 for parameter, old in stand_ins.items():
                     old.lerp_(parameter, 0.5)
@@ -126,8 +133,9 @@ class Realised:
             with torch.no_grad():
                 for parameter, old in stand_ins.items():
                     old.copy_(parameter)
-            whole = self._pass(first, wanted, stand_ins, self._losses)
-        self._measure(half, whole)
+            return half, self._pass(first, wanted, stand_ins, self._losses)
+
+        self._measure(*untouched(self._modules, self._devices, run))
         self._read_loss()
 
     def _pass(
@@ -139,14 +147,20 @@ class Realised:
     ) -> Again:
         """What is gathered with these values of the parameters."""
         again = Again(self._model, self._selection, first, wanted)
+        own = {parameter: parameter.data for parameter in stand_ins}
+
+        def put_back() -> None:
+            call_all(partial(_have_data, own), again.detach, self.detach)
+
         try:
+            again.attach()
             if losses is not None:
-                losses.watch()
-            with _standing_in(stand_ins):
-                run_again(self.calls, again, losses)
-        finally:
-            again.detach()
-            self.detach()
+                losses.attach()
+            _have_data(stand_ins)  # what is written into that is lost
+            run_again(self.calls, again, losses)
+            put_back()
+        finally:  # again, where that was interrupted
+            put_back()
         return again
 
     @torch.no_grad()
@@ -199,14 +213,7 @@ def _why_not(modules: Sequence[nn.Module]) -> str:
     return ""
 
 
-@contextmanager
-def _standing_in(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Within, the parameters have other memory: what is written into it is lost."""
-    own = [parameter.data for parameter in values]
-    try:
-        for parameter, value in values.items():
-            parameter.data = value
-        yield
-    finally:
-        for parameter, data in zip(values, own, strict=True):
-            parameter.data = data
+def _have_data(values: Mapping[nn.Parameter, Tensor]) -> None:
+    """Let the parameters have this memory."""
+    for parameter, value in values.items():
+        parameter.data = value

@@ -1,6 +1,7 @@
 """Raises an exception where a function of the monitor's begins: every function is a boundary."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -86,3 +87,106 @@ class Raising(Watched):
             self.raised = True
             # What a trace function raises, the function that is called raises, and tracing ends.
             raise self._error
+
+
+class Instruction(NamedTuple):
+    """A byte code that the monitor executes.
+
+    Attributes:
+        code: of which function.
+        offset: its place in there.
+        frame: how often the function was called before.
+        number: how many byte codes that frame has executed before.
+    """
+
+    code: CodeType
+    offset: int
+    frame: int
+    number: int
+
+    @property
+    def file(self) -> str:
+        """Inside the package."""
+        return self.code.co_filename[len(_HOME) + 1 :]
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.code.co_qualname}, byte {self.offset}"
+
+
+class Executed:
+    """While it is open, every byte code of the monitor's is noted that is executed.
+
+    Attributes:
+        instructions: in the order in which their functions were called.
+    """
+
+    def __init__(self) -> None:
+        self._frames: list[tuple[CodeType, int, list[int]]] = []
+        self._calls: Counter[CodeType] = Counter()
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        return [
+            Instruction(code, offset, frame, number)
+            for code, frame, offsets in self._frames
+            for number, offset in enumerate(offsets)
+        ]
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_HOME):
+            return None
+        offsets: list[int] = []
+        self._frames.append((frame.f_code, self._calls[frame.f_code], offsets))
+        self._calls[frame.f_code] += 1
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "opcode":
+                offsets.append(frame.f_lasti)
+            return trace
+
+        return trace
+
+
+class Interrupting:
+    """While it is open, the keyboard interrupts before a byte code of the monitor's.
+
+    Attributes:
+        raised: whether that was reached.
+    """
+
+    def __init__(self, at: Instruction) -> None:
+        self.raised = False
+        self._at = at
+        self._calls = 0
+        self._left = at.number
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code is not self._at.code:
+            return None
+        self._calls += 1
+        if self._calls != self._at.frame + 1:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._in_frame
+
+    def _in_frame(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            self._left -= 1
+            if self._left < 0:
+                assert frame.f_lasti == self._at.offset
+                self.raised = True
+                raise KeyboardInterrupt
+        return self._in_frame

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture import eager, hook
+from adiv_monitor.capture.guard import ThreadState
 from faults.scenarios import SCENARIOS, Scenario
 from faults.world import Result, result, surroundings
 
@@ -69,7 +70,7 @@ def take(
         optimizer,
         **{"every_n_steps": 1, "on_error": "warn", **scenario.options(), **options},
     )
-    with _afterwards_clean(), warnings.catch_warnings(record=True) as warned:
+    with afterwards_clean(), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             with fault or nullcontext(), monitor:
@@ -133,15 +134,14 @@ def _caches(modules: int) -> list[Any]:
 
 
 @contextmanager
-def _afterwards_clean() -> Iterator[None]:
+def afterwards_clean() -> Iterator[None]:
     """What one trial leaves behind must not show in the next."""
+    state = ThreadState()
     try:
         yield
     finally:
-        torch.set_grad_enabled(True)
+        state.put_back()
         hook._aside.on = hook._replay.under_way = False
         while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()
-        if eager._holders:
-            eager._holders = 0
-            eager._stance.close()
+        eager._leave_all()

@@ -1,6 +1,7 @@
 """What a training leaves behind: its result, and what must be as it was before."""
 
 import random
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from adiv_monitor.capture import eager, hook
 
@@ -68,10 +70,12 @@ def surroundings(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "default dtype": torch.get_default_dtype(),
-        "stance": eager._holders,
+        "stance": (len(eager._holders), eager._outside),
         "aside": hook._aside.on,
         "replaying": hook._replay.under_way,
         "threads": threading.active_count(),
+        "depth of the stack": sys.getrecursionlimit(),
+        "all optimizers": list(_global_optimizer_post_hooks.items()),
     }
     for name, module in model.named_modules():
         for table in _TABLES:

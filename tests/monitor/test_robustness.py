@@ -18,6 +18,7 @@ import torch
 from cases import CASES, loss_of
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from adiv_monitor import AdivError, Monitor, StepReport
 from adiv_monitor.features import DenseFeatures, Rows, register_features
@@ -593,3 +594,188 @@ for _ in range(2):
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def forgets_the_first(model: nn.Module, x: Tensor) -> None:
+    """A new optimizer over the same parameters, from the third step on."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def test_steps_of_an_optimizer_that_took_over_are_told_once() -> None:
+    """Nothing stays on the model; when the first one steps again, it is measured again."""
+    model = nn.Linear(3, 2)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 3)
+    told = "AdamW.* other than the one that it was given .SGD"
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        model(x).sum().backward()
+        optimizer.step()
+        with pytest.warns(UserWarning, match=told) as warned:
+            forgets_the_first(model, x)
+        assert len(warned) == 1
+        assert not model._forward_hooks
+        assert not _global_optimizer_post_hooks
+        forgets_the_first(model, x)  # a second warning would be an error
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+    assert [report.step for report in monitor.reports] == [0, 2]
+
+
+class Around(torch.optim.Optimizer):
+    """Steps by another optimizer, as Lookahead does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: object = None) -> None:
+        self.inner.step()
+
+
+def in_turn(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Another optimizer steps before each step."""
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(x).sum().backward()
+        other.step()
+        optimizer.step()
+
+
+def of_others(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Another model is trained between micro-batches."""
+    other = nn.Linear(3, 2)
+    steps = torch.optim.SGD(other.parameters(), lr=0.1)
+    for batch in range(6):
+        model(x).sum().backward()
+        for _ in range(3):
+            other(x).sum().backward()
+            steps.step()
+        if batch % 2:
+            optimizer.step()
+
+
+def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    for batch in range(60):
+        model(x).sum().backward()
+        with torch.no_grad():
+            model(x)
+        if batch % 20 == 19:
+            optimizer.step()
+
+
+def perturbed(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """The weights are written to between forward passes."""
+    for _ in range(3):
+        for change in (0.1, -0.1):
+            model(x).sum().backward()
+            with torch.no_grad():
+                model.weight.add_(change)
+        optimizer.step()
+
+
+def skipped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for factor in (math.inf, math.inf, 1.0, 1.0, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(x).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, Tensor], None]
+
+
+@pytest.mark.parametrize("loop", [in_turn, of_others, accumulated, perturbed, skipped])
+@pytest.mark.parametrize("given", ["inner", "outer"])
+def test_no_other_optimizer_took_over(loop: Loop, given: str) -> None:
+    """No warning, and every step is measured."""
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = Around(inner)
+    watched = inner if given == "inner" else outer
+    with Monitor(model, watched, every_n_steps=1, on_error="raise") as monitor:
+        loop(model, outer, torch.ones(1, 3))
+    assert [report.step for report in monitor.reports] == [0, 1, 2]
+
+
+def test_an_optimizer_that_runs_its_closure_often_took_over_from_nobody() -> None:
+    model, x = nn.Linear(3, 2), torch.ones(1, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    told = pytest.warns(UserWarning, match="evaluated its closure")
+    with told as warned, Monitor(model, optimizer, every_n_steps=1, on_error="raise"):
+        for _ in range(3):
+            optimizer.step(closure)
+    assert len(warned) == 1
+
+
+NEVER = "its Monitor was never attached"
+
+
+def trained_with(make: Callable[[nn.Module, torch.optim.Optimizer], Monitor]) -> Monitor:
+    """A model, with a monitor that nobody attaches."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = make(model, optimizer)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return monitor
+
+
+READ: dict[str, Callable[[Monitor], object]] = {
+    "closed": Monitor.close,
+    "latest": lambda monitor: monitor.latest,
+    "reports": lambda monitor: monitor.reports,
+    "collected": lambda monitor: None,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_monitor_that_nobody_attached_says_so_once(name: str) -> None:
+    with pytest.warns(UserWarning, match=NEVER) as warned:
+        monitor = trained_with(Monitor)
+        for _ in range(2):
+            READ[name](monitor)
+        seen = weakref.ref(monitor)
+        del monitor
+        gc.collect()
+    assert len(warned) == 1
+    assert seen() is None
+
+
+def test_a_monitor_without_training_has_nothing_to_say() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer)
+    assert monitor.latest is None
+    monitor.close()
+    del monitor
+    Monitor(model, optimizer)
+    with pytest.raises(ValueError, match="got 0"):
+        Monitor(model, optimizer, every_n_steps=0)
+    gc.collect()  # a warning would be an error
+
+
+def test_a_program_that_ends_says_that_its_monitor_was_never_attached() -> None:
+    program = """
+import torch
+from adiv_monitor import Monitor
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+monitor = Monitor(model, optimizer)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "")
+    assert ran.stderr.count(NEVER) == 1

@@ -26,5 +26,9 @@ class Again:
 
     def loss(self, batch: Any) -> float:
         """Of a batch, with the weights that the model has now."""
-        with untouched(self._modules, self._devices), self._begin.again():
-            return float(self._fork.loss(self._fork.model, copied(batch)).detach())
+
+        def run() -> float:
+            with self._begin.again():
+                return float(self._fork.loss(self._fork.model, copied(batch)).detach())
+
+        return untouched(self._modules, self._devices, run)

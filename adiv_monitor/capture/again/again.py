@@ -75,6 +75,9 @@ class Again:
             begins=lambda: None,
             repeated=True,
         )
+
+    def attach(self) -> None:
+        """Put the hooks on; whatever comes of that, `detach` takes them off."""
         self._forwards.watch(self._watching)
 
     def detach(self) -> None:

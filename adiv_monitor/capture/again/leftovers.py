@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.again.graph import leaves_of, nodes_above
 from adiv_monitor.capture.again.outputs import Outputs
 from adiv_monitor.capture.again.replay import Arguments, Replay, pattern, tolerance
 from adiv_monitor.capture.forwards import Forward
 from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.hook import TensorHook
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.features.jacobian import JacobianFeatures
@@ -38,7 +38,7 @@ class Leftovers:
         self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
         self._taken: dict[int, set[Any]] = defaultdict(set)  # → nodes of what that gave
         self._reached: set[int] = set()  # those to which a gradient came back by these
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[TensorHook] = []
         self._refused: dict[int, str] = {}  # → why it can't be measured through a module
         self._accounted: set[int] = set()
         for module in selection.rules:
@@ -65,7 +65,9 @@ class Leftovers:
             for key in keys:
                 self._unexplained.setdefault(key, function)
                 self._taken[key].add(tensor.grad_fn)
-            self._hooks.append(tensor.register_hook(partial(self._arrive, keys)))  # type: ignore[no-untyped-call]
+            hook = partial(self._arrive, keys)
+            self._hooks.append(TensorHook(tensor, hook))
+            self._hooks[-1].put_on()
 
     def _arrive(self, keys: Collection[int], gradient: Tensor) -> None:
         """A gradient has come back to what a function without a rule made of parameters."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from adiv_monitor.capture.again.forward_calls import ForwardCalls, NotRepeatable, tensors_of
-from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.guard import ThreadState, call_all
 from adiv_monitor.capture.hook import Hook, ModuleHook, is_replaying, trains
 from adiv_monitor.capture.selection import inside_wrappers
 from adiv_monitor.features.rows import exact
@@ -83,21 +83,20 @@ class Losses:
         self._seen: list[Loss] = []
         self._again: list[Loss] = []
         self._run = -1  # the number of the call that runs again
-        self._hooks: list[ModuleHook] = []
-        self.watch()
-
-    def watch(self) -> None:
-        """Put hooks on."""
         module = self._loss if isinstance(self._loss, nn.Module) else self._model
         ended, began = (Hook(self._guarded, body) for body in (self._ended, self._began))
-        self._hooks.append(ModuleHook(module, ended, before=False, always=True))
+        self._hooks = [ModuleHook(module, ended, before=False, always=True)]
         if module is self._loss:
             self._hooks.append(ModuleHook(module, began, before=True))
+
+    def attach(self) -> None:
+        """Put hooks on; whatever comes of that, `detach` takes them off."""
+        for hook in self._hooks:
+            hook.put_on()
 
     def detach(self) -> None:
         """Take them off."""
         call_all(*(hook.remove for hook in self._hooks))
-        self._hooks.clear()
 
     @property
     def needed(self) -> set[int]:
@@ -181,7 +180,8 @@ class Losses:
 
     def _guarded(self, action: Callable[..., None], *args: Any) -> None:
         try:
-            action(*args)
+            with ThreadState():
+                action(*args)
         except NotRepeatable as reason:
             self.refusal = str(reason)
         except Exception as error:

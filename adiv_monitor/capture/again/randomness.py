@@ -54,13 +54,18 @@ class Randomness:
     def again(self) -> Iterator[None]:
         """Draw as then; afterwards all generators, Python's and numpy's too, are as before."""
         now, python, numpy = self.now(), random.getstate(), np.random.get_state()
-        try:
-            self._set()
-            yield
-        finally:
+
+        def put_back() -> None:
             now._set()
             random.setstate(python)
             np.random.set_state(numpy)
+
+        try:
+            self._set()
+            yield
+            put_back()
+        finally:  # again, where that was interrupted
+            put_back()
 
     def _set(self) -> None:
         for device, state in self._states.items():

@@ -7,8 +7,8 @@ its parameters, buffers and other state, on copies of the inputs; the generators
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -107,9 +107,14 @@ class Replay:
         tangents = [
             part.view_as(p).to(p) for part, p in zip(parts, self._moving.values(), strict=True)
         ]
-        with self._apart():
-            z, moved = self._either(tangents)
-            return exact(self._outputs.rows(z)), exact(self._outputs.rows(moved)) * unit
+        around = ExitStack()
+        try:
+            with around:
+                self._stand_apart(around)
+                z, moved = self._either(tangents)
+                return exact(self._outputs.rows(z)), exact(self._outputs.rows(moved)) * unit
+        finally:  # where an interrupt came before the end of the `with`
+            around.close()
 
     def _either(self, tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         if self._has_forward_mode:
@@ -162,24 +167,21 @@ class Replay:
         changed = dict(zip(self._moving, moving, strict=True))
         return self._outputs.of(functional_call(twin, changed, tuple(args), kwargs))
 
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _stand_apart(self, stack: ExitStack) -> None:
         """Unseen by modes of torch functions and compilers, on paths that have derivatives."""
-        with ExitStack() as stack:
-            stack.enter_context(torch._C.DisableTorchFunction())
-            stack.enter_context(forced_eager())
-            stack.enter_context(self._random.again())
-            for kind, dtype, enabled in self._autocast:
-                stack.enter_context(
-                    torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
-                )
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if self._recurrent:
-                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-                # Its `flags` would set more than they are asked to, with a warning.
-                set_flags = torch.backends.mkldnn.set_flags
-                stack.callback(set_flags, *set_flags(_enabled=False))  # type: ignore[no-untyped-call]
-            yield
+        stack.enter_context(torch._C.DisableTorchFunction())
+        eager = forced_eager()
+        stack.callback(eager.leave)  # where its end is interrupted
+        stack.enter_context(eager)
+        stack.enter_context(self._random.again())
+        for kind, dtype, enabled in self._autocast:
+            stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if self._recurrent:
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            # Its `flags` would set more than they are asked to, with a warning.
+            set_flags = torch.backends.mkldnn.set_flags
+            stack.callback(set_flags, *set_flags(_enabled=False))  # type: ignore[no-untyped-call]
 
 
 def tolerance(precision: float) -> float:

@@ -4,20 +4,21 @@ import random
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from adiv_monitor.capture.again.randomness import random_state, set_random_state
 from adiv_monitor.capture.eager import forced_eager
-from adiv_monitor.capture.hook import replaying
+from adiv_monitor.capture.guard import function_modes, set_function_modes
+from adiv_monitor.capture.hook import replay
 
 # Attributes that a forward pass may ask for, or count with; others may be large, or hold a graph.
 _SETTING = (bool, int, float, str, NoneType)
+T = TypeVar("T")
 State = tuple[Callable[[], Any], Callable[[Any], object]]  # how to get it, and to put it back
 
 
@@ -87,9 +88,10 @@ class Surroundings:
             yield
 
 
-@contextmanager
-def untouched(modules: Collection[nn.Module], devices: Collection[torch.device]) -> Iterator[None]:
-    """Whatever runs within, afterwards all is as if nothing had.
+def untouched(
+    modules: Collection[nn.Module], devices: Collection[torch.device], run: Callable[[], T]
+) -> T:
+    """What a function gives that repeats forward passes; afterwards all is as if it had not run.
 
     That is: random numbers, buffers and attributes of the modules, modes; but not what is written
     into objects that attributes refer to.
@@ -97,17 +99,13 @@ def untouched(modules: Collection[nn.Module], devices: Collection[torch.device])
     random_now = [(put, get()) for get, put in _generators(modules, devices)]
     attributes = {module: dict(vars(module)) for module in modules}
     buffers = {module: dict(module._buffers) for module in modules}
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    for _ in modes:
-        _pop_mode()  # type: ignore[no-untyped-call]
-    cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
-    try:
-        with replaying(), forced_eager(), torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
+    modes, cached, eager = function_modes(), parametrize._cache_enabled, forced_eager()
+
+    def put_back() -> None:
+        replay(False)
+        eager.leave()
         parametrize._cache_enabled = cached
-        for mode in modes:
-            _push_mode(mode)  # type: ignore[no-untyped-call]
+        set_function_modes(modes)
         for module in modules:
             for name in vars(module).keys() - attributes[module].keys():
                 del vars(module)[name]
@@ -116,6 +114,17 @@ def untouched(modules: Collection[nn.Module], devices: Collection[torch.device])
             module._buffers.update(buffers[module])
         for put, state in random_now:
             put(state)
+
+    try:
+        set_function_modes(())
+        parametrize._cache_enabled = 0
+        replay(True)
+        with eager, torch.inference_mode(False), torch.enable_grad():
+            found = run()
+        put_back()
+        return found
+    finally:  # again, where that was interrupted
+        put_back()
 
 
 def is_plain(tensor: Tensor) -> bool:

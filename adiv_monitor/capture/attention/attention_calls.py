@@ -25,6 +25,7 @@ from adiv_monitor.capture.attention.attention_dropout import kept
 from adiv_monitor.capture.attention.score_replay import ARGUMENTS
 from adiv_monitor.capture.attention.some_samples import batch_size, of_samples
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
+from adiv_monitor.capture.guard import ThreadState
 from adiv_monitor.capture.hook import trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.sampling import Draw
@@ -345,7 +346,8 @@ class AttentionCalls:
 
     def _arrives(self, choice: _Choice, call: AttentionCall, gradient: Tensor) -> None:
         """The gradient of a call's output, or of its scores."""
-        with self.guarded(choice.path), torch.no_grad(), torch._C.DisableTorchFunction():
+        state = ThreadState()
+        with state, self.guarded(choice.path), torch.no_grad(), torch._C.DisableTorchFunction():
             if not self._active or not trains(gradient) or choice.path in self.refused:
                 return
             with without_autocast(gradient):

@@ -309,14 +309,17 @@ def _run(
     if isinstance(attends.module, nn.MultiheadAttention):  # else scores are made where none looks
         kwargs["need_weights"] = False
     device = next(iter(parameters.values())).device
+    around = ExitStack()
     try:
         own = {id(parameter): parameter for parameter in attends.module.parameters()}
         twin = twin_of(attends.module, own, attends.written)
         state = {name: precise(p.detach()) for name, p in twin.named_parameters()}
         state |= {**{name: precise(b) for name, b in twin.named_buffers()}, **parameters}
         noting.state = {id(tensor) for tensor in state.values()}
-        with ExitStack() as around:
-            for each in (suppress(_ScoresReached), forced_eager(), Randomness([device]).again()):
+        with around:
+            eager = forced_eager()
+            around.callback(eager.leave)  # where its end is interrupted
+            for each in (suppress(_ScoresReached), eager, Randomness([device]).again()):
                 around.enter_context(each)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 around.enter_context(_Alone())  # type: ignore[no-untyped-call]
@@ -328,6 +331,8 @@ def _run(
             f"{type(attends.module).__name__}: failed when run once more: "
             f"{type(error).__name__}: {error}"
         ) from error
+    finally:  # where an interrupt came before the end of the `with`
+        around.close()
     if len(noting.arguments) < attends.calls:
         raise RuntimeError(
             f"{type(attends.module).__name__}: got {len(noting.arguments)} calls of "

@@ -1,0 +1,153 @@
+"""An interrupt between any two byte codes of the monitor's leaves nothing behind.
+
+Every byte code is found that the monitor executes in a training, from being attached to being
+closed: the keyboard interrupts before one of them, in one training after another.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from faults.injection import Executed, Instruction, Interrupting
+from faults.scenarios import SCENARIOS
+from faults.trial import afterwards_clean, changed, forget_caches
+from faults.world import Result, result, surroundings
+from torch import Tensor, nn
+
+from adiv_monitor import Monitor
+
+# What puts on and takes off is in these: there every byte code is tried, elsewhere one in so many.
+ARMING = (
+    *("monitor.py", "step/course.py", "step/phases.py"),
+    *("capture/guard.py", "capture/hook.py", "capture/eager.py", "capture/forwards.py"),
+    *("capture/capture.py", "capture/accumulation.py"),
+)
+EVERY = 61
+ATTACHED = 5  # one in so many is tried without a `with`, too
+NAMES = [name for name in SCENARIOS if not name.startswith("function")]
+
+# These are as they were after every interrupt. A mode of functions may stay until the next forward
+# pass, or the end of the monitor: where an interrupt leaves a forward, torch calls no hook.
+OF_THREAD = (
+    *("function override", "dispatch modes", "gradients", "inference", "autocast"),
+    *("saved tensors", "aside", "replaying"),
+)
+EDGES = [f.__code__ for f in (Monitor.attach, Monitor.__enter__, Monitor.__exit__)]
+
+
+class Training:
+    """One of the scenarios, which can go on after an interrupt."""
+
+    def __init__(self, name: str) -> None:
+        forget_caches()
+        self._scenario = SCENARIOS[name]
+        self._model, self._optimizer = self._scenario.make()
+        self._start = [x.detach().clone() for x in self._model.state_dict(keep_vars=True).values()]
+        self._outputs: list[Any] = []
+        self._model.register_forward_hook(self._keep)
+        options = {"every_n_steps": 1, "on_error": "raise", **self._scenario.options()}
+        self._others = [x for x in options.values() if isinstance(x, nn.Module)]
+        self._before = self._surroundings()
+        self.monitor = Monitor(self._model, self._optimizer, **options)
+
+    def _keep(self, module: nn.Module, args: object, output: object) -> None:
+        self._outputs.append(output)
+
+    def _surroundings(self) -> dict[str, Any]:
+        return surroundings(nn.ModuleList([self._model, *self._others]), self._optimizer)
+
+    def steps(self) -> list[Tensor]:
+        scenario = self._scenario
+        return [
+            scenario.step(self._model, self._optimizer, scenario.loss)
+            for _ in range(scenario.steps)
+        ]
+
+    def again(self) -> Result:
+        """What comes of it from the start."""
+        state = self._model.state_dict(keep_vars=True).values()
+        with torch.no_grad():
+            for tensor, value in zip(state, self._start, strict=True):
+                tensor.copy_(value)
+                tensor.grad = None
+        self._optimizer.state.clear()
+        self._scenario.make()  # seeds
+        return result(self._model, self._optimizer, self.steps())
+
+    def left(self) -> dict[str, Any]:
+        """Hooks, modes and stances that are not as they were before."""
+        found = changed(self._before, self._surroundings())
+        for number, output in enumerate(self._outputs):
+            if isinstance(output, Tensor) and output._backward_hooks:
+                found[f"output {number}"] = list(output._backward_hooks.values())
+        return found
+
+
+@cache
+def expected(name: str) -> Result:
+    return Training(name).again()
+
+
+@cache
+def executed() -> dict[str, list[Instruction]]:
+    """By scenario, the byte codes that it is the first to reach, where they run first."""
+    found: dict[str, list[Instruction]] = {}
+    seen: set[object] = set()
+    for name in NAMES:
+        training, noted = Training(name), Executed()
+        with noted, training.monitor:
+            training.steps()
+        found[name] = []
+        for instruction in noted.instructions:
+            if instruction[:2] not in seen:
+                seen.add(instruction[:2])
+                found[name].append(instruction)
+    return found
+
+
+def interrupt(name: str, at: Instruction, *, within: bool) -> None:
+    """Train until the interrupt, go on, and see whether all is as it would have been.
+
+    Args:
+        name: of the scenario.
+        at: where the keyboard interrupts.
+        within: whether a `with` closes the monitor; else it stays attached.
+    """
+    training = Training(name)
+    monitor, interrupting = training.monitor, Interrupting(at)
+    with afterwards_clean():
+        try:
+            with interrupting:
+                if within:
+                    with monitor:
+                        training.steps()
+                else:
+                    monitor.attach()
+                    training.steps()
+                    monitor.close()
+        except KeyboardInterrupt:
+            pass
+        assert interrupting.raised or not within, f"{at}: not reached"
+        left = training.left()
+        # Python's own gap: the last byte codes before a `with` is begun, the first ones of its end.
+        if within and not (at.code in EDGES and monitor._state == "attached"):
+            assert not left, f"{at}: left {left}"
+        assert left.keys().isdisjoint(OF_THREAD), f"{at}: left {left}"
+        assert training.again() == expected(name), f"{at}: changed the training"
+        monitor.close()
+        left = training.left()
+        assert not left, f"{at}: left {left} when closed"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_interrupt_leaves_nothing_behind(name: str, request: pytest.FixtureRequest) -> None:
+    whole = request.config.getoption("whole")
+    instructions = executed()[name]
+    arming = [at for at in instructions if at.file in ARMING]
+    others = [at for at in instructions if at.file not in ARMING]
+    tried = arming + others[:: 1 if whole else EVERY]
+    for at in tried:
+        interrupt(name, at, within=True)
+    for at in tried[:: 1 if whole else ATTACHED]:
+        interrupt(name, at, within=False)

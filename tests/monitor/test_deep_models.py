@@ -1,0 +1,158 @@
+"""Models that are nested as deep as Python's stack allows: the monitor takes nothing of that."""
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor import Monitor
+
+LIMIT = 1000  # Python's own
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Scaled(Around):
+    """A parameter on every level, so that each waits for the next forward pass."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.gain = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.gain)
+
+
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(3, 3)
+        self.depth = depth
+
+    def forward(self, x: Tensor, level: int = 0) -> Tensor:
+        return self.own(x) if level == self.depth else self(x, level + 1)
+
+
+def nested(kind: type[Around], depth: int) -> nn.Module:
+    model: nn.Module = nn.Linear(3, 3)
+    for _ in range(depth):
+        model = kind(model)
+    return model
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "around": lambda depth: nested(Around, depth),
+    "scaled": lambda depth: nested(Scaled, depth),
+    "recursive": Recursive,
+}
+
+
+@pytest.fixture(autouse=True)
+def _limit() -> Iterator[None]:
+    outside = sys.getrecursionlimit()
+    sys.setrecursionlimit(LIMIT)
+    yield
+    assert sys.getrecursionlimit() == LIMIT
+    sys.setrecursionlimit(outside)
+
+
+def train(name: str, depth: int, every: int | None) -> tuple[list[Tensor], Monitor | None]:
+    torch.manual_seed(0)
+    model = MODELS[name](depth)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = None
+    if every is not None:
+        monitor = Monitor(model, optimizer, every_n_steps=every, on_error="raise")
+        monitor.attach()
+    found = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.randn(2, 3)).square().sum()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    if monitor is not None:
+        monitor.close()
+    return found + [p.detach() for p in model.parameters()], monitor
+
+
+@cache
+def deepest(name: str) -> int:
+    """How deep a model may be that trains without a monitor."""
+    least, most = 100, 600
+    while least + 1 < most:
+        depth = (least + most) // 2
+        try:
+            train(name, depth, None)
+            least = depth
+        except RecursionError:
+            most = depth
+    return least
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_as_deep_as_can_be_trained_is_measured(name: str, every: int) -> None:
+    # Here the frames below are as many as in `deepest`, but for those of the search.
+    for depth in (150, 200, deepest(name)):
+        expected, _ = train(name, depth, None)
+        found, monitor = train(name, depth, every)
+        assert all(map(torch.equal, found, expected))
+        assert monitor is not None
+        assert [report.step for report in monitor.reports] == list(range(0, 4, every))
+        assert all(report.coverage == 1.0 for report in monitor.reports)
+        assert not any(report.notes for report in monitor.reports)
+
+
+def test_a_limit_that_is_set_meanwhile_stays() -> None:
+    model = nested(Around, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=2, on_error="raise"):
+        sys.setrecursionlimit(1500)
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+    assert sys.getrecursionlimit() == 1500
+    sys.setrecursionlimit(LIMIT)
+
+
+class Outermost(Around):
+    """Its parameter goes where no rule follows, so it is run again as a whole, by a deep copy."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.shift = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.atan2(x, self.shift))
+
+
+def test_where_the_stack_does_not_suffice_a_layer_is_lost_not_the_run() -> None:
+    torch.manual_seed(0)
+    plain, watched = (Outermost(nested(Around, 200)) for _ in range(2))
+    watched.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, watched)]
+    monitor = Monitor(watched, optimizers[1])
+    monitor.attach()
+    for model, optimizer in zip((plain, watched), optimizers, strict=True):
+        for _ in range(2):
+            model(x).square().sum().backward()
+            optimizer.step()
+    monitor.close()
+    assert all(map(torch.equal, plain.parameters(), watched.parameters()))
+    assert monitor.latest is not None
+    (reason,) = monitor.latest.unsupported.values()
+    assert "maximum recursion depth exceeded" in reason
