@@ -96,6 +96,8 @@ def test_modes_of_the_users_stay_where_they_were() -> None:
         monitor = Monitor(model, optimizer, on_error="raise")
         if monitored:
             monitor.attach()
+        else:
+            monitor.close()
         with outer:
             model(X).square().sum().backward()
             assert modes() == [outer]
@@ -207,6 +209,8 @@ def test_what_is_not_trained_runs_as_without_a_watch() -> None:
         monitor = Monitor(model, optimizer, on_error="raise")
         if monitored:
             monitor.attach()
+        else:
+            monitor.close()
         output = model(torch.randn(2, 3, 8))
         outputs.append(output)
         output.square().sum().backward()

@@ -145,6 +145,8 @@ def test_the_monitored_run_is_bit_identical(optimizer: type[torch.optim.Optimize
         )
         if monitored:
             monitor.attach()
+        else:
+            monitor.close()
         losses = []
         for _ in range(20):
             x, y = torch.randn(5, 3, 6, 6), torch.randint(4, (5,))

@@ -104,6 +104,8 @@ def test_compiled_models_are_measured_and_not_recompiled(in_place: bool) -> None
         monitor = Monitor(compiled, optimizer, every_n_steps=2, on_error="raise")
         if monitored:
             monitor.attach()
+        else:
+            monitor.close()
         for _ in range(5):
             optimizer.zero_grad()
             loss_of(compiled, batch).backward()
@@ -170,6 +172,8 @@ def test_what_trains_the_model_is_compiled_as_often_as_without_the_monitor(way: 
         monitor = Monitor(model, optimizer, every_n_steps=4, on_error="raise")
         if monitored:
             monitor.attach()
+        else:
+            monitor.close()
         waits = []
         for step in range(10):
             if step in (0, 4) and way != "blocks":

@@ -60,6 +60,8 @@ def train(
     monitor = Monitor(model, optimizer, every_n_steps=1, **options)
     if monitored:
         monitor.attach()
+    else:
+        monitor.close()
     try:
         for batch in steps:
             optimizer.zero_grad()

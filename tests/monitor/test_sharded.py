@@ -96,6 +96,8 @@ def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
     monitor.load_state_dict({**monitor.state_dict(), "turns": case.turn or 0})
     if monitored:
         monitor.attach()
+    else:
+        monitor.close()
     for process in every:
         first = sum(map(sum, case.parts[:process]))
         for i, size in enumerate(case.parts[process]):

@@ -200,6 +200,8 @@ def step(case: Case, rank: int | None, *, monitored: bool = True) -> tuple[Monit
     monitor.load_state_dict({**monitor.state_dict(), "turns": case.turn or 0})
     if monitored:
         monitor.attach()
+    else:
+        monitor.close()
     for replica in range(replicas) if rank is None else (rank // case.parallel,):
         first = sum(map(sum, case.parts[:replica]))
         for size in case.parts[replica]:
@@ -364,6 +366,8 @@ def some_steps(
         monitor = Monitor(model, optimizer, every_n_steps=1, **options)
         if monitored:
             monitor.attach()
+        else:
+            monitor.close()
         if off:
             monitor._failures.switched_off[off] = "a test"
             monitor._course.disarm()

@@ -90,6 +90,8 @@ def test_the_run_is_the_same_to_the_last_bit(way: str) -> None:
         monitor = Monitor(model, optimizer, every_n_steps=2, on_error="raise")
         if monitored:
             monitor.attach()
+        else:
+            monitor.close()
         losses = []
         for _ in range(3):
             optimizer.zero_grad()

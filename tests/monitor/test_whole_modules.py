@@ -626,6 +626,8 @@ def test_the_run_is_the_same_to_the_last_bit(max_rows: int | None) -> None:
         monitor = Monitor(model, optimizer, every_n_steps=1, max_rows=max_rows, on_error="raise")
         if monitored:
             monitor.attach()
+        else:
+            monitor.close()
         found = []
         for _ in range(3):
             optimizer.zero_grad()
@@ -665,6 +667,8 @@ def test_a_compiled_part_is_not_compiled_again() -> None:
         monitor = Monitor(model, optimizer, every_n_steps=2, on_error="raise")
         if monitored:
             monitor.attach()
+        else:
+            monitor.close()
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.randn(6, 4)).square().mean().backward()

@@ -183,6 +183,8 @@ def trains(seed: int, monitored: bool, threads: threading.Barrier | None = None)
     monitor = Monitor(model, optimizer, every_n_steps=1, on_error="raise")
     if monitored:
         monitor.attach()
+    else:
+        monitor.close()
     found = []
     for _ in range(12):
         if threads is not None:

@@ -86,7 +86,9 @@ class Training:
 
 @cache
 def expected(name: str) -> Result:
-    return Training(name).again()
+    training = Training(name)
+    training.monitor.close()  # unused
+    return training.again()
 
 
 @cache

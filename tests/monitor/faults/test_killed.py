@@ -48,6 +48,8 @@ def goes_on(is_victim: bool, shared: nn.Module | None) -> dict[str, Any]:
     monitor = Monitor(model, optimizer, every_n_steps=1, sinks=[MemorySink()])
     if shared is not None:
         monitor.attach()
+    else:
+        monitor.close()
     losses, found = [], {}
     begun = time.monotonic()
     with warnings.catch_warnings(record=True) as warned:

@@ -87,6 +87,8 @@ def train(way: str, fault: Any, *, monitored: bool) -> dict[str, Any]:
             with fault:
                 if monitored:
                     monitor.attach()
+                else:
+                    monitor.close()
                 for _ in range(STEPS):
                     optimizer.zero_grad()
                     dense_loss(model).backward()
