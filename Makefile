@@ -3,7 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=# e.g. https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
-PIP = $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# The versions that tests are run with, if they are known for this Python; CONSTRAINTS= takes the newest.
+VERSION := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+CONSTRAINTS ?= $(wildcard constraints/python$(VERSION).txt)
+# By the environment they hold for what builds the package, too; newer pips ask for the second name.
+PINS = $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) PIP_BUILD_CONSTRAINT=$(abspath $(CONSTRAINTS)))
+PIP = $(PINS) $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test lint docs bench models schema gpu mutants clean
 
@@ -50,7 +55,7 @@ gpu: $(VENV)/.dev
 	$(BIN)/python tests/benchmarks/gpu.py $(if $(PART),--only $(PART))
 
 # The stamps are touched last: an interrupted installation is done again, a finished one is not.
-$(VENV)/.demo $(VENV)/.dev $(VENV)/.mutants: pyproject.toml
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.mutants: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable ".[$(EXTRAS)]"
 	touch $@

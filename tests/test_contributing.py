@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import torch
 from blocks import ROOT
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import adiv_monitor
 from adiv_monitor import sinks
@@ -116,6 +119,38 @@ def test_the_citation_is_of_this_version() -> None:
     assert cited["references"][0]["identifiers"][0]["value"] == "arXiv:2512.22247"
 
 
+def ranges() -> dict[str, SpecifierSet]:
+    """By name, the versions of packages that pyproject.toml allows."""
+    text = (ROOT / "pyproject.toml").read_text()
+    text = re.sub(
+        r"#.*", "", text[text.index("\ndependencies") : text.index("\n[project.scripts]")]
+    )
+    named: dict[str, SpecifierSet] = {}
+    for found in re.findall(r'"([^"]+)"', text):
+        requirement = Requirement(found)
+        known = named.get(canonicalize_name(requirement.name), SpecifierSet())
+        named[canonicalize_name(requirement.name)] = known & requirement.specifier
+    return named
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "constraints").glob("*.txt")), ids=lambda f: f.stem)
+def test_what_is_installed_is_what_is_allowed(file: Path) -> None:
+    """One version of each package, for every platform, within the ranges."""
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+    pins = {canonicalize_name(name): version for name, version in (x.split("==") for x in lines)}
+    assert len(pins) == len(lines)
+    assert not [line for line in lines if "+" in line]  # a build for one kind of device
+    allowed = ranges()
+    for name, version in pins.items():
+        assert version in allowed.get(name, SpecifierSet()), name
+    if file.stem == "lowest":
+        lower = {n: s for n, r in allowed.items() for s in r if s.operator == ">="}
+        assert {n: s.version for n, s in lower.items() if n in pins} == pins
+    else:
+        optional = {"adiv-monitor", "mutmut", "backpack-for-pytorch"}
+        assert allowed.keys() - pins.keys() <= optional
+
+
 def test_hosts_run_what_make_runs() -> None:
     """Every Python from the oldest that is claimed; a commit is held to `make lint`."""
     yaml = pytest.importorskip("yaml")
@@ -123,5 +158,8 @@ def test_hosts_run_what_make_runs() -> None:
     oldest = re.search(r'requires-python = ">=(.*?)"', (ROOT / "pyproject.toml").read_text())
     assert oldest and job["strategy"]["matrix"]["python"][0] == oldest[1]
     assert [step["run"] for step in job["steps"] if "run" in step] == ["make test"]
+    ends = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]["ranges"]
+    tried = [end["constraints"] for end in ends["strategy"]["matrix"]["include"]]
+    assert tried == ["constraints/lowest.txt", ""]
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert [hook["entry"] for hook in repo["hooks"]] == ["make lint"]

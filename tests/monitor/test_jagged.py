@@ -29,10 +29,10 @@ def packed(model: nn.Module) -> Tensor:
 class Multiplied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(4, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
+        return x * self.weight
 
 
 class Doubled(nn.Linear):
@@ -46,13 +46,12 @@ class Hidden(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x * weight[0]
+        return x * weight
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         (x,) = ctx.saved_tensors
-        first = (gradient * x).values().sum(0)
-        return None, torch.cat([first[None], torch.zeros(3, 4, dtype=first.dtype)])
+        return None, (gradient * x).values().sum(0)
 
 
 class Bent(Multiplied):
@@ -76,7 +75,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tokens": lambda: nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double(),
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "product": (Multiplied, "torch's matmul"),
+    "product": (Multiplied, "torch's mul"),
     "module's rule": (lambda: Doubled(4, 3).double(), "its rule"),
     "no rule": (Bent, "as a whole"),
 }
