@@ -181,6 +181,17 @@ def test_every_script_makes_its_pictures(
 # Readings
 
 
+def test_every_scenario_names_its_tests() -> None:
+    rows = [row for row in (DOCS / "scenarios.md").read_text().splitlines() if row.startswith("| ")]
+    rows = [row for row in rows if not row.startswith(("| tried", "| ---"))]
+    for row in rows:
+        files = re.findall(r"`([a-z_/]+\.py|[a-z_/]+/)`", row)
+        assert files, row
+        for file in files:
+            assert (ROOT / "tests" / file).exists(), file
+    assert len(rows) > 20
+
+
 def test_every_measure_is_explained() -> None:
     """Each in the first column of a table; those of attention and of alignment in the text."""
     text = (DOCS / "readings.md").read_text()
