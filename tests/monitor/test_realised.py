@@ -542,8 +542,11 @@ def test_the_run_is_bit_identical(around: str, evaluates: bool) -> None:
             )
             for optimizer in optimizers
         ]
-        for monitor in monitors if monitored else ():
-            monitor.attach()
+        for monitor in monitors:
+            if monitored:
+                monitor.attach()
+            else:
+                monitor.close()
         losses = []
         for _ in range(4):
             x, y = torch.randn(5, 3, 6, 6), torch.randint(4, (5,))

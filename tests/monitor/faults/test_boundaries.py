@@ -44,10 +44,11 @@ GUARDS = {
     "capture/attention/attention_calls.py": {"_arrives"},
     "capture/again/again.py": {"detach"},
     "capture/again/losses.py": {"_guarded"},
-    "step/course.py": {"release", "closure_then_read"},
+    "step/course.py": {"release", "_forget_pending", "closure_then_read"},
     "monitor.py": {
         *("__enter__", "__exit__", "attach", "_attach", "close", "_close"),
-        *("_before_step", "_after_step"),
+        *("_before_step", "_after_step", "_guarded", "_take_off"),
+        *("_check_attached", "__del__"),  # __del__: whenever garbage is collected
     },
 }
 

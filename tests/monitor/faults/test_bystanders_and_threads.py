@@ -125,6 +125,8 @@ def test_two_monitors_on_one_model() -> None:
             Monitor(model, optimizer, every_n_steps=n, on_error="raise", realised=n == 1)
             for n in (1, 2)
         ]
+        for monitor in () if monitored else monitors:
+            monitor.close()
         losses = []
         for number in range(6):
             if monitored and number in (0, 1):
