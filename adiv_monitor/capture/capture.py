@@ -71,7 +71,7 @@ class Capture:
         self._selection = selection
         self._without_gradient: set[int] | None = None
         self._origin = Origin(model, selection.parameters)
-        self._leftovers = Leftovers(selection)
+        self._leftovers = Leftovers(selection, guard)
         self.forwards = Forwards.of(selection, guard, renew)
         names = Names(model, selection, self.forwards)
         shared = None if selection.peers is None else (step, selection.peers.first)

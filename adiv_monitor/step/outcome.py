@@ -13,7 +13,7 @@ from adiv_monitor.maths.readings import REALISED, Measured, Numbers, measure
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 from adiv_monitor.step.attention_outcome import attention_outcome
 from adiv_monitor.step.gradient_check import is_judged, speaks_against
-from adiv_monitor.step.makings import Gain, gain_of, reaches_all, resolved
+from adiv_monitor.step.makings import reaches_all, resolved
 from adiv_monitor.step.part import OWN_DOTS, Facts, LayerPart, Part
 from adiv_monitor.step.rows_together import in_units
 
@@ -91,7 +91,7 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
         *_without_common(readings, kept),
         *_without_active(readings),
         *_rounded(numbers, kept),
-        *_of_makings(part.layers),
+        *_without_ceiling(part.layers),
         *of_attention,
     ]
     return Outcome(readings, notes, attention)
@@ -202,26 +202,17 @@ def _without_active(readings: Mapping[str, LayerReading]) -> list[str]:
     ]
 
 
-def _of_makings(layers: Mapping[str, LayerPart]) -> list[str]:
-    """What is not known because of what weights are made of."""
-    unknown = [path for path, layer in layers.items() if gain_of(layer) is Gain.UNKNOWN]
-    narrow = [
+def _without_ceiling(layers: Mapping[str, LayerPart]) -> list[str]:
+    paths = [
         path
         for path, layer in layers.items()
         if "attainable_cosine" in layer.values and not reaches_all(layer)
     ]
-    notes = [
-        (
-            unknown,
-            "a row's own part of the step is not known: diagonal_cosine, interference_ratio "
-            "and scales are missing.",
-        ),
-        (narrow, "whether those can make any weight is not known: attainable_cosine is missing."),
-    ]
+    if not paths:
+        return []
     return [
-        f"The weights of {listed(paths)} are made of parameters, and {what}"
-        for paths, what in notes
-        if paths
+        f"attainable_cosine of {listed(paths)} is missing: its weight is made of parameters, and "
+        "whether those can make any weight is not known."
     ]
 
 

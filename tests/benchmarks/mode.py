@@ -94,8 +94,9 @@ class Watched:
         chooser = Chooser(None, np.random.default_rng(0))
         names = Names(model, selection, self._forwards)
         layers = Layers(names, origin, chooser, (), lambda *_: None, guard)
+        leftovers = Leftovers(selection, guard)
         watching = Watching(
-            *(selection, self._forwards, layers, origin, Leftovers(selection), self._takes),
+            *(selection, self._forwards, layers, origin, leftovers, self._takes),
             begins=lambda: None,
         )
         self._forwards.watch(watching)

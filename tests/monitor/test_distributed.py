@@ -20,6 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from adiv_monitor import Monitor
+from adiv_monitor.capture.hook import take_off
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import assembly, messages, ranks, times
@@ -284,8 +285,8 @@ def monitor_that_falls_silent(rank: int) -> tuple[list[tuple[str, ...]], float]:
         train(net, optimizer, x)
         if number == 0 and rank == 1:
             monitor.complete_report()
-            for handle in monitor._handles:
-                handle.remove()
+            for hook in monitor._hooks:
+                take_off(optimizer, hook)
             monitor._course.disarm()
         elif number == 0:
             monitor.complete_report()

@@ -562,6 +562,8 @@ def test_the_run_is_bit_identical(kind: str, dtype: torch.dtype) -> None:
         monitor = Monitor(net, optimizer, every_n_steps=2, on_error="raise")
         if watched:
             monitor.attach()
+        else:
+            monitor.close()
         seen = []
         for seed in range(3):
             optimizer.zero_grad()

@@ -70,8 +70,9 @@ class Again:
         chooser = Chooser(None, np.random.default_rng(0))
         self._layers = _Known(names, self._origin, chooser, (), lambda *_: None, guard)
         self._layers.found = first.layers
+        leftovers = Leftovers(selection, guard)
         self._watching = Watching(
-            *(selection, self._forwards, self._layers, self._origin, Leftovers(selection), self),
+            *(selection, self._forwards, self._layers, self._origin, leftovers, self),
             begins=lambda: None,
             repeated=True,
         )

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,9 +32,11 @@ class Leftovers:
 
     Args:
         selection: the parameters to measure.
+        guard: wraps the hooks.
     """
 
-    def __init__(self, selection: Selection) -> None:
+    def __init__(self, selection: Selection, guard: Callable[..., None]) -> None:
+        self._guard = guard
         self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
         self._taken: dict[int, set[Any]] = defaultdict(set)  # → nodes of what that gave
         self._reached: set[int] = set()  # those to which a gradient came back by these
@@ -65,7 +67,7 @@ class Leftovers:
             for key in keys:
                 self._unexplained.setdefault(key, function)
                 self._taken[key].add(tensor.grad_fn)
-            hook = partial(self._arrive, keys)
+            hook = partial(self._guard, self._arrive, keys)
             self._hooks.append(TensorHook(tensor, hook))
             self._hooks[-1].put_on()
 

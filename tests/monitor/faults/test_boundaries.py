@@ -25,6 +25,7 @@ HOME = Path(adiv_monitor.__file__).parent
 ROOMS = ("capture", "features", "maths", "step", "alignment", "alarms.py", "monitor.py")
 ELSEWHERE = {
     *("together.py", "attention_together.py", "rows_together.py", "ranks.py", "wholes.py"),
+    *("messages.py", "soundness.py"),
     *("shard_accumulation.py", "collectives.py", "whole_rows.py", "split_calls.py"),
     *("guard.py", "failures.py"),  # these keep faults away
     *("slopes.py", "width.py", "width_plot.py"),  # no part of a training
