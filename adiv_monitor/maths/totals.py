@@ -78,12 +78,17 @@ def _by_layer(paths: Sequence[str], named: Mapping[str, Tensor]) -> dict[str, di
 
 
 def _of_gradients(square: Float[Tensor, "layers rows"]) -> dict[str, Tensor]:
-    total = square.sum(-1, keepdim=True)
     return {
         "active": (square != 0).sum(-1, keepdim=True),
-        "G_G": total,
-        "G_concentration": (square / torch.where(total == 0, 1, total)).square().sum(-1, True),
+        "G_G": square.sum(-1, keepdim=True),
+        "G_concentration": concentration(square),
     }
+
+
+def concentration(square: Float[Tensor, "*layers rows"]) -> Float[Tensor, "*layers 1"]:
+    """Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)²: 1 where one row has all of the gradient; 0 where there is none."""
+    total = square.sum(-1, keepdim=True)
+    return (square / torch.where(total == 0, 1, total)).square().sum(-1, keepdim=True)
 
 
 def _of_own(own: Sequence[Float[Tensor, "2 rows"]]) -> dict[str, Tensor]:

@@ -178,7 +178,10 @@ class FinalGradient:
             lose: called with a layer's path and the exception met.
         """
         for path, found in totals.sums(self._all_rows, self._generator, lose).items():
-            self.measured[path].values |= found
+            values = self.measured[path].values
+            values |= found
+            if MAKINGS in values:  # its own scales are those of sampled rows, maybe
+                values["G_concentration"] = totals.concentration(self._all_rows[path].square)
         self._all_rows.clear()
         if self._weight_sums:
             sums = list(self._weight_sums.values())

@@ -27,6 +27,7 @@ from adiv_monitor.step.plain_step import Change, Making, act, added
 
 # Name of the numbers that `with_own_scales` sends: a row for each way in which a weight was made.
 MAKINGS = "makings"
+_SMALL = 0.01
 # What a pass over all rows said of scales, and what sampled rows did.
 _SCALES_OF_ALL = ("own_G", "own_own", "scale_sum", "scale_deviation", "scale_max", "scale_entries")
 _SCALES_OF_ROWS = (
@@ -58,8 +59,9 @@ def with_own_scales(
         generator: the source of chance.
 
     Returns:
-        The features; and for each making how far JJᵀ is from 1 and how far from a diagonal matrix,
-        relative to itself, and minus the least entry of its diagonal.
+        The features; and for each making, of all entries, how far JJᵀ is at most from 1, and from a
+        diagonal matrix, in units of what rounding may do; and minus the least entry of its
+        diagonal, less what may be rounding.
     """
     gains, told = [], []
     for (layer, _), (of_weight, of_bias) in zip(makings, changed, strict=True):
@@ -92,13 +94,19 @@ def _probed(
 
     (v, moved), (other_v, other_moved) = source.probed(draw)
     gain, other = moved / v, other_moved / other_v
-    length = torch.linalg.vector_norm
+    # What is far below the largest entry may be rounding of it.
+    size = gain.abs() + _SMALL * gain.abs().amax()
     numbers = [
-        length(moved - v) / length(v),
-        length(gain - other) / length(gain),
-        -gain.amin(),
+        (gain - 1).abs().amax() / _rounding(gain),
+        torch.where(size > 0, (gain - other).abs() / size, 0).amax() / _rounding(gain),
+        _SMALL * _rounding(gain) * gain.abs().amax() - gain.amin(),
     ]
     return shaped(gain), torch.stack(numbers)
+
+
+def _rounding(made: Tensor) -> float:
+    """How far two ways of computing what is made may be apart, relative to it."""
+    return 1e-9 if made.dtype == torch.float64 else 1e-4
 
 
 def _overlap(weight: Source | None, bias: Source | None) -> bool:
@@ -113,10 +121,9 @@ def gain_of(layer: LayerPart) -> Gain:
     if MAKINGS not in layer.values:
         return Gain.ONE
     not_one, not_diagonal, _ = layer.values[MAKINGS].max(0)
-    if not_one <= layer.looked.tolerance:
+    if not_one <= 1:
         return Gain.ONE
-    # NaN: the gain is zero everywhere, which is a diagonal matrix.
-    return Gain.DIAGONAL if not not_diagonal > layer.looked.tolerance else Gain.UNKNOWN
+    return Gain.DIAGONAL if not_diagonal <= 1 else Gain.UNKNOWN
 
 
 def resolved(layer: LayerPart) -> LayerPart:

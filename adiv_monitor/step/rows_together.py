@@ -228,10 +228,10 @@ def _of_all_rows(
     if not all("G_G" in values for values in several):
         return found
     found |= {n: np.array([sum(float(v[n][0]) for v in several)]) for n in _in_all(_ADDED, several)}
-    if "G_concentration" in several[0]:
+    if all("G_concentration" in values for values in several):
         squares = sum(float(v["G_concentration"][0] * v["G_G"][0] ** 2) for v in several)
         found["G_concentration"] = squares / found["G_G"] ** 2
-    else:
+    if all("scale_sum" in values for values in several):
         counts, sums, spreads = (
             np.array([float(v[name][0]) for v in several])
             for name in ("active", "scale_sum", "scale_deviation")
