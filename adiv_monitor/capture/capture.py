@@ -150,6 +150,10 @@ class Capture:
         """
         return self._layers.shared(reached, self._leftovers.has)
 
+    def trains(self, parameter: nn.Parameter) -> bool:
+        """Whether a use of it that is not measured had a gradient."""
+        return self._leftovers.has(id(parameter))
+
     def notes(self) -> list[str]:
         """What a reader must know about which uses of parameters are measured."""
         notes = []

@@ -162,7 +162,8 @@ class MeasuredStep:
                 others.append((layer, bool(rows.calls)))
         trained = {parameter for layer in reached for parameter in layer.parameters}
         for layer, called in others:
-            if called and trained.issuperset(layer.parameters):
+            elsewhere = (p in trained or self._capture.trains(p) for p in layer.parameters)
+            if called and all(elsewhere):
                 self._cut.append(layer.path)
             else:
                 self._unreached[layer.path] = _why_unreached(layer, called=called)

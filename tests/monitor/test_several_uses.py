@@ -348,4 +348,29 @@ def test_what_does_not_leave_a_module_is_not_measured_through_it() -> None:
     report = one_step(model, backward)
     assert list(report.layers) == ["0"]
     (reason,) = report.unsupported.values()
-    assert "used by torch's cdist" in reason and "does not leave the forward" in reason
+    assert "used by torch's cdist" in reason and "no module that holds it returns" in reason
+
+
+class Gathered(Quantised):
+    """The entry is looked up by a function without a rule."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        nearest = self.nearest(x, self.book).argmin(1)
+        code = self.book.gather(0, nearest[:, None].expand(-1, 3))
+        return x + (code - x).detach(), functional.mse_loss(code, x.detach())
+
+
+@pytest.mark.parametrize("nearest", NEAREST)
+def test_what_trains_a_parameter_is_what_is_said_not_to_be_measured(nearest: str) -> None:
+    torch.manual_seed(2)
+    book = Gathered(NEAREST[nearest], gradients=True)
+    model = nn.Sequential(nn.Linear(3, 3).double(), book)
+
+    def backward(model: nn.Module) -> None:
+        y, loss = model(X)
+        (y.square().sum() + loss).backward()
+
+    report = one_step(model, backward)
+    assert list(report.layers) == ["0"]
+    (reason,) = report.unsupported.values()
+    assert "used by torch's gather" in reason and "no module that holds it" in reason

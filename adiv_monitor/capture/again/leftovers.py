@@ -37,9 +37,9 @@ class Leftovers:
 
     def __init__(self, selection: Selection, guard: Callable[..., None]) -> None:
         self._guard = guard
-        self._unexplained: dict[int, str] = {}  # id of a parameter → what took it
-        self._taken: dict[int, set[Any]] = defaultdict(set)  # → nodes of what that gave
-        self._reached: set[int] = set()  # those to which a gradient came back by these
+        # By id of a parameter, the functions that took it, each with the nodes of what it gave.
+        self._unexplained: dict[int, dict[str, set[Any]]] = {}
+        self._reached: dict[int, str] = {}  # the first of these that a gradient came back to
         self._hooks: list[TensorHook] = []
         self._refused: dict[int, str] = {}  # → why it can't be measured through a module
         self._accounted: set[int] = set()
@@ -65,33 +65,36 @@ class Leftovers:
             if tensor.grad_fn is None:
                 continue
             for key in keys:
-                self._unexplained.setdefault(key, function)
-                self._taken[key].add(tensor.grad_fn)
-            hook = partial(self._guard, self._arrive, keys)
+                nodes = self._unexplained.setdefault(key, {}).setdefault(function, set())
+                nodes.add(tensor.grad_fn)
+            hook = partial(self._guard, self._arrive, keys, function)
             self._hooks.append(TensorHook(tensor, hook))
             self._hooks[-1].put_on()
 
-    def _arrive(self, keys: Collection[int], gradient: Tensor) -> None:
+    def _arrive(self, keys: Collection[int], function: str, gradient: Tensor) -> None:
         """A gradient has come back to what a function without a rule made of parameters."""
-        self._reached.update(keys)
+        for key in keys:
+            self._reached.setdefault(key, function)
 
     def release(self) -> None:
         """Let go of graphs and of copies of parameters: what goes on needs its own alone."""
         call_all(*(hook.remove for hook in self._hooks))
         self._hooks.clear()
-        self._taken.clear()
+        for functions in self._unexplained.values():
+            for nodes in functions.values():
+                nodes.clear()
         self._before = {}
 
     def has(self, key: int) -> bool:
         """Whether a use of this parameter that a gradient reached is not measured in any way."""
-        return (key in self._unexplained and key in self._reached) or key in self._refused
+        return self.why(key) is not None
 
     def why(self, key: int) -> str | None:
         """Why it is not; None if it is, or was not seen."""
         if key in self._unexplained and key in self._reached:
             return (
-                f"it is used by {self._unexplained[key]}, for which there is no rule, and what "
-                "comes of that does not leave the forward of a module that holds it"
+                f"it is used by {self._reached[key]}, for which there is no rule, and no module "
+                "that holds it returns what comes of that as rows"
             )
         return self._refused.get(key)
 
@@ -109,7 +112,11 @@ class Leftovers:
         if found:  # elsewhere it may never meet a loss, as a distance that only picks an entry
             nodes = {tensor.grad_fn for tensor in outputs}
             nodes.update(nodes_above(outputs, {tensor.grad_fn for tensor in inputs}))
-            found = {key for key in found if not nodes.isdisjoint(self._taken[key])}
+            found = {
+                key
+                for key in found
+                if not nodes.isdisjoint(set[Any]().union(*self._unexplained[key].values()))
+            }
         hidden = held - self._accounted - found
         if not self._claims.keys().isdisjoint(hidden):  # by modules inside this one
             below = set(module.modules()) - {module}
