@@ -291,16 +291,16 @@ def _of_update(x: _Together, G_G: Sum) -> dict[str, Estimate]:
         nothing = Sum(np.zeros_like(d_d.total), np.zeros_like(d_d.spread))
         A_A, B_B = (nothing, d_d) if x.layers[0].bias_alone else (d_d, nothing)
     rate = measures.effective_lr(d_G, G_G, x.sample)
+    # Whatever the gradient holds besides these rows, it is part of the loss that descends.
+    descent = measures.descent(over_rows(x.rows("d", "G"), x.sample, x.dots["own_w"]), x.sample)
+    in_units = x.known_unit | ~np.isnan(x.dots["own_w"])
     return {
         "update_cosine": measures.update_cosine(d_G, d_d, G_G, x.sample),
         "effective_lr": Estimate(np.where(x.known_unit, rate.value, np.nan), rate.error),
         "harmed_fraction": measures.harmed_fraction(x.rows("d", "G"), x.sample, d_d),
         "bias_share": measures.bias_share(A_A, B_B, x.sample),
         "update_ratio": measures.update_ratio(d_d, x.sum("z", "z"), x.sample),
-        # Whatever the gradient holds besides these rows, it is part of the loss that descends.
-        "descent": measures.descent(
-            over_rows(x.rows("d", "G"), x.sample, x.dots["own_w"]), x.sample
-        ),
+        "descent": Estimate(np.where(in_units, descent.value, np.nan), descent.error),
     }
 
 

@@ -280,3 +280,28 @@ def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
     for path, reading in outcome.layers.items():
         assert reading.descent == pytest.approx(expected[path], rel=1e-6)
         assert reading.effective_lr == pytest.approx(whole.layers[path].effective_lr, rel=1e-6)
+
+
+def test_of_uses_in_unknown_units_no_descent_is_told() -> None:
+    """Gradients that were set by hand, then clipped; a weight with one use still knows its own."""
+    torch.manual_seed(0)
+    first, second = (nn.Linear(8, 8, bias=False).double() for _ in range(2))
+    second.weight = first.weight
+    model = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(8, 4).double())
+    x, y = torch.randn(20, 8, dtype=torch.float64), torch.randint(4, (20,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(functional.cross_entropy(model(x), y), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        nn.utils.clip_grad_norm_(parameters, 0.01)
+        before = model[4].weight.detach().clone(), model[4].bias.detach().clone()
+        optimizer.step()
+    report = monitor.latest
+    assert report is not None and len(report.notes) == 1
+    *tied, alone = report.layers.values()
+    assert all(math.isnan(reading.descent) for reading in tied)
+    moved = zip(before, (model[4].weight, model[4].bias), strict=True)
+    expected = sum(float((old - p.detach()).mul(p.grad).sum()) for old, p in moved)
+    assert alone.descent == pytest.approx(expected)
