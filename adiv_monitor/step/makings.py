@@ -130,25 +130,31 @@ def resolved(layer: LayerPart) -> LayerPart:
     """The layer with the scales that its rows have, or without any."""
     if MAKINGS not in layer.values:
         return layer
-    gain, values, looked = gain_of(layer), dict(layer.values), layer.looked
-    if gain is Gain.ONE and looked.weight_groups == 1:  # the same for all outputs of a row
-        if "scale_sums" in values:
-            values["scale"] = values["scale_pivot"].reshape(-1)[:1] + (
-                values["scale_sums"] / looked.groups
-            )
-            for name in _SCALES_OF_ROWS[1:]:
-                values.pop(name, None)
-        looked = replace(looked, groups=1, entry_rows=None)
-    elif gain is not Gain.ONE:
-        dropped = _SCALES_OF_ALL if gain is Gain.DIAGONAL else _SCALES_OF_ALL + _SCALES_OF_ROWS
-        for name in dropped:
-            values.pop(name, None)
-        if not reaches_all(layer):
-            values.pop("attainable_cosine", None)
+    gain = gain_of(layer)
+    if gain is Gain.ONE:
+        return _with_one_scale(layer) if layer.looked.weight_groups == 1 else layer
+    dropped = {*_SCALES_OF_ALL, *(() if reaches_all(layer) else ("attainable_cosine",))}
     if gain is Gain.UNKNOWN:
-        vectors = tuple("" if name in ("own", "rest") else name for name in looked.vectors)
-        looked = replace(looked, vectors=vectors, groups=looked.weight_groups)
-    return replace(layer, values=values, looked=looked)
+        layer, dropped = _without_own_part(layer), {*dropped, *_SCALES_OF_ROWS}
+    values = {name: v for name, v in layer.values.items() if name not in dropped}
+    return replace(layer, values=values)
+
+
+def _with_one_scale(layer: LayerPart) -> LayerPart:
+    """The same for all outputs of a row, as of a weight that is a parameter."""
+    values, looked = layer.values, replace(layer.looked, groups=1, entry_rows=None)
+    if "scale_sums" not in values:
+        return replace(layer, looked=looked)
+    scale = values["scale_pivot"].reshape(-1)[:1] + values["scale_sums"] / layer.looked.groups
+    others = {name: v for name, v in values.items() if name not in _SCALES_OF_ROWS}
+    return replace(layer, values=others | {"scale": scale}, looked=looked)
+
+
+def _without_own_part(layer: LayerPart) -> LayerPart:
+    """Without the vectors of what a row does to itself."""
+    looked = layer.looked
+    vectors = tuple("" if name in ("own", "rest") else name for name in looked.vectors)
+    return replace(layer, looked=replace(looked, vectors=vectors, groups=looked.weight_groups))
 
 
 def reaches_all(layer: LayerPart) -> bool:
