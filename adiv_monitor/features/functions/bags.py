@@ -42,12 +42,21 @@ class BagFeatures:
 
     def scale(self) -> Float[Tensor, "rows 1"]:
         """Σ (Σ share)² over the tokens of a bag: one that comes twice counts as one."""
+        merged = self.squared()
+        return self._sums(merged.share, merged.bag)[self.rows][:, None]
+
+    def squared(self) -> "BagFeatures":
+        """(Σ share)² of each token of a bag in place of its shares."""
         keys, order = torch.sort(self.bag * self.vocabulary + self.token)
         run = torch.zeros_like(keys)
         run[1:] = (keys[1:] != keys[:-1]).cumsum(0)
-        totals = torch.zeros_like(self.share).index_add_(0, run, self.share[order])
-        bag_of_run = torch.zeros_like(keys).scatter_(0, run, self.bag[order])
-        return self._sums(totals.square(), bag_of_run)[self.rows][:, None]
+        # What is left over behind the last run has no share, in the last bag.
+        return replace(
+            self,
+            token=torch.zeros_like(keys).scatter_(0, run, self.token[order]),
+            bag=torch.full_like(keys, self.bags - 1).scatter_(0, run, self.bag[order]),
+            share=torch.zeros_like(self.share).index_add_(0, run, self.share[order]).square(),
+        )
 
     def by_weight(self, weight: Tensor) -> Float[Tensor, "rows n_total"]:
         """The sums of the weight's rows."""
