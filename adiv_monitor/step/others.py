@@ -72,6 +72,7 @@ _followers: set[weakref.ref[Others]] = set()
 
 
 def _tell(body: Callable[[Others, Optimizer], None], stepping: Optimizer, *args: Any) -> None:
+    """The hook: called by every optimizer's step, so that only what it guards may fail."""
     for follower in [*_followers]:
         others = follower()
         if others is not None:
