@@ -387,8 +387,10 @@ class Monitor:
 
     def _count(self) -> None:
         self.step += 1
-        self._turns.taken += self._measures_now
-        self._measures_now = bool(self._failures.safely(self._schedule.step_ended, self.step))
+        given_up = self._course.given_up  # the step that was due; it is made up for at once
+        self._turns.taken += self._measures_now and not given_up
+        due = bool(self._failures.safely(self._schedule.step_ended, self.step))
+        self._measures_now = due or given_up
         if self._measures_now:
             self._failures.safely(self._course.arm)
 

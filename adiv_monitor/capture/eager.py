@@ -2,6 +2,7 @@
 
 import atexit
 import sys
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from adiv_monitor.capture.guard import surely
 
-_holders: set["forced_eager"] = set()  # monitors may be in several threads
+# Monitors may be in several threads, and dropped without being closed.
+_holders: set[weakref.ref["forced_eager"]] = set()
 _outside: Any = None  # the stance that was there before the first of them; None: it is there
 
 
@@ -17,11 +19,12 @@ class forced_eager:
     """Holds compiled code back; what is already compiled stays so and is used again afterwards.
 
     Monitors of several optimizers overlap without being nested, so the first one that enters sets
-    the stance and the last one that leaves puts it back. What was interrupted can be done again.
+    the stance and the last one that leaves, or is gone, puts it back. What was interrupted can be
+    done again.
     """
 
     def __enter__(self) -> None:
-        _holders.add(self)
+        _holders.add(weakref.ref(self, _leave))
         _settle()
 
     def __exit__(self, *error: object) -> None:
@@ -29,8 +32,12 @@ class forced_eager:
 
     def leave(self) -> None:
         """Hold it back no more, if it is."""
-        _holders.discard(self)
-        _settle()
+        _leave(weakref.ref(self))
+
+
+def _leave(holder: weakref.ref[forced_eager]) -> None:
+    _holders.discard(holder)
+    _settle()
 
 
 def _settle() -> None:

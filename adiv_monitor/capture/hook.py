@@ -41,7 +41,8 @@ _TABLES = (
     ("_post_accumulate_grad_hooks",),
     ("_optimizer_step_pre_hooks",),
     ("_optimizer_step_post_hooks",),
-    ("_global_optimizer_post_hooks",),  # of all optimizers
+    ("_global_optimizer_pre_hooks",),  # of all optimizers
+    ("_global_optimizer_post_hooks",),
 )
 
 

@@ -25,10 +25,14 @@ from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.description import describe, report_of
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.measured_step import MeasuredStep
+from adiv_monitor.step.others import Others
 from adiv_monitor.step.part import Part
 from adiv_monitor.step.phases import Armed, Pending
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.schedule import Schedule
+
+# After so many steps of other optimizers, and none of the one that is followed, another took over.
+_OTHERS = 3
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,9 @@ class Course:
         schedule: is told when the forward pass of a measured step begins.
         failures: knows what to do about exceptions.
         report: gets every report, and whether this process is to write it.
+
+    Attributes:
+        given_up: the step that was armed was dropped, as other optimizers took the steps.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class Course:
         failures: Failures,
         report: Callable[[StepReport, bool], None],
     ) -> None:
+        self.given_up = False
         self._model = model
         self._optimizer = optimizer
         self._select = select
@@ -79,6 +87,7 @@ class Course:
         self._checked: set[str] = set()  # layers whose rule was seen to hold
         self._compiled = False  # was the model called by compiled code, when last measured?
         self._number = 0  # of the step under way
+        self._patience = _OTHERS
         self._armed: Armed | None = None
         self._pending: Pending | None = None
         self._alignment: Alignment | None = None
@@ -119,6 +128,7 @@ class Course:
         """Put the hooks on, before the forward pass of a step to measure."""
         try:
             self.disarm()
+            self.given_up = False
             self._armed = self._next()
             self._armed.attach()
         except BaseException:
@@ -157,24 +167,24 @@ class Course:
             realised,
             self._agree,
         )
-        stepped = partial(self._failures.safely, self._other_stepped)
-        return Armed(capture, step, selection, turn, guard, realised, stepped)
+        others = Others(
+            self._optimizer, selection.parameters, self._awaits_step, self._failures.safely
+        )
+        return Armed(capture, step, selection, turn, guard, realised, others)
 
-    def _other_stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """An optimizer has stepped: the one that is followed, or another one?"""
-        armed, own = self._armed, self._optimizer
-        # One around the other's step, or within it, is part of that.
-        if own is None or armed is None or optimizer is own or not armed.capture.saw_calls():
-            return
-        if armed.attempts or armed.overtaken:
-            return
-        moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not moved.isdisjoint(map(id, armed.selection.parameters)):
-            armed.overtaken = type(optimizer).__name__
+    def _awaits_step(self) -> bool:
+        """Whether layers were called, and the optimizer that is followed is yet to step."""
+        armed = self._armed
+        # From its first attempt on, another's step around its step, or within it, is part of that.
+        if self._optimizer is None or armed is None or armed.attempts:
+            return False
+        return armed.capture.saw_calls()
 
     def _give_up(self, other: str) -> None:
         """Steps are taken, but by another optimizer."""
         self.disarm()
+        self.given_up = True
+        self._patience *= 2  # if it steps again, they take turns: wait for its turn
         own = type(self._optimizer).__name__
         self._failures.warn(
             "overtaken",
@@ -189,8 +199,8 @@ class Course:
         Layers were unfrozen since, say, or a group was added to the optimizer.
         """
         armed = self._armed
-        if armed is not None and armed.overtaken:
-            self._give_up(armed.overtaken)
+        if armed is not None and armed.others.steps >= self._patience:
+            self._give_up(armed.others.last)
             return None
         if armed is None or armed.capture.saw_calls() or armed.selection.knows(self._held()):
             return None

@@ -1,19 +1,19 @@
 """What a measured step holds on to: up to the optimizer's step, and to the next forward pass."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 from torch import Tensor
-from torch.optim import Optimizer, optimizer
+from torch.optim import Optimizer
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.hook import Hook, NextForward, take_off
+from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.report import AlignmentReading, Turn
 from adiv_monitor.step.measured_step import MeasuredStep
+from adiv_monitor.step.others import Others
 from adiv_monitor.step.realised import Realised
 
 
@@ -28,7 +28,7 @@ class Armed:
         turn: Turn | None,
         guard: Guard,
         realised: Realised | None,
-        others_stepped: Callable[..., None],
+        others: Others,
     ) -> None:
         self.capture = capture
         self.step = step
@@ -37,15 +37,14 @@ class Armed:
         self.guard = guard
         self._realised = realised
         self._eager = forced_eager()
-        self._on_all_optimizers = Hook(others_stepped)
-        self.overtaken = ""  # which other optimizer has moved what this step is to be measured of
+        self.others = others
         self.attempts = 0  # at the optimizer's step: one that raises may be repeated
         self.closure_calls: int | None = None  # during the last one; None: it had no closure
 
     def attach(self) -> None:
         """Put the hooks on; whatever comes of that, `release` takes them off."""
         self._eager.__enter__()
-        optimizer.register_optimizer_step_post_hook(self._on_all_optimizers)
+        self.others.follow()
         if self._realised is not None:
             self._realised.attach()
         self.capture.attach()
@@ -53,8 +52,7 @@ class Armed:
     def release(self) -> None:
         """Take the hooks off; if that is interrupted, it can be done again."""
         detach = () if self._realised is None else (self._realised.detach,)
-        others = partial(take_off, optimizer, self._on_all_optimizers)
-        call_all(self.capture.detach, *detach, self._eager.leave, others)
+        call_all(self.capture.detach, *detach, self._eager.leave, self.others.leave)
 
     def gradients_final(self, stepping: Optimizer) -> None:
         """The gradients are what the optimizer will use."""

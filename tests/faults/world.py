@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from adiv_monitor.capture import eager, hook
 
@@ -75,7 +75,10 @@ def surroundings(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any
         "replaying": hook._replay.under_way,
         "threads": threading.active_count(),
         "depth of the stack": sys.getrecursionlimit(),
-        "all optimizers": list(_global_optimizer_post_hooks.items()),
+        "all optimizers": [
+            *_global_optimizer_pre_hooks.items(),
+            *_global_optimizer_post_hooks.items(),
+        ],
     }
     for name, module in model.named_modules():
         for table in _TABLES:

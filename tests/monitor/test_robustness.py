@@ -17,8 +17,9 @@ import pytest
 import torch
 from cases import CASES, loss_of
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from torch.nn import functional
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from adiv_monitor import AdivError, Monitor, StepReport
 from adiv_monitor.features import DenseFeatures, Rows, register_features
@@ -599,9 +600,9 @@ for _ in range(2):
 
 
 def forgets_the_first(model: nn.Module, x: Tensor) -> None:
-    """A new optimizer over the same parameters, from the third step on."""
+    """A new optimizer over the same parameters."""
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
+    for _ in range(4):
         model(x).sum().backward()
         optimizer.step()
 
@@ -618,12 +619,46 @@ def test_steps_of_an_optimizer_that_took_over_are_told_once() -> None:
             forgets_the_first(model, x)
         assert len(warned) == 1
         assert not model._forward_hooks
-        assert not _global_optimizer_post_hooks
+        assert not _global_optimizer_pre_hooks and not _global_optimizer_post_hooks
         forgets_the_first(model, x)  # a second warning would be an error
         for _ in range(2):
             model(x).sum().backward()
             optimizer.step()
     assert [report.step for report in monitor.reports] == [0, 2]
+
+
+def test_what_was_due_when_another_optimizer_took_over_is_measured_at_the_next_chance() -> None:
+    """Not at the next multiple of the interval; of layers in turn, none misses its turn."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 3)
+    options: dict[str, Any] = {"every_n_steps": 50, "layers_per_step": 1}
+    with Monitor(model, optimizer, on_error="raise", **options) as monitor:
+        with pytest.warns(UserWarning, match="other than the one"):
+            forgets_the_first(model, x)
+        for _ in range(4):
+            model(x).sum().backward()
+            optimizer.step()
+        model(x)
+        assert [(report.step, *report.layers) for report in monitor.reports] == [(1, "0")]
+        for _ in range(48):
+            model(x).sum().backward()
+            optimizer.step()
+    assert [(report.step, *report.layers) for report in monitor.reports] == [(1, "0"), (50, "1")]
+
+
+def test_optimizers_that_take_many_steps_in_turn() -> None:
+    """The own one's are measured, all but that of the turn in which it seemed to be gone."""
+    model, x = nn.Linear(3, 2), torch.ones(1, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = pytest.warns(UserWarning, match="AdamW.* other than the one")
+    with told as warned, Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor:
+        for _ in range(4):
+            forgets_the_first(model, x)
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+    assert len(warned) == 1
+    assert [report.step for report in monitor.reports] == [1, 2, 3]
 
 
 class Around(torch.optim.Optimizer):
@@ -644,6 +679,65 @@ def in_turn(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> No
         model(x).sum().backward()
         other.step()
         optimizer.step()
+
+
+def in_alternation(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Another optimizer takes every other step, the first one and the last."""
+    other = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(7):
+        now = optimizer if step % 2 else other
+        now.zero_grad()
+        model(x).sum().backward()
+        now.step()
+
+
+class EveryThird(Around):
+    """Takes a step at every third call, as wrappers do that accumulate gradients."""
+
+    calls = 0
+
+    def step(self, closure: object = None) -> None:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.inner.step()
+            self.inner.zero_grad()
+
+
+def every_third(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """It is called three times for each step that moves the weights."""
+    wrapper = EveryThird(optimizer)
+    for _ in range(9):
+        model(x).sum().backward()
+        wrapper.step()
+
+
+class Idle(Around):
+    """Takes no steps."""
+
+    def step(self, closure: object = None) -> None:
+        pass
+
+
+def idle(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Another one's steps move nothing; between them the weights are written to."""
+    other = Idle(optimizer)
+    for batch in range(18):
+        model(x).sum().backward()
+        with torch.no_grad():
+            model.weight.add_(0.1 if batch % 2 else -0.1)
+        other.step()
+        if batch % 6 == 5:
+            optimizer.step()
+
+
+def on_a_part(model: nn.Linear, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Another one trains some of the parameters as well, in passes of its own."""
+    other = torch.optim.SGD([model.bias], lr=0.1)
+    for _ in range(3):
+        for now in (other, optimizer):
+            now.zero_grad()
+            model(x).sum().backward()
+            now.step()
 
 
 def of_others(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -687,10 +781,12 @@ def skipped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> No
         scaler.update()
 
 
-Loop = Callable[[nn.Module, torch.optim.Optimizer, Tensor], None]
+Loop = Callable[[nn.Linear, torch.optim.Optimizer, Tensor], None]
+LOOPS: list[Loop] = [in_turn, of_others, accumulated, perturbed, skipped]
+LOOPS += [in_alternation, every_third, idle, on_a_part]
 
 
-@pytest.mark.parametrize("loop", [in_turn, of_others, accumulated, perturbed, skipped])
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("given", ["inner", "outer"])
 def test_no_other_optimizer_took_over(loop: Loop, given: str) -> None:
     """No warning, and every step is measured."""
@@ -718,6 +814,34 @@ def test_an_optimizer_that_runs_its_closure_often_took_over_from_nobody() -> Non
         for _ in range(3):
             optimizer.step(closure)
     assert len(warned) == 1
+
+
+def forgotten(steps: int, every_n_steps: int) -> list[weakref.ref[Any]]:
+    """A model, and its monitor that nobody closes."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, optimizer, every_n_steps=every_n_steps)
+    monitor.attach()
+    for _ in range(steps):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return [*map(weakref.ref, (model, optimizer, monitor))]
+
+
+@pytest.mark.parametrize(("steps", "every_n_steps"), [(0, 50), (1, 50), (3, 50), (0, 1), (3, 1)])
+def test_a_monitor_that_nobody_closes_goes_with_its_model(steps: int, every_n_steps: int) -> None:
+    """And what it has set for all of the process is set back."""
+
+    def state() -> tuple[object, ...]:
+        hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+        return *hooks, sys.getrecursionlimit(), eval_frame._stance.stance
+
+    gc.collect()
+    before = state()
+    left = forgotten(steps, every_n_steps)
+    gc.collect()
+    assert [reference() for reference in left] == [None] * 3
+    assert state() == before
 
 
 NEVER = "its Monitor was never attached"

@@ -46,6 +46,7 @@ GUARDS = {
     "capture/again/again.py": {"detach"},
     "capture/again/losses.py": {"_guarded"},
     "step/course.py": {"release", "_forget_pending", "closure_then_read"},
+    "step/others.py": {"_tell"},
     "monitor.py": {
         *("__enter__", "__exit__", "attach", "_attach", "close", "_close"),
         *("_before_step", "_after_step", "_guarded", "_take_off"),

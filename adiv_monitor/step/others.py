@@ -1,0 +1,101 @@
+"""Steps of optimizers other than the monitor's that move what is measured."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer, optimizer
+
+from adiv_monitor.capture.again.surroundings import version
+from adiv_monitor.capture.hook import Hook, take_off
+
+
+class Others:
+    """Counts the steps of other optimizers that have written to parameters.
+
+    Args:
+        own: the optimizer whose steps are none of these.
+        parameters: whose versions are compared before and after a step.
+        counts: whether a step that ends now is to be counted.
+        guard: runs the body of a hook: (body, *arguments).
+
+    Attributes:
+        steps: how many there were.
+        last: the class of the optimizer that took the last of them.
+    """
+
+    def __init__(
+        self,
+        own: Optimizer | None,
+        parameters: Sequence[Tensor],
+        counts: Callable[[], bool],
+        guard: Callable[..., object],
+    ) -> None:
+        self.steps = 0
+        self.last = ""
+        self.guard = guard
+        self._own = own
+        self._parameters = parameters
+        self._counts = counts
+        self._before: list[int] | None = None
+
+    def follow(self) -> None:
+        """Count from now on; whatever comes of that, `leave` ends it."""
+        _followers.add(weakref.ref(self, _leave))
+        _settle()
+
+    def leave(self) -> None:
+        """Count no more; if that is interrupted, it can be done again."""
+        _leave(weakref.ref(self))
+
+    def begins(self, stepping: Optimizer) -> None:
+        """An optimizer's step begins."""
+        if stepping is not self._own:
+            self._before = self._versions()
+
+    def ends(self, stepping: Optimizer) -> None:
+        """An optimizer's step has ended; if another one was within it, that is counted already."""
+        before, self._before = self._before, None
+        if stepping is self._own or before is None or not self._counts():
+            return
+        if before != self._versions():
+            self.steps += 1
+            self.last = type(stepping).__name__
+
+    def _versions(self) -> list[int]:
+        return [*map(version, self._parameters)]
+
+
+# Torch holds hooks of all optimizers for ever: these hold nobody who counts, and go with the last.
+_followers: set[weakref.ref[Others]] = set()
+
+
+def _tell(body: Callable[[Others, Optimizer], None], stepping: Optimizer, *args: Any) -> None:
+    """The hook: called by every optimizer's step, so that only what it guards may fail."""
+    for follower in [*_followers]:
+        others = follower()
+        if others is not None:
+            others.guard(body, others, stepping)
+
+
+_BEGINS, _ENDS = Hook(_tell, Others.begins), Hook(_tell, Others.ends)
+
+
+def _leave(follower: weakref.ref[Others]) -> None:
+    _followers.discard(follower)
+    _settle()
+
+
+def _settle() -> None:
+    """Let the hooks be on while anybody counts."""
+    for hook, table, put_on in (
+        (_BEGINS, "_global_optimizer_pre_hooks", optimizer.register_optimizer_step_pre_hook),
+        (_ENDS, "_global_optimizer_post_hooks", optimizer.register_optimizer_step_post_hook),
+    ):
+        hooks = getattr(optimizer, table)
+        while bool(_followers) is not (hook in [*hooks.values()]):  # other threads may do the same
+            if _followers:
+                put_on(hook)
+            else:
+                take_off(optimizer, hook)
