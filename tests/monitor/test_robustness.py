@@ -720,7 +720,7 @@ def test_an_optimizer_that_runs_its_closure_often_took_over_from_nobody() -> Non
     assert len(warned) == 1
 
 
-NEVER = "its Monitor was never attached"
+NEVER = "their Monitor was never attached"
 
 
 def trained_with(make: Callable[[nn.Module, torch.optim.Optimizer], Monitor]) -> Monitor:
