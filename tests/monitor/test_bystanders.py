@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from adiv_monitor import Monitor
+from adiv_monitor.capture.again.surroundings import untouched
+from adiv_monitor.capture.guard import Guard
 
 Batch = tuple[Tensor, Tensor]
 
@@ -245,3 +247,29 @@ def test_a_copy_of_a_new_monitor_speaks_of_its_own_weights(name: str, trained: b
             twin.close()
     assert twin.latest is None  # without another warning
     twin.close()
+
+
+def left_in_autocast() -> None:
+    """An interrupt has kept a `with` from its end."""
+    left = torch.autocast("cpu", torch.float16, cache_enabled=False)
+    left.__enter__()  # type: ignore[no-untyped-call]
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("runs", ["a hook", "a repeated pass"])
+def test_an_interrupt_leaves_autocast_as_it_was(runs: str, outside: bool) -> None:
+    def autocast() -> list[object]:
+        inner = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+        cached = torch.is_autocast_cache_enabled()
+        return [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), cached, inner]
+
+    with torch.autocast("cpu", enabled=outside):
+        before = autocast()
+        with pytest.raises(KeyboardInterrupt):
+            if runs == "a hook":
+                Guard(lambda error: None)(left_in_autocast)
+            else:
+                untouched((), (), left_in_autocast)
+        found = autocast()
+    assert found == before
