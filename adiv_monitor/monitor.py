@@ -172,20 +172,24 @@ class Monitor:
         check_choice(selection, model, layers)
         self._paths = " ".join(selection.paths)
         self._sample = selection.parameters[:1]  # training writes to it
-        self._versions = [*map(version, self._sample)]
+        self._follow_weights()
+
+    def _follow_weights(self) -> None:
+        """From now on `_check_attached` knows whether weights were changed."""
+        self._versions = [*map(version, self._sample)]  # copies of tensors count from their own
         _never_attached.add(self)
 
     def __del__(self) -> None:
         self._check_attached()
 
     def _check_attached(self) -> None:
-        """Warn, once, if the model was trained and this monitor not attached."""
+        """Warn, once, if weights were changed, be it by training, and this monitor not attached."""
         if "_versions" not in vars(self) or self._state != "new":
             return
         if [*map(version, self._sample)] != self._versions:
             self._failures.warn(
                 "never attached",
-                "adiv_monitor: the model was trained, but its Monitor was never attached, so it "
+                "adiv_monitor: weights were changed, but their Monitor was never attached, so it "
                 "has measured nothing: train inside `with Monitor(…) as monitor:`, or call its "
                 "attach() before training and close() afterwards",
             )
@@ -234,7 +238,11 @@ class Monitor:
                 "Monitor: got a copy, or a pickle, of a monitor that is attached, expected none: "
                 "it holds hooks on its model; give the copy of the model a Monitor of its own"
             )
-        return self.__dict__
+        return {**vars(self), "_hooks": []}  # they are of the optimizer that was followed
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._follow_weights()
 
     def attach(self) -> None:
         """Begin to follow the optimizer; the coming step is measured.

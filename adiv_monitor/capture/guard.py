@@ -59,12 +59,17 @@ class ThreadState:
     As a context: put back if an exception leaves it.
     """
 
-    __slots__ = ("_autocast", "_dual_level", "_gradients", "_nesting", "_overrides")
+    __slots__ = ("_autocast", "_caches", "_dual_level", "_gradients", "_nesting", "_overrides")
 
     def __init__(self) -> None:
         self._gradients = torch.is_grad_enabled()
         self._overrides = torch._C._is_torch_function_enabled()
-        self._autocast = _autocast() if torch._C._is_any_autocast_enabled() else ()
+        # Also where it is off: forward passes that are repeated are in the autocast that they had.
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in _KINDS
+        ]
+        self._caches = torch.is_autocast_cache_enabled()
         _, self._nesting = map(_CALL, _NESTING)
         self._dual_level = forward_ad._current_level
 
@@ -83,6 +88,7 @@ class ThreadState:
         for kind, enabled, dtype in self._autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._caches)
         while [*map(_CALL, _NESTING)][1] > self._nesting:  # else what it caches would stay
             torch.autocast_decrement_nesting()
         while forward_ad._current_level > self._dual_level:
@@ -93,14 +99,10 @@ class ThreadState:
 _ENABLED = torch._C.DisableTorchFunction()
 _ENABLED.__enter__()
 _ENABLED.__exit__(None, None, None)
+_KINDS = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
 # How deep contexts of autocast are nested is told by nothing but a change; both in one byte code.
 _NESTING = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _CALL: Callable[[Callable[[], int]], int] = type(torch.autocast_increment_nesting).__call__
-
-
-def _autocast() -> Sequence[tuple[str, bool, torch.dtype]]:
-    kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
-    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
 
 
 def function_modes() -> list[TorchFunctionMode]:

@@ -67,7 +67,11 @@ def surroundings(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "gradients": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+        "autocast": (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        ),
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "default dtype": torch.get_default_dtype(),
         "stance": (len(eager._holders), eager._outside),

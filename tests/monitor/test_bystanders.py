@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from adiv_monitor import Monitor
+from adiv_monitor.capture.again.surroundings import untouched
+from adiv_monitor.capture.guard import Guard
 
 Batch = tuple[Tensor, Tensor]
 
@@ -198,3 +200,76 @@ def test_a_parameter_goes_to_another_process_without_a_warning() -> None:
     model, _ = mlp()
     with Monitor(model, torch.optim.SGD(model.parameters(), lr=0.1), on_error="raise"):
         ForkingPickler.dumps(model.state_dict(keep_vars=True))  # a warning would be an error
+
+
+def through_pickle(monitor: Monitor) -> Monitor:
+    found: Monitor = pickle.loads(pickle.dumps(monitor))
+    return found
+
+
+TWINS: dict[str, Callable[[Monitor], Monitor]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": through_pickle,
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_closed_monitor_can_be_copied_with_its_reports(name: str) -> None:
+    model, batch = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        loss_of(model, batch).backward()
+        optimizer.step()
+    twin = TWINS[name](monitor)
+    assert twin.latest is not None
+    assert monitor.latest is not None
+    assert twin.latest.layers.keys() == monitor.latest.layers.keys()
+    twin.close()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", TWINS)
+def test_a_copy_of_a_new_monitor_speaks_of_its_own_weights(name: str, trained: bool) -> None:
+    model, batch = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, batch).backward()
+    optimizer.step()
+    monitor = Monitor(model, optimizer, on_error="raise")  # warnings are raised too
+    twin = TWINS[name](monitor)
+    with monitor:  # what trains the one has not changed the other
+        loss_of(model, batch).backward()
+        optimizer.step()
+    if trained:
+        with torch.no_grad():
+            for parameter in twin._model.parameters():
+                parameter.zero_()
+        with pytest.warns(UserWarning, match="weights were changed, but their Monitor was never"):
+            twin.close()
+    assert twin.latest is None  # without another warning
+    twin.close()
+
+
+def left_in_autocast() -> None:
+    """An interrupt has kept a `with` from its end."""
+    left = torch.autocast("cpu", torch.float16, cache_enabled=False)
+    left.__enter__()  # type: ignore[no-untyped-call]
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("runs", ["a hook", "a repeated pass"])
+def test_an_interrupt_leaves_autocast_as_it_was(runs: str, outside: bool) -> None:
+    def autocast() -> list[object]:
+        inner = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+        cached = torch.is_autocast_cache_enabled()
+        return [torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), cached, inner]
+
+    with torch.autocast("cpu", enabled=outside):
+        before = autocast()
+        with pytest.raises(KeyboardInterrupt):
+            if runs == "a hook":
+                Guard(lambda error: None)(left_in_autocast)
+            else:
+                untouched((), (), left_in_autocast)
+        found = autocast()
+    assert found == before

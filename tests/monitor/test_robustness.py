@@ -844,7 +844,7 @@ def test_a_monitor_that_nobody_closes_goes_with_its_model(steps: int, every_n_st
     assert state() == before
 
 
-NEVER = "its Monitor was never attached"
+NEVER = "their Monitor was never attached"
 
 
 def trained_with(make: Callable[[nn.Module, torch.optim.Optimizer], Monitor]) -> Monitor:

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from adiv_monitor.capture.again.randomness import random_state, set_random_state
 from adiv_monitor.capture.eager import forced_eager
-from adiv_monitor.capture.guard import function_modes, set_function_modes
+from adiv_monitor.capture.guard import ThreadState, function_modes, set_function_modes
 from adiv_monitor.capture.hook import replay
 
 # Attributes that a forward pass may ask for, or count with; others may be large, or hold a graph.
@@ -100,12 +100,14 @@ def untouched(
     attributes = {module: dict(vars(module)) for module in modules}
     buffers = {module: dict(module._buffers) for module in modules}
     modes, cached, eager = function_modes(), parametrize._cache_enabled, forced_eager()
+    thread = ThreadState()
 
     def put_back() -> None:
         replay(False)
         eager.leave()
         parametrize._cache_enabled = cached
         set_function_modes(modes)
+        thread.put_back()
         for module in modules:
             for name in vars(module).keys() - attributes[module].keys():
                 del vars(module)[name]
