@@ -31,8 +31,8 @@ def write_whole(files: Mapping[Path, str | bytes]) -> None:
 
     They are written under other names first, which nobody can guess, and only if there is no such
     file or link. Text becomes UTF-8, lone surrogates become escapes. Missing folders are made. A
-    link is replaced, and what it leads to stays as it is. What is no regular file (a device, a
-    pipe, /dev/stdout) is written to.
+    file that is replaced keeps its permissions. A link is replaced, and what it leads to stays as
+    it is. What is no regular file (a device, a pipe, /dev/stdout) is written to.
 
     Raises:
         OSError: a file can't be written, or is a link to what is no regular file.
@@ -50,6 +50,7 @@ def write_whole(files: Mapping[Path, str | bytes]) -> None:
                 # nobody else may read.
                 stream = temporary.open("xb")
                 unfinished[temporary] = path
+                keep_mode(temporary, path)
             with stream:
                 stream.write(content)
         for temporary, path in unfinished.items():
@@ -57,6 +58,12 @@ def write_whole(files: Mapping[Path, str | bytes]) -> None:
     finally:
         for temporary in unfinished:
             temporary.unlink(missing_ok=True)
+
+
+def keep_mode(made: Path, replaced: Path) -> None:
+    """Give a file the permissions of the regular file, if there is one, that it is to replace."""
+    if replaced.is_file() and not replaced.is_symlink():
+        made.chmod(stat.S_IMODE(replaced.stat().st_mode))
 
 
 def _stream(path: Path) -> IO[bytes] | None:

@@ -175,6 +175,36 @@ def test_a_file_has_the_mode_that_the_user_asks_for(
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_a_file_that_is_replaced_keeps_its_mode(
+    write: Callable[[Path], Path], mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path)
+    path.chmod(mode)
+    plain, seen = Path.replace, dict[Path, int]()
+
+    def heard(made: Path, target: Path) -> Path:
+        seen[target] = stat.S_IMODE(made.stat().st_mode)
+        return plain(made, target)
+
+    monkeypatch.setattr(Path, "replace", heard)
+    write(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == seen[path] == mode
+
+
+def test_a_link_that_is_replaced_says_nothing_of_the_mode(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    path = write(tmp_path)
+    usual = stat.S_IMODE(path.stat().st_mode)
+    path.unlink()
+    (tmp_path / "open").write_text("mine")
+    (tmp_path / "open").chmod(0o666)
+    path.symlink_to(tmp_path / "open")
+    write(tmp_path)
+    assert stat.S_IMODE(path.lstat().st_mode) == usual
+
+
 @pytest.mark.parametrize("name", ["/dev/stdout", "/dev/stderr", "/dev/fd/{}"])
 def test_an_open_file_is_written_to(
     name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -112,7 +112,8 @@ class Board:
             lines = _lines(found)
             rows = [g.only(maps) for g in front]
             headline = running_headline(found)
-            whose = f"{common_stem(maps).rstrip('.') or name}: {headline}" if name else headline
+            stem = printable(common_stem(maps).rstrip(".") or name)
+            whose = f"{stem}: {headline}" if name else headline
             pictures[f"adiv/overview{end}"] = overview_picture(rows, whose, lines, named)
         return pictures
 

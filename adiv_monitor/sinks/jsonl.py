@@ -51,7 +51,8 @@ class JsonlSink:
         if self._file is None:
             self._file = _continued(self._path)
         line = json.dumps(_strict(report.to_dict()), allow_nan=False, ensure_ascii=False)
-        self._file.write(line.encode() + b"\n")
+        # A lone surrogate's escape is JSON's, too.
+        self._file.write(line.encode("utf-8", "backslashreplace") + b"\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ class TensorBoardSink:
         self._measures = None if measures is None else known_measures(measures)
         self._scalars = known_scalars(scalars)
         self._histograms = histograms
-        self._name = name
+        self._name = _encodable(name)
         self._owned = isinstance(target, str | os.PathLike)
         self._writer = _writer(target)
         self._texts: dict[str, str] = {}
@@ -99,7 +99,9 @@ class TensorBoardSink:
             self._write_layout(report)
         scalars = board_scalars(report, self._measures, self._scalars, self._name)
         values = [
-            Summary.Value(tag=tag, simple_value=_rounded(v), metadata=self._described(tag))
+            Summary.Value(
+                tag=_encodable(tag), simple_value=_rounded(v), metadata=self._described(tag)
+            )
             for tag, v in scalars.items()
         ]
         rarely = math.ceil(len(report.layers) / _LAYERS_AT_EACH) or 1
@@ -223,6 +225,11 @@ def _writer(target: object) -> "SummaryWriter":
     )
 
 
+def _encodable(name: str) -> str:
+    """The name with lone surrogates, which event files can't hold, as escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def _rounded(value: float) -> float:
     """Without the digits behind the sixth, whose noise would fill the chart of a constant."""
     return float(f"{value:.6g}")
@@ -241,8 +248,8 @@ def _histograms(report: StepReport) -> Iterator[Any]:
     for path, reading in report.layers.items():
         rows = reading.rows_seen - reading.rows_without_gradient
         for tag, quantiles in (
-            (f"adiv.row_scale/{path}", reading.scale_quantiles),
-            (f"adiv.row_cosine/{path}", reading.row_cosine_quantiles),
+            (f"adiv.row_scale/{_encodable(path)}", reading.scale_quantiles),
+            (f"adiv.row_cosine/{_encodable(path)}", reading.row_cosine_quantiles),
         ):
             if quantiles and all(map(math.isfinite, quantiles)):
                 yield from _histogram(tag, quantiles, rows).value

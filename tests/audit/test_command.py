@@ -110,6 +110,31 @@ def test_what_no_audit_wrote_is_not_overwritten(
     assert not command_models.calls, "it says so before it begins"
 
 
+FOREIGN_JSON = (
+    '{"id":1,"verdict":"mine"}',
+    '[{"schema":1,"verdict":"mine"}]',
+    '{"schema":"1","verdict":"mine"}',
+    '{"schema":1,"name":"","verdict":"mine"}',
+)
+
+
+@pytest.mark.parametrize("text", FOREIGN_JSON)
+def test_a_json_file_of_somebody_elses_is_not_overwritten(text: str) -> None:
+    Path("out").mkdir()
+    Path("out/report.json").write_text(text)
+    assert run(NET) == 2
+    assert Path("out/report.json").read_text() == text and not command_models.calls
+
+
+def test_an_earlier_audits_files_keep_their_modes() -> None:
+    assert run(NET) == 0
+    names = ("config.yaml", "report.html", "report.json")
+    for name in names:
+        Path("out", name).chmod(0o600)
+    assert run(NET) == 0
+    assert {Path("out", name).stat().st_mode & 0o777 for name in names} == {0o600}
+
+
 @pytest.mark.parametrize("earlier", [False, True])
 def test_force_overwrites_the_files_that_it_writes_and_no_others(earlier: bool) -> None:
     if earlier:

@@ -9,12 +9,14 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from example_reports import LAYERS, attention, reading, report
 
-from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES
+from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES, StepReport
 from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 from adiv_monitor.sinks.blocks import blocks
 from adiv_monitor.sinks.scalars import (
@@ -552,3 +554,38 @@ def test_where_a_sink_writes_must_be_a_file(make: type, tmp_path: Path) -> None:
         make(5)
     with pytest.raises(IsADirectoryError, match=f"{make.__name__}.*got the folder"):
         make(tmp_path)
+
+
+def with_lone_surrogate() -> StepReport:
+    one = report()
+    layers = {f"a\ud800.{path}": reading for path, reading in one.layers.items()}
+    return replace(one, layers=layers, unsupported={"b\udfff": "c\ud800"}, notes=("d\ud800",))
+
+
+def test_jsonl_keeps_names_that_have_no_utf8(tmp_path: Path) -> None:
+    given = with_lone_surrogate()
+    sink = JsonlSink(tmp_path / "run.jsonl")
+    sink.write(given)
+    sink.close()
+    (line,) = strict_lines(tmp_path / "run.jsonl")
+    assert line["layers"].keys() == given.layers.keys()  # type: ignore[attr-defined]
+    assert (line["unsupported"], line["notes"]) == (given.unsupported, list(given.notes))
+
+
+@pytest.mark.filterwarnings("default")  # of what draws the pictures
+@pytest.mark.parametrize("scalars", ["few", "all"])
+def test_tensorboard_spells_out_names_that_have_no_utf8(
+    scalars: Literal["few", "all"], tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path, scalars=scalars, name="m\ud800")
+    sink.write(with_lone_surrogate())
+    sink.close()
+    found = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0})
+    found.Reload()
+    tags = found.Tags()
+    assert any(r"a\ud800" in tag for tag in tags["scalars"])
+    assert any(r"a\ud800" in tag for tag in tags["histograms"])
+    assert r"adiv.summary.m\ud800/notes/text_summary" in tags["tensors"]

@@ -1,6 +1,7 @@
 """The folder of a report: written whole, or not at all."""
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,15 +11,15 @@ from pathlib import Path
 from adiv_monitor.audit.command.config import Config, dumped
 from adiv_monitor.audit.command.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.files import write_whole
+from adiv_monitor.files import keep_mode, write_whole
 from adiv_monitor.sinks.tensorboard import TensorBoardSink
 
 _CONFIG_HEAD = "# Written by adiv-audit, which replaces it when it writes here again.\n"
 # What the beginning of each file that an audit writes has, and no other file of that name.
 _MARKS = {
-    "config.yaml": _CONFIG_HEAD.encode(),
-    "report.html": b'<meta name="generator" content="adiv-audit">',
-    "report.json": b',"verdict":',
+    "config.yaml": re.compile(re.escape(_CONFIG_HEAD.encode())),
+    "report.html": re.compile(b'<meta name="generator" content="adiv-audit">'),
+    "report.json": re.compile(rb'\A\{"schema":\d+,"verdict":'),
 }
 _HEAD = 2000  # bytes, in which marks are
 _BOARD = "tensorboard"
@@ -102,7 +103,7 @@ def _is_ours(path: Path) -> bool:
     if path.parent.name == _BOARD:
         return path.name.endswith(_BOARD_MARK)
     with path.open("rb") as file:
-        return _MARKS[path.name] in file.read(_HEAD)
+        return _MARKS[path.name].search(file.read(_HEAD)) is not None
 
 
 def _move(stage: Path, folder: Path) -> None:
@@ -111,7 +112,9 @@ def _move(stage: Path, folder: Path) -> None:
     earlier = [path for path in board.iterdir() if _is_ours(path)] if board.is_dir() else []
     board.mkdir(parents=True, exist_ok=True)
     for made in sorted(path for path in stage.rglob("*") if path.is_file()):
-        made.replace(folder / made.relative_to(stage))
+        path = folder / made.relative_to(stage)
+        keep_mode(made, path)
+        made.replace(path)
     for path in earlier:
         path.unlink()
 
