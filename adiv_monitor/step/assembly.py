@@ -30,6 +30,9 @@ from adiv_monitor.step.together import prepared, together
 PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
 _LATE = 4  # reports
 _MALFORMED = "What process {} sent can't be read, so it is not in this report."
+_UNFIT = (
+    "What processes {} sent can't be put together with the rest ({}), so it is not in this report."
+)
 
 
 @dataclass(frozen=True)
@@ -265,16 +268,29 @@ class Assembly:
         if waiting.heard is not None and rank in waiting.heard.ranks:
             self._emit(waiting.heard.report, False)
             return
-        parts = {rank: waiting.own, **waiting.parts}
-        part, ranks = together(parts, self._world, self._max_rows, self._generator)
-        part.notes += [_MALFORMED.format(other) for other in waiting.malformed]
-        report = self._complete(waiting.step, part)
+        notes = [_MALFORMED.format(other) for other in waiting.malformed]
+        try:
+            report, ranks = self._made(waiting.step, {rank: waiting.own, **waiting.parts}, notes)
+        except Exception as error:
+            if not waiting.parts:
+                raise
+            others = ", ".join(map(str, sorted(waiting.parts)))
+            notes.append(_UNFIT.format(others, f"{type(error).__name__}: {error}"))
+            report, ranks = self._made(waiting.step, {rank: waiting.own}, notes)
         if self._exchange is not None and waiting.meeting is not None and rank == 0:
             with suppress(RuntimeError):
                 heard = encode(_Heard(report, ranks))
                 self._exchange.put(waiting.meeting, waiting.step, heard)
         # Where another process is there to write, this one was merely not heard in time.
         self._emit(report, rank == 0 or waiting.meeting is None or waiting.heard is not None)
+
+    def _made(
+        self, step: int, parts: dict[int, Part], notes: list[str]
+    ) -> tuple[StepReport, list[int]]:
+        """The report of these processes, and of which of them it is."""
+        part, ranks = together(parts, self._world, self._max_rows, self._generator)
+        part.notes += notes
+        return self._complete(step, part), ranks
 
 
 _PAUSE, _LOOK = 0.002, 0.25  # seconds

@@ -1,5 +1,6 @@
 """The command, as its user meets it: what it writes, prints and returns."""
 
+import errno
 import json
 import os
 import signal
@@ -108,6 +109,30 @@ def test_what_no_audit_wrote_is_not_overwritten(
     assert f"--out out: holds {name}," in told and "--force" in told
     assert [p.read_text() for p in Path("out").rglob("*") if p.is_file()] == ["mine"]
     assert not command_models.calls, "it says so before it begins"
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_the_folder_may_be_on_another_file_system(
+    linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be moved into it from outside."""
+    folder = Path("volume" if linked else "out").absolute()
+    folder.mkdir()
+    if linked:
+        Path("out").symlink_to(folder)
+    plain = Path.replace
+
+    def within(made: Path, target: Path) -> Path:
+        if folder not in made.resolve().parents:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return plain(made, target)
+
+    monkeypatch.setattr(Path, "replace", within)
+    for _ in range(2):
+        assert run(NET) == 0
+        assert everything(folder) == FILES
+        assert everything(Path()) == {"out", folder.name}
+    assert Path("out").is_symlink() == linked
 
 
 FOREIGN_JSON = (

@@ -8,7 +8,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ from processes import loss_of, make
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.sampling import Draw
+from adiv_monitor.capture.updates import Watch
 from adiv_monitor.maths.readings import Array
 from adiv_monitor.report import StepReport
 from adiv_monitor.step import assembly, ranks
+from adiv_monitor.step.description import report_of
+from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.messages import Malformed, decode, encode
 from adiv_monitor.step.part import Facts, LayerPart, Looked, Part
 from adiv_monitor.step.ranks import Exchange
@@ -344,6 +347,47 @@ class World:
     @property
     def keys(self) -> int:
         return self.store.num_keys() - self.empty
+
+
+@pytest.mark.parametrize("name", ["scale_sums", "products"])
+def test_a_sound_part_that_fits_no_other_costs_no_report(
+    name: str, known: tuple[Part, StepReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process's rows are then reported alone, as if the other had not come."""
+    own, other = (decode(Part, encode(known[0])) for _ in range(2))
+    path = next(path for path, layer in own.layers.items() if "scale_sums" in layer.values)
+    if name == "products":  # of no vectors at all
+        looked = other.layers[path].looked
+        looked.vectors = ()
+        other.layers[path].values[name] = np.ones((looked.rows_seen, 0))
+        own.layers = {p: x for p, x in own.layers.items() if p != path}
+    else:
+        del other.layers[path].values[name]
+    check(other)
+    world = World(monkeypatch, 2)
+    first, second = world.join(0), world.join(1)
+    meeting = second.meeting()
+    assert meeting is not None
+    second.put(meeting, 0, encode(other))
+    reports = list[StepReport]()
+
+    def complete(step: int, part: Part) -> StepReport:
+        return report_of(step, part, Watch(), Failures("raise"))
+
+    def assembled() -> StepReport:
+        chance = np.random.default_rng(0)
+        made = assembly.Assembly(16, chance, complete, lambda report, _: reports.append(report))
+        made._exchange = first
+        mine = decode(Part, encode(own))
+        made._waiting.append(assembly._Waiting(0, mine, meeting, expected={1}))
+        made.collect(0.0)
+        return reports.pop()
+
+    found, alone = assembled(), assembled()  # it is taken away
+    (note,) = set(found.notes) - set(alone.notes)
+    assert note.startswith("What processes 1 sent can't be put together with the rest (")
+    assert set(found.layers) == set(alone.layers) and found.layers
+    assert same(replace(found, notes=alone.notes).to_dict(), alone.to_dict())
 
 
 @pytest.fixture(params=[(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)

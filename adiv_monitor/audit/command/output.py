@@ -36,8 +36,6 @@ def check(out: str, *, force: bool = False) -> None:
     folder = Path(out).absolute()
     try:
         _check_names(folder, out, force)
-        if folder.exists():
-            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise _unwritable(out, error) from error
     _staging(folder, out).rmdir()
@@ -45,7 +43,7 @@ def check(out: str, *, force: bool = False) -> None:
 
 @contextmanager
 def staged(out: str) -> Iterator[Path]:
-    """A folder beside `out`, to write into; what is in it goes there at the end, or nothing does.
+    """A folder in `out`, or beside it, to write into; what is in it goes there at the end, or not.
 
     Files of the same names are replaced, and those of an earlier audit for TensorBoard; all others
     stay. Missing folders above it are made.
@@ -65,7 +63,9 @@ def staged(out: str) -> Iterator[Path]:
 
 
 def _staging(folder: Path, out: str) -> Path:
-    above = next(path for path in folder.parents if path.exists())
+    # Files can't be moved from one file system to another, and a folder that exists may be on one
+    # of its own.
+    above = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=above))
     except OSError as error:
