@@ -881,14 +881,14 @@ def test_a_monitor_that_nobody_attached_says_so_once(name: str) -> None:
 def test_a_monitor_without_training_has_nothing_to_say() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = Monitor(model, optimizer)
+    monitor = Monitor(model, optimizer, on_error="raise")  # what it warns of is an error here
     assert monitor.latest is None
     monitor.close()
     del monitor
-    Monitor(model, optimizer)
+    Monitor(model, optimizer, on_error="raise")
     with pytest.raises(ValueError, match="got 0"):
         Monitor(model, optimizer, every_n_steps=0)
-    gc.collect()  # a warning would be an error
+    gc.collect()
 
 
 def test_a_program_that_ends_says_that_its_monitor_was_never_attached() -> None:
