@@ -373,11 +373,9 @@ class Gathering:
         gradient = layout(gradient)
         rows, size = _seen(call, gradient)
         is_term = call.split is not None and call.split.gradient == SUM  # which tells nothing
-        rows_of_layer, precision = (
-            self._layers.rows[call.layer.path],
-            torch.finfo(gradient.dtype).eps,
-        )
-        rows_of_layer.arrive(call, rows, None if is_term else size, precision)
+        precision = torch.finfo(gradient.dtype).eps
+        of_layer = self._layers.rows[call.layer.path]
+        of_layer.arrive(call, rows, None if is_term else size, precision)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
         else:  # a second pass through one graph, whose rows will be summed up already

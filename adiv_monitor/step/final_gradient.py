@@ -143,9 +143,9 @@ class FinalGradient:
         gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
         if self._scale is not None:
             gamma = {key: g / self._scale for key, g in gamma.items()}
-        # With several processes γ holds other rows, too.
         if own is not None:
             values["own_gamma"] = products(own, gamma)
+        # With several processes γ holds other rows, too.
         trusted = processes() == 1 and not looked.from_rows and own is None
         trusted = trusted and layer.path not in self._watch.distrusted
         if looked.rows_seen == looked.rows_total and trusted and gram_is_less(features, layer, G):

@@ -27,6 +27,7 @@ from adiv_monitor.step.plain_step import Change, Making, act, added
 
 # Name of the numbers that `with_own_scales` sends: a row for each way in which a weight was made.
 MAKINGS = "makings"
+# Entries of JJᵀ below this share of the largest are held against that: they may be its rounding.
 _SMALL = 0.01
 # What a pass over all rows said of scales, and what sampled rows did.
 _SCALES_OF_ALL = ("own_G", "own_own", "scale_sum", "scale_deviation", "scale_max", "scale_entries")
@@ -69,6 +70,7 @@ def with_own_scales(
         bias, of_its_bias = _probed(layer.bias, of_bias, as_it_is, generator)
         gains.append((weight, bias))
         numbers = torch.stack([n for n in (of_its_gain, of_its_bias) if n is not None]).amax(0)
+        # Where they are made of the same, JJᵀ is none of each alone: neither 1 nor diagonal.
         told.append(numbers + torch.inf if _overlap(layer.weight, layer.bias) else numbers)
     squares = features.squared() if isinstance(features, Squared) else None
     own = None if squares is None else added(*act(makings, gains, squares))
@@ -94,7 +96,6 @@ def _probed(
 
     (v, moved), (other_v, other_moved) = source.probed(draw)
     gain, other = moved / v, other_moved / other_v
-    # What is far below the largest entry may be rounding of it.
     size = gain.abs() + _SMALL * gain.abs().amax()
     numbers = [
         (gain - 1).abs().amax() / _rounding(gain),
