@@ -29,6 +29,8 @@ from adiv_monitor.capture.hook import Hook, take_off
 from adiv_monitor.capture.selection import LayerChoice, Selection, select
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import StepReport, Turn
+from adiv_monitor.sinks.conclusion import conclude
+from adiv_monitor.sinks.running import Running
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.course import Asked, Course
 from adiv_monitor.step.failures import Failures
@@ -168,6 +170,7 @@ class Monitor:
         self._hooks: list[Hook] = []  # on the optimizer
         self.step = 0
         self._reports: deque[StepReport] = deque(maxlen=keep)
+        self._running = Running()
         selection = self._select()
         check_choice(selection, model, layers)
         self._paths = " ".join(selection.paths)
@@ -275,11 +278,18 @@ class Monitor:
         self._failures.safely(self._course.refer)
         self._failures.safely(self._course.arm)
 
-    def close(self) -> None:
-        """Finish the report under way, remove every hook and close the sinks. Can be repeated."""
-        self._close(patience=None)
+    def close(self, *, quietly: bool = False) -> None:
+        """Finish the report under way, remove every hook and close the sinks. Can be repeated.
 
-    def _close(self, patience: float | None) -> None:
+        The logger `adiv_monitor` says in one line what was found: as a warning, or, where there is
+        nothing to fix or to watch in what was measured, for information.
+
+        Args:
+            quietly: without that line, where the caller says what was found.
+        """
+        self._close(patience=None, quietly=quietly)
+
+    def _close(self, patience: float | None, *, quietly: bool = False) -> None:
         self._check_attached()
         try:
             if self._state != "closed":
@@ -288,9 +298,13 @@ class Monitor:
                     partial(self._failures.safely, self._course.end, patience),
                     self._take_off,
                     *(partial(self._failures.guard_sink, sink, sink.close) for sink in self._sinks),
+                    *([] if quietly else [self._conclude]),
                 )
         finally:  # again: closing may have been interrupted, now or when it was called before
             self._take_off()
+
+    def _conclude(self) -> None:
+        self._failures.safely(conclude, self._running, self._sinks)
 
     def _take_off(self) -> None:
         """Take every hook off, if it is on; if that is interrupted, it can be done again."""
@@ -417,6 +431,9 @@ class Monitor:
                 f"adiv_monitor: the alarm {rule!r} has found nothing to compare up to step "
                 f"{report.step}: no layer with a reading has that name, or none that measure",
             )
+        if writes:
+            self._failures.safely(self._running.add, report)
+            self._warn_of_non_finite()
         for alarm in alarms if writes else ():
             self._failures.warn(
                 f"{alarm.rule} {alarm.layer}", f"adiv_monitor: step {report.step}: {alarm}"
@@ -429,6 +446,14 @@ class Monitor:
         if failures:
             report = replace(report, notes=(*report.notes, *failures))
         self._reports.append(report)
+
+    def _warn_of_non_finite(self) -> None:
+        """Once, and not only at the end."""
+        step, where = self._running.first_non_finite or (None, None)
+        if step is not None:
+            self._failures.warn(
+                "not finite", f"adiv_monitor: step {step}: {where}: not finite (NaN or infinite)"
+            )
 
     def _select(self) -> Selection:
         held = held_parameters(self._model, self._optimizer)  # groups may be added while training

@@ -31,3 +31,12 @@ def markdown(text: str) -> str:
     parts = _CODE.split(printable(text))
     parts[::2] = [_MARKS.sub(r"\\\1", html.escape(part, quote=False)) for part in parts[::2]]
     return _BEGINS_A_BLOCK.sub(r"\1\\\2", "".join(parts))
+
+
+def layer_words(path: str, kind: str = "") -> str:
+    """A layer in a sentence, by type and path; without a path it is the whole model.
+
+    >>> layer_words("net.5", "ReLU"), layer_words("net.5"), layer_words("")
+    ("ReLU 'net.5'", "layer 'net.5'", 'the model itself')
+    """
+    return f"{kind or 'layer'} '{printable(path)}'" if path else "the model itself"

@@ -1,7 +1,7 @@
 """All that is said of one step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -103,6 +103,23 @@ class StepReport:
         return self.turn is None or self.turn.last == self.turn.of
 
     @property
+    def first_non_finite(self) -> tuple[str, str] | None:
+        """What of the step was not finite first, in the order of computation, and its layer.
+
+        Forwards "inputs" and "outputs" of layers, then the "loss" (of no layer: ""), backwards the
+        "gradient", then the "update". None: everything that was looked at is finite.
+        """
+        return next(self._non_finite(), None)
+
+    def _non_finite(self) -> Iterator[tuple[str, str]]:
+        layers = list(self.layers.items())
+        yield from _broken(layers, "inputs", "outputs")
+        if self.loss is not None and not math.isfinite(self.loss):
+            yield "loss", ""
+        yield from _broken(reversed(layers), "gradient")
+        yield from _broken(layers, "update")
+
+    @property
     def descent(self) -> float | None:
         """Σ of the layers' descents: how far the loss falls to first order; None if there are none.
 
@@ -200,3 +217,9 @@ class StepReport:
             for path, reading in self.readings(measure).items()
             if (value := getattr(reading, measure)) is not None and not math.isnan(value)
         ]
+
+
+def _broken(layers: Iterable[tuple[str, LayerReading]], *kinds: str) -> Iterator[tuple[str, str]]:
+    """What of the layers was not finite, of these kinds."""
+    for path, reading in layers:
+        yield from ((kind, path) for kind in kinds if kind in reading.non_finite)

@@ -16,6 +16,7 @@ from adiv_monitor.sinks.wording import listed
 
 if TYPE_CHECKING:
     from adiv_monitor.audit.finding import Finding
+    from adiv_monitor.audit.record import Record
 
 NO_PICTURES = (
     'Heat maps of layers by steps are not drawn: they need matplotlib (pip install "adiv-monitor'
@@ -25,9 +26,9 @@ _GROWTH = 1.4  # pictures are drawn anew when there are so many times as many re
 _PATIENCE = 20
 _MOST_LETTERS = 80  # in a line of the overview
 _MOST_LINES = 7
-_LOOKED_AT = (
-    "Looked at are the measures of the steps alone, in which not all ills show: wiring, single "
-    "units, the loss and other learning rates are for `adiv-audit`."
+_UNTOLD = (
+    "Reports can't tell whether another learning rate does better, nor see wiring, single units "
+    "or labels: run adiv-audit."
 )
 
 
@@ -83,6 +84,11 @@ class Board:
         """What rules of the user's have raised so far."""
         return self._running.alarms
 
+    @property
+    def record(self) -> "Record":
+        """The training as its reports tell of it."""
+        return self._running.record()
+
     def findings(self) -> tuple["Finding", ...]:
         """What the audit's rules find in the reports; strongest first."""
         self._began = time.monotonic()
@@ -96,7 +102,7 @@ class Board:
             name: tells several monitors of one run apart: `adiv/overview/<name>` and so on, so
                 that the overviews of all come first.
         """
-        from adiv_monitor.audit.page.running_page import running_headline
+        from adiv_monitor.audit.page.verdict import running_headline
         from adiv_monitor.sinks.heat import grid, heat_picture, overview_picture
 
         record = self._running.record()
@@ -111,7 +117,7 @@ class Board:
         if front:
             lines = _lines(found)
             rows = [g.only(maps) for g in front]
-            headline = running_headline(found)
+            headline = running_headline(found, record)
             stem = printable(common_stem(maps).rstrip(".") or name)
             whose = f"{stem}: {headline}" if name else headline
             pictures[f"adiv/overview{end}"] = overview_picture(rows, whose, lines, named)
@@ -124,13 +130,13 @@ def alarms_text(alarms: Iterable[object]) -> str:
     return "\n".join(["### Alarms\n", *lines, "", ""]) if lines else ""
 
 
-def findings_text(findings: Iterable["Finding"]) -> str:
-    """Findings as Markdown: verdict, where, evidence, what would mend it."""
-    from adiv_monitor.audit.page.running_page import running_headline
+def findings_text(findings: Iterable["Finding"], record: "Record") -> str:
+    """Findings as Markdown: verdict, where, evidence, fixes; what reports can't tell."""
     from adiv_monitor.audit.page.titles import finding_title
+    from adiv_monitor.audit.page.verdict import running_headline, untold
 
     found = tuple(findings)
-    parts = [f"### {running_headline(found)}"]
+    parts = [f"### {running_headline(found, record)}"]
     for finding in found:
         where = f" Where: {listed(list(finding.layers), as_code=True)}." if finding.layers else ""
         since = "" if finding.since is None else f", since step {finding.since:,}"
@@ -142,7 +148,8 @@ def findings_text(findings: Iterable["Finding"]) -> str:
         parts.append("\n".join(f"{i}. {markdown(a.text)}" for i, a in enumerate(finding.advice, 1)))
         if finding.not_advised:
             parts.append(f"What would not: {markdown(finding.not_advised)}")
-    return "\n\n".join([*parts, _LOOKED_AT])
+    told = "\n".join(f"- {line.title}: {line.would_tell}" for line in untold(record))
+    return "\n\n".join([*parts, f"Can't tell from reports:\n\n{told}"])
 
 
 def _lines(findings: tuple["Finding", ...]) -> list[str]:
@@ -155,7 +162,7 @@ def _lines(findings: tuple["Finding", ...]) -> list[str]:
         advice = f" To mend it: {finding.advice[0].text}." if finding.advice else ""
         said = f"• {finding_title(finding.name)} ({finding.strength}){where}.{advice}"
         lines += textwrap.wrap(printable(said), _MOST_LETTERS, subsequent_indent="   ")
-    lines = lines or textwrap.wrap(_LOOKED_AT.replace("`", ""), _MOST_LETTERS)
+    lines = lines or textwrap.wrap(_UNTOLD, _MOST_LETTERS)
     return lines if len(lines) <= _MOST_LINES else [*lines[: _MOST_LINES - 1], "   … (see Text)"]
 
 

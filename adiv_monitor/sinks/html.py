@@ -41,6 +41,11 @@ class HtmlSink:
         self._not_before = 0.0  # seconds, of the clock
         self._is_behind = False
 
+    @property
+    def place(self) -> str:
+        """The page."""
+        return str(self._path)
+
     def write(self, report: StepReport) -> None:
         """Take the report, and write the page if that is not too soon."""
         self._running.add(report)

@@ -122,7 +122,7 @@ class ProductSink:
         findings = self._board.findings()
         group = f"adiv.summary.{self._name}" if self._name else "adiv.summary"
         if self._product.log_text is not None:
-            text = alarms_text(self._board.alarms) + findings_text(findings)
+            text = alarms_text(self._board.alarms) + findings_text(findings, self._board.record)
             self._product.log_text(f"{group}/findings", text, self._last)
         if self._board.draws:
             for tag, png in self._board.pictures(findings, self._name).items():

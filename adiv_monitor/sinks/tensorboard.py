@@ -159,7 +159,7 @@ class TensorBoardSink:
 
     def _write_course(self, report: StepReport) -> None:
         findings = self._board.findings()
-        self._write_text("findings", findings_text(findings), report.step)
+        self._write_text("findings", findings_text(findings, self._board.record), report.step)
         if self._board.draws:
             for tag, png in self._board.pictures(findings, self._name).items():
                 self._file_writer().add_summary(_image(tag, png), report.step)

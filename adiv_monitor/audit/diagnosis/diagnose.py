@@ -10,6 +10,7 @@ from adiv_monitor.audit.diagnosis import (
     numbers,
     optimizer,
     rates,
+    states,
     units,
     wiring,
 )
@@ -54,6 +55,16 @@ RULES: tuple[Rule, ...] = (
 
 
 def diagnose(record: Record) -> tuple[Finding, ...]:
-    """What is wrong: strongest first, and within a strength causes before symptoms."""
+    """What is wrong: strongest first, and within a strength causes before symptoms.
+
+    Of a run known by its reports alone, values that are not finite come first: nobody trained a
+    copy to find out what they follow from.
+    """
     findings = [finding for rule in RULES for finding in rule(record)]
-    return tuple(sorted(findings, key=lambda finding: STRENGTHS.index(finding.strength)))
+    findings += states.outside_healthy(record, findings)
+
+    def order(finding: Finding) -> tuple[int, bool]:
+        is_first = finding.name == "non-finite" and not record.is_audited
+        return STRENGTHS.index(finding.strength), not is_first
+
+    return tuple(sorted(findings, key=order))
