@@ -257,6 +257,7 @@ def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) 
             numbers.factor / averaged if numbers.dots["gamma_gamma"] > 0 else math.nan
         ),
         features=seen.features,
+        module=seen.module,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),
         row_cosine_quantiles=found.quantiles.get("row_cosine", ()),
