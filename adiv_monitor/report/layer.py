@@ -33,6 +33,8 @@ class LayerReading:
             others are exact.
         scale_quantiles: the row scale at `QUANTILE_LEVELS`.
         row_cosine_quantiles: the row cosine at `QUANTILE_LEVELS`.
+        module: class name of the module that holds the layer's weight, e.g. "Linear"; "" where that
+            is not known.
 
     All other attributes are the measures of `measures.py`, under their names there.
     """
@@ -76,6 +78,7 @@ class LayerReading:
     standard_error: Mapping[str, float] = field(default_factory=dict)
     scale_quantiles: tuple[float, ...] = field(default=(), repr=False)
     row_cosine_quantiles: tuple[float, ...] = field(default=(), repr=False)
+    module: str = ""
 
     def measures(self) -> dict[str, float]:
         """The measures that were taken, by name; NaN where there is no direction."""
@@ -85,6 +88,7 @@ class LayerReading:
     def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
         """Everything, without the measures that were not taken; the quantiles only if asked."""
         record = {name: getattr(self, name) for name in _RECORD}
+        record |= {"module": self.module} if self.module else {}
         record |= {} if self.features is None else {"features": self.features}
         record |= {"non_finite": list(self.non_finite)} if self.non_finite else {}
         record |= {**self.measures(), "standard_error": dict(self.standard_error)}
@@ -98,7 +102,7 @@ class LayerReading:
 
 _RECORD = ("kind", "rows_seen", "rows_total", "rows_without_gradient", "gradient_factor")
 _QUANTILES = ("scale_quantiles", "row_cosine_quantiles")
-_ABOUT_MEASURES = ("features", "non_finite", "standard_error", *_QUANTILES)
+_ABOUT_MEASURES = ("features", "non_finite", "module", "standard_error", *_QUANTILES)
 # Every measure, in the order of tables and dashboards.
 MEASURES: tuple[str, ...] = tuple(
     f.name for f in fields(LayerReading) if f.name not in _RECORD + _ABOUT_MEASURES

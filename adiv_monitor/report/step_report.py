@@ -81,6 +81,11 @@ class StepReport:
         alignment: readings of the probe right after this step, by layer; empty unless asked for.
         alarms: where a rule of the user's holds (`Monitor(alarms=…)`).
         turn: whose turn it is; None where all layers are measured.
+        losses: optimizer step → loss of that step's batch before the step, of the steps since the
+            last report up to this one, as far as it is known (`Monitor.log_loss`,
+            `Monitor(loss=…)`); empty where nobody said it.
+        learning_rates: `lr` of each of the optimizer's parameter groups, as the step used it; empty
+            without an optimizer, or where a group has none.
     """
 
     step: int
@@ -96,6 +101,13 @@ class StepReport:
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
     alarms: tuple[Alarm, ...] = ()
     turn: Turn | None = None
+    losses: Mapping[int, float] = field(default_factory=dict, repr=False)
+    learning_rates: tuple[float, ...] = ()
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of this step's batch before the step; None if it is not known."""
+        return self.losses.get(self.step)
 
     @property
     def ends_round(self) -> bool:
@@ -148,6 +160,9 @@ class StepReport:
             "alignment": {path: reading.to_dict() for path, reading in self.alignment.items()},
             "alarms": [asdict(alarm) for alarm in self.alarms],
             "turn": None if self.turn is None else asdict(self.turn),
+            "loss": self.loss,
+            "losses": dict(self.losses),
+            "learning_rates": list(self.learning_rates),
         }
 
     @staticmethod

@@ -80,4 +80,6 @@ def report_of(number: int, part: Part, watch: Watch, failures: Failures) -> Step
         attention=outcome.attention,
         alignment=part.alignment,
         turn=None if part.turn is None else replace(part.turn, elements=part.elements),
+        losses=part.losses,
+        learning_rates=part.learning_rates,
     )

@@ -250,6 +250,7 @@ def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) 
         ),
         features=seen.features,
         non_finite=finite.non_finite(numbers),
+        module=seen.module,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),
         row_cosine_quantiles=found.quantiles.get("row_cosine", ()),
