@@ -131,7 +131,7 @@ def first_order_error(b_b: Sum, r_r: Sum, sample: Sample) -> Estimate:
 
 
 def row_cosines(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerRow:
-    """cos(d_r, g_r) of every row, in [−1, 1]; NaN where g_r or d_r is zero, or its square overflows."""
+    """cos(d_r, g_r) of every row, in [−1, 1]; NaN where g_r or d_r is zero or overflows."""
     return _of_squares(d_G, d_d, G_G)
 
 

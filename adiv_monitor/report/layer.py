@@ -27,8 +27,8 @@ class LayerReading:
             What DDP and FSDP average over processes is part of the backward pass.
         features: how many numbers of a row the weight multiplies, the fan-in; None where a row is
             no such vector (a look-up, a module as a whole).
-        non_finite: what of the layer was not finite, NaN, infinite or too large for its square: some
-            of "inputs", "outputs", "gradient" and "update"; empty: nothing that was looked at.
+        non_finite: what of the layer is NaN, infinite, or too large for its square: some of
+            "inputs", "outputs", "gradient" and "update"; empty: nothing that was looked at.
         standard_error: measure → standard error, for those measures that rest on sampled rows; the
             others are exact.
         scale_quantiles: the row scale at `QUANTILE_LEVELS`.

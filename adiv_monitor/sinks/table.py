@@ -59,11 +59,11 @@ class TableSink:
     Values that rest on sampled rows are printed to the digits that their standard errors leave:
     0.0431 ± 0.012 reads 0.04. "≈0" is a value that lies closer to zero than its error, which has no
     sign; "?" one whose error is not known; "–" stands for "no direction", "NaN" for what is not
-    finite, a blank for a measure that was not taken. `*` (in colour where the terminal has any) marks the worst value of
-    a measure, where the errors tell which that is (see `StepReport.summary`). A terminal that is
-    too narrow gets the measures in several tables. The report's alarms and notes follow
-    below, and, when they are news, what marks mean and the layers and parameters that were not
-    measured.
+    finite, a blank for a measure that was not taken. `*` (in colour where the terminal has any)
+    marks the worst value of a measure, where the errors tell which that is (see
+    `StepReport.summary`). A terminal that is too narrow gets the measures in several tables. The
+    report's alarms and notes follow below, and, when they are news, what marks mean and the layers
+    and parameters that were not measured.
 
     Args:
         measures: the columns, by name.
@@ -207,7 +207,7 @@ def _cell(reading: Reading, measure: str, starred: bool) -> str:
     value = getattr(reading, measure)
     if value is None:
         return ""
-    if math.isnan(value) and getattr(reading, "non_finite", ()):
+    if math.isnan(value) and isinstance(reading, LayerReading) and reading.non_finite:
         return "NaN "
     shown = number(value, reading.standard_error.get(measure, 0.0))
     point, decimals = shown.partition(".")[1:]

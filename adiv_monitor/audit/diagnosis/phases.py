@@ -37,7 +37,7 @@ def still_rises(reports: Sequence[StepReport]) -> bool:
 
 
 def decayed_since(reports: Sequence[StepReport]) -> int | None:
-    """The first measured step from which on the learning rate is below half its peak; None: none."""
+    """The measured step from which on the learning rate is below half its peak; None: it is not."""
     rates = [learning_rate(report) or 0.0 for report in reports]
     largest = max(rates, default=0.0)
     low = [rate < PEAK * largest for rate in rates]

@@ -9,7 +9,7 @@ from adiv_monitor.audit.diagnosis.phases import at_peak, decayed_since, learning
 from adiv_monitor.audit.diagnosis.readings import Typical
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import Record
-from adiv_monitor.sinks.health import GRADIENT, HEALTH, Health, value_of
+from adiv_monitor.sinks.health import GRADIENT, HEALTH, value_of
 from adiv_monitor.sinks.wording import listed
 
 # The findings that speak of a measure: what they name is not said a second time.
@@ -20,6 +20,8 @@ _SPEAK_OF: Mapping[str, tuple[str, ...]] = {
     "scale_cv": ("row-spread",),
     "projection_cosine": ("projection-fights",),
 }
+# Padding has no gradient, and corrected layers are a choice: others are good to know.
+_TELL_FAULTS = ("update_ratio", GRADIENT, "projection_cosine")
 _WORDS: Mapping[tuple[str, bool], str] = {  # of a measure that is too large, or too small
     ("update_ratio", True): "the activations of {} move by more than {} of their length in a step",
     (GRADIENT, False): "the gradient that reaches {} is less than {} of the last layer's",
@@ -128,7 +130,7 @@ def _outside_healthy(
         paths = sorted(layers, key=lambda path: layers[path].value, reverse=is_high)
         said.append(_WORDS[measure, is_high].format(_where(paths, record), f"{limit:g}"))
         evidence += [Evidence(measure, layers[p].value, limit, p) for p in paths[:3]]
-    ill = any(measure != "idle_share" for measure, _ in outside)
+    ill = any(measure in _TELL_FAULTS for measure, _ in outside)
     return Finding(
         "outside-healthy",
         tuple(dict.fromkeys(path for layers in outside.values() for path in layers)),

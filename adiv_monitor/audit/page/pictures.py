@@ -162,9 +162,7 @@ def two_losses(losses: Sequence[Sequence[float]]) -> "Markup":
         return _svg(figure, "losses", f"Loss by step. {'; '.join(words)}.")
 
 
-def _draw_losses(
-    axes: "Axes", steps: Sequence[int], losses: Sequence[float], colour: str
-) -> None:
+def _draw_losses(axes: "Axes", steps: Sequence[int], losses: Sequence[float], colour: str) -> None:
     finite = [(s, loss) for s, loss in zip(steps, losses, strict=True) if _is_drawn(loss)]
     if finite:
         axes.plot(*zip(*finite, strict=True), color=_COLOURS[colour], linewidth=1.8)

@@ -16,9 +16,10 @@ from adiv_monitor.audit.page.report_page import (
     notes_of,
     strengths_of,
 )
-from adiv_monitor.audit.page.verdict import loss_words, looked_for, running_headline, untold
+from adiv_monitor.audit.page.verdict import looked_for, loss_words, running_headline, untold
 from adiv_monitor.audit.record import Record
 from adiv_monitor.sinks.wording import not_measured
+
 
 def running_page(
     record: Record, findings: Sequence[Finding], count: int, alarms: Sequence[object] = ()
