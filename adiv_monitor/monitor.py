@@ -452,7 +452,9 @@ class Monitor:
         step, where = self._running.first_non_finite or (None, None)
         if step is not None:
             self._failures.warn(
-                "not finite", f"adiv_monitor: step {step}: {where}: not finite (NaN or infinite)"
+                "not finite",
+                f"adiv_monitor: step {step}: not finite (NaN, infinite or too large to square): "
+                f"{where}",
             )
 
     def _select(self) -> Selection:

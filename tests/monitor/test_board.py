@@ -16,6 +16,7 @@ from example_reports import LAYERS, reading, report
 from torch import nn
 
 from adiv_monitor.audit.diagnosis import diagnose
+from adiv_monitor.audit.page.verdict import NOTHING
 from adiv_monitor.audit.record import Record
 from adiv_monitor.report import Alarm, LayerReading, StepReport
 from adiv_monitor.sinks import TensorBoardSink
@@ -179,7 +180,8 @@ def test_a_first_step_that_throws_activations_away_is_seen_without_the_loss() ->
 
 def test_the_text_says_what_where_and_what_to_do() -> None:
     record = vanishing()
-    text = findings_text(running(*record.reports).findings())
+    found = running(*record.reports)
+    text = findings_text(found.findings(), found.record())
     assert "**Vanishing gradients** (watch, `vanishing`, since step 0)" in text
     assert "1. layer normalisation in front of all layers" in text
     assert "`adiv-audit`" in text
@@ -189,9 +191,8 @@ def test_a_healthy_run_has_nothing_to_mend() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 3))
     record = seen(model, optimizer=sgd(), loss=cross_entropy)
-    assert findings_text(running(*record.reports).findings()).startswith(
-        "### The steps show nothing ill\n"
-    )
+    found = running(*record.reports)
+    assert findings_text(found.findings(), found.record()).startswith(f"### {NOTHING}\n")
 
 
 # Pictures

@@ -10,11 +10,12 @@ from example_reports import LAYERS, attention, reading, report
 from adiv_monitor.sinks import HtmlSink
 from adiv_monitor.sinks import html as html_module
 from adiv_monitor.sinks.lent import lent
+from adiv_monitor.sinks.running import Running
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
-from adiv_monitor.audit.page.running_page import LOOKED_FOR
 from adiv_monitor.audit.page.titles import FINDING_TITLES
+from adiv_monitor.audit.page.verdict import looked_for
 
 
 @pytest.fixture
@@ -200,4 +201,8 @@ def test_a_missing_package_is_named(
 
 
 def test_what_is_looked_for_are_findings() -> None:
-    assert set(LOOKED_FOR) <= set(FINDING_TITLES)
+    running = Running()
+    running.add(report(losses=dict.fromkeys(range(20), 1.0)))
+    names = looked_for(running.record())
+    assert set(names) <= set(FINDING_TITLES)
+    assert {"non-finite", "loss-stuck", "stands-still"} <= set(names)
