@@ -257,12 +257,13 @@ def test_what_comes_after_the_step_counts_for_the_next() -> None:
 # What is kept
 
 
-def test_the_last_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_last_values_are_kept(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_log, "_CHUNK", 4)
     monkeypatch.setattr(loss_log, "_MOST", 20)
     log = LossLog()
     for step in range(50):
-        log.say(step, float(step))
+        log._said.add(step, torch.tensor(float(step)) if on_device else float(step))
     found = log.take(100)
     assert list(found) == list(range(50 - len(found), 50))
     assert 16 <= len(found) <= 20
@@ -310,7 +311,7 @@ def test_a_loss_is_kept_as_it_was() -> None:
         (True, TypeError, "got bool"),
         ({"loss": 1.0}, TypeError, "got dict"),
         (torch.tensor(1j), TypeError, "got complex numbers"),
-        (torch.ones(0), ValueError, "without elements"),
+        (torch.ones(0), ValueError, "a tensor without elements"),
     ],
 )
 def test_what_is_no_number_is_refused(value: Any, error: type[Exception], message: str) -> None:
