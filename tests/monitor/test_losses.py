@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import loss_log
 from adiv_monitor.step.loss_log import LossLog
 
@@ -380,7 +381,7 @@ def test_copies_of_the_model_have_no_hook() -> None:
             twin = copy.deepcopy(model)
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
             twin(batch(step))["loss"].backward()
-    assert monitor._losses.take(10).keys() == {1}
+        assert monitor._losses.take(10).keys() == {1}
 
 
 def test_steps_without_an_optimizer_have_one() -> None:
@@ -487,3 +488,24 @@ def test_an_optimizer_may_have_none(options: dict[str, Any]) -> None:
         one_step(monitor, optimizer, [model(batch(0))["loss"]])
     assert monitor.latest is not None
     assert monitor.latest.learning_rates == ()
+
+
+def test_sinks_get_the_losses_after_the_last_report() -> None:
+    class Losses(MemorySink):
+        later: dict[int, float]
+
+        def add_losses(self, losses: Mapping[int, float]) -> None:
+            self.later = dict(losses)
+
+    model, sink = WithLoss(), Losses()
+    optimizer = optimizer_of(model)
+    with Monitor(model, optimizer, every_n_steps=5, sinks=[sink]) as monitor:
+        for step in range(8):
+            loss = model(batch(step))["loss"]
+            monitor.log_loss(float(step))
+            one_step(monitor, optimizer, [loss])
+    assert [report.losses for report in sink.reports] == [
+        {0: 0.0},
+        {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0},
+    ]
+    assert sink.later == {6: 6.0, 7: 7.0}
