@@ -17,7 +17,7 @@ from adiv_monitor.report import (
     StepReport,
 )
 from adiv_monitor.sinks.scalars import known_measures, taken
-from adiv_monitor.sinks.wording import not_measured, number, percent, trained
+from adiv_monitor.sinks.wording import NOT_FINITE, not_measured, number, percent, trained
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +44,7 @@ _MARKS = {
     "≈0": "nearer to zero than its standard error",
     "?": "with an error that is not known",
     "–": "no direction (a vector of length zero has none)",
-    "NaN": "not finite: NaN, infinite or too large",
+    NOT_FINITE: "not finite: NaN, infinite or too large",
 }
 
 Reading = LayerReading | AttentionReading | AlignmentReading
@@ -208,7 +208,7 @@ def _cell(reading: Reading, measure: str, starred: bool) -> str:
     if value is None:
         return ""
     if math.isnan(value) and isinstance(reading, LayerReading) and reading.non_finite:
-        return "NaN "
+        return f"{NOT_FINITE} "
     shown = number(value, reading.standard_error.get(measure, 0.0))
     point, decimals = shown.partition(".")[1:]
     fixed = shown[-1].isdigit() and "e" not in shown

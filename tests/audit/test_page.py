@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 import adiv_monitor
-from adiv_monitor.audit.finding import Trial
+from adiv_monitor.audit.finding import Evidence, Finding, Trial
 from adiv_monitor.audit.page.chain import chain, mean_chain
 from adiv_monitor.audit.page.findings import checks
-from adiv_monitor.audit.page.heat import heat_map
+from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map, heat_measures
 from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH, Axis, bar, distribution
+from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.printable import printable
 from adiv_monitor.report import QUANTILE_LEVELS, AlignmentReading, LayerReading, StepReport
+from adiv_monitor.sinks.health import GRADIENT
+from adiv_monitor.sinks.running import Running
 from adiv_monitor.sinks.wording import number
 
 pytest.importorskip("jinja2", reason="makes the page")
@@ -129,30 +132,67 @@ def test_a_distribution_holds_all_rows_where_they_are() -> None:
     assert distribution((math.nan,) * 33, Axis(0.0, 1.0)) == ""
 
 
+def seen(*reports: StepReport) -> Record:
+    running = Running()
+    for report in reports:
+        running.add(report)
+    return running.record()
+
+
 def test_the_heat_map_says_what_tables_say() -> None:
     errors = {"update_cosine": 0.012}
-    reports = [
-        StepReport(
-            0, {"a": replace(reading(update_cosine=0.0431), standard_error=errors)}, {}, 1.0
+    broken = replace(reading(update_cosine=math.nan), non_finite=("outputs",))
+    heat = heat_map(
+        seen(
+            StepReport(
+                0, {"a": replace(reading(update_cosine=0.0431), standard_error=errors)}, {}, 1.0
+            ),
+            StepReport(5, {"a": reading(update_cosine=math.nan), "b": broken}, {}, 1.0),
         ),
-        StepReport(5, {"a": reading(update_cosine=math.nan), "b": reading()}, {}, 1.0),
-    ]
-    heat = heat_map(reports, ["update_cosine"])
+        ["update_cosine"],
+    )
     assert heat is not None
     (measure,) = heat["measures"]
-    assert measure["texts"] == [number(0.0431, 0.012), "–", ""] == ["0.04", "–", ""]
-    assert [level == -1 for level in measure["levels"]] == [False, True, True]
-    assert measure["cells"] == "AAABAAIAAgA="  # 0, 1, 2, 2
+    assert measure["texts"] == [number(0.0431, 0.012), "–", "", "NaN"] == ["0.04", "–", "", "NaN"]
+    assert measure["levels"] == [3, -1, -1, -2], "of 0 to 63; none; none; not finite"
+    assert measure["cells"] == "AAABAAIAAwA="  # 0, 1, 2, 3
 
 
 def test_the_bad_end_is_the_dark_one() -> None:
     layers = {
         name: reading(update_cosine=value, harmed_fraction=value)
-        for name, value in (("low", 0.1), ("high", 0.9))
+        for name, value in (("low", 0.0), ("high", 1.0))
     }
-    heat = heat_map([StepReport(0, layers, {}, 1.0)], ["update_cosine", "harmed_fraction"])
+    heat = heat_map(seen(StepReport(0, layers, {}, 1.0)), ["update_cosine", "harmed_fraction"])
     assert heat is not None
     assert [measure["levels"] for measure in heat["measures"]] == [[0, 63], [63, 0]]
+
+
+def test_a_value_has_the_same_colour_in_every_run() -> None:
+    """Whatever else was read there; what is healthy has that of health."""
+    for name in HEAT_MEASURES:
+        of_runs = []
+        for others in ((1e-5, 0.02), (0.3, 1e4)):
+            layers = {
+                f"{i}": reading(**{name: value} if name != GRADIENT else
+                                {"descent": value**2, "effective_lr": 1.0})
+                for i, value in enumerate((0.5, *others, 1.0))
+            }  # fmt: skip
+            heat = heat_map(seen(StepReport(0, layers, {}, 1.0)), [name])
+            assert heat is not None
+            of_runs.append(
+                dict(zip(*(heat["measures"][0][k] for k in ("texts", "levels")), strict=True))
+            )
+        assert of_runs[0]["0.500"] == of_runs[1]["0.500"], name
+        assert measure["low"] and measure["high"]
+
+
+def test_what_findings_rest_on_is_shown_first() -> None:
+    record = seen(StepReport(0, {"a": reading(update_ratio=0.1, scale_cv=3.0)}, {}, 1.0))
+    evidence = (Evidence("scale_cv", 3.0, 1.0, "a"),)
+    for strength, first in (("act", "scale_cv"), ("note", "update_ratio")):
+        found = Finding("row-spread", ("a",), strength, evidence, ())
+        assert heat_measures(record, [found])[0] == first
 
 
 def test_it_is_one_file_of_well_formed_elements_that_loads_nothing() -> None:

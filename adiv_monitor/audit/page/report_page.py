@@ -12,7 +12,7 @@ from adiv_monitor.audit.page.findings import (
     checks,
     trial_words,
 )
-from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map
+from adiv_monitor.audit.page.heat import heat_map, heat_measures
 from adiv_monitor.audit.page.layers import layer_table, worst
 from adiv_monitor.audit.page.pictures import cosine_picture, loss_picture
 from adiv_monitor.audit.page.render import render
@@ -39,7 +39,6 @@ def page(report: AuditReport) -> str:
     record = report.record
     last = last_told(record.reports)
     trials = all_trials(report.findings, record)
-    shown = [measure for measure in HEAT_MEASURES if is_taken(record.reports, measure)]
     layers = None if last is None else layer_table(last)
     return render(
         "report.html",
@@ -60,7 +59,7 @@ def page(report: AuditReport) -> str:
         loss_picture=loss_picture(record, trials) if record.losses else None,
         trials=trials,
         changes=_changes(record),
-        heat=heat_map(record.reports, shown),
+        heat=heat_map(record, heat_measures(record, report.findings)),
         layers=layers,
         anchors={} if last is None else {path: i for i, path in enumerate(last.layers)},
         attention=None if last is None else attention_table(last),

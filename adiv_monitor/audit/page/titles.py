@@ -128,7 +128,7 @@ SHORT_TITLES: Mapping[str, str] = MappingProxyType(
         "realised_cosine": "Realised cosine",
         "scale_cv": "Spread of scales",
         "common_share": "Mean feature",
-        "interference_ratio": "Inter\u00adference",
+        "interference_ratio": "Interference",
         "harmed_fraction": "Harmed rows",
         "effective_lr": "Effective rate",
         "update_ratio": "Move",
