@@ -308,7 +308,7 @@ class Monitor:
                 self._state = "closed"
                 call_all(
                     partial(self._failures.safely, self._course.end, patience),
-                    self._take_off,
+                    partial(self._failures.safely, self._take_off),
                     *(partial(self._failures.guard_sink, sink, sink.close) for sink in self._sinks),
                 )
         finally:  # again: closing may have been interrupted, now or when it was called before
