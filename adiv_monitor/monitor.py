@@ -294,7 +294,7 @@ class Monitor:
             self._optimizer.register_step_pre_hook(self._hooks[0])
             self._optimizer.register_step_post_hook(self._hooks[1])
         if self._loss_hook is not None:
-            self._loss_hook.put_on()
+            self._failures.safely(self._loss_hook.put_on)
         self._failures.safely(self._course.join, self._paths)
         self._failures.safely(self._begin)
         self._failures.safely(self._course.refer)
@@ -318,7 +318,7 @@ class Monitor:
                 self._state = "closed"
                 call_all(
                     partial(self._failures.safely, self._course.end, patience),
-                    self._take_off,
+                    partial(self._failures.safely, self._take_off),
                     partial(self._failures.safely, self._add_last_losses),
                     *(partial(self._failures.guard_sink, sink, sink.close) for sink in self._sinks),
                     *([] if quietly else [self._conclude]),
@@ -459,8 +459,8 @@ class Monitor:
     def _step_ends(self, optimizer: Optimizer) -> None:
         if is_within_own_step(optimizer):
             return
-        self._losses.step_ends()
         try:
+            self._losses.step_ends()
             self._course.step_ends(self.step)
         finally:
             self._count()
