@@ -29,12 +29,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def loaded() -> ModuleType:
-    """The demo as a module, with one seed instead of five."""
+    """The demo as a module, with two seeds instead of five."""
     spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.SEEDS = 1
+    module.SEEDS = 2
     return module
 
 
@@ -68,7 +68,7 @@ def accuracies(text: str) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """Of the wines, with one seed."""
+    """Of the wines."""
     return told(tmp_path_factory.mktemp("demo"))
 
 
@@ -214,10 +214,9 @@ def test_cifar10(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def assert_coherent(story: Story) -> None:
     """Whatever was found, the demo says that, and nothing else."""
     found = accuracies(story.text)
-    gain = max(found["standardised"]) - max(found["raw"])  # of one seed, which has no error
     none = "None of these learning rates does" in story.text
-    assert none == (gain > 0)
     assert none != ("here a learning rate does as well" in " ".join(story.text.split()))
+    assert not none or max(found["standardised"]) > max(found["raw"])
     first = story.report.findings[0].advice[0] if story.report.findings else None
     taken = first is not None and first.mend == "standardise-inputs" and first.trial is not None
     assert ("first advice, taken" in story.text) == (taken and first.trial.pays)
