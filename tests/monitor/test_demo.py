@@ -51,9 +51,9 @@ def told(folder: Path, *arguments: str) -> Story:
     """Run the demo in a folder: its logs go to runs/ there."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        contextlib.chdir(folder),
         contextlib.redirect_stdout(io.StringIO()) as out,
     ):
+        patch.chdir(folder)
         patch.setattr(sys, "argv", ["demo.py", *arguments])
         loaded().main()
     (runs,) = (folder / "runs").iterdir()
