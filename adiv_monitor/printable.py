@@ -21,6 +21,21 @@ def printable(text: str) -> str:
     )
 
 
+def quoted(path: str) -> str:
+    """A module's path as a name: 'net.5'; the root's, which is empty, in words."""
+    return f"'{path}'" if path else "the model itself"
+
+
+def layer_words(path: str, kind: str = "") -> str:
+    """A layer in a sentence, by type and path: ReLU '5', layer 'net.5', the model itself.
+
+    Args:
+        path: its path in the model.
+        kind: its class's name; "": not known.
+    """
+    return f"{kind or 'layer'} {quoted(path)}" if path else quoted(path)
+
+
 def code(name: str) -> str:
     """A name as code in Markdown, in a table too: nothing in it ends that."""
     return "`" + printable(name).replace("`", r"\x60").replace("|", r"\x7c") + "`"

@@ -210,7 +210,14 @@ def show_findings(report: AuditReport) -> None:
     for finding in report.findings:
         print(fill(f"{finding.strength}: {finding.summary}", 100, subsequent_indent="  "))
         for advice in finding.advice if finding.strength == "act" else ():
-            print(fill(f"→ {advice}", 100, initial_indent="  ", subsequent_indent="    "))
+            print(
+                fill(
+                    f"{advice.outcome.mark} {advice}",
+                    100,
+                    initial_indent="  ",
+                    subsequent_indent="    ",
+                )
+            )
 
 
 def side_by_side(runs: dict[str, StepReport]) -> StepReport:

@@ -185,6 +185,7 @@ class Record:
         interrupted: whether the keyboard ended the run early.
         repeats: whether a copy that begins anew has the same first loss. If not, the loss keeps
             something from call to call: runs can't be compared, and nothing is tried.
+        hurried: there was no time to try other learning rates, or to overfit one batch.
     """
 
     facts: Facts
@@ -207,3 +208,4 @@ class Record:
     repeats: bool = True
     activated_output: ActivatedOutput | None = None
     descent_share: float | None = None
+    hurried: bool = False

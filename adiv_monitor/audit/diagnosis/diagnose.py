@@ -13,7 +13,7 @@ from adiv_monitor.audit.diagnosis import (
     units,
     wiring,
 )
-from adiv_monitor.audit.finding import STRENGTHS, Finding
+from adiv_monitor.audit.finding import STRENGTHS, Finding, unrefuted
 from adiv_monitor.audit.record import Record
 
 Rule = Callable[[Record], Iterable[Finding]]
@@ -54,6 +54,10 @@ RULES: tuple[Rule, ...] = (
 
 
 def diagnose(record: Record) -> tuple[Finding, ...]:
-    """What is wrong: strongest first, and within a strength causes before symptoms."""
-    findings = [finding for rule in RULES for finding in rule(record)]
+    """What is wrong: strongest first, and within a strength causes before symptoms.
+
+    A learning rate that was tried and pays overrules what a rule says would not help.
+    """
+    rates = record.rates.values()
+    findings = [unrefuted(finding, rates) for rule in RULES for finding in rule(record)]
     return tuple(sorted(findings, key=lambda finding: STRENGTHS.index(finding.strength)))
