@@ -42,6 +42,7 @@ def check_arguments(
     layers_per_step: int | None,
     max_rows: int | None,
     realised: object,
+    loss: object,
     alignment: object,
     sinks: Sequence[object],
     keep: int,
@@ -61,12 +62,26 @@ def check_arguments(
         if not isinstance(value, bool):
             raise TypeError(f"Monitor({name}=…): got {value!r}, expected True or False")
     _check_realised(realised, optimizer)
+    _check_loss(loss)
     _check_alignment(alignment)
     _check_turns(layers_per_step, realised, alignment)
     _check_layers(layers)
     if on_error not in ("warn", "raise"):
         raise ValueError(f"Monitor(on_error=…): got {on_error!r}, expected 'warn' or 'raise'")
     _check_sinks(sinks)
+
+
+def check_step(step: object) -> int:
+    """The number of a step that `Monitor.log_loss` is given.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(step, int) and not isinstance(step, bool) and step >= 0:
+        return step
+    raise ValueError(
+        f"Monitor.log_loss(step=…): got {step!r}, expected an integer of at least 0, or None"
+    )
 
 
 def _check_model(model: object) -> None:
@@ -117,12 +132,25 @@ def _check_numbers(
         )
 
 
-def _check_realised(realised: object, optimizer: object) -> None:
-    if isinstance(realised, type):
+def _check_loss(loss: object) -> None:
+    _check_is_instance("loss", loss)
+    if loss is not None and not callable(loss):
         raise TypeError(
-            f"Monitor(realised=…): got the class {realised.__name__}, expected an instance: "
-            f"{realised.__name__}()"
+            f"Monitor(loss=…): got {type(loss).__name__}, expected the module that computes the "
+            "loss, a function (what the model gave) → loss, or None"
         )
+
+
+def _check_is_instance(name: str, loss: object) -> None:
+    if isinstance(loss, type):
+        raise TypeError(
+            f"Monitor({name}=…): got the class {loss.__name__}, expected an instance: "
+            f"{loss.__name__}()"
+        )
+
+
+def _check_realised(realised: object, optimizer: object) -> None:
+    _check_is_instance("realised", realised)
     if not isinstance(realised, bool) and not callable(realised):
         raise TypeError(
             f"Monitor(realised=…): got {type(realised).__name__}, expected True, False, the module "

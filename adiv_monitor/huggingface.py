@@ -7,6 +7,9 @@ from functools import update_wrapper
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
+from torch import Tensor
+
 from adiv_monitor.alarms import Condition
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.capture.again.losses import LossOf
@@ -48,6 +51,11 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
     Trainer reports to get the layers too. A report is there once the next batch or an evaluation
     has run, because what happens to the weights until then belongs to it. In the history it stands
     at the number of steps taken till then: one more than the report's `step`.
+
+    The loss of every step is in `StepReport.losses`: what the Trainer's own `training_step` gave,
+    added up over the micro-batches as the Trainer does. What it logs as "loss" is a mean over
+    `logging_steps` steps in which, by default (`logging_nan_inf_filter`), a loss that is not finite
+    is replaced.
 
     With `TrainingArguments(metric_for_best_model="adiv.summary/…")` each evaluation has the latest
     value of it, for early stopping and the best checkpoint; NaN where it has no direction.
@@ -121,6 +129,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         self._sinks = lent(sinks, "DivergenceTrainerCallback")
         self._lost: list[str] = []  # arguments that the checkpoint could not hold
         self._trainer: Trainer | None = None  # while it trains
+        self._losses: list[Tensor] = []  # of the step's micro-batches so far
         self.monitor: Monitor | None = None
 
     # --- events of the Trainer -------------------------------------------------------------------
@@ -151,7 +160,24 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         _states(state).setdefault(type(self).__name__, self.state())
         self.monitor.attach()
         self._trainer = trainer
-        _listen(trainer, self.close)
+        self._losses.clear()
+        _listen(trainer, self.close, self._note_loss)
+
+    def _note_loss(self, loss: Any) -> None:
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach())
+
+    def on_pre_optimizer_step(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        **kwargs: Any,
+    ) -> None:
+        """Let the monitor know the loss of the step: the micro-batches' are parts of it."""
+        if self.monitor is not None and self._losses:
+            self.monitor.log_loss(torch.stack(self._losses).sum())
+        self._losses.clear()
 
     def on_evaluate(
         self,
@@ -195,7 +221,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
     def close(self) -> None:
         """Complete the report under way and take the monitor off the model. Can be repeated."""
         if self._trainer is not None:
-            _unlisten(self._trainer, self.close)
+            _unlisten(self._trainer, self.close, self._note_loss)
             self._trainer = None
         if self.monitor is not None:
             self.monitor.close()
@@ -303,44 +329,55 @@ def _calling_trainer() -> Trainer:
     )
 
 
-# --- failures, for which the Trainer has no event ------------------------------------------------
+# --- failures and losses, for which the Trainer has no event -------------------------------------
 
-_WORK = ("get_batch_samples", "training_step", "evaluate")
+_TRAINS = "training_step"
+_WORK = ("get_batch_samples", _TRAINS, "evaluate")
 
 
 class _Watched:
-    """A method of the Trainer's, while it trains: tells the listeners when it raises."""
+    """A method of the Trainer's, while it trains: tells when it raises, and what it has given."""
 
     def __init__(self, method: Callable[..., Any], is_own: bool) -> None:
         self.method = method
         self.is_own = is_own  # somebody has set it on this very Trainer
-        self.listeners: list[Callable[[], None]] = []
+        self.failed: list[Callable[[], None]] = []
+        self.gave: list[Callable[[Any], None]] = []
         update_wrapper(self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self.method(*args, **kwargs)
+            given = self.method(*args, **kwargs)
         except BaseException:
-            for failed in tuple(self.listeners):
+            for failed in tuple(self.failed):
                 failed()
             raise
+        for gave in self.gave:
+            gave(given)
+        return given
 
 
-def _listen(trainer: Trainer, failed: Callable[[], None]) -> None:
+def _listen(trainer: Trainer, failed: Callable[[], None], gave_loss: Callable[[Any], None]) -> None:
     for name in _WORK:
         method = getattr(trainer, name)
         if not isinstance(method, _Watched):
             method = _Watched(method, is_own=name in vars(trainer))
             setattr(trainer, name, method)
-        method.listeners.append(failed)
+        method.failed.append(failed)
+        if name == _TRAINS:
+            method.gave.append(gave_loss)
 
 
-def _unlisten(trainer: Trainer, failed: Callable[[], None]) -> None:
+def _unlisten(
+    trainer: Trainer, failed: Callable[[], None], gave_loss: Callable[[Any], None]
+) -> None:
     """Take back `_listen`; with the last listener the Trainer is as it was."""
     for name in _WORK:
         watched = getattr(trainer, name)
-        watched.listeners.remove(failed)
-        if watched.listeners:
+        watched.failed.remove(failed)
+        if name == _TRAINS:
+            watched.gave.remove(gave_loss)
+        if watched.failed:
             continue
         if watched.is_own:
             setattr(trainer, name, watched.method)

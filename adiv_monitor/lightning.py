@@ -5,7 +5,7 @@ installed: the two packages hold equal but different classes.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -52,6 +52,11 @@ class DivergenceCallback(Callback):
     until then belongs to it; the first of a fit at the latest when an epoch ends. Until then, and
     for a measure that has no direction yet, the value is None: a checkpoint saves nothing for it,
     and early stopping takes it for missing, which it allows with `strict=False`.
+
+    The loss that `training_step` returns is in `StepReport.losses`, without the division by
+    `accumulate_grad_batches` that Lightning does. It is not where an optimizer evaluates its
+    closure several times (LBFGS), which leaves the last of its losses, nor where manual
+    optimization takes several steps in a batch, since it does not say to which one it belongs.
 
     With several optimizers each has its own monitor and its own count of steps; their summaries
     are told apart as `adiv.summary.optimizer_0/…`, `adiv.summary.optimizer_1/…`.
@@ -131,6 +136,8 @@ class DivergenceCallback(Callback):
         self._prog_bar = prog_bar
         self._restored: dict[str, Any] = {}
         self._published: dict[str, StepReport] = {}
+        self._begun: dict[str, int] = {}  # steps taken when the batch began
+        self._backwards = 0  # in the batch
         self.monitors: dict[str, Monitor] = {}
 
     @property
@@ -178,10 +185,24 @@ class DivergenceCallback(Callback):
             monitor.attach()
         self._announce(trainer)
 
-    def on_train_batch_end(
+    def on_train_batch_start(
         self, trainer: "Trainer", pl_module: "LightningModule", *args: Any
     ) -> None:
+        """The batch is part of the step that comes now."""
+        self._begun = {name: monitor.step for name, monitor in self.monitors.items()}
+        self._backwards = 0
+
+    def on_before_backward(
+        self, trainer: "Trainer", pl_module: "LightningModule", loss: torch.Tensor
+    ) -> None:
+        """Count how often the batch is evaluated."""
+        self._backwards += 1
+
+    def on_train_batch_end(
+        self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, *args: Any
+    ) -> None:
         """Offer what this batch completed to early stopping, checkpoints and the progress bar."""
+        self._log_loss(trainer, pl_module, outputs)
         self._publish(trainer)
 
     def on_validation_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
@@ -209,6 +230,24 @@ class DivergenceCallback(Callback):
     def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         """Leave nothing on the model, however the fit ended."""
         self._close()
+
+    def _log_loss(self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any) -> None:
+        """Let the monitor know the batch's loss, if it is clear to which step it belongs."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not isinstance(loss, torch.Tensor) or not loss.numel():
+            return
+        if pl_module.automatic_optimization:
+            if self._backwards != 1:
+                return
+            loss = loss * trainer.accumulate_grad_batches
+        steps = {name: monitor.step - self._begun[name] for name, monitor in self.monitors.items()}
+        if len(trainer.optimizers) > 1:  # an optimizer without a monitor may have stepped, too
+            steps = {name: count for name, count in steps.items() if count}
+            if len(self.monitors) < len(trainer.optimizers) or len(steps) != 1:
+                return
+        for name, count in steps.items():
+            if count <= 1:
+                self.monitors[name].log_loss(loss, self._begun[name])
 
     def _interval(self, trainer: "Trainer") -> int:
         given = self._every_n_steps

@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adiv_monitor.alarms import Alarms, Condition
@@ -20,18 +20,23 @@ from adiv_monitor.arguments import (
     DEFAULT_MAX_ROWS,
     check_arguments,
     check_choice,
+    check_step,
     held_parameters,
 )
 from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.again.surroundings import version
 from adiv_monitor.capture.guard import ThreadState, call_all
 from adiv_monitor.capture.hook import Hook, take_off
+from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.selection import LayerChoice, Selection, select
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import StepReport, Turn
+from adiv_monitor.sinks.conclusion import conclude
+from adiv_monitor.sinks.running import Running
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.course import Asked, Course
 from adiv_monitor.step.failures import Failures
+from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.schedule import make_schedule
 from adiv_monitor.step.stepping import is_within_own_step, stepping
 from adiv_monitor.step.turns import Turns
@@ -49,9 +54,9 @@ def _check_all() -> None:
 class Monitor:
     """Measures, every so many steps, what the step did to each layer's activations.
 
-    Between measured steps there is nothing on the model, and a comparison before and after each
-    optimizer step. The monitored run is bit-identical to the unmonitored one. The first step is
-    always measured; steps are optimizer steps, counted from 0.
+    Between measured steps there is nothing on the model, unless `loss` is a module, and a
+    comparison before and after each optimizer step. The monitored run is bit-identical to the
+    unmonitored one. The first step is always measured; steps are optimizer steps, counted from 0.
 
     The report of a step is complete, and goes to the sinks, when the next forward pass begins
     (until then code may still change the weights), where compiled code calls the model when the
@@ -88,6 +93,14 @@ class Monitor:
             of the model gave → its loss, one number or one of each sample. Forward hooks run again
             too; random numbers, buffers and attributes of modules, gradients, modes and weights
             are as if nothing had run. It takes two forward passes and a copy of the parameters.
+        loss: where the loss of each step is seen, for `StepReport.losses`; for loops that say it
+            themselves there is `log_loss`, which goes before it. Like `realised`, the module that
+            computes it, in the model or outside: one hook on that alone stays on between measured
+            steps, and counts what it gives with gradients, so evaluate under `torch.no_grad()`;
+            in compiled code it sees measured steps only. Or a function of what a call of the model
+            gave, which must not draw random numbers: it is called in measured steps only. Of
+            several losses (of samples, of micro-batches) it is the mean. None: that of `realised`,
+            if that is one.
         alignment: after each measured step, run this batch through the model and read how weights,
             updates and activations are aligned (`StepReport.alignment`): a `Probe`. They are
             compared with the weights at `attach`, or those of the run that is resumed.
@@ -129,6 +142,7 @@ class Monitor:
         attainable: bool = False,
         attention: bool = False,
         realised: bool | LossOf = False,
+        loss: LossOf | None = None,
         alignment: Probe | None = None,
         alarms: Sequence[str | Condition] = (),
         sinks: Sequence[Sink] = (),
@@ -139,7 +153,7 @@ class Monitor:
         optimizer = stepping(optimizer)
         check_arguments(
             *(model, optimizer, every_n_steps, max_overhead, layers, layers_per_step, max_rows),
-            *(realised, alignment, sinks, keep, on_error),
+            *(realised, loss, alignment, sinks, keep, on_error),
             attainable=attainable,
             attention=attention,
             seed=seed,
@@ -154,6 +168,12 @@ class Monitor:
         self._generator = np.random.default_rng(seed)
         self._failures = Failures(on_error)
         self._schedule = make_schedule(every_n_steps, max_overhead)
+        self._losses = LossLog()
+        if loss is None and not isinstance(realised, bool):
+            loss = realised
+        fail = partial(self._failures.tell, "the loss")
+        seen = None if loss is None else LossHook(loss, model, self._see_loss, fail)
+        self._loss_hook = seen if seen is not None and seen.stays else None
         self._course = Course(
             model,
             optimizer,
@@ -163,11 +183,14 @@ class Monitor:
             self._schedule,
             self._failures,
             self._emit,
+            self._losses,
+            None if self._loss_hook is seen else seen,
         )
         self._state: Literal["new", "attached", "closed"] = "new"
         self._hooks: list[Hook] = []  # on the optimizer
         self.step = 0
         self._reports: deque[StepReport] = deque(maxlen=keep)
+        self._running = Running()
         selection = self._select()
         check_choice(selection, model, layers)
         self._paths = " ".join(selection.paths)
@@ -270,16 +293,25 @@ class Monitor:
             self._hooks = [Hook(body) for body in map(torch.compiler.disable, bodies)]
             self._optimizer.register_step_pre_hook(self._hooks[0])
             self._optimizer.register_step_post_hook(self._hooks[1])
+        if self._loss_hook is not None:
+            self._loss_hook.put_on()
         self._failures.safely(self._course.join, self._paths)
         self._failures.safely(self._begin)
         self._failures.safely(self._course.refer)
         self._failures.safely(self._course.arm)
 
-    def close(self) -> None:
-        """Finish the report under way, remove every hook and close the sinks. Can be repeated."""
-        self._close(patience=None)
+    def close(self, *, quietly: bool = False) -> None:
+        """Finish the report under way, remove every hook and close the sinks. Can be repeated.
 
-    def _close(self, patience: float | None) -> None:
+        The logger `adiv_monitor` says in one line what was found: as a warning, or, where there is
+        nothing to fix or to watch in what was measured, for information.
+
+        Args:
+            quietly: without that line, where the caller says what was found.
+        """
+        self._close(patience=None, quietly=quietly)
+
+    def _close(self, patience: float | None, *, quietly: bool = False) -> None:
         self._check_attached()
         try:
             if self._state != "closed":
@@ -288,14 +320,19 @@ class Monitor:
                     partial(self._failures.safely, self._course.end, patience),
                     self._take_off,
                     *(partial(self._failures.guard_sink, sink, sink.close) for sink in self._sinks),
+                    *([] if quietly else [self._conclude]),
                 )
         finally:  # again: closing may have been interrupted, now or when it was called before
             self._take_off()
 
+    def _conclude(self) -> None:
+        self._failures.safely(conclude, self._running, self._sinks)
+
     def _take_off(self) -> None:
         """Take every hook off, if it is on; if that is interrupted, it can be done again."""
         hooks = (partial(take_off, self._optimizer, hook) for hook in self._hooks)
-        call_all(self._course.release, *hooks)
+        seen = () if self._loss_hook is None else (self._loss_hook.remove,)
+        call_all(self._course.release, *seen, *hooks)
 
     def _guarded(self, action: Callable[..., Any], *args: Any) -> Any:
         """Run what the training calls; where that is left by an exception, no hook is left."""
@@ -305,6 +342,30 @@ class Monitor:
         except BaseException:
             self._course.release()
             raise
+
+    def log_loss(self, value: float | Tensor, step: int | None = None) -> None:
+        """Say what the loss of a step's batch is; call it before `optimizer.step()`.
+
+        Reports tell it of every step, not only of measured ones (`StepReport.losses`). No device is
+        waited for: a tensor on one is copied there, and read when the next report is made. Between
+        two reports the last 16,384 values are kept. Several values of one step, those of
+        micro-batches, count as their mean; of those that a closure logs while the optimizer's step
+        evaluates it, only the first, of the weights before the step. After `close` and in compiled
+        code nothing is kept.
+
+        Args:
+            value: a number, or a tensor of one; of a tensor of several it is their mean.
+            step: the number of the optimizer step; None: the coming one, or the one under way.
+
+        Raises:
+            TypeError, ValueError: the value is no number, or the step none.
+        """
+        if torch.compiler.is_compiling() or self._state == "closed":
+            return
+        self._losses.say(check_step(self.step if step is None else step), value)
+
+    def _see_loss(self, value: Tensor) -> None:
+        self._losses.see(self.step, value)
 
     def end_step(self) -> None:
         """Without an optimizer: the gradients are complete; call it once per step.
@@ -376,6 +437,7 @@ class Monitor:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if is_within_own_step(optimizer):
             return None
+        self._losses.step_begins()
         return self._course.step_begins(self.step, optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -385,6 +447,7 @@ class Monitor:
     def _step_ends(self, optimizer: Optimizer) -> None:
         if is_within_own_step(optimizer):
             return
+        self._losses.step_ends()
         try:
             self._course.step_ends(self.step)
         finally:
@@ -417,6 +480,9 @@ class Monitor:
                 f"adiv_monitor: the alarm {rule!r} has found nothing to compare up to step "
                 f"{report.step}: no layer with a reading has that name, or none that measure",
             )
+        if writes:
+            self._failures.safely(self._running.add, report)
+            self._warn_of_non_finite()
         for alarm in alarms if writes else ():
             self._failures.warn(
                 f"{alarm.rule} {alarm.layer}", f"adiv_monitor: step {report.step}: {alarm}"
@@ -429,6 +495,16 @@ class Monitor:
         if failures:
             report = replace(report, notes=(*report.notes, *failures))
         self._reports.append(report)
+
+    def _warn_of_non_finite(self) -> None:
+        """Once, and not only at the end."""
+        step, where = self._running.first_non_finite or (None, None)
+        if step is not None:
+            self._failures.warn(
+                "not finite",
+                f"adiv_monitor: step {step}: not finite (NaN, infinite or too large to square): "
+                f"{where}",
+            )
 
     def _select(self) -> Selection:
         held = held_parameters(self._model, self._optimizer)  # groups may be added while training

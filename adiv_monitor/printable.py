@@ -23,15 +23,14 @@ def printable(text: str) -> str:
 
 def quoted(path: str) -> str:
     """A module's path as a name: 'net.5'; the root's, which is empty, in words."""
-    return f"'{path}'" if path else "the model itself"
+    return f"'{printable(path)}'" if path else "the model itself"
 
 
 def layer_words(path: str, kind: str = "") -> str:
-    """A layer in a sentence, by type and path: ReLU '5', layer 'net.5', the model itself.
+    """A layer in a sentence, by type and path; without a path it is the whole model.
 
-    Args:
-        path: its path in the model.
-        kind: its class's name; "": not known.
+    >>> layer_words("net.5", "ReLU"), layer_words("net.5"), layer_words("")
+    ("ReLU 'net.5'", "layer 'net.5'", 'the model itself')
     """
     return f"{kind or 'layer'} {quoted(path)}" if path else quoted(path)
 

@@ -24,7 +24,10 @@ COMPUTED = {
         "verdict": "what it comes to, in one or two sentences.",
         "worst": "the strength of the strongest finding; null: there is none.",
     },
-    "StepReport": {"descent": "Σ of the layers' descents; null if there are none."},
+    "StepReport": {
+        "descent": "Σ of the layers' descents; null if there are none.",
+        "loss": "loss of this step's batch before the step; null if it is not known.",
+    },
 }
 TOP = f"""# report.json
 

@@ -1,6 +1,6 @@
 """What was seen of an audited run: plain data, from which everything else follows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,6 +186,8 @@ class Record:
         repeats: whether a copy that begins anew has the same first loss. If not, the loss keeps
             something from call to call: runs can't be compared, and nothing is tried.
         hurried: there was no time to try other learning rates, or to overfit one batch.
+        loss_steps: the steps that the losses are of, where some are missing; empty: 0, 1, 2, ….
+        non_finite_since: the step at which `first_non_finite` was seen; None: not known.
     """
 
     facts: Facts
@@ -209,3 +211,15 @@ class Record:
     activated_output: ActivatedOutput | None = None
     descent_share: float | None = None
     hurried: bool = False
+    loss_steps: tuple[int, ...] = ()
+    non_finite_since: int | None = None
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether an audit ran the training; else it is known by its reports alone."""
+        return bool(self.facts.model)
+
+    @property
+    def steps_of_losses(self) -> Sequence[int]:
+        """The step that each of the losses is of."""
+        return self.loss_steps or range(len(self.losses))

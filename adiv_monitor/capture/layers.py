@@ -153,7 +153,10 @@ class Layers:
         assert lead is not None
         parameter = lead.pieces[0].parameter
         place, order = self.names.place(id(parameter)), self.names.order[id(parameter)]
-        layer = Layer(path, place.module, use.kind, weight, bias, use.shaped, order, use.form)
+        module = self.names.owner(place)
+        if isinstance(weight, Together) and len(weight.pieces) > 1:
+            module = weight.through
+        layer = Layer(path, module, use.kind, weight, bias, use.shaped, order, use.form)
         self.found[path] = layer
         self._sharing = None
         self._led[id(parameter)].append(path)

@@ -12,6 +12,20 @@ from adiv_monitor.features.functions.attention import part_of
 from adiv_monitor.features.uses import Use
 
 _MOST_PARAMETERS = 4  # in the name of a layer
+# What torch puts before the name of a class that it makes of a module's own.
+_MADE = ("FSDP", "Parametrized", "Replicate", "DDP")
+
+
+def class_name(module: nn.Module) -> str:
+    """Name of a module's class, without what torch makes of it: "Linear" of an `FSDPLinear`."""
+    kind = type(module)
+    while own := next((b for b in kind.__bases__ if kind.__name__ in _made_of(b)), None):
+        kind = own
+    return kind.__name__
+
+
+def _made_of(kind: type) -> list[str]:
+    return [f"{prefix}{kind.__name__}" for prefix in _MADE]
 
 
 class Names:
@@ -41,6 +55,14 @@ class Names:
         places = self._selection.places[parameter]
         running = self._forwards.innermost
         return next((place for place in places if place.module is running), places[0])
+
+    def owner(self, place: Place) -> nn.Module:
+        """The module that held the parameter before torch moved it; see `Place.home`."""
+        path, _ = place.home
+        if path == place.path:
+            return place.module
+        modules = self._selection.modules
+        return next((m for m, its in modules.items() if its == path), place.module)
 
     def of(self, use: Use, lead: Source) -> Iterator[str]:
         """What a layer may be called: as its module, as its parameter, with who uses it.

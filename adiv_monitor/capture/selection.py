@@ -43,7 +43,7 @@ class Layer:
             that is not `weight` or `bias`, and with who uses it (`embed@head`) if another use has
             that name already. Of several parameters: of the module that holds them all; if only
             the model does, their names (`query+key`), or the model's class if they are many.
-        module: that module.
+        module: that module; of several parameters that are measured through a module, this one.
         kind: what reports call it.
         weight: what the weight is made of, if this optimizer trains any of it.
         bias: the same of the bias.

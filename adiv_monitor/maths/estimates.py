@@ -214,8 +214,10 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         doubted = np.zeros_like(numerator.spread)  # the same, as far as errors go
         own = np.zeros_like(rest)  # Σ_j p_j mean((δS_j/S_j)²)
         for factor, power in factors:
-            # A zero that is divided by has no direction, whatever the parameters say besides.
-            total = np.where((factor.total == 0) & (power < 0), np.nan, factor.total)
+            # A zero that is divided by has no direction, whatever the parameters say besides; a
+            # sum that overflowed is not known.
+            unknown = ((factor.total == 0) & (power < 0)) | np.isinf(factor.total)
+            total = np.where(unknown, np.nan, factor.total)
             rest = rest * total**power
             if not is_sampled or not factor.spread.any():
                 continue

@@ -131,11 +131,8 @@ def first_order_error(b_b: Sum, r_r: Sum, sample: Sample) -> Estimate:
 
 
 def row_cosines(d_G: PerRow, d_d: PerRow, G_G: PerRow) -> PerRow:
-    """cos(d_r, g_r) of every row, in [−1, 1]; NaN where g_r or d_r is zero."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        # Two divisions: the product of two small norms may underflow where neither norm does.
-        cosines: PerRow = d_G / np.sqrt(d_d) / np.sqrt(G_G)
-    return cosines
+    """cos(d_r, g_r) of every row, in [−1, 1]; NaN where g_r or d_r is zero or overflows."""
+    return _of_squares(d_G, d_d, G_G)
 
 
 def row_cosine_mean(cosines: PerRow, sample: Sample, rounding: PerLayer) -> Estimate:
@@ -333,9 +330,16 @@ def applied_cosine(a_gamma: PerLayer, a_a: PerLayer, gamma_gamma: PerLayer) -> P
 
 
 def _of_vectors(a_b: PerLayer, a_a: PerLayer, b_b: PerLayer) -> PerLayer:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cosines: PerLayer = np.clip(a_b / np.sqrt(a_a) / np.sqrt(b_b), -1, 1)
+    cosines: PerLayer = np.clip(_of_squares(a_b, a_a, b_b), -1, 1)
     return cosines
+
+
+def _of_squares(a_b: PerRow, a_a: PerRow, b_b: PerRow) -> PerRow:
+    """a·b / (‖a‖ ‖b‖); NaN where a square overflowed, which is not known then."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # Two divisions: the product of two small norms may underflow where neither norm does.
+        cosines: PerRow = a_b / np.sqrt(a_a) / np.sqrt(b_b)
+        return np.where(np.isinf(a_a) | np.isinf(b_b), np.nan, cosines)
 
 
 def _one(sample: Sample) -> Sum:

@@ -27,10 +27,14 @@ class LayerReading:
             What DDP and FSDP average over processes is part of the backward pass.
         features: how many numbers of a row the weight multiplies, the fan-in; None where a row is
             no such vector (a look-up, a module as a whole).
+        non_finite: what of the layer is NaN, infinite, or too large for its square: some of
+            "inputs", "outputs", "gradient" and "update"; empty: nothing that was looked at.
         standard_error: measure → standard error, for those measures that rest on sampled rows; the
             others are exact.
         scale_quantiles: the row scale at `QUANTILE_LEVELS`.
         row_cosine_quantiles: the row cosine at `QUANTILE_LEVELS`.
+        module: class name of the module that holds the layer's weight, e.g. "Linear"; "" where that
+            is not known.
 
     All other attributes are the measures of `measures.py`, under their names there.
     """
@@ -70,9 +74,11 @@ class LayerReading:
     projection_cosine: float | None = None
     applied_cosine: float | None = None
     features: int | None = None
+    non_finite: tuple[str, ...] = ()
     standard_error: Mapping[str, float] = field(default_factory=dict)
     scale_quantiles: tuple[float, ...] = field(default=(), repr=False)
     row_cosine_quantiles: tuple[float, ...] = field(default=(), repr=False)
+    module: str = ""
 
     def measures(self) -> dict[str, float]:
         """The measures that were taken, by name; NaN where there is no direction."""
@@ -82,7 +88,9 @@ class LayerReading:
     def to_dict(self, *, quantiles: bool = False) -> dict[str, Any]:
         """Everything, without the measures that were not taken; the quantiles only if asked."""
         record = {name: getattr(self, name) for name in _RECORD}
+        record |= {"module": self.module} if self.module else {}
         record |= {} if self.features is None else {"features": self.features}
+        record |= {"non_finite": list(self.non_finite)} if self.non_finite else {}
         record |= {**self.measures(), "standard_error": dict(self.standard_error)}
         return record | {n: list(getattr(self, n)) for n in _QUANTILES} if quantiles else record
 
@@ -94,7 +102,7 @@ class LayerReading:
 
 _RECORD = ("kind", "rows_seen", "rows_total", "rows_without_gradient", "gradient_factor")
 _QUANTILES = ("scale_quantiles", "row_cosine_quantiles")
-_ABOUT_MEASURES = ("features", "standard_error", *_QUANTILES)
+_ABOUT_MEASURES = ("features", "non_finite", "module", "standard_error", *_QUANTILES)
 # Every measure, in the order of tables and dashboards.
 MEASURES: tuple[str, ...] = tuple(
     f.name for f in fields(LayerReading) if f.name not in _RECORD + _ABOUT_MEASURES

@@ -1,7 +1,7 @@
 """All that is said of one step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -81,6 +81,11 @@ class StepReport:
         alignment: readings of the probe right after this step, by layer; empty unless asked for.
         alarms: where a rule of the user's holds (`Monitor(alarms=…)`).
         turn: whose turn it is; None where all layers are measured.
+        losses: optimizer step → loss of that step's batch before the step, of the steps since the
+            last report up to this one, as far as it is known (`Monitor.log_loss`,
+            `Monitor(loss=…)`); empty where nobody said it.
+        learning_rates: `lr` of each of the optimizer's parameter groups, as the step used it; empty
+            without an optimizer, or where a group has none.
     """
 
     step: int
@@ -96,11 +101,35 @@ class StepReport:
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
     alarms: tuple[Alarm, ...] = ()
     turn: Turn | None = None
+    losses: Mapping[int, float] = field(default_factory=dict, repr=False)
+    learning_rates: tuple[float, ...] = ()
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of this step's batch before the step; None if it is not known."""
+        return self.losses.get(self.step)
 
     @property
     def ends_round(self) -> bool:
         """Whether no layer waits for its turn any more."""
         return self.turn is None or self.turn.last == self.turn.of
+
+    @property
+    def first_non_finite(self) -> tuple[str, str] | None:
+        """What of the step was not finite first, in the order of computation, and its layer.
+
+        Forwards "inputs" and "outputs" of layers, then the "loss" (of no layer: ""), backwards the
+        "gradient", then the "update". None: everything that was looked at is finite.
+        """
+        return next(self._non_finite(), None)
+
+    def _non_finite(self) -> Iterator[tuple[str, str]]:
+        layers = list(self.layers.items())
+        yield from _broken(layers, "inputs", "outputs")
+        if self.loss is not None and not math.isfinite(self.loss):
+            yield "loss", ""
+        yield from _broken(reversed(layers), "gradient")
+        yield from _broken(layers, "update")
 
     @property
     def descent(self) -> float | None:
@@ -131,6 +160,9 @@ class StepReport:
             "alignment": {path: reading.to_dict() for path, reading in self.alignment.items()},
             "alarms": [asdict(alarm) for alarm in self.alarms],
             "turn": None if self.turn is None else asdict(self.turn),
+            "loss": self.loss,
+            "losses": dict(self.losses),
+            "learning_rates": list(self.learning_rates),
         }
 
     @staticmethod
@@ -200,3 +232,9 @@ class StepReport:
             for path, reading in self.readings(measure).items()
             if (value := getattr(reading, measure)) is not None and not math.isnan(value)
         ]
+
+
+def _broken(layers: Iterable[tuple[str, LayerReading]], *kinds: str) -> Iterator[tuple[str, str]]:
+    """What of the layers was not finite, of these kinds."""
+    for path, reading in layers:
+        yield from ((kind, path) for kind in kinds if kind in reading.non_finite)

@@ -1,42 +1,43 @@
 """What a dashboard shows of a training so far: pictures, and findings in words."""
 
-import textwrap
-import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from adiv_monitor.printable import markdown, printable
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks.blocks import common_stem
+from adiv_monitor.sinks.budget import Budget
 from adiv_monitor.sinks.health import HEALTH, OVERVIEW, is_told
 from adiv_monitor.sinks.running import Raised, Running
 from adiv_monitor.sinks.wording import listed
 
 if TYPE_CHECKING:
     from adiv_monitor.audit.finding import Finding
+    from adiv_monitor.audit.record import Record
+    from adiv_monitor.sinks.heat import Grid
 
 NO_PICTURES = (
     'Heat maps of layers by steps are not drawn: they need matplotlib (pip install "adiv-monitor'
     '[audit]")'
 )
 _GROWTH = 1.4  # pictures are drawn anew when there are so many times as many reports
-_PATIENCE = 20
-_MOST_LETTERS = 80  # in a line of the overview
-_MOST_LINES = 7
-_LOOKED_AT = (
-    "Looked at are the measures of the steps alone, in which not all ills show: wiring, single "
-    "units, the loss and other learning rates are for `adiv-audit`."
+_FIRST = 0.3  # seconds, on the slower of two processors: imports and the pictures of a small net
+_MOST_EVIDENCE = 2  # panels of the overview that show what findings rest on
+_UNTOLD = (
+    "Reports can't tell whether another learning rate does better, nor see wiring, single units "
+    "or labels: run adiv-audit."
 )
 
 
 class Board:
     """Collects reports, and says when pictures are due and what is in them.
 
-    Pictures show the whole course, so that only the last of them matters. They are due at the first
-    report, then whenever there are two fifths more reports, so that a run's file stays small, but
-    not before twenty times as long has passed as drawing them took.
+    Pictures show the whole course, so that only the last of them matters. They are due whenever
+    there are two fifths more reports, so that a run's file stays small, as far as a twentieth of
+    the time since the first report allows: a short run has those of its end alone.
 
     Args:
         owner: the class that warns where pictures can't be drawn.
@@ -47,31 +48,27 @@ class Board:
         if not self.draws:
             warnings.warn(f"{owner}: {NO_PICTURES}", stacklevel=3)
         self._running = Running()
+        self._budget = Budget(_FIRST)
         self._count = 0
         self._shown = 0
-        self._began = 0.0  # seconds, of the clock
-        self._not_before = 0.0
 
     def add(self, report: StepReport) -> bool:
         """Take a report; whether pictures and findings are due."""
         self._running.add(report)
         self._count += 1
-        enough = self._count > self._shown * _GROWTH
-        return enough and time.monotonic() >= self._not_before
+        return self._budget.allows() and self._count > self._shown * _GROWTH
 
     @property
     def is_behind(self) -> bool:
         """Whether there are reports that no picture has shown."""
         return self._shown < self._count
 
-    def shown(self) -> None:
-        """What is there was shown."""
+    @contextmanager
+    def showing(self) -> Iterator[None]:
+        """In here what is there is shown; what fails was not, and is not tried again too soon."""
+        with self._budget.spending():
+            yield
         self._shown = self._count
-
-    def rest(self) -> None:
-        """It was tried, and is not tried again too soon."""
-        now = time.monotonic()
-        self._not_before = now + _PATIENCE * (now - self._began)
 
     @property
     def last(self) -> StepReport:
@@ -83,9 +80,13 @@ class Board:
         """What rules of the user's have raised so far."""
         return self._running.alarms
 
+    @property
+    def record(self) -> "Record":
+        """The training as its reports tell of it."""
+        return self._running.record()
+
     def findings(self) -> tuple["Finding", ...]:
         """What the audit's rules find in the reports; strongest first."""
-        self._began = time.monotonic()
         return self._running.findings()
 
     def pictures(self, findings: Iterable["Finding"], name: str = "") -> dict[str, bytes]:
@@ -96,26 +97,42 @@ class Board:
             name: tells several monitors of one run apart: `adiv/overview/<name>` and so on, so
                 that the overviews of all come first.
         """
-        from adiv_monitor.audit.page.running_page import running_headline
+        from adiv_monitor.audit.page.verdict import running_headline
         from adiv_monitor.sinks.heat import grid, heat_picture, overview_picture
 
         record = self._running.record()
-        grids = {measure: grid(record, measure) for measure in HEALTH}
-        told = {m: g for m, g in grids.items() if g is not None and is_told(m, g.values)}
+        grids = {m: g for m in HEALTH if (g := grid(record, m)) is not None}
         found = tuple(findings)
         named = {layer for finding in found for layer in finding.layers}
-        front = [g for m in OVERVIEW if (g := grids[m]) is not None]
-        maps = set(front[0].layers) if front else set()
         end = f"/{name}" if name else ""
-        pictures = {f"adiv/per_layer/{m}{end}": heat_picture(g, named) for m, g in told.items()}
-        if front:
-            lines = _lines(found)
-            rows = [g.only(maps) for g in front]
-            headline = running_headline(found)
-            stem = printable(common_stem(maps).rstrip(".") or name)
+        pictures = {
+            f"adiv/per_layer/{measure}{end}": heat_picture(found_there, named).png()
+            for measure, found_there in grids.items()
+            if is_told(measure, found_there.values) or found_there.not_finite.any()
+        }
+        if panels := _panels(grids, found):
+            layers = grids[panels[0]].layers
+            headline = running_headline(found, record)
+            stem = printable(common_stem(layers).rstrip(".") or name)
             whose = f"{stem}: {headline}" if name else headline
-            pictures[f"adiv/overview{end}"] = overview_picture(rows, whose, lines, named)
+            rows = [grids[measure].of(layers) for measure in panels]
+            overview = overview_picture(rows, whose, _said(found), named)
+            pictures[f"adiv/overview{end}"] = overview.png()
         return pictures
+
+
+def _panels(grids: Mapping[str, "Grid"], findings: Iterable["Finding"]) -> tuple[str, ...]:
+    """Measures of the overview: those in front, the last of which give way to what findings name.
+
+    >>> from adiv_monitor.audit.finding import Evidence, Finding
+    >>> scale = Finding("input-scale", (), "act", (Evidence("scale_mean", 1e6),), ())
+    >>> _panels(dict.fromkeys(HEALTH), [scale])
+    ('update_ratio', 'gradient', 'idle_share', 'scale_mean')
+    """
+    front = [measure for measure in OVERVIEW if measure in grids]
+    named = dict.fromkeys(e.measure for finding in findings for e in finding.evidence)
+    extra = [m for m in named if m in grids and m not in front][:_MOST_EVIDENCE]
+    return (*front[: len(OVERVIEW) - len(extra)], *extra) if front else ()
 
 
 def alarms_text(alarms: Iterable[object]) -> str:
@@ -124,13 +141,13 @@ def alarms_text(alarms: Iterable[object]) -> str:
     return "\n".join(["### Alarms\n", *lines, "", ""]) if lines else ""
 
 
-def findings_text(findings: Iterable["Finding"]) -> str:
-    """Findings as Markdown: verdict, where, evidence, what would mend it."""
-    from adiv_monitor.audit.page.running_page import running_headline
+def findings_text(findings: Iterable["Finding"], record: "Record") -> str:
+    """Findings as Markdown: verdict, where, evidence, fixes; what reports can't tell."""
     from adiv_monitor.audit.page.titles import finding_title
+    from adiv_monitor.audit.page.verdict import running_headline, untold
 
     found = tuple(findings)
-    parts = [f"### {running_headline(found)}"]
+    parts = [f"### {running_headline(found, record)}"]
     for finding in found:
         where = f" Where: {listed(list(finding.layers), as_code=True)}." if finding.layers else ""
         since = "" if finding.since is None else f", since step {finding.since:,}"
@@ -142,21 +159,21 @@ def findings_text(findings: Iterable["Finding"]) -> str:
         parts.append("\n".join(f"{i}. {markdown(a.text)}" for i, a in enumerate(finding.advice, 1)))
         if finding.not_advised:
             parts.append(f"What would not: {markdown(finding.not_advised)}")
-    return "\n\n".join([*parts, _LOOKED_AT])
+    told = "\n".join(f"- {line.title}: {line.would_tell}" for line in untold(record))
+    return "\n\n".join([*parts, f"Can't tell from reports:\n\n{told}"])
 
 
-def _lines(findings: tuple["Finding", ...]) -> list[str]:
-    """What, where and what to do, as short as a card has room for."""
+def _said(findings: tuple["Finding", ...]) -> list[str]:
+    """What, where and what to do, a paragraph for each finding."""
     from adiv_monitor.audit.page.titles import finding_title
 
-    lines: list[str] = []
+    said: list[str] = []
     for finding in findings:
         where = f": {listed(list(finding.layers))}" if finding.layers else ""
-        advice = f" To mend it: {finding.advice[0].text}." if finding.advice else ""
-        said = f"• {finding_title(finding.name)} ({finding.strength}){where}.{advice}"
-        lines += textwrap.wrap(printable(said), _MOST_LETTERS, subsequent_indent="   ")
-    lines = lines or textwrap.wrap(_LOOKED_AT.replace("`", ""), _MOST_LETTERS)
-    return lines if len(lines) <= _MOST_LINES else [*lines[: _MOST_LINES - 1], "   … (see Text)"]
+        advice = f" To fix it: {finding.advice[0].text}." if finding.advice else ""
+        title = f"{finding_title(finding.name)} ({finding.strength})"
+        said.append(printable(f"• {title}{where}.{advice}"))
+    return said or [_UNTOLD]
 
 
 def worst_layers(report: StepReport, measures: Iterable[str]) -> str:

@@ -40,6 +40,12 @@ class Health:
     knots: tuple[tuple[float, float], ...] = ()
     of_maps: bool = False
 
+    @property
+    def healthy(self) -> tuple[float, float]:
+        """The least and the largest value that is drawn as healthy."""
+        inside = [value for value, level in self.knots if abs(level) <= 0.5]
+        return min(inside), max(inside)
+
     def level(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Where values lie between far too little (−1) and far too much (1); NaN stays."""
         at, levels = np.asarray(self.knots).T

@@ -1,36 +1,37 @@
-"""Pictures of layers × steps by matplotlib, in the network's order, as PNG."""
+"""Pictures of layers × steps, in the network's order: one measure, or what to know at a glance."""
 
-import io
 import math
-import warnings
-from collections.abc import Collection, Sequence
-from statistics import quantiles
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adiv_monitor.printable import printable
 from adiv_monitor.sinks.blocks import blocks, common_stem
-from adiv_monitor.sinks.health import HEALTH, Health, value_of
+from adiv_monitor.sinks.colours import (
+    HEALTHY,
+    NO_DIRECTION,
+    NOT_FINITE,
+    TOO_LITTLE,
+    TOO_MUCH,
+    bar,
+    painted,
+    places,
+    plain,
+    stripe,
+)
+from adiv_monitor.sinks.health import HEALTH, value_of
+from adiv_monitor.sinks.picture import BAD, INK, MUTED, Box, Font, Picture
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
-    from matplotlib.figure import Figure
-
     from adiv_monitor.audit.record import Record
 
-# Of the health of a value: too little, as it should be, too much.
-_TOO_LITTLE, _HEALTHY, _TOO_MUCH = "#08519c", "#e3ebdf", "#b30000"
-_NO_DIRECTION = "#9a9a9a"
-_MOST_NAMES = 60  # more layers have the names of their blocks beside them
-_MOST_NAMES_OVERVIEW = 15
-_MOST_ROWS = 130  # of two pixels, in the overview
+_WIDTH, _MARGIN, _GAP = 860, 12, 18  # pixels
 _MOST_BLOCKS = 40
-_NAME_LENGTH = 34
-_HEADLINE_LENGTH = 35  # letters, as wide as the overview; longer ones are set smaller
-_INK, _MUTED, _BAD = "#1f2328", "#6b7280", "#b30000"
+_HEADLINE, _SMALLEST_HEADLINE = 37, 22  # sizes; longer headlines are smaller, then in two lines
+_MOST_LINES = 7
+_APART = 6  # pixels between two texts of a row
 
 
 class Grid(NamedTuple):
@@ -41,17 +42,40 @@ class Grid(NamedTuple):
         layers: paths, in the network's order.
         steps: numbers of the steps.
         values: layers × steps; NaN: no direction, or not measured.
+        not_finite: layers × steps; where inputs, outputs, gradient or update of the layer, or the
+            value itself, were NaN or infinite.
     """
 
     measure: str
     layers: tuple[str, ...]
     steps: tuple[int, ...]
     values: NDArray[np.float64]
+    not_finite: NDArray[np.bool_]
 
-    def only(self, layers: Collection[str]) -> "Grid":
-        """The rows of these layers."""
-        kept = [i for i, layer in enumerate(self.layers) if layer in layers]
-        return self._replace(layers=tuple(self.layers[i] for i in kept), values=self.values[kept])
+    def of(self, layers: Sequence[str]) -> "Grid":
+        """The rows of these layers, empty where there is none."""
+        rows = {layer: i for i, layer in enumerate(self.layers)}
+        at = [rows.get(layer, -1) for layer in layers]
+        absent = np.array(at)[:, None] < 0
+        return self._replace(
+            layers=tuple(layers),
+            values=np.where(absent, math.nan, self.values[at]),
+            not_finite=self.not_finite[at] & ~absent,
+        )
+
+
+class _Style(NamedTuple):
+    """How large what is; all sizes in pixels."""
+
+    title: Font
+    small: Font
+    most_names: int  # more layers have the names of their blocks beside them
+    names: float  # share of the width that names have at most
+    bar: int
+
+
+_OVERVIEW = _Style(Font(18), Font(13, colour=MUTED), 15, 0.3, 12)
+_SINGLE = _Style(Font(18), Font(12, colour=MUTED), 60, 0.4, 12)
 
 
 def grid(record: "Record", measure: str) -> Grid | None:
@@ -62,102 +86,134 @@ def grid(record: "Record", measure: str) -> Grid | None:
     if not kept:
         return None
     values = np.array([[c.get(path, math.nan) for c in columns] for path in kept])
-    return Grid(measure, kept, tuple(report.step for report in record.reports), values)
+    flawed = [
+        [bool(getattr(report.layers.get(path), "non_finite", ())) for report in record.reports]
+        for path in kept
+    ]
+    steps = tuple(report.step for report in record.reports)
+    return Grid(measure, kept, steps, values, np.array(flawed) | np.isinf(values))
 
 
-def heat_picture(found: Grid, named: Collection[str] = ()) -> bytes:
-    """One measure: a row per layer, a column per kept step, the colours' meaning beside it.
+def heat_picture(found: Grid, named: Collection[str] = ()) -> Picture:
+    """One measure: a row per layer, a column per kept step, and what the colours mean.
 
     Args:
         found: the values.
         named: layers that a finding names; their names are in red.
     """
-    from matplotlib.figure import Figure
-
-    row = _row_height(len(found.layers))
-    height = row * len(found.layers) + 1.15
-    figure = Figure(figsize=(8.2, max(height, 2.4)), dpi=100, facecolor="white")
-    top = max(height, 2.4)
-    axes = figure.add_axes((0.315, 0.5 / top, 0.57, 1 - 1.1 / top))
-    _draw(axes, found, named)
-    _title(axes, found.measure)
-    _colour_bar(figure, (0.9, 0.5 / top, 0.018, 1 - 1.1 / top), found)
-    return _png(figure)
+    picture = Picture(_WIDTH)
+    health, room = HEALTH[found.measure], _WIDTH - 2 * _MARGIN
+    title, reads = Font(17), Font(13, colour=MUTED)
+    words = title.wrapped(f"{health.title} ({found.measure})", room)
+    top = picture.lines(_MARGIN, _MARGIN - 4, words, title) + 2
+    top = picture.lines(_MARGIN, top, reads.wrapped(health.reads, room), reads) + 6
+    # A name of twelve pixels has its line, as far as there are names.
+    layers = len(found.layers)
+    rows = 16 * layers if layers <= _SINGLE.most_names else max(3 * layers, 900)
+    _panels(picture, top, (found,), named, max(rows, 64), _SINGLE)
+    return picture
 
 
 def overview_picture(
-    grids: Sequence[Grid], headline: str, lines: Sequence[str], named: Collection[str]
-) -> bytes:
-    """What to know in one screen: the verdict in words, and the front measures side by side.
+    grids: Sequence[Grid], headline: str, paragraphs: Iterable[str], named: Collection[str]
+) -> Picture:
+    """What to know in one screen: the verdict in words, and the measures side by side.
 
     As wide and as large in type as TensorBoard's cards, which are small, want it.
     """
-    from matplotlib.figure import Figure
-
-    layers = grids[0].layers if grids else ()
-    rows = min(max(0.2 * len(layers), 0.6), 2.6)  # inches
-    words = 0.8 + 0.29 * len(lines)
-    height = words + rows + 1.35
-    figure = Figure(figsize=(8.6, height), dpi=100, facecolor="white")
-    text: dict[str, Any] = {"va": "top", "color": _INK, "parse_math": False}
-    size = 27 * min(1.0, _HEADLINE_LENGTH / len(headline))
-    figure.text(0.015, 1 - 0.12 / height, headline, size=size, weight="bold", **text)
-    for i, line in enumerate(lines):
-        figure.text(0.015, 1 - (0.76 + 0.29 * i) / height, line, size=14, **text)
-    names = _names(layers, _MOST_NAMES_OVERVIEW)
-    left, gap = 0.03 + 0.0088 * max(map(len, names), default=0), 0.016
-    each = (0.99 - left) / max(len(grids), 1)
-    for i, found in enumerate(grids):
-        place = left + i * each
-        axes = figure.add_axes((place, 0.85 / height, each - gap, rows / height))
-        own = i == 0 or found.layers != layers
-        most = _MOST_NAMES_OVERVIEW if own else 0
-        _draw(axes, found, named, names=most, most_rows=_MOST_ROWS, ticks=3)
-        axes.tick_params(labelsize=10)
-        axes.set_title(HEALTH[found.measure].short, loc="left", size=13, color=_INK)
-        _colour_bar(figure, (place, 0.34 / height, each - gap, 0.12 / height), found, flat=True)
-    return _png(figure)
+    picture = Picture(_WIDTH)
+    room = _WIDTH - 2 * _MARGIN
+    widest = Font(_HEADLINE, bold=True).width(headline)
+    size = max(_SMALLEST_HEADLINE, min(_HEADLINE, int(_HEADLINE * room / max(widest, 1))))
+    head, body = Font(size, bold=True), Font(19)
+    top = picture.lines(_MARGIN, _MARGIN - 4, _some(head.wrapped(headline, room), 2), head) + 6
+    indent = body.width("• ")
+    said: list[tuple[float, str]] = []
+    for paragraph in paragraphs:
+        first, *others = body.wrapped(paragraph, room - indent)
+        said += [(_MARGIN, first), *((_MARGIN + indent, line) for line in others)]
+    if len(said) > _MOST_LINES:
+        said[_MOST_LINES - 1 :] = [(_MARGIN + indent, "… (see Text)")]
+    for i, (left, line) in enumerate(said):
+        picture.text(left, top + i * body.line, line, body)
+    top += len(said) * body.line + 8
+    if grids:
+        layers = grids[0].layers
+        rows = min(max(20 * len(layers), 60), 260)
+        _panels(picture, top, [found.of(layers) for found in grids], named, rows, _OVERVIEW)
+    return picture
 
 
-def _row_height(layers: int) -> float:
-    """Inches: room for a name of 8 points, or less where blocks are named instead."""
-    return 0.15 if layers <= _MOST_NAMES else max(0.03, 9.0 / layers)
+def _some(lines: list[str], most: int) -> list[str]:
+    return lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][:-1]}…"]
 
 
-def _draw(
-    axes: "Axes",
-    found: Grid,
+def _panels(
+    picture: Picture,
+    top: float,
+    grids: Sequence[Grid],
     named: Collection[str],
-    *,
-    names: int = _MOST_NAMES,
-    most_rows: int | None = None,
-    ticks: int = 5,
+    rows: int,
+    style: _Style,
 ) -> None:
-    """The picture; beside it `names` names at most, of layers or of their blocks."""
-    from matplotlib.ticker import NullLocator
+    """Grids of the same layers side by side, `rows` pixels high, with names, bars and legend."""
+    groups = _named(grids[0].layers, style.most_names)
+    font = style.small._replace(colour=INK)
+    most = style.names * _WIDTH
+    names = [font.shortened(name, most) for name in _short(groups)]
+    left = _MARGIN + max(font._replace(bold=True).width(name) for name in names) + 8
+    each = int((_WIDTH - _MARGIN - left + _GAP) / len(grids)) - _GAP
+    if len(grids) > 1:
+        titles = [style.title.wrapped(HEALTH[g.measure].short, each) for g in grids]
+        highest = max(map(len, titles))
+        for i, lines in enumerate(titles):
+            down = (highest - len(lines)) * style.title.line
+            picture.lines(left + i * (each + _GAP), top + down, lines, style.title)
+        top += highest * style.title.line + 4
+    for i, found in enumerate(grids):
+        begin = left + i * (each + _GAP)
+        picture.pixels(begin, top, _cells(found, rows, each, groups))
+        _steps(picture, begin, top + rows + 3, each, found.steps, style.small)
+        _bar(picture, begin, top + rows + style.small.line + 12, each, found.measure, style)
+    _name_rows(picture, top, rows, groups, names, named, font)
+    below = top + rows + 2 * style.small.line + style.bar + 32
+    _legend(picture, below, [found.measure for found in grids], style.small)
 
-    colours, levels = _coloured(found)
-    rows, columns = levels.shape
-    axes.imshow(
-        np.ma.masked_invalid(_pooled(levels, bool(HEALTH[found.measure].knots), most_rows)),
-        extent=(-0.5, columns - 0.5, rows - 0.5, -0.5),
-        aspect="auto",
-        interpolation="nearest",
-        cmap=colours,
-        vmin=0,
-        vmax=1,
-    )
-    axes.set_facecolor("white")
-    axes.tick_params(length=0, labelsize=8, colors=_MUTED, pad=3)
-    axes.spines[:].set_visible(False)
-    chosen = sorted({round(i * (columns - 1) / (ticks - 1)) for i in range(ticks)})
-    axes.set_xticks(chosen, [f"{found.steps[i]:,}" for i in chosen])
-    if len(chosen) > 1:
-        axes.get_xticklabels()[-1].set_horizontalalignment("right")
-    if not names:
-        axes.yaxis.set_major_locator(NullLocator())
-        return
-    _name_rows(axes, found.layers, named, names)
+
+def _cells(
+    found: Grid, rows: int, columns: int, groups: dict[str, tuple[str, ...]]
+) -> NDArray[np.uint8]:
+    """The pixels of a grid; white lines between blocks where names are those of blocks."""
+    levels, not_finite = _pooled(found, most=rows // 2)
+    layers, steps = levels.shape
+    down, across = np.arange(rows) * layers // rows, np.arange(columns) * steps // columns
+    cells = np.ix_(down, across)
+    pixels = painted(found.measure, levels)[cells]
+    stripe(pixels, np.isnan(levels)[cells], NO_DIRECTION)
+    stripe(pixels, not_finite[cells], NOT_FINITE)
+    if len(groups) < len(found.layers):
+        ends = np.cumsum([len(block) for block in groups.values()])[:-1]
+        pixels[ends * rows // len(found.layers)] = 255
+    return pixels
+
+
+def _pooled(found: Grid, most: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Of neighbouring layers that share a row, the one furthest from healthy, or darkest.
+
+    What is not finite goes before all others.
+    """
+    levels = places(found.measure, found.values)
+    together = -(-len(levels) // most)
+    if together == 1:
+        return levels, found.not_finite
+    far = np.abs(levels - 0.5) if HEALTH[found.measure].knots else -levels
+    far = np.where(found.not_finite, np.inf, np.where(np.isnan(levels), -np.inf, far))
+    at = [
+        begin + far[begin : begin + together].argmax(axis=0)
+        for begin in range(0, len(levels), together)
+    ]
+    chosen = np.stack(at), np.arange(levels.shape[1])
+    return levels[chosen], found.not_finite[chosen]
 
 
 def _named(layers: tuple[str, ...], most: int) -> dict[str, tuple[str, ...]]:
@@ -167,149 +223,107 @@ def _named(layers: tuple[str, ...], most: int) -> dict[str, tuple[str, ...]]:
     return blocks(layers, most=min(most, _MOST_BLOCKS))
 
 
-def _names(layers: tuple[str, ...], most: int) -> list[str]:
-    stem = common_stem(layers)
-    return [_short(printable(name), printable(stem)) for name in _named(layers, most)]
+def _short(groups: dict[str, tuple[str, ...]]) -> list[str]:
+    """Their names without what all paths begin with."""
+    stem = printable(common_stem(path for block in groups.values() for path in block))
+    names = [printable(name) for name in groups]
+    return [name.removeprefix(stem) or name for name in names]
 
 
-def _name_rows(axes: "Axes", layers: tuple[str, ...], named: Collection[str], most: int) -> None:
-    """Names that would lie on each other give way, those that no finding names first."""
-    groups = _named(layers, most)
-    first = [layers.index(block[0]) for block in groups.values()]
-    ends = [*first[1:], len(layers)]
-    middles = [(a + b - 1) / 2 for a, b in zip(first, ends, strict=True)]
-    marked = [any(path in named for path in block) for block in groups.values()]
-    apart = 0.8 * len(layers) / most if len(groups) < len(layers) else 0.0
-    kept: list[int] = []
-    for i in sorted(range(len(groups)), key=lambda i: not marked[i]):
-        if all(abs(middles[i] - middles[j]) >= apart for j in kept):
-            kept.append(i)
-    names = _names(layers, most)
-    axes.set_yticks([middles[i] for i in kept], [names[i] for i in kept], color=_INK)
-    if apart:
-        axes.hlines([i - 0.5 for i in first[1:]], -0.5, axes.get_xlim()[1], color="white", lw=0.8)
-    for i, label in zip(kept, axes.get_yticklabels(), strict=True):
-        label.set_parse_math(False)  # a path may have a "$"
-        if marked[i]:
-            label.set_color(_BAD)
-            label.set_fontweight("bold")
-
-
-def _short(path: str, stem: str) -> str:
-    path = path.removeprefix(stem) or path
-    if len(path) <= _NAME_LENGTH:
-        return path
-    return f"{path[: _NAME_LENGTH // 3]}…{path[-(_NAME_LENGTH - _NAME_LENGTH // 3 - 1) :]}"
-
-
-def _title(axes: "Axes", measure: str) -> None:
-    health = HEALTH[measure]
-    axes.set_title(f"{health.title} ({measure})", loc="left", size=12, color=_INK, pad=20)
-    axes.annotate(
-        health.reads,
-        (0, 1),
-        xycoords="axes fraction",
-        xytext=(0, 6),
-        textcoords="offset points",
-        size=8.5,
-        color=_MUTED,
-        parse_math=False,
-    )
-
-
-def _pooled(levels: NDArray[np.float64], healthy: bool, most: int | None) -> NDArray[np.float64]:
-    """Of neighbouring layers that share a row, the one furthest from healthy, or darkest."""
-    if most is None or len(levels) <= most:
-        return levels
-    together = -(-len(levels) // most)
-    far = np.abs(levels - 0.5) if healthy else -levels
-    far = np.where(np.isnan(levels), -np.inf, far)
-    found = []
-    for begin in range(0, len(levels), together):
-        worst = far[begin : begin + together].argmax(axis=0)
-        found.append(levels[begin + worst, np.arange(levels.shape[1])])
-    return np.stack(found)
-
-
-# --- colours -------------------------------------------------------------------------------------
-
-
-def _coloured(found: Grid) -> tuple["Colormap", NDArray[np.float64]]:
-    """Colours, and for each value its place among them, 0 to 1."""
-    from matplotlib import colormaps
-    from matplotlib.colors import LinearSegmentedColormap
-
-    health = HEALTH[found.measure]
-    if health.knots:
-        colours: Colormap = LinearSegmentedColormap.from_list(
-            "health", [_TOO_LITTLE, _HEALTHY, _HEALTHY, _HEALTHY, _TOO_MUCH]
-        )
-        levels = (health.level(found.values) + 1) / 2
-    else:
-        colours = colormaps["viridis"].copy()
-        low, high = _range(found)
-        scaled = _scaled(found.values, health, low)
-        low, high = (float(_scaled(np.asarray(v), health, low)) for v in (low, high))
-        levels = np.clip((scaled - low) / (high - low if high > low else 1), 0, 1)
-    colours = colours.with_extremes(bad=_NO_DIRECTION)
-    return colours, levels
-
-
-def _range(found: Grid) -> tuple[float, float]:
-    """Of the values, without the outermost hundredths."""
-    values = found.values[np.isfinite(found.values)]
-    if HEALTH[found.measure].logarithmic:
-        values = values[values > 0]
-    seen = values.tolist()
-    if len(seen) < 2:
-        return (seen[0], seen[0]) if seen else (0.0, 1.0)
-    ends = quantiles(seen, n=100, method="inclusive")
-    return ends[0], ends[-1]
-
-
-def _scaled(values: NDArray[np.float64], health: Health, least: float) -> NDArray[np.float64]:
-    return np.log(np.maximum(values, max(least, 1e-300))) if health.logarithmic else values
-
-
-def _colour_bar(
-    figure: "Figure", box: tuple[float, float, float, float], found: Grid, *, flat: bool = False
+def _name_rows(
+    picture: Picture,
+    top: float,
+    rows: int,
+    groups: dict[str, tuple[str, ...]],
+    names: list[str],
+    named: Collection[str],
+    font: Font,
 ) -> None:
-    """What the colours stand for: the limits where they are known, else the ends."""
-    axes = figure.add_axes(box)
-    health = HEALTH[found.measure]
-    colours, _ = _coloured(found)
-    ramp = np.linspace(0, 1, 128)
-    lowest, ticks = 0.0, {0.0: "", 1.0: ""}
-    if health.knots:
-        places = {(level + 1) / 2: f"{value:g}" for value, level in health.knots}
-        lowest, ticks = min(places), places
-        ramp = np.linspace(min(places), max(places), 128)
-    else:
-        low, high = _range(found)
-        ticks = {0.0: f"{low:.2g}", 1.0: f"{high:.2g}"}
-    highest = max(ticks)
-    picture = ramp[None, :] if flat else ramp[:, None]
-    extent = (lowest, highest, 0, 1) if flat else (0, 1, lowest, highest)
-    axes.imshow(picture, aspect="auto", origin="lower", cmap=colours, vmin=0, vmax=1, extent=extent)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=2, labelsize=8, colors=_MUTED, pad=2)
-    if flat:
-        ticks = {at: text for at, text in ticks.items() if 0 < at < 1} if health.knots else ticks
-        axes.set_xticks(list(ticks), list(ticks.values()))
-        if not health.knots:
-            axes.get_xticklabels()[0].set_horizontalalignment("left")
-            axes.get_xticklabels()[-1].set_horizontalalignment("right")
-        axes.set_yticks([])
-    else:
-        axes.yaxis.tick_right()
-        axes.set_yticks(list(ticks), list(ticks.values()))
-        axes.set_xticks([])
+    """Names that would lie on each other give way, those that no finding names first."""
+    sizes = [len(block) for block in groups.values()]
+    ends = np.cumsum(sizes)
+    middles = [(end - size / 2) * rows / ends[-1] for end, size in zip(ends, sizes, strict=True)]
+    marked = [any(path in named for path in block) for block in groups.values()]
+    kept: list[float] = []
+    for i in sorted(range(len(groups)), key=lambda i: not marked[i]):
+        if any(abs(middles[i] - other) < font.line - 1 for other in kept):
+            continue
+        kept.append(middles[i])
+        own = font._replace(bold=True, colour=BAD) if marked[i] else font
+        picture.text(_MARGIN, top + middles[i] - font.line / 2, names[i], own)
 
 
-def _png(figure: "Figure") -> bytes:
-    target = io.BytesIO()
-    with warnings.catch_warnings():
-        # Paths may have letters that the font lacks: they are boxes here, and whole in the texts.
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        figure.savefig(target, format="png")
-    return target.getvalue()
+def _steps(
+    picture: Picture, left: float, top: float, width: float, steps: tuple[int, ...], font: Font
+) -> None:
+    """Numbers below a grid: of the first and the last step, and of some between."""
+    last = len(steps) - 1
+    chosen = dict.fromkeys([last, 0, *(round(last * part / 4) for part in (2, 1, 3))])
+    each = width / len(steps)
+    _row(picture, left, top, width, {(i + 0.5) * each: f"{steps[i]:,}" for i in chosen}, font)
+
+
+def _bar(
+    picture: Picture, left: float, top: float, width: int, measure: str, style: _Style
+) -> None:
+    """What the colours stand for: healthy limits, and the ends."""
+    meant = bar(measure)
+    span = meant.high - meant.low
+    ramp = painted(measure, np.linspace(meant.low, meant.high, width))
+    picture.pixels(left, top, np.tile(ramp, (style.bar, 1, 1)))
+    at = {(place - meant.low) / span * width: words for place, words in meant.ticks.items()}
+    for x in at:
+        mark = left + min(x, width - 1)
+        picture.pixels(mark, top + style.bar, plain(MUTED, (3, 1)))
+    if meant.healthy is not None:
+        first, second = (round((place - meant.low) / span * width) for place in meant.healthy)
+        picture.pixels(left + first, top + style.bar, plain(INK, (3, second - first)))
+    _row(picture, left, top + style.bar + 4, width, at, style.small)
+
+
+def _row(
+    picture: Picture, left: float, top: float, width: float, labels: dict[float, str], font: Font
+) -> None:
+    """Labels centred at their places, but within the width; earlier ones before later ones."""
+    kept: list[Box] = []
+    for place, words in labels.items():
+        wide = font.width(words)
+        begin = min(max(place - wide / 2, 0), width - wide)
+        box = Box(left + begin, top, left + begin + wide, top + font.line)
+        if wide <= width and not any(box.overlaps(other, _APART) for other in kept):
+            kept.append(box)
+            picture.text(box.left, top, words, font)
+
+
+def _legend(picture: Picture, top: float, measures: Sequence[str], font: Font) -> None:
+    """What the colours mean, in as many lines as it takes."""
+    height = font.size
+    shape = (height, 2 * height)
+    limits = [bool(HEALTH[measure].knots) for measure in measures]
+    entries: list[tuple[NDArray[np.uint8], str]] = []
+    if any(limits):
+        entries += [
+            (plain(HEALTHY, shape), "healthy"),
+            (plain(TOO_LITTLE, shape), "too little"),
+            (plain(TOO_MUCH, shape), "too much"),
+        ]
+    if not all(limits):
+        measure = next(m for m in measures if not HEALTH[m].knots)
+        ramp = painted(measure, np.linspace(0, 1, shape[1]))
+        entries.append((np.tile(ramp, (height, 1, 1)), "small to large"))
+        line = plain("#ffffff", shape)
+        line[height // 2 : height // 2 + 3] = plain(INK, (3, shape[1]))
+        entries.append((line, "30 healthy runs read"))
+    stripes = {"not finite": NOT_FINITE, "no direction, or not measured": NO_DIRECTION}
+    for words, colours in stripes.items():
+        pixels = plain("#ffffff", shape)
+        stripe(pixels, np.ones(shape, dtype=bool), colours)
+        entries.append((pixels, words))
+    left = float(_MARGIN)
+    for pixels, words in entries:
+        wide = shape[1] + 5 + font.width(words)
+        if left > _MARGIN and left + wide > _WIDTH - _MARGIN:
+            left, top = float(_MARGIN), top + font.line + 4
+        picture.pixels(left, top + 1, pixels)
+        picture.text(left + shape[1] + 5, top - 1, words, font)
+        left += wide + 16

@@ -1,24 +1,25 @@
 """A running training as a page, which is written anew while it goes on."""
 
 import os
-import time
 from dataclasses import replace
 from importlib.util import find_spec
 
 from adiv_monitor.files import file_path, write_whole
 from adiv_monitor.report import StepReport
+from adiv_monitor.sinks.budget import Budget
 from adiv_monitor.sinks.running import Running
 
-_PATIENCE = 20
+_FIRST = 1.5  # seconds, on the slower of two processors: imports and the page of a small net
 
 
 class HtmlSink:
     """Writes what the reports so far come to as one HTML page: verdict, alarms, heat map, layers.
 
     It is the audit's page without what only an audit can know. The file holds everything, asks for
-    nothing over a network, and is replaced as a whole: at the first report, at those after it where
-    twenty times as long has passed as writing it took, and at `flush` and `close`, when a callback
-    that has the sink ends, too. To see how a training comes on, load it again.
+    nothing over a network, and is replaced as a whole: at reports, as far as a twentieth of
+    the time since the first one allows, so that it is there after half a minute; and at `flush` and
+    `close`, when a callback that has the sink ends, too. To see how a training comes on, load it
+    again.
 
     Args:
         path: the file; missing folders are made, an existing file or link is replaced. A pipe or a
@@ -38,14 +39,19 @@ class HtmlSink:
             )
         self._path = file_path("HtmlSink", path)
         self._running = Running()
-        self._not_before = 0.0  # seconds, of the clock
+        self._budget = Budget(_FIRST)
         self._is_behind = False
+
+    @property
+    def place(self) -> str:
+        """The page."""
+        return str(self._path)
 
     def write(self, report: StepReport) -> None:
         """Take the report, and write the page if that is not too soon."""
         self._running.add(report)
         self._is_behind = True
-        if time.monotonic() >= self._not_before:
+        if self._budget.allows():
             self._write_page()
 
     def flush(self) -> None:
@@ -58,18 +64,11 @@ class HtmlSink:
         self.flush()
 
     def _write_page(self) -> None:
-        began = time.monotonic()
-        try:
-            self._write_whole()
-        finally:  # what fails takes its time, too
-            now = time.monotonic()
-            self._not_before = now + _PATIENCE * (now - began)
-        self._is_behind = False
-
-    def _write_whole(self) -> None:
         from adiv_monitor.audit.page import running_page
 
-        running, record = self._running, self._running.record()
-        record = replace(record, reports=(*record.reports[:-1], running.last))
-        text = running_page(record, running.findings(), running.count, running.alarms)
-        write_whole({self._path: text})
+        with self._budget.spending():
+            running, record = self._running, self._running.record()
+            record = replace(record, reports=(*record.reports[:-1], running.last))
+            text = running_page(record, running.findings(), running.count, running.alarms)
+            write_whole({self._path: text})
+        self._is_behind = False

@@ -112,24 +112,18 @@ class ProductSink:
             self._log()
 
     def _log(self) -> None:
-        try:
-            self._log_all()
-            self._board.shown()
-        finally:  # what fails takes its time, too
-            self._board.rest()
-
-    def _log_all(self) -> None:
-        findings = self._board.findings()
         group = f"adiv.summary.{self._name}" if self._name else "adiv.summary"
-        if self._product.log_text is not None:
-            text = alarms_text(self._board.alarms) + findings_text(findings)
-            self._product.log_text(f"{group}/findings", text, self._last)
-        if self._board.draws:
-            for tag, png in self._board.pictures(findings, self._name).items():
-                self._product.log_picture(tag, _opened(png), self._last)
+        with self._board.showing():
+            findings = self._board.findings()
+            if self._product.log_text is not None:
+                text = alarms_text(self._board.alarms) + findings_text(findings, self._board.record)
+                self._product.log_text(f"{group}/findings", text, self._last)
+            if self._board.draws:
+                for tag, png in self._board.pictures(findings, self._name).items():
+                    self._product.log_picture(tag, _opened(png), self._last)
 
 
 def _opened(png: bytes) -> Any:
-    from PIL import Image  # comes with matplotlib, which has drawn it
+    from PIL import Image
 
     return Image.open(io.BytesIO(png))

@@ -1,16 +1,19 @@
 """A running training as its reports tell of it: what rules find, and what pictures show."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import nan
+from math import isfinite, nan
 from typing import TYPE_CHECKING
 
 from adiv_monitor.report import Alarm, StepReport
+from adiv_monitor.sinks.wording import non_finite_words
 
 if TYPE_CHECKING:
     from adiv_monitor.audit.finding import Finding
     from adiv_monitor.audit.record import Record
 
 MOST_REPORTS = 100
+MOST_LOSSES = 2_000
 
 
 @dataclass
@@ -51,9 +54,14 @@ class Running:
         self._count = 0
         self._stride = 1
         self._raised: dict[tuple[str, str], Raised] = {}  # by rule and layer
+        self._losses = Losses()
+        self._broken: tuple[int, str] | None = None  # step, and what was not finite first
 
     def add(self, report: StepReport) -> None:
         """Take the report of one more step."""
+        self._losses.add(report.losses)
+        if self._broken is None:
+            self._broken = _first_non_finite(report)
         if self._last is not None and _goes_on(self._last, report):
             self._last = _together(self._last, report)
             self._kept[-1] = self._count - 1, _lean(self._last)
@@ -92,6 +100,11 @@ class Running:
         return tuple(sorted(self._raised.values(), key=lambda raised: -raised.last))
 
     @property
+    def first_non_finite(self) -> tuple[int, str] | None:
+        """Step, and what was not finite first; None: everything that was looked at is finite."""
+        return self._broken
+
+    @property
     def reports(self) -> tuple[StepReport, ...]:
         """Those that are kept, oldest first."""
         return tuple(report for _, report in self._kept)
@@ -103,18 +116,71 @@ class Running:
         unknown = Facts("", 0, 0, "", {}, 0, 0, 0, 1, 0, "", "", nan)
         reports = self.reports
         changes = {r.step: r.realised_loss_change for r in reports}
-        realised = {step: change for step, change in changes.items() if change is not None}
-        return Record(unknown, losses=(), gradient_norms=(), reports=reports, realised=realised)
+        losses = self._losses.course()
+        step, place = self._broken or (None, None)
+        return Record(
+            unknown,
+            losses=tuple(losses.values()),
+            loss_steps=tuple(losses),
+            gradient_norms=(),
+            reports=reports,
+            realised={step: change for step, change in changes.items() if change is not None},
+            first_non_finite=place,
+            non_finite_since=step,
+        )
 
     def findings(self) -> tuple["Finding", ...]:
         """What the audit's rules find in the reports alone; strongest first.
 
-        Rules that look at inputs, units, wiring, the loss or other learning rates find nothing
-        here. A rule that says "act" only where the loss goes badly says "watch".
+        Rules that look at inputs, units, wiring or other learning rates find nothing here. Without
+        losses in the reports, a rule that says "act" only where the loss goes badly says "watch".
         """
         from adiv_monitor.audit.diagnosis import diagnose
 
         return diagnose(self.record())
+
+
+class Losses:
+    """The losses of a training so far, by step: the first, and of the others every so many-th.
+
+    Twice as many steps lie between them whenever there are more than `MOST_LOSSES`.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, float] = {}
+        self._count = 0
+        self._stride = 1
+
+    def add(self, losses: Mapping[int, float]) -> None:
+        """Take those of some more steps."""
+        for step, loss in losses.items():
+            if self._count % self._stride == 0:
+                self._kept[step] = loss
+            self._count += 1
+            if len(self._kept) > MOST_LOSSES:
+                self._stride *= 2
+                self._kept = dict(list(self._kept.items())[::2])
+
+    def course(self) -> dict[int, float]:
+        """Step → loss; if the last are not finite, it ends with the first of them.
+
+        Others that are not finite are left out.
+        """
+        kept = list(self._kept.items())
+        after = next((i for i in reversed(range(len(kept))) if isfinite(kept[i][1])), -1) + 1
+        finite = {step: loss for step, loss in kept[:after] if isfinite(loss)}
+        return finite | dict(kept[after : after + 1])
+
+
+def _first_non_finite(report: StepReport) -> tuple[int, str] | None:
+    """Step, and what was not finite first."""
+    step = next((s for s, loss in report.losses.items() if not isfinite(loss)), report.step)
+    first = report.first_non_finite
+    if step < report.step:
+        return step, non_finite_words(report, "loss")
+    if first is None:
+        return None
+    return step, non_finite_words(report, *first)
 
 
 def _goes_on(report: StepReport, later: StepReport) -> bool:

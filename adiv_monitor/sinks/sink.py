@@ -10,7 +10,8 @@ class Sink(Protocol):
     """Whatever takes reports.
 
     One that holds something back may have `flush()`, too: callbacks, which leave sinks of the
-    user's open, call it when a training ends.
+    user's open, call it when a training ends. One that people look at may have `place`, a path or
+    an address, which the line at the end of a run names.
 
     An exception that leaves `write` is the monitor's business, which treats it as `on_error` says.
     """

@@ -1,5 +1,6 @@
 """A report as a table in the terminal."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING
 
@@ -42,7 +43,8 @@ _MARKS = {
     "*": "the worst layer, where the errors tell which that is",
     "≈0": "nearer to zero than its standard error",
     "?": "with an error that is not known",
-    "–": "no direction (NaN)",
+    "–": "no direction (a vector of length zero has none)",
+    "NaN": "not finite: NaN, infinite or too large",
 }
 
 Reading = LayerReading | AttentionReading | AlignmentReading
@@ -56,12 +58,12 @@ class TableSink:
 
     Values that rest on sampled rows are printed to the digits that their standard errors leave:
     0.0431 ± 0.012 reads 0.04. "≈0" is a value that lies closer to zero than its error, which has no
-    sign; "?" one whose error is not known; "–" stands for "no direction" (NaN), a blank for a
-    measure that was not taken. `*` (in colour where the terminal has any) marks the worst value of
-    a measure, where the errors tell which that is (see `StepReport.summary`). A terminal that is
-    too narrow gets the measures in several tables. The report's alarms and notes follow
-    below, and, when they are news, what marks mean and the layers and parameters that were not
-    measured.
+    sign; "?" one whose error is not known; "–" stands for "no direction", "NaN" for what is not
+    finite, a blank for a measure that was not taken. `*` (in colour where the terminal has any)
+    marks the worst value of a measure, where the errors tell which that is (see
+    `StepReport.summary`). A terminal that is too narrow gets the measures in several tables. The
+    report's alarms and notes follow below, and, when they are news, what marks mean and the layers
+    and parameters that were not measured.
 
     Args:
         measures: the columns, by name.
@@ -187,7 +189,7 @@ def _legend(report: StepReport, measures: Iterable[str]) -> Iterator[str]:
         for path, reading in report.readings(measure).items()
     ]
     for mark, meaning in _MARKS.items():
-        if any(cell.strip() == mark if mark == "–" else mark in cell for cell in cells):
+        if any(cell.strip() == mark if mark in "–NaN" else mark in cell for cell in cells):
             yield f"{mark}: {meaning}"
 
 
@@ -205,6 +207,8 @@ def _cell(reading: Reading, measure: str, starred: bool) -> str:
     value = getattr(reading, measure)
     if value is None:
         return ""
+    if math.isnan(value) and isinstance(reading, LayerReading) and reading.non_finite:
+        return "NaN "
     shown = number(value, reading.standard_error.get(measure, 0.0))
     point, decimals = shown.partition(".")[1:]
     fixed = shown[-1].isdigit() and "e" not in shown

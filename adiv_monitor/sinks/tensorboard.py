@@ -151,20 +151,14 @@ class TensorBoardSink:
 
     def _write_board(self, report: StepReport) -> None:
         """Findings and pictures of the course so far."""
-        try:
-            self._write_course(report)
-            self._board.shown()
-        finally:  # what fails takes its time, too
-            self._board.rest()
-
-    def _write_course(self, report: StepReport) -> None:
-        findings = self._board.findings()
-        self._write_text("findings", findings_text(findings), report.step)
-        if self._board.draws:
-            for tag, png in self._board.pictures(findings, self._name).items():
-                self._file_writer().add_summary(_image(tag, png), report.step)
-        else:
-            self._write_text("no_pictures", NO_PICTURES, report.step)
+        with self._board.showing():
+            findings = self._board.findings()
+            self._write_text("findings", findings_text(findings, self._board.record), report.step)
+            if self._board.draws:
+                for tag, png in self._board.pictures(findings, self._name).items():
+                    self._file_writer().add_summary(_image(tag, png), report.step)
+            else:
+                self._write_text("no_pictures", NO_PICTURES, report.step)
 
     def _write_texts(self, report: StepReport) -> None:
         measures = self._measures or (*FRONT_MEASURES, *DEFAULT_MEASURES)

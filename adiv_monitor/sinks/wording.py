@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 
-from adiv_monitor.printable import code
+from adiv_monitor.printable import code, layer_words
 from adiv_monitor.report import StepReport
 
 _MOST_LINES = 12
@@ -40,6 +40,13 @@ def percent(share: float) -> str:
     if share in (0, 1):
         return f"{share:.0%}"
     return f"{min(max(share, 0.001), 0.999):.1%}"
+
+
+def non_finite_words(report: StepReport, what: str, layer: str = "") -> str:
+    """What was not finite, and where, as a part of a sentence: "the outputs of Linear 'net.0'"."""
+    if what == "loss":
+        return "the loss"
+    return f"the {what} of {layer_words(layer, report.layers[layer].module)}"
 
 
 def trained(report: StepReport) -> str:

@@ -18,18 +18,21 @@ from adiv_monitor.capture.eager import in_compiled_code
 from adiv_monitor.capture.forwards import Forwards, unwatched
 from adiv_monitor.capture.guard import Guard, call_all, surely
 from adiv_monitor.capture.hook import NextForward
+from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.selection import Selection, trainable
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.report import AlignmentReading, StepReport, Turn
 from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.description import describe, report_of
 from adiv_monitor.step.failures import Failures
+from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
 from adiv_monitor.step.part import Part
 from adiv_monitor.step.phases import Armed, Pending
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.schedule import Schedule
+from adiv_monitor.step.stepping import learning_rates
 
 # After so many steps of other optimizers, and none of the one that is followed, another took over.
 _OTHERS = 3
@@ -58,6 +61,8 @@ class Course:
         schedule: is told when the forward pass of a measured step begins.
         failures: knows what to do about exceptions.
         report: gets every report, and whether this process is to write it.
+        losses: those of the steps so far.
+        loss: sees them in measured steps, if it does not stay on between them.
 
     Attributes:
         given_up: the step that was armed was dropped, as other optimizers took the steps.
@@ -73,6 +78,8 @@ class Course:
         schedule: Schedule,
         failures: Failures,
         report: Callable[[StepReport, bool], None],
+        losses: LossLog,
+        loss: LossHook | None,
     ) -> None:
         self.given_up = False
         self._model = model
@@ -82,6 +89,8 @@ class Course:
         self._generator = generator
         self._schedule = schedule
         self._failures = failures
+        self._losses = losses
+        self._loss = loss
         self._watch = Watch()
         self._assembly = Assembly(asked.max_rows, generator, self._complete, report)
         self._checked: set[str] = set()  # layers whose rule was seen to hold
@@ -170,7 +179,7 @@ class Course:
         others = Others(
             self._optimizer, selection.parameters, self._awaits_step, self._failures.safely
         )
-        return Armed(capture, step, selection, turn, guard, realised, others)
+        return Armed(capture, step, selection, turn, guard, realised, others, self._loss)
 
     def _awaits_step(self) -> bool:
         """Whether layers were called, and the optimizer that is followed is yet to step."""
@@ -256,6 +265,7 @@ class Course:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Now, or where the step has a closure, when that has made them."""
         armed.attempts += 1
+        armed.learning_rates = self._failures.safely(learning_rates, optimizer) or ()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             armed.closure_calls = None
@@ -328,7 +338,8 @@ class Course:
             )
         selection = armed.selection.stepped(held)
         self._pending = Pending(
-            *(armed.step, armed.capture, selection, armed.turn, number, alignment)
+            *(armed.step, armed.capture, selection, armed.turn, number, alignment),
+            armed.learning_rates,
         )
         if not self._compiled:  # a hook would become part of the compiled code
             modules = armed.selection.owners
@@ -376,6 +387,7 @@ class Course:
             self._checked |= part.checked
             self._failures.switched_off |= part.misdescribed
             describe(part, pending, self._failures, self._schedule.interval)
+            part.losses = self._losses.take(pending.number)
         self._assembly.add(pending.number, part)
         for path, reason in part.misdescribed.items():
             self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")

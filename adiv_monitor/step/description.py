@@ -12,6 +12,7 @@ from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.part import Part
 from adiv_monitor.step.phases import Pending
+from adiv_monitor.step.transfer import fetch_numbers
 
 
 def describe(part: Part, pending: Pending, failures: Failures, interval: int) -> None:
@@ -33,6 +34,7 @@ def describe(part: Part, pending: Pending, failures: Failures, interval: int) ->
     part.interval, part.turn = interval, pending.turn
     part.rows_lost |= set(off)
     part.alignment = pending.alignment
+    part.learning_rates = tuple(fetch_numbers(pending.learning_rates))
     part.notes[:0] = failures.notes
     failures.notes.clear()
 
@@ -80,4 +82,6 @@ def report_of(number: int, part: Part, watch: Watch, failures: Failures) -> Step
         attention=outcome.attention,
         alignment=part.alignment,
         turn=None if part.turn is None else replace(part.turn, elements=part.elements),
+        losses=part.losses,
+        learning_rates=part.learning_rates,
     )

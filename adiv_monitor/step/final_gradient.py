@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
+from adiv_monitor.capture.names import class_name
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.updates import ParameterSteps, Watch
@@ -215,6 +216,7 @@ class FinalGradient:
             features=_fan_in(features),
             shares={p.key: 1 / holders(p.parameter) for p in pieces} if sharded else {},
             dealt=dealt(calls, self._peers, come=self._wholes.come),
+            module=class_name(layer.module),
         )
 
     def _seen(self, layer: Layer, calls: Sequence[Call], looked: Looked) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from adiv_monitor.capture.updates import Watch
 from adiv_monitor.maths.alike import Fail, raised
 from adiv_monitor.maths.readings import REALISED, Measured, Numbers, measure
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
+from adiv_monitor.step import finite
 from adiv_monitor.step.attention_outcome import attention_outcome
 from adiv_monitor.step.gradient_check import is_judged, speaks_against
 from adiv_monitor.step.makings import reaches_all, resolved
@@ -85,7 +86,7 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
     attention, of_attention = attention_outcome(part.attended, part.attention, part.no_attention)
     notes = [
         *part.notes,
-        *_not_finite(numbers),
+        *finite.notes(readings),
         *_from_rows(reasons),
         *_unforeseen(facts, list(kept)),
         *_without_common(readings, kept),
@@ -147,15 +148,6 @@ def _unforeseen(facts: Facts, paths: list[str]) -> list[str]:
             "they are there."
         )
     return notes
-
-
-def _not_finite(numbers: Mapping[str, Numbers]) -> list[str]:
-    paths = [
-        path
-        for path, found in numbers.items()
-        if not np.isfinite(found.values["products"][:, 0, 0]).all()
-    ]
-    return [f"The gradient is not finite in {listed(paths)}."] if paths else []
 
 
 def _from_rows(reasons: Mapping[str, str]) -> list[str]:
@@ -257,6 +249,8 @@ def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) 
             numbers.factor / averaged if numbers.dots["gamma_gamma"] > 0 else math.nan
         ),
         features=seen.features,
+        non_finite=finite.non_finite(numbers),
+        module=seen.module,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),
         row_cosine_quantiles=found.quantiles.get("row_cosine", ()),

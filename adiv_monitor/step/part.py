@@ -77,6 +77,7 @@ class Looked:
         followed: autograd told all that the rows' calls hand on to the parameters.
         weight_groups: groups of the weight, where a row has scales for every output because the
             weight is made of parameters.
+        module: name of its module's class.
         terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the lengths of all that adds up to the gradient which the
             backward passes left, as far as the rows tell.
     """
@@ -99,6 +100,7 @@ class Looked:
     dealt: Dealt | None = None
     followed: bool = False
     weight_groups: int = 0
+    module: str = ""
     terms: float = 0.0
 
     def without_parameters(self) -> None:
@@ -186,6 +188,8 @@ class Part:
         no_attention: path → why there are none.
         alignment: as in `StepReport`; of all processes already.
         turn: as in `StepReport`, without the elements.
+        losses: as in `StepReport`; of this process's batches.
+        learning_rates: as in `StepReport`.
     """
 
     layers: dict[str, LayerPart]
@@ -207,6 +211,8 @@ class Part:
     no_attention: dict[str, str] = field(default_factory=dict)
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
     turn: Turn | None = None
+    losses: Mapping[int, float] = field(default_factory=dict)
+    learning_rates: tuple[float, ...] = ()
 
 
 def make_part(

@@ -1,6 +1,6 @@
 """What a measured step holds on to: up to the optimizer's step, and to the next forward pass."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -9,6 +9,7 @@ from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
+from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.report import AlignmentReading, Turn
@@ -29,6 +30,7 @@ class Armed:
         guard: Guard,
         realised: Realised | None,
         others: Others,
+        loss: LossHook | None,
     ) -> None:
         self.capture = capture
         self.step = step
@@ -38,6 +40,8 @@ class Armed:
         self._realised = realised
         self._eager = forced_eager()
         self.others = others
+        self._loss = loss
+        self.learning_rates: Sequence[float | Tensor] = ()
         self.attempts = 0  # at the optimizer's step: one that raises may be repeated
         self.closure_calls: int | None = None  # during the last one; None: it had no closure
 
@@ -47,11 +51,14 @@ class Armed:
         self.others.follow()
         if self._realised is not None:
             self._realised.attach()
+        if self._loss is not None:
+            self._loss.put_on()
         self.capture.attach()
 
     def release(self) -> None:
         """Take the hooks off; if that is interrupted, it can be done again."""
-        detach = () if self._realised is None else (self._realised.detach,)
+        detach = [] if self._realised is None else [self._realised.detach]
+        detach += [] if self._loss is None else [self._loss.remove]
         call_all(self.capture.detach, *detach, self._eager.leave, self.others.leave)
 
     def gradients_final(self, stepping: Optimizer) -> None:
@@ -74,6 +81,7 @@ class Pending:
         turn: Turn | None,
         number: int,
         alignment: Mapping[str, AlignmentReading],
+        learning_rates: Sequence[float | Tensor],
     ) -> None:
         self.step = step
         self.capture = capture
@@ -81,6 +89,7 @@ class Pending:
         self.turn = turn
         self.number = number
         self.alignment = alignment
+        self.learning_rates = learning_rates
         self._hooks: list[NextForward] = []
         self.room = Room()  # as deep as that forward pass may be, its report is completed
 

@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Iterator
+from numbers import Real
 from types import FrameType
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -21,6 +23,23 @@ def stepping(optimizer: Optimizer | None) -> Optimizer | None:
 def runs_hooks(optimizer: object) -> bool:
     """Whether this is an optimizer that torch has made ready to run hooks around its steps."""
     return isinstance(optimizer, Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)
+
+
+def learning_rates(optimizer: Optimizer) -> list[float | Tensor]:
+    """`lr` of each parameter group as it is now; none where a group has none.
+
+    Of what is on a device a copy is made there: a scheduler may write to it before it is read.
+    """
+    found: list[float | Tensor] = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            found.append(rate.detach().clone())
+        elif isinstance(rate, Real):
+            found.append(float(rate))
+        else:
+            return []
+    return found
 
 
 def is_within_own_step(optimizer: Optimizer) -> bool:

@@ -7,6 +7,7 @@ those with the smallest keys of all processes are as even a choice of all rows
 
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -84,8 +85,9 @@ def together(
         several = [_with_applied(part) for part in several]
     refused = list(dict.fromkeys(why for part in several for why in part.refused))
     notes = list(dict.fromkeys(note for part in several for note in part.notes))
+    losses = _losses_together([part.losses for part in several])
     if refused:
-        return replace(first, layers={}, refused=refused, notes=notes), ranks
+        return replace(first, layers={}, refused=refused, notes=notes, losses=losses), ranks
     misdescribed = {p: why for part in several for p, why in part.misdescribed.items()}
     rows_lost = {path for part in several for path in part.rows_lost}
     layers, incomplete = {}, {}
@@ -121,6 +123,7 @@ def together(
         loss_change=sum(changes) / len(changes) if changes else None,
         loss_changes=tuple(change for part in several for change in part.loss_changes),
         facts=_facts_together(several, layers),
+        losses=losses,
     )
     return attention_together(whole, several, generator), ranks
 
@@ -259,6 +262,15 @@ def _tell_averaged(layers: Mapping[str, LayerPart], gradient_scale: float) -> No
     for path, layer in layers.items():
         share = averaged[path] if math.isfinite(averaged[path]) else (known or [1.0])[0]
         layer.values["averaged"] = np.array(share)
+
+
+def _losses_together(several: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Of each step, the mean over the processes that know its loss."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for losses in several:
+        for step, loss in losses.items():
+            found[step].append(loss)
+    return {step: sum(found[step]) / len(found[step]) for step in sorted(found)}
 
 
 def _fewest(several: Sequence[Mapping[str, int]]) -> dict[str, int]:

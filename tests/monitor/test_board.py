@@ -16,10 +16,12 @@ from example_reports import LAYERS, reading, report
 from torch import nn
 
 from adiv_monitor.audit.diagnosis import diagnose
+from adiv_monitor.audit.page.verdict import NOTHING
 from adiv_monitor.audit.record import Record
 from adiv_monitor.report import Alarm, LayerReading, StepReport
 from adiv_monitor.sinks import TensorBoardSink
 from adiv_monitor.sinks import board as board_module
+from adiv_monitor.sinks import budget as budget_module
 from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
 from adiv_monitor.sinks.health import GRADIENT, HEALTH, value_of
 from adiv_monitor.sinks.products import Product, ProductSink
@@ -179,7 +181,8 @@ def test_a_first_step_that_throws_activations_away_is_seen_without_the_loss() ->
 
 def test_the_text_says_what_where_and_what_to_do() -> None:
     record = vanishing()
-    text = findings_text(running(*record.reports).findings())
+    found = running(*record.reports)
+    text = findings_text(found.findings(), found.record())
     assert "**Vanishing gradients** (watch, `vanishing`, since step 0)" in text
     assert "1. layer normalisation in front of all layers" in text
     assert "`adiv-audit`" in text
@@ -189,9 +192,8 @@ def test_a_healthy_run_has_nothing_to_mend() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 3))
     record = seen(model, optimizer=sgd(), loss=cross_entropy)
-    assert findings_text(running(*record.reports).findings()).startswith(
-        "### The steps show nothing ill\n"
-    )
+    found = running(*record.reports)
+    assert findings_text(found.findings(), found.record()).startswith(f"### {NOTHING}\n")
 
 
 # Pictures
@@ -207,12 +209,12 @@ def share(png: bytes, colour: tuple[int, int, int]) -> float:
     return float((np.abs(pixels(png) - colour).max(axis=-1) <= 2).mean())
 
 
-BLUE, RED, GREY, NO_DIRECTION = (8, 81, 156), (179, 0, 0), (227, 235, 223), (154, 154, 154)
+BLUE, RED, GREY = (8, 81, 156), (179, 0, 0), (227, 235, 223)
 
 
 @pytest.mark.parametrize(
     ("value", "colour"),
-    [(1e-4, BLUE), (1e-7, BLUE), (0.02, GREY), (0.5, GREY), (20.0, RED), (math.nan, NO_DIRECTION)],
+    [(1e-4, BLUE), (1e-7, BLUE), (0.02, GREY), (0.5, GREY), (20.0, RED)],
 )
 def test_a_cell_has_the_colour_of_its_health(value: float, colour: tuple[int, int, int]) -> None:
     layers = {f"layer{i}": reading(update_ratio=value if i < 3 else 0.1) for i in range(6)}
@@ -221,7 +223,7 @@ def test_a_cell_has_the_colour_of_its_health(value: float, colour: tuple[int, in
     )
     assert found is not None
     cells = 0.3  # of the picture, at least: half of the grid
-    assert share(heat_picture(found), colour) > 0.7 * cells / 2
+    assert share(heat_picture(found).png(), colour) > 0.7 * cells / 2
 
 
 def test_letters_that_the_font_lacks_are_no_trouble() -> None:
@@ -230,7 +232,7 @@ def test_letters_that_the_font_lacks_are_no_trouble() -> None:
     assert found is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert heat_picture(found)
+        assert heat_picture(found).png()
 
 
 def test_rows_are_in_the_networks_order_and_of_maps_only() -> None:
@@ -292,13 +294,14 @@ def reddish(png: bytes) -> int:
 
 def drawings(monkeypatch: pytest.MonkeyPatch, reports: int) -> list[int]:
     """At which of so many reports pictures are drawn, if that takes no time."""
-    monkeypatch.setattr(board_module, "_PATIENCE", 0)
+    monkeypatch.setattr(budget_module, "_PATIENCE", 0)
     board = Board("test")
     drawn = []
     for i in range(reports):
         if board.add(report(i, layers={})):
             drawn.append(i)
-            board.shown()
+            with board.showing():
+                pass
     return drawn
 
 
@@ -310,19 +313,32 @@ def test_pictures_are_drawn_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) ->
     assert drawings(monkeypatch, 2000)[: len(drawn)] == drawn
 
 
-def test_drawing_waits_twenty_times_as_long_as_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(board_module.time, "monotonic", lambda: now[0])
+def test_drawing_takes_a_twentieth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(budget_module.time, "monotonic", lambda: now[0])
     board = Board("test")
-    assert board.add(report(0))
-    board.findings()
-    now[0] = 3.0  # seconds that it took
-    board.shown()
-    board.rest()
-    now[0] = 62.9
+    assert not board.add(report(0)), "the first drawing is thought to take 0.3 seconds"
+    now[0] = 105.9
     assert not board.add(report(1))
-    now[0] = 63.1
+    now[0] = 106.1
     assert board.add(report(2))
+    with board.showing():
+        now[0] += 3.0  # seconds that it took
+    now[0] = 219.9
+    assert not board.add(report(3)), "three are spent, three are to come"
+    now[0] = 220.1
+    assert board.add(report(4))
+
+
+def test_a_short_run_is_drawn_at_its_end_alone(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    drawn: list[int] = []
+    sink._board.pictures = lambda *given: drawn.append(sink._last.step) or {}  # type: ignore
+    for step in range(5):
+        sink.write(report(step))
+    assert not drawn
+    sink.close()
+    assert drawn == [4]
 
 
 def many_layers(count: int = 300) -> StepReport:
@@ -392,7 +408,7 @@ def test_a_product_that_fails_is_not_tried_at_every_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, tried = [0.0], []
-    monkeypatch.setattr(board_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(budget_module.time, "monotonic", lambda: now[0])
 
     def fails(key: str, text: str, step: int) -> None:
         tried.append(step)
@@ -400,11 +416,13 @@ def test_a_product_that_fails_is_not_tried_at_every_report(
         raise OSError("no connection")
 
     sink = ProductSink(Product(fails, fails), "test")
+    sink.write(report(0))
+    now[0] = 7.0
     with pytest.raises(OSError, match="no connection"):
-        sink.write(report(0))
-    now[0] = 62.9
-    sink.write(report(1))
-    assert tried == [0]
+        sink.write(report(1))
+    now[0] = 119.0
+    sink.write(report(2))
+    assert tried == [1]
     with pytest.raises(OSError, match="no connection"):
         sink.close()
 
@@ -413,4 +431,5 @@ def test_alarms_are_told_before_findings() -> None:
     told: list[str] = []
     sink = ProductSink(Product(lambda *given: None, lambda key, text, step: told.append(text)), "t")
     sink.write(replace(report(0), alarms=(Alarm("update_ratio > 1", "a_b", 2.0),)))
+    sink.close()
     assert told[0].startswith("### Alarms\n\n- a\\_b: update\\_ratio &gt; 1: 2 (step 0)\n\n### ")

@@ -466,7 +466,26 @@ def group_that_is_gone(rank: int) -> tuple[StepReport | None, int]:
     return monitor.latest, len(sink.reports)
 
 
+@patient()
+def losses_of_ranks(rank: int) -> tuple[list[float], list[StepReport]]:
+    """Each rank's own; of the last step but one only the second rank's is known."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    collected = []
+    with Monitor(net, optimizer, every_n_steps=3, on_error="raise") as monitor:
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            if step != 2 or rank:
+                monitor.log_loss(loss)
+            loss.backward()
+            optimizer.step()
+            collected.append(loss.item())
+    return collected, list(monitor.reports)
+
+
 TASKS = (
+    losses_of_ranks,
     optimizer_in_parts,
     averaged_by_hand,
     large_layers,
@@ -486,6 +505,16 @@ TASKS = (
     messages_that_are_none,
 )
 ALONE = ("Rows of process 0 alone: 2 processes train together.",)
+
+
+def test_losses_are_the_mean_over_the_ranks_that_know_one(found: dict[int, list[Found]]) -> None:
+    (first, reports), (second, others) = (own["losses_of_ranks"] for own in found[2])
+    assert reports == others
+    mean = {step: (a + b) / 2 for step, (a, b) in enumerate(zip(first, second, strict=True))}
+    assert abs(first[0] - second[0]) > 0.01
+    assert reports[0].losses == pytest.approx({0: mean[0]})
+    assert reports[1].losses == pytest.approx({1: mean[1], 2: second[2], 3: mean[3]})
+    assert [report.learning_rates for report in reports] == [(0.1,), (0.1,)]
 
 
 def alone(kind: type[torch.optim.Optimizer], batches: list[slice]) -> list[StepReport]:

@@ -8,24 +8,33 @@ import pytest
 from example_reports import LAYERS, attention, reading, report
 
 from adiv_monitor.sinks import HtmlSink
+from adiv_monitor.sinks import budget as budget_module
 from adiv_monitor.sinks import html as html_module
 from adiv_monitor.sinks.lent import lent
+from adiv_monitor.sinks.running import Running
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
-from adiv_monitor.audit.page.running_page import LOOKED_FOR
 from adiv_monitor.audit.page.titles import FINDING_TITLES
+from adiv_monitor.audit.page.verdict import looked_for
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that the sink sees."""
     now = [0.0]
-    monkeypatch.setattr(html_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(budget_module.time, "monotonic", lambda: now[0])
     return now
 
 
-def test_the_page_says_where_the_training_is(tmp_path: Path, clock: list[float]) -> None:
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are written at each report."""
+    monkeypatch.setattr(budget_module, "_PATIENCE", 0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_page_says_where_the_training_is(tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.html"
     sink = HtmlSink(path)
     for step in (0, 50, 1200):
@@ -53,7 +62,7 @@ def test_findings_are_there_with_what_would_mend_them(tmp_path: Path) -> None:
     assert "Nothing to mend" not in text
 
 
-def test_a_page_that_takes_long_is_written_more_rarely(
+def test_pages_take_a_twentieth_of_the_time_at_most(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.html"
@@ -68,15 +77,21 @@ def test_a_page_that_takes_long_is_written_more_rarely(
     monkeypatch.setattr(page, "running_page", slow)
     sink = HtmlSink(path)
     sink.write(report(0))
-    clock[0] = 41.9
+    clock[0] = 29.9
     sink.write(report(1))
-    assert "up to step 0" in path.read_text()
-    clock[0] = 42.1
+    assert not path.exists(), "the first is thought to take one and a half seconds"
+    clock[0] = 30.1
     sink.write(report(2))
     assert "up to step 2" in path.read_text()
+    clock[0] = 79.9
     sink.write(report(3))
+    assert "up to step 2" in path.read_text(), "two seconds were spent, two are to come"
+    clock[0] = 80.1
+    sink.write(report(4))
+    assert "up to step 4" in path.read_text()
+    sink.write(report(5))
     sink.close()
-    assert "up to step 3" in path.read_text(), "as it ended"
+    assert "up to step 5" in path.read_text(), "as it ended"
     written = path.stat().st_mtime_ns
     sink.close()
     assert path.stat().st_mtime_ns == written, "a second close does nothing"
@@ -87,9 +102,8 @@ def test_a_callback_leaves_it_open_with_all_reports_on_the_page(tmp_path: Path) 
     sink = HtmlSink(path)
     (kept,) = lent([sink], "Callback")
     kept.write(report(0))
-    sink._not_before = math.inf
     kept.write(report(1))
-    assert "up to step 0" in path.read_text()
+    assert not path.exists()
     kept.close()
     assert "up to step 1" in path.read_text()
     kept.write(report(2))
@@ -101,10 +115,12 @@ def test_what_is_never_tried_here_is_not_said_to_be_untried(tmp_path: Path) -> N
     layers = {f"layer{i}": reading(update_ratio=1e-5) for i in range(3)}
     sink = HtmlSink(tmp_path / "run.html")
     sink.write(report(layers=layers))
+    sink.close()
     text = (tmp_path / "run.html").read_text()
     assert "Learning rate too low" in text and "not tried" not in text
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.html"
     sink = HtmlSink(path)
@@ -115,7 +131,6 @@ def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError("the disk is full")
 
     monkeypatch.setattr(Path, "replace", fails)
-    sink._not_before = 0.0
     with pytest.raises(OSError, match="full"):
         sink.write(report(1))
     assert path.read_text() == before
@@ -136,17 +151,20 @@ def test_a_page_that_fails_is_not_tried_at_every_report(
 
     monkeypatch.setattr(page, "running_page", slow)
     sink = HtmlSink(tmp_path / "run.html")
+    sink.write(report(0))
+    clock[0] = 31.0
     with pytest.raises(OSError, match="full"):
-        sink.write(report(0))
-    for step, now in ((1, 3.0), (2, 41.0)):
+        sink.write(report(1))
+    for step, now in ((2, 33.0), (3, 79.0)):
         clock[0] = now
         sink.write(report(step))
-    assert tried == [0.0]
+    assert tried == [31.0]
     with pytest.raises(OSError, match="full"):
         sink.close()
 
 
-def test_alarms_are_on_the_page_until_the_end(tmp_path: Path, clock: list[float]) -> None:
+@pytest.mark.usefixtures("at_once")
+def test_alarms_are_on_the_page_until_the_end(tmp_path: Path) -> None:
     from adiv_monitor.report import Alarm
 
     path = tmp_path / "run.html"
@@ -168,12 +186,14 @@ def test_alarms_are_on_the_page_until_the_end(tmp_path: Path, clock: list[float]
 def test_a_step_without_numbers_has_a_page(tmp_path: Path, layers: dict[str, object]) -> None:
     sink = HtmlSink(tmp_path / "run.html")
     sink.write(report(layers=layers))
+    sink.close()
     assert "</html>" in (tmp_path / "run.html").read_text()
 
 
 def test_attention_and_what_really_happened_are_in_it(tmp_path: Path) -> None:
     sink = HtmlSink(tmp_path / "run.html")
     sink.write(report(attention={"block.0": attention()}, realised_loss_change=-0.25))
+    sink.close()
     text = (tmp_path / "run.html").read_text()
     assert "block.<wbr>0" in text
     assert "really -0.250" in text
@@ -200,4 +220,8 @@ def test_a_missing_package_is_named(
 
 
 def test_what_is_looked_for_are_findings() -> None:
-    assert set(LOOKED_FOR) <= set(FINDING_TITLES)
+    running = Running()
+    running.add(report(losses=dict.fromkeys(range(20), 1.0)))
+    names = looked_for(running.record())
+    assert set(names) <= set(FINDING_TITLES)
+    assert {"non-finite", "loss-stuck", "stands-still"} <= set(names)

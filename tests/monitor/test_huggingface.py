@@ -125,7 +125,9 @@ def plain(
                 torch.manual_seed(index // accumulate)
             rows = ROWS[index * SIZE : (index + 1) * SIZE]
             batch = {name: torch.stack([row[name] for row in rows]) for name in ("x", "labels")}
-            (model(**batch)["loss"] / accumulate).backward()
+            loss = model(**batch)["loss"]
+            monitor.log_loss(loss)
+            (loss / accumulate).backward()
             if (index + 1) % accumulate == 0:
                 prepare(model)
                 optimizer.step()
@@ -138,6 +140,10 @@ def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
     for one, other in zip(ours, expected, strict=True):
         assert one.layers.keys() == other.layers.keys()
         assert (one.coverage, one.unsupported) == (other.coverage, other.unsupported)
+        assert one.losses == pytest.approx(other.losses, rel=1e-4)
+        assert one.loss is not None
+        # The Trainer has a group for what is to decay, and one for the rest.
+        assert one.learning_rates == 2 * other.learning_rates
         for path, reading in one.layers.items():
             assert reading.measures() == pytest.approx(
                 other.layers[path].measures(), rel=1e-4, abs=1e-6, nan_ok=True
@@ -181,6 +187,75 @@ def test_bfloat16(make: Make) -> None:
     (expected, *_) = plain()
     measured = first.layers["net.3"].measures()
     assert measured == pytest.approx(expected.layers["net.3"].measures(), rel=0.1, abs=0.05)
+
+
+class Collecting(Net):
+    """Collects its losses; one of them may be made something else."""
+
+    def __init__(self, replaced: dict[int, float]) -> None:
+        super().__init__()
+        self.replaced = replaced
+        self.collected: list[float] = []
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = super().forward(x, labels)
+        if self.training:
+            out["loss"] = out["loss"] * self.replaced.get(len(self.collected), 1.0)
+            self.collected.append(out["loss"].item())
+        return out
+
+
+def losses_of(reports: list[StepReport]) -> dict[int, float]:
+    return {step: loss for report in reports for step, loss in report.losses.items()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_losses_are_those_that_the_model_collected(make: Make, accumulate: int) -> None:
+    model = Collecting({})
+    options = {"max_steps": STEPS // accumulate, "gradient_accumulation_steps": accumulate}
+    reports = train(make, model=model, eval_strategy="steps", eval_steps=2, **options)
+    parts = [model.collected[i : i + accumulate] for i in range(0, STEPS, accumulate)]
+    expected = {i: sum(part) / accumulate for i, part in enumerate(parts)}
+    last = reports[-1].step
+    assert losses_of(reports) == pytest.approx({i: expected[i] for i in range(last + 1)})
+
+
+def test_a_loss_that_is_not_finite_is_told_though_the_trainer_hides_it(make: Make) -> None:
+    model = Collecting({3: math.nan})
+    memory = MemorySink()
+    run = make(DivergenceTrainerCallback(2, sinks=[memory]), model=model, logging_steps=1)
+    run.train()
+    assert all(math.isfinite(x["loss"]) for x in run.state.log_history if "loss" in x)
+    found = losses_of(memory.reports)
+    assert math.isfinite(found[2])
+    assert math.isnan(found[3])
+
+
+class Summed(Net):
+    """Divides by the number of samples in all micro-batches, as transformers' models do."""
+
+    def forward(
+        self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        out = self.net(x)
+        loss = nn.functional.cross_entropy(out, labels, reduction="sum")
+        return {"loss": loss / (num_items_in_batch or len(x)), "logits": out}
+
+
+@pytest.mark.parametrize("model", [Net, Summed])
+def test_losses_are_those_that_the_trainer_logs(make: Make, model: type[nn.Module]) -> None:
+    memory = MemorySink()
+    run = make(
+        DivergenceTrainerCallback(1, sinks=[memory], on_error="raise"),
+        model=model(),
+        logging_steps=1,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS // 2,
+    )
+    run.train()
+    logged = {x["step"] - 1: x["loss"] for x in run.state.log_history if "loss" in x}
+    assert len(logged) == STEPS // 2
+    assert losses_of(memory.reports) == pytest.approx(logged, abs=1e-4)
 
 
 def test_evaluations_between_steps_are_no_steps(make: Make) -> None:

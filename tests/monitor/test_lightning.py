@@ -97,8 +97,9 @@ def plain_fit(
     torch.manual_seed(2)
     with Monitor(model, optimizer, every_n_steps=2, on_error="raise") as monitor:
         for index, (x, y) in enumerate(BATCHES):
-            loss = nn.functional.cross_entropy(model["net"](x), y) / accumulate
-            loss.backward()
+            loss = nn.functional.cross_entropy(model["net"](x), y)
+            monitor.log_loss(loss)
+            (loss / accumulate).backward()
             if (index + 1) % accumulate == 0:
                 prepare(model)
                 optimizer.step()
@@ -111,6 +112,9 @@ def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
     for one, other in zip(ours, expected, strict=True):
         assert one.layers.keys() == other.layers.keys()
         assert (one.coverage, one.unsupported) == (other.coverage, other.unsupported)
+        assert one.losses == pytest.approx(other.losses, rel=1e-4)
+        assert one.loss is not None
+        assert one.learning_rates == other.learning_rates
         for path, reading in one.layers.items():
             assert reading.measures() == pytest.approx(
                 other.layers[path].measures(), rel=1e-4, abs=1e-6, nan_ok=True
@@ -184,6 +188,120 @@ def test_float16_with_a_loss_scale(scale: float, taken: int) -> None:
         assert reading.measures() == pytest.approx(
             expected.layers["net.3"].measures(), rel=0.1, abs=0.05
         )
+
+
+# The loss
+
+
+def collecting(package: ModuleType, **given: Any) -> Any:
+    """A classifier that collects its losses; keywords replace methods of the module's."""
+    base = module(package)
+
+    class Collects(type(base)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.collected: list[float] = []
+
+        def loss_of(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.collected.append(loss.item())
+            return loss
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+            return self.loss_of(batch)
+
+    return type("Model", (Collects,), given)()
+
+
+def losses_of(reports: list[StepReport]) -> dict[int, float]:
+    return {step: loss for report in reports for step, loss in report.losses.items()}
+
+
+@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_losses_are_those_that_the_module_collected(package: ModuleType, accumulate: int) -> None:
+    """Of eight batches by three, the last step has two: Lightning divides their losses by three."""
+    model = collecting(package)
+    reports = fit(package, model, accumulate_grad_batches=accumulate)
+    parts = [model.collected[i : i + accumulate] for i in range(0, 8, accumulate)]
+    expected = {i: sum(part) / len(part) for i, part in enumerate(parts)}
+    assert losses_of(reports) == pytest.approx(
+        {i: expected[i] for i in range(reports[-1].step + 1)}
+    )
+    assert reports[-1].step == (6 if accumulate == 1 else 2)
+
+
+def as_a_dictionary(self: Any, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+    return {"loss": self.loss_of(batch), "logits": torch.ones(2)}
+
+
+def every_other(self: Any, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+    return self.loss_of(batch) if batch_idx % 2 else None
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step.* returned .?None")
+@pytest.mark.parametrize("training_step", [as_a_dictionary, every_other])
+def test_a_training_step_may_give_a_dictionary_or_nothing(training_step: Any) -> None:
+    model = collecting(pl, training_step=training_step)
+    found = losses_of(fit(model=model))
+    assert len(found) > 2
+    whole = training_step is as_a_dictionary
+    # Lightning steps the optimizer where there is no loss, too: that step has none.
+    expected = model.collected if whole else [x for y in model.collected for x in (None, y)]
+    assert found == pytest.approx({i: x for i, x in enumerate(expected[:7]) if x is not None})
+
+
+def by_hand(self: Any, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+    optimizers = self.optimizers()
+    several = optimizers if isinstance(optimizers, list) else [optimizers]
+    stepping = several if self.at_once else [several[batch_idx % len(several)]]
+    loss = self.loss_of(batch)
+    self.manual_backward(loss)
+    for optimizer in stepping:
+        for _ in range(self.steps):
+            optimizer.step()
+    for optimizer in several:
+        optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("count", "at_once", "steps", "known"),
+    [(1, True, 1, True), (1, True, 2, False), (2, False, 1, True), (2, True, 1, False)],
+)
+def test_by_hand_the_loss_is_known_where_one_step_was_taken(
+    count: int, at_once: bool, steps: int, known: bool
+) -> None:
+    def optimizers(self: Any) -> list[torch.optim.Optimizer]:
+        parts = [self.net[0], self.net[3]] if count == 2 else [self]
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+
+    model = collecting(
+        pl,
+        training_step=by_hand,
+        configure_optimizers=optimizers,
+        automatic_optimization=False,
+        at_once=at_once,
+        steps=steps,
+    )
+    memory = MemorySink()
+    callback = DivergenceCallback(1, sinks=[memory], on_error="raise")
+    trainer(callbacks=callback).fit(model, loader())
+    for index, monitor in enumerate(callback.monitors.values()):
+        found = losses_of(list(monitor.reports))
+        expected = dict(enumerate(model.collected[index::count])) if known else {}
+        assert found == pytest.approx(expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*was not measured. the optimizer evaluated")
+def test_of_several_evaluations_of_a_batch_no_loss_is_known() -> None:
+    """Lightning keeps the last one: its weights are not those before the step."""
+    model = collecting(
+        pl, configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters(), max_iter=3)
+    )
+    reports = fit(model=model)
+    assert len(model.collected) > 8
+    assert losses_of(reports) == {}
 
 
 @pytest.mark.parametrize("package", [pl, lpl])

@@ -3,17 +3,20 @@
 import json
 import math
 import random
+from pathlib import Path
 from statistics import fmean, pstdev
 
 import pytest
 import torch
 from example_reports import attention, reading, report
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrizations
 
 from adiv_monitor import LayerReading, Monitor, StepReport
 from adiv_monitor.features import DenseFeatures, Rows, register_features
 from adiv_monitor.report import ATTENTION_MEASURES, MEASURES, smallest
+from adiv_monitor.sinks import JsonlSink
 from adiv_monitor.sinks.scalars import summary_scalars
 
 
@@ -338,3 +341,69 @@ def test_attention_is_summarised_beside_the_layers() -> None:
     assert summary["attention_cosine"].min_layer == "b"
     assert "attention_cosine" not in report().summary()
     assert summary["update_cosine"] == report().summary()["update_cosine"]
+
+
+# The loss, learning rates and classes of modules
+
+
+def test_the_loss_of_the_step_is_one_of_the_losses() -> None:
+    losses = {5: 2.5, 6: math.nan, 7: 0.25}
+    found = report(7, losses=losses, learning_rates=(0.1, 1e-3))
+    assert found.loss == 0.25
+    assert report(8, losses=losses).loss is None
+    assert report().loss is None
+    record = found.to_dict()
+    assert (record["loss"], record["losses"]) == (0.25, losses)
+    assert record["learning_rates"] == [0.1, 1e-3]
+
+
+def test_losses_and_learning_rates_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """JSON has texts for keys, and no word for what is not finite."""
+    losses = {5: 2.5, 6: math.nan, 7: math.inf}
+    sink = JsonlSink(tmp_path / "run.jsonl")
+    sink.write(report(7, losses=losses, learning_rates=(0.1, 1e-3)))
+    sink.close()
+    found = StepReport.from_dict(json.loads((tmp_path / "run.jsonl").read_text()))
+    assert found.losses == pytest.approx(losses, nan_ok=True)
+    assert list(found.losses) == [5, 6, 7]
+    assert found.loss == math.inf
+    assert found.learning_rates == (0.1, 1e-3)
+    record = report(7, losses=losses).to_dict()
+    for name in ("loss", "losses", "learning_rates"):  # what an earlier version wrote has none
+        del record[name]
+    assert StepReport.from_dict(record).losses == {}
+
+
+class Doubles(nn.Module):
+    """Several parameters that no rule knows, in a module that holds another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.power = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.abs() + 1).pow(self.power).cumsum(0) ** self.scale
+
+
+def test_layers_tell_the_class_of_their_module() -> None:
+    model = nn.Sequential(
+        nn.Embedding(5, 3),
+        parametrizations.weight_norm(nn.Linear(3, 3)),
+        nn.Sequential(nn.LayerNorm(3)),
+        Doubles(),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    report = monitor.latest
+    assert report is not None
+    assert {path: reading.module for path, reading in report.layers.items()} == {
+        "0": "Embedding",
+        "1": "Linear",
+        "2.0": "LayerNorm",
+        "3": "Doubles",
+    }
+    assert report.to_dict()["layers"]["1"]["module"] == "Linear"
+    assert "module" not in reading().to_dict()

@@ -93,12 +93,61 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite(factor: float) -> None:
     steps = batches(3)
-    reports = both(
-        CASES["mlp"].model(), steps, loss=lambda m, b: loss_of(m, b) * factor, on_error="raise"
-    )
+    with pytest.warns(UserWarning, match="step 0: not finite .*: the gradient of Linear '4'"):
+        reports = both(
+            CASES["mlp"].model(), steps, loss=lambda m, b: loss_of(m, b) * factor, on_error="raise"
+        )
     assert len(reports) == 3
-    assert reports[0].notes == ("The gradient is not finite in 0, 2, 4.",)
+    assert reports[0].notes == (
+        "The gradient of 0, 2, 4 is not finite.",
+        "The update of 0, 2, 4 is not finite.",
+    )
+    assert reports[0].layers["4"].non_finite == ("gradient", "update")
+    assert reports[0].first_non_finite == ("gradient", "4")
+    assert reports[1].first_non_finite == ("outputs", "0"), "the weights are not"
     assert math.isnan(reports[0].layers["0"].update_cosine)
+
+
+def test_a_step_that_overflows_has_no_cosine() -> None:
+    """The square of a step of 1e30 is not known in single precision; nor is a cosine with it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+    with (
+        pytest.warns(UserWarning, match="step 0: not finite .*: the update of Linear '0'"),
+        Monitor(model, optimizer, on_error="raise") as monitor,
+    ):
+        model(torch.randn(16, 5)).square().sum().backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    for reading in monitor.latest.layers.values():
+        assert reading.non_finite == ("update",)
+        for name in ("update_cosine", "parameter_cosine", "row_cosine_mean", "update_ratio"):
+            assert math.isnan(getattr(reading, name)), name
+        assert math.isfinite(reading.gradient_cosine or math.nan)
+
+
+@pytest.mark.parametrize("where", ["one input", "one weight"])
+def test_what_is_not_finite_first_is_named(where: str) -> None:
+    """Be it in a row that is not among the few that are looked at."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(256, 5)
+    with torch.no_grad():
+        (x[200] if where == "one input" else model[2].weight[3]).fill_(math.nan)
+    with pytest.warns(UserWarning, match="not finite"), Monitor(model, optimizer, max_rows=8) as m:
+        model(x).square().sum().backward()
+        optimizer.step()
+    assert m.latest is not None
+    first = ("inputs", "0") if where == "one input" else ("outputs", "2")
+    assert m.latest.first_non_finite == first
+
+
+def test_a_finite_step_says_nothing_of_it() -> None:
+    for made in both(CASES["mlp"].model(), batches(2)):
+        assert made.first_non_finite is None
+        assert not any(reading.non_finite for reading in made.layers.values())
 
 
 def test_empty_batches_and_zero_gradients() -> None:
@@ -216,6 +265,7 @@ def test_a_batch_that_is_not_finite_costs_no_layer_and_no_warning(value: float) 
     options: dict[str, Any] = {"every_n_steps": 1, "attainable": True, "on_error": "raise"}
     with warnings.catch_warnings(), Monitor(model, optimizer, **options) as monitor:
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "adiv_monitor: step 1: not finite")
         for factor in (1.0, value, 1.0):
             optimizer.zero_grad()
             (factor * model(factor * torch.randn(4, 3)).square().sum()).backward()
@@ -630,7 +680,7 @@ def test_steps_of_an_optimizer_that_took_over_are_told_once() -> None:
 def test_what_was_due_when_another_optimizer_took_over_is_measured_at_the_next_chance() -> None:
     """Not at the next multiple of the interval; of layers in turn, none misses its turn."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 3)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=1e-4), torch.ones(1, 3)
     options: dict[str, Any] = {"every_n_steps": 50, "layers_per_step": 1}
     with Monitor(model, optimizer, on_error="raise", **options) as monitor:
         with pytest.warns(UserWarning, match="other than the one"):

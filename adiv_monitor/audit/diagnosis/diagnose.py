@@ -10,6 +10,7 @@ from adiv_monitor.audit.diagnosis import (
     numbers,
     optimizer,
     rates,
+    states,
     units,
     wiring,
 )
@@ -56,8 +57,16 @@ RULES: tuple[Rule, ...] = (
 def diagnose(record: Record) -> tuple[Finding, ...]:
     """What is wrong: strongest first, and within a strength causes before symptoms.
 
-    A learning rate that was tried and pays overrules what a rule says would not help.
+    Of a run known by its reports alone, values that are not finite come first: nobody trained a
+    copy to find out what they follow from. A learning rate that was tried and pays overrules what a
+    rule says would not help.
     """
-    rates = record.rates.values()
-    findings = [unrefuted(finding, rates) for rule in RULES for finding in rule(record)]
-    return tuple(sorted(findings, key=lambda finding: STRENGTHS.index(finding.strength)))
+    findings = [finding for rule in RULES for finding in rule(record)]
+    findings += states.outside_healthy(record, findings)
+    said = [unrefuted(finding, record.rates.values()) for finding in findings]
+
+    def order(finding: Finding) -> tuple[int, bool]:
+        is_first = finding.name == "non-finite" and not record.is_audited
+        return STRENGTHS.index(finding.strength), not is_first
+
+    return tuple(sorted(said, key=order))

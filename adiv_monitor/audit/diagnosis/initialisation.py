@@ -26,6 +26,7 @@ ALIKE = 0.5  # share of units that equal another
 # ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
 # 2021), there of weights' gradients. Healthy nets read 0.03 to 3.
 VANISHED, EXPLODED = 1e-3, 70.0
+FEWEST_LAYERS = 3  # between fewer there is no way on which a gradient could get lost
 
 
 def bad_initialisation(record: Record) -> Iterator[Finding]:
@@ -172,7 +173,7 @@ def gradient_ratios(record: Record) -> list[float]:
     found = []
     for report in record.reports[:2]:
         norms = gradients(record, report)
-        if len(norms) >= 3 and (last := list(norms.values())[-1]) > 0:
+        if len(norms) >= FEWEST_LAYERS and (last := list(norms.values())[-1]) > 0:
             heard = (norms[_first(report, norms)], *looked_up(report).values())
             found.append(max(heard) / last)
     return found

@@ -27,14 +27,23 @@ def _seen(record: Record) -> bool:
 
 
 def _not_by_training(record: Record) -> bool:
-    return len(record.losses) <= 1 or record.first_non_finite == DATA
+    if record.first_non_finite == DATA:
+        return True
+    return len(record.losses) <= 1 if record.is_audited else record.non_finite_since == 0
+
+
+def _since(record: Record) -> int | None:
+    """The step at which it was seen first; None: not known."""
+    if record.non_finite_since is not None:
+        return record.non_finite_since
+    losses = zip(record.steps_of_losses, record.losses, strict=True)
+    return next((step for step, loss in losses if not math.isfinite(loss)), None)
 
 
 def _finding(record: Record) -> Finding:
     where = record.first_non_finite or "loss"
-    bad = [step for step, loss in enumerate(record.losses) if not math.isfinite(loss)]
-    step = bad[0] if bad else None
-    from_the_start = len(record.losses) <= 1
+    bad = next((loss for loss in record.losses if not math.isfinite(loss)), math.nan)
+    step = _since(record)
     advice: tuple[Advice, ...]
     if _not_by_training(record):
         advice = (
@@ -47,16 +56,21 @@ def _finding(record: Record) -> Finding:
             Advice(f"clip the gradient's norm at {clip_norm(record):.2g}", "clip"),
             Advice("in the place named, look for log(0), x/0, sqrt(0), and half precision"),
         )
-    when = (
-        "before the first step" if from_the_start else f"after {step or len(record.losses)} steps"
-    )
     return Finding(
         "non-finite",
         (),
         "act",
-        (Evidence("loss", record.losses[bad[0]] if bad else math.nan, step=step),),
+        (Evidence(where, bad, step=step),),
         advice,
-        f"Values stop being finite {when}; first in: {where}.",
+        f"Values are not finite {_when(record, step)}; first in: {where}.",
         "Replacing NaN by 0 (nan_to_num) hides where they come from.",
         step,
     )
+
+
+def _when(record: Record, step: int | None) -> str:
+    if not record.is_audited:  # what happened between measured steps is not known
+        return "in the measured steps" if step is None else f"from step {step:,} on"
+    if len(record.losses) <= 1:
+        return "before the first step"
+    return f"after {step or len(record.losses)} steps"

@@ -13,6 +13,7 @@ from adiv_monitor.audit.diagnosis.course import (
     is_opposed,
     start,
 )
+from adiv_monitor.audit.diagnosis.phases import at_peak, still_rises
 from adiv_monitor.audit.diagnosis.readings import Typical, at_first, by_layer, named, worst_first
 from adiv_monitor.audit.diagnosis.remedies import own_rates
 from adiv_monitor.audit.finding import RATES, Advice, Evidence, Finding, Strength, Trial
@@ -218,7 +219,9 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
 
 
 def _too_low_by_measures(record: Record) -> Iterator[Finding]:
-    moves = by_layer(record, "update_ratio")
+    moves = by_layer(at_peak(record), "update_ratio")
+    if still_rises(record.reports):
+        return  # its peak is to come
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         largest = max(moves, key=lambda path: moves[path].value)
         yield _too_low(

@@ -61,7 +61,7 @@ def readings(record: Record, layer: str) -> dict[int, LayerReading]:
 def named(record: Record, layer: str) -> str:
     """A layer in a sentence: by its class, where that is known, and its path."""
     first = next((r.layers[layer] for r in record.reports if layer in r.layers), None)
-    return layer_words(layer, getattr(first, "module", ""))
+    return layer_words(layer, first.module if first else "")
 
 
 def typical(record: Record, layer: str, measure: str) -> Typical | None:

@@ -57,16 +57,21 @@ _HIGHEST = 1e300  # beyond it, axes have no end that is a number
 
 
 def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
-    """Loss and gradient norm at each step, the measured steps, and what trials came to."""
+    """Loss and gradient norm, where that is known, by step; measured steps, and trials' losses."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(_STYLE):
-        figure = Figure(figsize=(12.8, 5.2))
-        loss, norm = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
+        norms = [value if _is_drawn(value) else math.nan for value in record.gradient_norms]
+        figure = Figure(figsize=(12.8, 5.2 if norms else 3.8))
+        heights = (2.4, 1) if norms else (1,)
+        loss, *below = figure.subplots(
+            len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
+        )[:, 0]
         right = 0.76 if trials else 0.99
-        figure.subplots_adjust(left=0.07, right=right, top=0.97, bottom=0.1, hspace=0.16)
-        _draw_losses(loss, record.losses, "accent")
+        bottom = 0.1 if norms else 0.14
+        figure.subplots_adjust(left=0.07, right=right, top=0.97, bottom=bottom, hspace=0.16)
+        _draw_losses(loss, record.steps_of_losses, record.losses, "accent")
         shown = _several(trials)
         # Before the measured steps are marked, which takes no room on the axis.
         _draw_trials(loss, shown, len(record.losses))
@@ -88,14 +93,14 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
             loss,
             [(t.loss, _trial_label(t), "good" if t.helps else "muted") for t in shown],
         )
-        norms = [value if _is_drawn(value) else math.nan for value in record.gradient_norms]
-        norm.plot(range(len(norms)), norms, color=_COLOURS["second"], linewidth=1.4)
-        _set_scale(norm, norms)
-        if record.facts.clip_norm is not None and _is_drawn(record.facts.clip_norm):
-            norm.axhline(record.facts.clip_norm, color=_COLOURS["ink"], linewidth=1, dashes=(3, 2))
-        norm.set_ylabel("‖gradient‖")
-        norm.set_xlabel("step")
-        norm.margins(x=0.01)
+        for norm in below:
+            norm.plot(range(len(norms)), norms, color=_COLOURS["second"], linewidth=1.4)
+            _set_scale(norm, norms)
+            if (clip := record.facts.clip_norm) is not None and _is_drawn(clip):
+                norm.axhline(clip, color=_COLOURS["ink"], linewidth=1, dashes=(3, 2))
+            norm.set_ylabel("‖gradient‖")
+            norm.margins(x=0.01)
+        (below or [loss])[-1].set_xlabel("step")
         return _svg(figure, "loss", _loss_words(record, shown))
 
 
@@ -147,23 +152,23 @@ def two_losses(losses: Sequence[Sequence[float]]) -> "Markup":
         figure.subplots_adjust(left=0.07, right=0.95, top=0.96, bottom=0.12)
         runs = list(zip("AB", losses, ("accent", "second"), strict=True))
         for _, course, colour in runs:
-            _draw_losses(axes, course, colour)
+            _draw_losses(axes, range(len(course)), course, colour)
         _set_scale(axes, [value for course in losses for value in course])
         axes.margins(x=0.01)
         axes.set_ylabel("loss")
         axes.set_xlabel("step")
         _place_labels(axes, [(course[-1], mark, colour) for mark, course, colour in runs if course])
-        words = [f"{mark}: {_course_words(course)}" for mark, course, _ in runs]
+        words = [f"{mark}: {_course_words(c, range(len(c)))}" for mark, c, _ in runs]
         return _svg(figure, "losses", f"Loss by step. {'; '.join(words)}.")
 
 
-def _draw_losses(axes: "Axes", losses: Sequence[float], colour: str) -> None:
-    finite = [(step, loss) for step, loss in enumerate(losses) if _is_drawn(loss)]
+def _draw_losses(axes: "Axes", steps: Sequence[int], losses: Sequence[float], colour: str) -> None:
+    finite = [(s, loss) for s, loss in zip(steps, losses, strict=True) if _is_drawn(loss)]
     if finite:
         axes.plot(*zip(*finite, strict=True), color=_COLOURS[colour], linewidth=1.8)
     if losses and not _is_drawn(losses[-1]):
         axes.plot(
-            [len(losses) - 1],
+            [steps[-1]],
             [0.94],
             transform=axes.get_xaxis_transform(),
             marker="x",
@@ -172,7 +177,7 @@ def _draw_losses(axes: "Axes", losses: Sequence[float], colour: str) -> None:
             markeredgewidth=2,
         )
         axes.text(
-            len(losses) - 1.5,
+            steps[-1] - 0.5,
             0.9,
             "not finite " if not math.isfinite(losses[-1]) else "too large ",
             transform=axes.get_xaxis_transform(),
@@ -254,16 +259,16 @@ def _trial_label(trial: Trial) -> str:
 
 
 def _loss_words(record: Record, trials: Sequence[Trial]) -> str:
-    words = f"Loss by step: {_course_words(record.losses)}."
+    words = f"Loss by step: {_course_words(record.losses, record.steps_of_losses)}."
     if trials:
         words += " Trials: " + "; ".join(_trial_label(trial) for trial in trials) + "."
     return words
 
 
-def _course_words(losses: Sequence[float]) -> str:
+def _course_words(losses: Sequence[float], steps: Sequence[int]) -> str:
     if not losses:
         return "no step"
-    return f"{losses[0]:.3g} at step 0, {losses[-1]:.3g} at step {len(losses) - 1}"
+    return f"{losses[0]:.3g} at step {steps[0]}, {losses[-1]:.3g} at step {steps[-1]}"
 
 
 def _svg(figure: "Figure", name: str, words: str) -> "Markup":

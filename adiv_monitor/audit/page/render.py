@@ -76,7 +76,7 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "percent": percent, "path": path}
-    environment.filters["explained"] = explained
+    environment.filters |= {"explained": explained, "code": code}
     environment.globals |= _WORDS
     return environment
 
@@ -88,6 +88,17 @@ def path(name: str) -> "Markup":
     if not name:
         return Markup("<i>the model itself</i>")
     return Markup(".<wbr>").join(escape(piece) for piece in printable(name).split("."))
+
+
+def code(text: str) -> "Markup":
+    """A sentence in which what stands between backquotes is code."""
+    from markupsafe import Markup, escape
+
+    parts = printable(text).split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if i % 2 else escape(part)
+        for i, part in enumerate(parts)
+    )
 
 
 def _shown(value: object) -> object:

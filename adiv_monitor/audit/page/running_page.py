@@ -6,35 +6,19 @@ from adiv_monitor.audit.finding import Finding
 from adiv_monitor.audit.page.drives import drives
 from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map
 from adiv_monitor.audit.page.layers import layer_table, worst
-from adiv_monitor.audit.page.pictures import cosine_picture
+from adiv_monitor.audit.page.pictures import cosine_picture, loss_picture
 from adiv_monitor.audit.page.render import render
 from adiv_monitor.audit.page.report_page import (
     alignment_table,
     attention_table,
-    headline,
     is_taken,
     last_told,
     notes_of,
     strengths_of,
 )
+from adiv_monitor.audit.page.verdict import looked_for, loss_words, running_headline, untold
 from adiv_monitor.audit.record import Record
 from adiv_monitor.sinks.wording import not_measured
-
-# What a rule can find in reports alone.
-LOOKED_FOR = (
-    *("input-scale", "input-mean", "row-spread", "vanishing", "exploding", "dead-units"),
-    *("uneven-rates", "rate-too-high", "rate-too-low", "optimizer-turns", "projection-fights"),
-)
-
-
-def running_headline(findings: Sequence[Finding]) -> str:
-    """What there is to do, in a few words; that nothing was found in steps does not say "well"."""
-    if any(finding.strength == "act" for finding in findings):
-        return headline(findings)
-    watch = sum(finding.strength == "watch" for finding in findings)
-    if not watch:
-        return "The steps show nothing ill"
-    return "One thing to watch" if watch == 1 else f"{watch} things to watch"
 
 
 def running_page(
@@ -57,21 +41,22 @@ def running_page(
     reports = record.reports
     last = last_told(reports) or reports[-1]
     shown = [measure for measure in HEAT_MEASURES if is_taken(reports, measure)]
-    extra = {finding.name: None for finding in findings}
-    if is_taken(reports, "attainable_cosine"):
-        extra["interference"] = None
+    found = {finding.name: None for finding in findings}
     return render(
         "running.html",
         title=f"Training up to step {reports[-1].step:,}",
         record=record,
         findings=findings,
-        headline=running_headline(findings),
+        headline=running_headline(findings, record),
         strengths=strengths_of(findings),
         count=count,
         alarms=[str(alarm) for alarm in alarms],
         newest=reports[-1],
         last=last,
-        looked_for=tuple(dict.fromkeys((*LOOKED_FOR, *extra))),
+        looked_for=tuple(dict.fromkeys((*found, *looked_for(record)))),
+        untold=untold(record),
+        loss_words=loss_words(record),
+        loss_picture=loss_picture(record, ()) if len(record.losses) > 1 else None,
         not_measured=not_measured(last),
         notes=notes_of(record),
         worst=worst(last),

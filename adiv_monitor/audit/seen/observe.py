@@ -82,7 +82,7 @@ def observe(
         with np.errstate(over="ignore", invalid="ignore"):
             course = train(fork, watch)
     finally:
-        monitor.close()
+        monitor.close(quietly=True)
         watch.remove()
     ran = watch.gradients.ran
     record = Record(

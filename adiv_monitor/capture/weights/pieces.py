@@ -191,11 +191,11 @@ class Together:
 
     Attributes:
         pieces: the pieces.
-        through: what they are measured through.
+        through: the module that they are measured through.
     """
 
     pieces: Sequence[Piece]
-    through: object
+    through: nn.Module
 
     @property
     def identity(self) -> object:

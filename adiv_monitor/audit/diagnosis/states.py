@@ -1,0 +1,175 @@
+"""What pictures draw outside of healthy readings, said in words: picture and verdict are one."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+from adiv_monitor.audit.diagnosis.course import fell, is_long_enough
+from adiv_monitor.audit.diagnosis.phases import at_peak, decayed_since, learning_rate, still_rises
+from adiv_monitor.audit.diagnosis.readings import Typical, named
+from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
+from adiv_monitor.audit.record import Record
+from adiv_monitor.sinks.health import GRADIENT, HEALTH, value_of
+from adiv_monitor.sinks.wording import listed
+
+# The findings that speak of a measure: what they name is not said a second time.
+_SPEAK_OF: Mapping[str, tuple[str, ...]] = {
+    "update_ratio": ("uneven-rates", "rate-too-high", "rate-too-low", "dead-units", "vanishing"),
+    GRADIENT: ("vanishing", "exploding", "dead-units"),
+    "idle_share": ("dead-units",),
+    "scale_cv": ("row-spread",),
+    "projection_cosine": ("projection-fights",),
+}
+# Padding has no gradient, and corrected layers are a choice: others are good to know.
+_TELL_FAULTS = ("update_ratio", GRADIENT, "projection_cosine")
+_WORDS: Mapping[tuple[str, bool], str] = {  # of a measure that is too large, or too small
+    ("update_ratio", True): "the activations of {} move by more than {} of their length in a step",
+    (GRADIENT, False): "the gradient that reaches {} is less than {} of the last layer's",
+    (GRADIENT, True): "the gradient that reaches {} is more than {} times the last layer's",
+    ("idle_share", True): "more than {1} of the rows of {0} have no gradient (padding, masked "
+    "tokens, dead units)",
+    ("scale_cv", True): "the row scales of {} differ by more than {} of their mean",
+    ("projection_cosine", False): "what was applied to {} has a cosine below {} with the "
+    "optimizer's update",
+}
+
+
+def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
+    """Layers that typically read outside of what healthy layers do, which no other finding names.
+
+    Where learning rates were tried, the loss itself has decided, and nothing is said.
+
+    Args:
+        record: of a run.
+        found: what the other rules have found in it.
+    """
+    if record.rates:
+        return
+    spoken_for = {
+        measure: {layer for f in found if f.name in names for layer in f.layers or ("*",)}
+        for measure, names in _SPEAK_OF.items()
+    }
+    outside = {
+        (measure, is_high): {p: t for p, t in layers.items() if p not in spoken_for[measure]}
+        for measure, health in HEALTH.items()
+        if health.knots and "*" not in spoken_for.get(measure, ())
+        for is_high, layers in zip((False, True), _outside(record, measure), strict=True)
+    }
+    if still := outside.pop(("update_ratio", False), None):
+        yield _stands_still(record, still)
+    if said := {place: layers for place, layers in outside.items() if layers}:
+        yield _outside_healthy(record, said)
+    yield from _decayed(record)
+
+
+def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str, Typical]]:
+    """Layers typically below, and above, what healthy ones read, by two standard errors."""
+    low, high = HEALTH[measure].healthy
+    readings = typical_values(at_peak(record), measure)
+    return (
+        {path: value for path, value in readings.items() if value.below(low)},
+        {path: value for path, value in readings.items() if value.above(high)},
+    )
+
+
+def typical_values(record: Record, measure: str) -> dict[str, Typical]:
+    """Layer → what it typically read of a measure of the pictures: the median over the steps."""
+    seen: dict[str, list[tuple[float, float, int]]] = {}
+    for report in record.reports:
+        for path, value in value_of(record, report, measure).items():
+            if math.isfinite(value):
+                error = report.layers[path].standard_error.get(measure, 0.0)
+                seen.setdefault(path, []).append((value, error, report.step))
+    return {
+        path: Typical(median(v for v, _, _ in x), median(e for _, e, _ in x), x[0][2])
+        for path, x in seen.items()
+    }
+
+
+def _strength(record: Record) -> Strength:
+    """A loss that falls shows that it may be meant; one that nobody saw does not."""
+    return "note" if is_long_enough(record) and fell(record) else "watch"
+
+
+def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
+    paths = tuple(sorted(layers, key=lambda path: layers[path].value))
+    health = HEALTH["update_ratio"]
+    least, most = layers[paths[0]].value, layers[paths[-1]].value
+    moves = f"{least:.1g}" if len(paths) == 1 else f"{least:.1g} to {most:.1g}"
+    said = (
+        f"The activations of {_where(paths, record)} move by {moves} of their length in a step; "
+        f"healthy layers that train from scratch move by {health.healthy[0]:g} at least."
+    )
+    strength = _strength(record)
+    if still_rises(record.reports):
+        strength = "note"
+        said += " The learning rate still rises: at its peak this will tell more."
+    elif strength == "note":
+        said += " The loss falls all the same, as in fine-tuning."
+    return Finding(
+        "stands-still",
+        paths,
+        strength,
+        tuple(Evidence("update_ratio", layers[p].value, health.healthy[0], p) for p in paths[:5]),
+        (
+            Advice("a learning rate ten times as high, for these layers or for all: `adiv-audit` "
+                   "tries it"),
+            Advice("nothing, where pretrained weights shall stay near to what they are"),
+        ),
+        said,
+        since=min((t.since for t in layers.values() if t.since is not None), default=None),
+    )  # fmt: skip
+
+
+def _outside_healthy(
+    record: Record, outside: Mapping[tuple[str, bool], Mapping[str, Typical]]
+) -> Finding:
+    said, evidence = [], []
+    for (measure, is_high), layers in outside.items():
+        limit = HEALTH[measure].healthy[is_high]
+        paths = sorted(layers, key=lambda path: layers[path].value, reverse=is_high)
+        said.append(_WORDS[measure, is_high].format(_where(paths, record), f"{limit:g}"))
+        evidence += [Evidence(measure, layers[p].value, limit, p) for p in paths[:3]]
+    ill = any(measure in _TELL_FAULTS for measure, _ in outside)
+    return Finding(
+        "outside-healthy",
+        tuple(dict.fromkeys(path for layers in outside.values() for path in layers)),
+        _strength(record) if ill else "note",
+        tuple(evidence),
+        (Advice("`adiv-audit` looks for the cause, and tries what would fix it"),),
+        "Outside of what healthy layers read: " + "; ".join(said) + ".",
+    )
+
+
+def _where(paths: Sequence[str], record: Record) -> str:
+    layers = record.reports[-1].layers
+    return (
+        f"all {len(paths)} layers"
+        if len(paths) == len(layers) > 3
+        else listed([named(record, path) for path in paths])
+    )
+
+
+def _decayed(record: Record) -> Iterator[Finding]:
+    """What is drawn as standing still since the learning rate has decayed, and was not before."""
+    since = decayed_since(record.reports)
+    if since is None:
+        return
+    health = HEALTH["update_ratio"]
+    first, last = record.reports[0], record.reports[-1]
+    now = [v for v in value_of(record, last, "update_ratio").values() if math.isfinite(v)]
+    if not any(value < health.healthy[0] for value in now):
+        return
+    peak = max(learning_rate(report) or 0.0 for report in record.reports)
+    share = (learning_rate(last) or 0.0) / peak
+    yield Finding(
+        "rate-decayed",
+        (),
+        "note",
+        (Evidence("learning rate over its peak", share, step=last.step),),
+        (),
+        f"Since step {since:,} the learning rate is below half of its peak ({share:.2g} of it at "
+        f"step {last.step:,}): layers move little since then because of that. They are judged by "
+        f"the steps at the peak.",
+        since=max(since, first.step),
+    )

@@ -1,0 +1,111 @@
+"""The verdict on a training that is known by its reports: found, not found, can't be told."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from adiv_monitor.audit.diagnosis.course import fell, is_long_enough
+from adiv_monitor.audit.diagnosis.initialisation import FEWEST_LAYERS
+from adiv_monitor.audit.diagnosis.readings import by_layer, entering, maps
+from adiv_monitor.audit.finding import STRENGTHS, Finding
+from adiv_monitor.audit.page.titles import finding_title
+from adiv_monitor.audit.record import Record
+
+# Findings that explain what is drawn, and find no fault.
+EXPLAINING = frozenset({"rate-decayed"})
+NOTHING = "Nothing found in what was measured"
+NOT_MEASURED = "Can't tell: no layer was measured"
+_BEFORE = {"act": "To fix", "watch": "To watch", "note": "To know"}
+_AUDIT = "run `adiv-audit`"
+
+
+class Untold(NamedTuple):
+    """What reports can't tell.
+
+    Attributes:
+        title: what it is about.
+        would_tell: what would tell.
+    """
+
+    title: str
+    would_tell: str
+
+
+def running_headline(findings: Sequence[Finding], record: Record) -> str:
+    """What was found, the strongest first, in a few words.
+
+    It says that nothing was found only where no layer is drawn outside of what healthy ones read.
+    """
+    found = [finding for finding in findings if finding.name not in EXPLAINING]
+    if found:
+        strongest = min((f.strength for f in found), key=STRENGTHS.index)
+        titles = dict.fromkeys(finding_title(f.name) for f in found if f.strength == strongest)
+        first, *others = titles
+        more = f" and {len(others)} more" if others else ""
+        return f"{_BEFORE[strongest]}: {first[:1].lower()}{first[1:]}{more}"
+    return NOTHING if any(report.layers for report in record.reports) else NOT_MEASURED
+
+
+def looked_for(record: Record) -> tuple[str, ...]:
+    """The findings that the reports at hand could have shown, by name."""
+    paths = maps(record)
+    if not paths:
+        return ("non-finite",)
+    from_the_start = record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS
+    has_steps = bool(by_layer(record, "parameter_cosine"))
+    names = {
+        "non-finite": True,
+        "loss-stuck": _knows_loss(record),
+        "stands-still": has_steps,
+        "outside-healthy": True,
+        "uneven-rates": has_steps and len(paths) >= FEWEST_LAYERS,
+        "input-scale": entering(record) is not None,
+        "input-mean": entering(record) is not None,
+        "row-spread": True,
+        "vanishing": from_the_start,
+        "exploding": from_the_start,
+        "optimizer-turns": has_steps,
+        "projection-fights": bool(by_layer(record, "projection_cosine")),
+        "interference": bool(by_layer(record, "attainable_cosine")),
+    }
+    return tuple(name for name, is_told in names.items() if is_told)
+
+
+def untold(record: Record) -> tuple[Untold, ...]:
+    """What the reports at hand can't tell, and what would tell."""
+    paths = maps(record)
+    found = []
+    if not _knows_loss(record):
+        why = "`Monitor(…, loss=…)` or `monitor.log_loss(…)`, for 12 steps at least"
+        found.append(Untold("Whether the loss falls", why))
+    if paths and not (record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS):
+        found.append(
+            Untold(
+                "Whether gradients vanish or explode from the start",
+                "measure step 0 of a network of three layers or more",
+            )
+        )
+    if not by_layer(record, "attainable_cosine"):
+        found.append(Untold("Direction lost to interference", "`Monitor(…, attainable=True)`"))
+    return (
+        *found,
+        Untold("Whether another learning rate does better", _AUDIT),
+        Untold("Wiring: parameters that are not held, not reached or frozen", _AUDIT),
+        Untold("Whether labels belong to their inputs", "overfit one batch, and look at some"),
+        Untold("The inputs themselves, single units, the loss function, decay, clipping", _AUDIT),
+    )
+
+
+def loss_words(record: Record) -> str:
+    """How the loss went, as far as it is known."""
+    if not record.losses:
+        return "not known"
+    if not math.isfinite(record.losses[-1]):
+        return "not finite"
+    if not is_long_enough(record):
+        return "too few steps to tell whether it falls"
+    return "falls" if fell(record) else "does not fall"
+
+
+def _knows_loss(record: Record) -> bool:
+    return bool(record.losses) and is_long_enough(record)

@@ -1,0 +1,64 @@
+"""Sees the loss of training passes: what a module gives, or what a function makes of the output."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.capture.again.losses import LossOf
+from adiv_monitor.capture.guard import ThreadState
+from adiv_monitor.capture.hook import Hook, ModuleHook, is_replaying, trains
+from adiv_monitor.capture.selection import inside_wrappers
+
+
+class LossHook:
+    """A hook that hands on the loss of the training's forward passes, which are with gradients.
+
+    Args:
+        loss: the module that computes it, or a function: what a call of the model gave → loss.
+        model: whose calls the function is given.
+        note: gets every loss.
+        fail: called with the exception, if there is one.
+
+    Attributes:
+        stays: it may stay on between measured steps: it is a hook on the loss alone.
+    """
+
+    def __init__(
+        self,
+        loss: LossOf,
+        model: nn.Module,
+        note: Callable[[Tensor], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self.stays = isinstance(loss, nn.Module)
+        self._of = None if isinstance(loss, nn.Module) else loss
+        self._note = note
+        self._fail = fail
+        module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
+        self._hook = ModuleHook(module, Hook(self._ended), before=False)
+
+    def put_on(self) -> None:
+        """Put it on; whatever comes of that, `remove` takes it off."""
+        self._hook.put_on()
+
+    def remove(self) -> None:
+        """Take it off."""
+        self._hook.remove()
+
+    def _ended(self, module: nn.Module, args: object, kwargs: object, output: Any) -> None:
+        if torch.compiler.is_compiling() or is_replaying() or not torch.is_grad_enabled():
+            return
+        try:
+            with ThreadState(), torch._C.DisableTorchFunction():
+                loss = output if self._of is None else self._of(output)
+                # What is no tensor is for `note` to refuse.
+                if not isinstance(loss, Tensor) or _counts(loss):
+                    self._note(loss)
+        except Exception as error:
+            self._fail(error)
+
+
+def _counts(loss: Tensor) -> bool:
+    return loss.requires_grad and loss.numel() > 0 and trains(loss)

@@ -1,0 +1,40 @@
+"""How often what shows the whole course of a training may be made anew while it goes on."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PATIENCE = 20
+
+
+class Budget:
+    """A twentieth of the time since the first report.
+
+    Something is made only when all that was spent, and as much again as it took the last time, lies
+    within this. What is imported for it counts, as it is a part of what the first time takes.
+
+    Args:
+        first: seconds that the first time takes, by estimate, imports included.
+    """
+
+    def __init__(self, first: float) -> None:
+        self._next = first
+        self._spent = 0.0
+        self._began: float | None = None  # of the clock
+
+    def allows(self) -> bool:
+        """Whether there is enough; the first question begins the time."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+        return _PATIENCE * (self._spent + self._next) <= now - self._began
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """What is done here is paid for; what fails takes its time, too."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._next = time.monotonic() - began
+            self._spent += self._next

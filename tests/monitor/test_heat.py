@@ -1,0 +1,235 @@
+"""Pictures of layers × steps: texts have their room, and a colour means the same in every run."""
+
+import io
+import math
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from example_reports import reading, report
+
+from adiv_monitor.audit.finding import Evidence, Finding
+from adiv_monitor.audit.record import Record
+from adiv_monitor.report import LayerReading
+from adiv_monitor.sinks.board import Board, _panels
+from adiv_monitor.sinks.colours import SCALES, bar, painted, places
+from adiv_monitor.sinks.health import GRADIENT, HEALTH, OVERVIEW
+from adiv_monitor.sinks.running import Running
+
+pytest.importorskip("matplotlib")
+from adiv_monitor.sinks.heat import Grid, grid, heat_picture, overview_picture
+from adiv_monitor.sinks.picture import Font, Picture
+
+PATHS = {
+    "short": "{}",
+    "blocks": "encoder.layers.{}.mlp",
+    "long": "backbone_of_the_generator.stage{}.output_projection_of_the_residual_branch_with_gate",
+    "unbroken": "x" * 120 + "{}",
+    "strange": "日本語$a_{{b$.{}",
+}
+FINDING = (
+    "• Layers learn at very different rates (act): backbone_of_the_generator.stage0.output_projecti"
+    "on_of_the_residual_branch, layer2 and 7 more. To fix it: give them learning rates of their own"
+)
+
+
+def filled(measure: str, layers: int, steps: int, path: str = "{}") -> Grid:
+    draws = np.random.default_rng(layers + steps)
+    return Grid(
+        measure,
+        tuple(path.format(i) for i in range(layers)),
+        tuple(i * 12_345 for i in range(steps)),
+        10 ** draws.uniform(-4, 3, (layers, steps)),
+        draws.random((layers, steps)) < 0.1,
+    )
+
+
+def assert_readable(picture: Picture) -> None:
+    """No two texts share a pixel, and each lies in the picture."""
+    assert len(picture.texts) > 5
+    for box, words in picture.texts:
+        assert box.left >= 0 and box.right <= picture.width, words
+        assert box.top >= 0 and box.bottom <= picture.height, words
+    for (box, words), (other, others) in combinations(picture.texts, 2):
+        assert not box.overlaps(other), (words, others)
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("layers", [1, 3, 15, 16, 60, 61, 300])
+@pytest.mark.parametrize("steps", [1, 2, 100])
+def test_texts_of_a_picture_have_room(layers: int, path: str, steps: int) -> None:
+    some = filled("descent", layers, steps, path)
+    for named in (set(), set(some.layers)):
+        assert_readable(heat_picture(some, named))
+        grids = [filled(measure, layers, steps, path) for measure in OVERVIEW]
+        assert_readable(overview_picture(grids, "3 things to watch", [FINDING] * 3, named))
+
+
+@pytest.mark.parametrize("measure", HEALTH)
+def test_texts_of_every_measure_have_room(measure: str) -> None:
+    assert_readable(heat_picture(filled(measure, 12, 40)))
+    for path in PATHS.values():
+        grids = [filled(m, 12, 40, path) for m in (*OVERVIEW[:3], measure)]
+        assert_readable(overview_picture(grids, "Nothing", ["• all"], ()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "headline", ["One thing to fix", "generator.of.images: " + "many " * 20, "W" * 300]
+)
+def test_headlines_and_findings_of_any_length_have_room(headline: str, count: int) -> None:
+    grids = [filled(measure, 5, 9) for measure in OVERVIEW[:count]]
+    for paragraphs in (["• short"], [FINDING] * 9, ["• " + "x" * 500]):
+        assert_readable(overview_picture(grids, headline, paragraphs, ()))
+
+
+def test_a_long_path_keeps_its_number() -> None:
+    words = [w for _, w in heat_picture(filled("descent", 3, 3, PATHS["long"])).texts]
+    shown = [w for w in words if w.startswith(("back", "stage"))]
+    assert len(shown) == len(set(shown)) == 3
+
+
+@pytest.mark.parametrize("width", [60, 150, 400])
+@pytest.mark.parametrize("path", PATHS.values())
+def test_what_is_shortened_or_wrapped_fits(path: str, width: int) -> None:
+    font = Font(12)
+    assert font.width(font.shortened(path, width)) <= width
+    assert all(font.width(line) <= width for line in font.wrapped(FINDING, width))
+    assert "".join(font.wrapped(FINDING, width)).replace(" ", "") == FINDING.replace(" ", "")
+
+
+# Colours
+
+
+def pixels(picture: Picture) -> np.ndarray[Any, Any]:
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(picture.png())).convert("RGB")).astype(int)
+
+
+def share(picture: Picture, colour: tuple[int, int, int]) -> float:
+    return float((pixels(picture) == colour).all(axis=-1).mean())
+
+
+@pytest.mark.parametrize("measure", HEALTH)
+def test_a_value_has_one_colour_in_all_runs(measure: str) -> None:
+    """Whatever else is in the run: here values far above, or far below."""
+    value = 0.5
+    cells = [
+        painted(measure, places(measure, np.array([[value], [other]])))[0, 0].tolist()
+        for other in (1e-9, 0.4, 1e9)
+    ]
+    assert cells[0] == cells[1] == cells[2]
+
+
+@pytest.mark.parametrize("measure", HEALTH)
+def test_colours_end_where_the_bar_says(measure: str) -> None:
+    assert (not HEALTH[measure].knots) == (measure in SCALES)
+    meant = bar(measure)
+    assert 0 <= meant.low < meant.high <= 1
+    assert {meant.low, meant.high} <= set(meant.ticks)
+    far = places(measure, np.array([1e30, math.nan]))
+    assert far[0] == meant.high and math.isnan(far[1])
+    least = -1.0 if "cosine" in measure else 0.0
+    assert places(measure, np.array([least]))[0] == meant.low
+    assert meant.ticks[meant.low].startswith("≤") == (meant.ticks[meant.low] != "0") or least < 0
+
+
+def test_bars_mark_what_lies_beyond_them() -> None:
+    assert bar("update_ratio").ticks[0] == "≤ 0.0003"
+    assert bar("scale_mean").ticks[1] == "≥ 10⁶"
+    assert bar("update_cosine").ticks[0] == "≤ 0" and bar("update_cosine").ticks[1] == "1"
+    assert set(bar("idle_share").ticks.values()) == {"0", "0.15", "1"}
+
+
+@pytest.mark.parametrize(
+    "flawed",
+    [reading(update_ratio=math.inf), reading(update_ratio=math.nan), reading(update_ratio=0.1)],
+)
+def test_what_is_not_finite_has_a_colour_of_its_own(flawed: LayerReading) -> None:
+    """Neither that of health nor that of no direction."""
+    well = reading(update_ratio=0.1)
+    if not math.isinf(flawed.update_ratio or 0.0):
+        object.__setattr__(flawed, "non_finite", ("gradient",))
+    steps = [report(i, layers={"a": well, "b": flawed if i == 1 else well}) for i in range(3)]
+    record = Record(Running().record().facts, (), (), tuple(steps))
+    found = grid(record, "update_ratio")
+    assert found is not None
+    assert found.not_finite.tolist() == [[False] * 3, [False, True, False]]
+    black, without = (0, 0, 0), found._replace(not_finite=np.zeros((2, 3), dtype=bool))
+    assert share(heat_picture(found), black) > share(heat_picture(without), black) + 0.01
+
+
+def test_no_direction_is_not_healthy_and_not_ill() -> None:
+    layers = {"a": reading(update_ratio=math.nan), "b": reading(update_ratio=math.nan)}
+    running = Running()
+    running.add(report(layers=layers))
+    found = grid(running.record(), "update_ratio")
+    assert found is not None and not found.not_finite.any()
+    grey, stripe = (227, 235, 223), (201, 206, 214)
+    well = heat_picture(found._replace(values=np.full((2, 1), 0.1)))
+    assert share(heat_picture(found), grey) < share(well, grey) - 0.1
+    assert share(heat_picture(found), stripe) > share(well, stripe) + 0.05
+
+
+def test_one_layer_of_300_that_is_not_finite_is_seen() -> None:
+    """Before any other that shares its row of pixels."""
+    values = np.full((300, 5), 1e9)
+    found = Grid(
+        "update_ratio",
+        tuple(f"layer{i}" for i in range(300)),
+        tuple(range(5)),
+        values,
+        np.zeros(values.shape, dtype=bool),
+    )
+    black = share(overview_picture([found], "x", [], ()), (0, 0, 0))
+    found.not_finite[151, 2] = True
+    assert share(overview_picture([found], "x", [], ()), (0, 0, 0)) > black
+
+
+@pytest.mark.parametrize("measure", [GRADIENT, "descent"])
+def test_a_legend_says_what_colours_mean(measure: str) -> None:
+    found = filled(measure, 4, 4)
+    for picture in (heat_picture(found), overview_picture([found], "Nothing", ["• all"], ())):
+        words = {words for _, words in picture.texts}
+        assert {"not finite", "no direction, or not measured"} <= words
+        limits = {"healthy", "too little", "too much"}
+        order = {"small to large", "30 healthy runs read"}
+        assert (limits if measure == GRADIENT else order) <= words
+        assert not (order if measure == GRADIENT else limits) & words
+
+
+# Which measures the overview shows
+
+
+def finding(*measures: str) -> Finding:
+    return Finding("some", (), "act", tuple(Evidence(m, 1.0) for m in measures), ())
+
+
+def test_the_overview_shows_what_findings_rest_on() -> None:
+    grids = {measure: filled(measure, 2, 2) for measure in HEALTH}
+    assert _panels(grids, ()) == OVERVIEW
+    assert _panels(grids, [finding("update_ratio", "rms of what enters")]) == OVERVIEW
+    with_scale = (*OVERVIEW[:3], "scale_mean")
+    assert _panels(grids, [finding("scale_mean")]) == with_scale
+    both = _panels(grids, [finding("scale_mean", "effective_lr"), finding("scale_cv")])
+    assert both == (*OVERVIEW[:2], "scale_mean", "effective_lr")
+    del grids["idle_share"]
+    assert _panels(grids, ()) == tuple(m for m in OVERVIEW if m != "idle_share")
+    assert _panels({}, [finding("scale_mean")]) == ()
+
+
+def test_inputs_of_an_unsuitable_scale_are_seen_in_the_overview() -> None:
+    board = Board("test")
+    layers = {
+        "first": reading(scale_mean=1e6, scale_p50=1e6, features=64, common_share=0.1),
+        "second": reading(scale_mean=50.0, scale_p50=50.0, features=64),
+    }
+    for step in range(4):
+        board.add(report(step, layers=layers))
+    findings = board.findings()
+    assert "input-scale" in {f.name for f in findings}
+    record = board._running.record()
+    grids = {m: g for m in HEALTH if (g := grid(record, m)) is not None}
+    assert "scale_mean" in _panels(grids, findings)

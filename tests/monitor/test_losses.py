@@ -1,0 +1,488 @@
+"""Losses in reports are those that the loop has collected, and to see them changes nothing."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn import functional
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.step import loss_log
+from adiv_monitor.step.loss_log import LossLog
+
+STEPS, EVERY = 10, 4
+TARGETS = torch.arange(6) % 3
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
+
+
+class WithLoss(nn.Module):
+    """A model whose forward gives the loss; the module that computes it is a part of it."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.criterion = nn.CrossEntropyLoss(reduction=reduction)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"logits": logits, "loss": self.criterion(logits, TARGETS)}
+
+
+def optimizer_of(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+Source = Callable[[WithLoss], dict[str, Any]]
+SOURCES: dict[str, Source] = {
+    "said as a number": lambda model: {},
+    "said as a tensor": lambda model: {},
+    "module inside": lambda model: {"loss": model.criterion},
+    "module outside": lambda model: {"loss": model.criterion, "part": model.net},
+    "that of realised": lambda model: {"realised": model.criterion},
+    "another than realised": lambda model: {
+        "loss": model.criterion,
+        "realised": lambda out: 2 * out["loss"],
+    },
+    "function": lambda model: {"loss": lambda out: out["loss"]},
+    "function that computes": lambda model: {
+        "loss": lambda out: functional.cross_entropy(out["logits"], TARGETS)
+    },
+    "function of realised": lambda model: {"realised": lambda out: out["loss"]},
+}
+
+
+def train(source: str | None, steps: Sequence[int] = range(STEPS), **options: Any) -> Any:
+    """The losses that a loop has collected, its reports, and the weights after it.
+
+    Every step evaluates too, without gradients.
+    """
+    model = WithLoss()
+    optimizer = optimizer_of(model)
+    told = {} if source is None else SOURCES[source](model)
+    part = told.pop("part", model)
+    monitor = Monitor(
+        part, optimizer, every_n_steps=EVERY, **{"on_error": "raise", **options}, **told
+    )
+    if source is None:
+        monitor.close()
+    else:
+        monitor.attach()
+    collected = []
+    for number in steps:
+        torch.manual_seed(number)
+        loss = model(batch(number))["loss"]
+        if source == "said as a number":
+            monitor.log_loss(loss.item())
+        elif source == "said as a tensor":
+            monitor.log_loss(loss)
+        with torch.no_grad():
+            model(batch(number) * 9)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        collected.append(loss.item())
+    monitor.close()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return collected, list(monitor.reports), [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_losses_are_those_that_the_loop_collected(source: str) -> None:
+    collected, reports, weights = train(source)
+    assert [report.step for report in reports] == [0, 4, 8]
+    assert [report.loss for report in reports] == pytest.approx([collected[i] for i in (0, 4, 8)])
+    if "function" in source:  # the model is looked at in measured steps only
+        steps = [[0], [4], [8]]
+    else:
+        steps = [[0], [1, 2, 3, 4], [5, 6, 7, 8]]
+    assert [list(report.losses) for report in reports] == steps
+    for report in reports:
+        assert report.losses == pytest.approx({i: collected[i] for i in report.losses})
+    unmonitored, _, unmonitored_weights = train(None)
+    assert collected == unmonitored
+    assert all(map(torch.equal, weights, unmonitored_weights))
+
+
+def test_nobody_said_it() -> None:
+    model = WithLoss()
+    optimizer = optimizer_of(model)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        model(batch(0))["loss"].backward()
+        optimizer.step()
+    assert monitor.latest is not None
+    assert (monitor.latest.losses, monitor.latest.loss) == ({}, None)
+
+
+def one_step(monitor: Monitor, optimizer: Any, losses: Sequence[Tensor], say: bool = False) -> None:
+    optimizer.zero_grad()
+    for loss in losses:
+        if say:
+            monitor.log_loss(loss)
+        loss.mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("source", ["said as a tensor", "module inside", "function"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_of_micro_batches_and_of_samples_it_is_the_mean(source: str, reduction: str) -> None:
+    model = WithLoss(reduction)
+    optimizer, collected = optimizer_of(model), []
+    options = SOURCES[source](model)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise", **options) as monitor:
+        for step in range(3):
+            losses = [model(batch(2 * step + i))["loss"] for i in range(2)]
+            one_step(monitor, optimizer, losses, say=source.startswith("said"))
+            collected.append(torch.stack(losses).mean().item())
+    found = [report.loss for report in monitor.reports]
+    assert found == pytest.approx(collected)
+
+
+def test_what_the_loop_says_goes_before_what_is_seen() -> None:
+    model = WithLoss()
+    optimizer = optimizer_of(model)
+    with Monitor(model, optimizer, every_n_steps=2, loss=model.criterion) as monitor:
+        for step in range(3):
+            loss = model(batch(step))["loss"]
+            if step < 2:
+                monitor.log_loss(7.0 + step)
+            one_step(monitor, optimizer, [loss])
+    first, last = monitor.reports
+    assert (first.losses, list(last.losses)) == ({0: 7.0}, [1, 2])
+    assert (last.losses[1], last.losses[2]) == (8.0, pytest.approx(loss.item()))
+
+
+def test_a_step_may_be_named() -> None:
+    """For who knows the loss only when the step is taken."""
+    model = WithLoss()
+    optimizer = optimizer_of(model)
+    with Monitor(model, optimizer, every_n_steps=1) as monitor:
+        for step in range(3):
+            loss = model(batch(step))["loss"]
+            one_step(monitor, optimizer, [loss])
+            monitor.log_loss(10.0 + step, step=monitor.step - 1)
+    assert [report.losses for report in monitor.reports] == [{0: 10.0}, {1: 11.0}, {2: 12.0}]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_told(loss: float) -> None:
+    model = WithLoss()
+    optimizer = optimizer_of(model)
+    with Monitor(model, optimizer, every_n_steps=2) as monitor:
+        for step in range(3):
+            given = model(batch(step))["loss"]
+            monitor.log_loss(loss if step == 1 else given)
+            one_step(monitor, optimizer, [given])
+    assert monitor.latest is not None
+    assert monitor.latest.losses[1] == pytest.approx(loss, nan_ok=True)
+    assert math.isfinite(monitor.latest.losses[2])
+
+
+def test_a_resumed_run_counts_on() -> None:
+    collected, *_ = train("said as a number")
+    model = WithLoss()
+    optimizer = optimizer_of(model)
+    known: list[StepReport] = []
+    state = None
+    for half in (range(5), range(5, STEPS)):
+        monitor = Monitor(model, optimizer, every_n_steps=EVERY, on_error="raise")
+        if state is not None:
+            monitor.load_state_dict(state)
+        with monitor:
+            for number in half:
+                torch.manual_seed(number)
+                loss = model(batch(number))["loss"]
+                monitor.log_loss(loss)
+                one_step(monitor, optimizer, [loss])
+            state = monitor.state_dict()
+        known += monitor.reports
+    assert [report.step for report in known] == [0, 4, 5, 8]
+    found = {step: loss for report in known for step, loss in report.losses.items()}
+    assert found == pytest.approx(dict(enumerate(collected[:9])))
+
+
+# Closures
+
+
+@pytest.mark.parametrize("source", ["said as a tensor", "module inside", "function"])
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
+def test_of_a_closures_evaluations_the_first_counts(kind: Any, source: str) -> None:
+    """The weights have moved before the next one. Values from before the step count as well."""
+    model = WithLoss().eval()
+    optimizer = kind(model.parameters(), lr=0.1)
+    options = SOURCES[source](model)
+    evaluations: list[list[float]] = []
+    with Monitor(model, optimizer, every_n_steps=1, **options) as monitor:
+        for step in range(3):
+            evaluations.append([])
+            x = batch(step)
+
+            def closure(x: Tensor = x) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(x)["loss"]
+                evaluations[-1].append(loss.item())
+                if source.startswith("said"):
+                    monitor.log_loss(loss)
+                loss.backward()
+                return loss
+
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*not measured: the optimizer evaluated")
+                optimizer.step(closure)
+    assert all(len(several) > 1 for several in evaluations) == (kind is torch.optim.LBFGS)
+    found = [report.loss for report in monitor.reports]
+    assert found == pytest.approx([several[0] for several in evaluations])
+
+
+def test_what_comes_after_the_step_counts_for_the_next() -> None:
+    model = WithLoss()
+    optimizer = optimizer_of(model)
+    with Monitor(model, optimizer, every_n_steps=1) as monitor:
+        for step in range(3):
+            one_step(monitor, optimizer, [model(batch(step))["loss"]])
+            for value in (1.0, 3.0):
+                monitor.log_loss(value + step)
+    assert [report.losses for report in monitor.reports] == [{}, {1: 2.0}, {2: 3.0}]
+
+
+# What is kept
+
+
+def test_the_last_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_log, "_CHUNK", 4)
+    monkeypatch.setattr(loss_log, "_MOST", 20)
+    log = LossLog()
+    for step in range(50):
+        log.say(step, float(step))
+    found = log.take(100)
+    assert list(found) == list(range(50 - len(found), 50))
+    assert 16 <= len(found) <= 20
+    assert found == {step: step for step in found}
+    assert log.take(100) == {}
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 100])
+def test_tensors_are_kept_where_they_are(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are on another device: in pieces, between numbers, of several types."""
+    monkeypatch.setattr(loss_log, "_CHUNK", chunk)
+    log = LossLog()
+    for step in range(8):
+        value = torch.tensor(step + 0.5, dtype=torch.float32 if step % 2 else torch.float64)
+        log._seen.add(step, value if step % 3 else step + 0.5)
+        log._seen.add(step, value + 1)
+    expected = {step: step + 1.0 for step in range(8)}
+    assert log.take(4) == {step: expected[step] for step in range(5)}
+    assert log.take(7) == {step: expected[step] for step in range(5, 8)}
+
+
+def test_a_loss_is_kept_as_it_was() -> None:
+    """The loop may write to it, and to what it was computed from."""
+    model = WithLoss()
+    optimizer = optimizer_of(model)
+    with Monitor(model, optimizer, every_n_steps=1) as monitor:
+        loss = model(batch(0))["loss"]
+        total = loss.detach()
+        monitor.log_loss(total)
+        expected = total.item()
+        total *= 100
+        one_step(monitor, optimizer, [loss])
+    assert monitor.latest is not None
+    assert monitor.latest.loss == pytest.approx(expected)
+
+
+# Boundaries
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ("1.5", TypeError, "got str, expected a number, or a tensor of real numbers"),
+        (None, TypeError, "got NoneType"),
+        (True, TypeError, "got bool"),
+        ({"loss": 1.0}, TypeError, "got dict"),
+        (torch.tensor(1j), TypeError, "got complex numbers"),
+        (torch.ones(0), ValueError, "without elements"),
+    ],
+)
+def test_what_is_no_number_is_refused(value: Any, error: type[Exception], message: str) -> None:
+    model = WithLoss()
+    with (
+        Monitor(model, optimizer_of(model)) as monitor,
+        pytest.raises(error, match=f"the loss: got .*{message.removeprefix('got ')}"),
+    ):
+        monitor.log_loss(value)
+
+
+@pytest.mark.parametrize("step", [-1, 0.5, True, "1"])
+def test_what_is_no_step_is_refused(step: Any) -> None:
+    model = WithLoss()
+    with (
+        Monitor(model, optimizer_of(model)) as monitor,
+        pytest.raises(ValueError, match=r"step=….*expected an integer of at least 0"),
+    ):
+        monitor.log_loss(1.0, step=step)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, 3.0, "loss"])
+def test_what_is_no_loss_is_refused(loss: Any) -> None:
+    model = WithLoss()
+    with pytest.raises(TypeError, match=r"Monitor\(loss=…\): got"):
+        Monitor(model, optimizer_of(model), loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda out: "much", "TypeError: the loss: got str"),
+        (lambda out: out["lost"], "KeyError: 'lost'"),
+    ],
+)
+def test_what_a_loss_function_does_wrong_is_said_once(loss: Any, message: str) -> None:
+    model = WithLoss()
+    optimizer = optimizer_of(model)
+    with (
+        pytest.warns(UserWarning, match=message) as seen,
+        Monitor(model, optimizer, every_n_steps=1, loss=loss) as monitor,
+    ):
+        for step in range(3):
+            one_step(monitor, optimizer, [model(batch(step))["loss"]])
+    assert len(seen) == 1
+    assert [report.losses for report in monitor.reports] == [{}, {}, {}]
+    assert all(report.layers for report in monitor.reports)
+
+
+def test_after_the_end_nothing_is_kept() -> None:
+    model = WithLoss()
+    optimizer = optimizer_of(model)
+    with Monitor(model, optimizer, loss=model.criterion) as monitor:
+        one_step(monitor, optimizer, [model(batch(0))["loss"]])
+    monitor.log_loss(1.0)
+    model(batch(0))
+    assert monitor._losses.take(10) == {}
+
+
+def test_copies_of_the_model_have_no_hook() -> None:
+    model = WithLoss()
+    optimizer = optimizer_of(model)
+    with Monitor(model, optimizer, loss=model.criterion, every_n_steps=5) as monitor:
+        for step in range(2):
+            one_step(monitor, optimizer, [model(batch(step))["loss"]])
+            twin = copy.deepcopy(model)
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
+            twin(batch(step))["loss"].backward()
+    assert monitor._losses.take(10).keys() == {1}
+
+
+def test_steps_without_an_optimizer_have_one() -> None:
+    model = WithLoss()
+    with Monitor(model, None, every_n_steps=2, loss=model.criterion) as monitor:
+        collected = []
+        for step in range(3):
+            loss = model(batch(step))["loss"]
+            loss.backward()
+            collected.append(loss.item())
+            monitor.end_step()
+            model.zero_grad()
+    assert [r.losses for r in monitor.reports] == [
+        pytest.approx({0: collected[0]}),
+        pytest.approx({1: collected[1], 2: collected[2]}),
+    ]
+    assert all(report.learning_rates == () for report in monitor.reports)
+
+
+@pytest.mark.parametrize("say", [False, True])
+def test_compiled_code_is_compiled_as_before(say: bool) -> None:
+    """Once, in one piece; what is inside of it is seen in measured steps, which run eagerly."""
+
+    def run(monitored: bool) -> tuple[int, list[float], list[StepReport]]:
+        torch._dynamo.reset()
+        model = WithLoss().eval()
+        optimizer, counter = optimizer_of(model), CompileCounter()
+        monitor = Monitor(
+            *(model, optimizer),
+            every_n_steps=EVERY,
+            loss=None if say else model.criterion,
+            on_error="raise",
+        )
+        monitor.attach() if monitored else monitor.close()
+
+        def forward(x: Tensor) -> Tensor:
+            loss: Tensor = model(x)["loss"]
+            if say:
+                monitor.log_loss(loss)
+            return loss
+
+        compiled = torch.compile(forward, backend=counter, fullgraph=True)
+        collected = []
+        for step in range(STEPS):
+            loss = compiled(batch(step))
+            one_step(monitor, optimizer, [loss])
+            collected.append(loss.item())
+        monitor.close()
+        return counter.frame_count, collected, list(monitor.reports)
+
+    frames, collected, reports = run(monitored=True)
+    assert [list(report.losses) for report in reports] == [[0], [4], [8]]
+    assert [report.loss for report in reports] == pytest.approx(collected[::EVERY])
+    assert run(monitored=False)[:2] == (frames, collected)
+    assert frames == 1
+
+
+# Learning rates
+
+
+def test_learning_rates_are_those_of_the_step() -> None:
+    model = WithLoss()
+    weights, biases = ([p for p in model.parameters() if p.dim() == d] for d in (2, 1))
+    optimizer = torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.4}], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    with Monitor(model, optimizer, every_n_steps=2) as monitor:
+        for step in range(3):
+            one_step(monitor, optimizer, [model(batch(step))["loss"]])
+            schedule.step()
+    assert [report.learning_rates for report in monitor.reports] == [
+        (0.1, 0.4),
+        (pytest.approx(0.025), pytest.approx(0.1)),
+    ]
+
+
+def test_a_learning_rate_may_be_a_tensor_that_a_schedule_writes_to() -> None:
+    model = WithLoss()
+    lr = torch.tensor(0.5, dtype=torch.float64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr, capturable=False, foreach=False)
+    with Monitor(model, optimizer, every_n_steps=1) as monitor:
+        for step in range(3):
+            one_step(monitor, optimizer, [model(batch(step))["loss"]])
+            lr.mul_(0.5)
+    assert [r.learning_rates for r in monitor.reports] == [(0.5,), (0.25,), (0.125,)]
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """It finds its step length itself."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model.parameters(), options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p -= 0.1 * p.grad
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": None}])
+def test_an_optimizer_may_have_none(options: dict[str, Any]) -> None:
+    model = WithLoss()
+    optimizer = WithoutRate(model, **options)
+    with Monitor(model, optimizer, on_error="raise") as monitor:
+        one_step(monitor, optimizer, [model(batch(0))["loss"]])
+    assert monitor.latest is not None
+    assert monitor.latest.learning_rates == ()
