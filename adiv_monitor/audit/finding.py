@@ -173,7 +173,9 @@ def outcome(trial: Trial | None, untried: str = "") -> Outcome:
         return Outcome("→", f"not tried: {untried}" if untried else "not tried")
     if trial.helps:
         by_rate = math.inf if trial.loss_by_rate is None else trial.loss_by_rate
-        alone = f"; another learning rate alone gives {by_rate:.3g}" * math.isfinite(by_rate)
+        # Where the run as it is does better, that comparison says it already.
+        is_beside = by_rate < trial.loss_without
+        alone = f"; another learning rate alone gives {by_rate:.3g}" * is_beside
         return Outcome("✓", f"{trial}{alone}")
     if math.isinf(trial.loss):
         return Outcome("✗", f"{trial}")

@@ -343,7 +343,7 @@ PICTURES: dict[str, Picture] = {
     "cannot-overfit": Picture(
         "the loss compares with other samples' targets",
         with_setup(loss=shuffled),
-        {"loss of 16 samples, after learning them by heart": lambda r: (
+        {"loss of 16 samples, after overfitting them": lambda r: (
             math.nan if r.overfit is None else r.overfit.loss)},
         (loss_rules, ("NOT_BY_HEART", "LEAST_STEPS")),
     ),
