@@ -319,11 +319,23 @@ class Monitor:
                 call_all(
                     partial(self._failures.safely, self._course.end, patience),
                     self._take_off,
+                    partial(self._failures.safely, self._add_last_losses),
                     *(partial(self._failures.guard_sink, sink, sink.close) for sink in self._sinks),
                     *([] if quietly else [self._conclude]),
                 )
         finally:  # again: closing may have been interrupted, now or when it was called before
             self._take_off()
+
+    def _add_last_losses(self) -> None:
+        """Of the steps after the last report."""
+        losses = self._losses.take(self.step)
+        if not losses or not self._running.count:  # another process writes, or nobody does
+            return
+        self._running.add_losses(losses)
+        self._warn_of_non_finite()
+        for sink in self._sinks:
+            if callable(add := getattr(sink, "add_losses", None)):
+                self._failures.guard_sink(sink, partial(add, losses))
 
     def _conclude(self) -> None:
         self._failures.safely(conclude, self._running, self._sinks)

@@ -51,14 +51,19 @@ class LossHook:
         if torch.compiler.is_compiling() or is_replaying() or not torch.is_grad_enabled():
             return
         try:
-            with ThreadState(), torch._C.DisableTorchFunction():
-                loss = output if self._of is None else self._of(output)
-                # What is no tensor is for `note` to refuse.
-                if not isinstance(loss, Tensor) or _counts(loss):
-                    self._note(loss)
+            loss = output if self._of is None else self._made_of(output)
+            # What is no tensor is for `note` to refuse.
+            if not isinstance(loss, Tensor) or _counts(loss):
+                self._note(loss)
         except Exception as error:
             self._fail(error)
 
+    def _made_of(self, output: Any) -> Any:
+        assert self._of is not None
+        with ThreadState(), torch._C.DisableTorchFunction():
+            return self._of(output)
+
 
 def _counts(loss: Tensor) -> bool:
-    return loss.requires_grad and loss.numel() > 0 and trains(loss)
+    """By attributes alone: what watches a forward pass takes a function for a use of the loss."""
+    return loss.requires_grad and 0 not in loss.shape and trains(loss)
