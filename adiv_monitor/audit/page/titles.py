@@ -149,7 +149,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "rate-too-high": "Learning rate too high",
         "rate-too-low": "Learning rate too low",
         "uneven-rates": "Layers learn at very different rates",
-        "loss-stuck": "The loss is not seen to fall",
+        "loss-stuck": "The loss shows no learning",
         "stands-still": "Layers that hardly move",
         "outside-healthy": "Layers outside of what healthy ones read",
         "rate-decayed": "The learning rate has decayed",
