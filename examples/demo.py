@@ -342,7 +342,7 @@ def standardising_is_first(report: AuditReport) -> bool:
         first is not None
         and first.mend == "standardise-inputs"
         and first.trial is not None
-        and first.trial.pays
+        and first.trial.helps
     )
 
 

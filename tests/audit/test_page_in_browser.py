@@ -206,7 +206,7 @@ def test_words_and_tables_need_no_script(browser: Browser, files: Path) -> None:
         text = browser.find("main").text
     finally:
         browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-    assert "One thing to mend" in text
+    assert "One thing to fix" in text
     assert "encoder.10" in text
     assert "The heat map needs JavaScript" in text
 

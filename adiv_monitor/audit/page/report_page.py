@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adiv_monitor.audit.finding import STRENGTHS, Finding
+from adiv_monitor.audit.finding import STRENGTHS, Finding, outcome
 from adiv_monitor.audit.page.drives import drives
 from adiv_monitor.audit.page.findings import (
     all_trials,
     checks,
-    trial_words,
 )
 from adiv_monitor.audit.page.heat import heat_map, heat_measures
 from adiv_monitor.audit.page.layers import layer_table, worst
@@ -66,7 +65,7 @@ def page(report: AuditReport) -> str:
         alignment=None if last is None else alignment_table(last),
         what_if=what_if_tables(report.what_if),
         settings=settings(record),
-        trial_words=trial_words,  # pages of runs that nothing is tried of have none
+        outcome=outcome,  # pages of runs that nothing is tried of have none
     )
 
 
@@ -75,11 +74,11 @@ def headline(findings: Sequence[Finding]) -> str:
     counts = Counter(finding.strength for finding in findings)
     if counts["act"]:
         things = "one thing" if counts["act"] == 1 else f"{counts['act']} things"
-        return f"{things[0].upper()}{things[1:]} to mend"
+        return f"{things[0].upper()}{things[1:]} to fix"
     if counts["watch"]:
         things = "one thing" if counts["watch"] == 1 else f"{counts['watch']} things"
-        return f"Nothing to mend, {things} to watch"
-    return "Nothing to mend"
+        return f"Nothing to fix, {things} to watch"
+    return "Nothing to fix"
 
 
 def settings(record: Record) -> dict[str, str]:
