@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from adiv_monitor.audit.diagnosis.course import fell, is_long_enough
+from adiv_monitor.audit.diagnosis.course import FEWEST, fell, is_long_enough
 from adiv_monitor.audit.diagnosis.initialisation import FEWEST_LAYERS
 from adiv_monitor.audit.diagnosis.readings import by_layer, entering, maps
 from adiv_monitor.audit.finding import STRENGTHS, Finding
@@ -75,8 +75,8 @@ def untold(record: Record) -> tuple[Untold, ...]:
     """What the reports at hand can't tell, and what would tell."""
     paths = maps(record)
     found = []
-    if not _knows_loss(record):
-        why = "`Monitor(…, loss=…)` or `monitor.log_loss(…)`, for 12 steps at least"
+    if len(record.losses) < FEWEST and not record.first_non_finite:
+        why = f"`Monitor(…, loss=…)` or `monitor.log_loss(…)`, for {FEWEST} steps at least"
         found.append(Untold("Whether the loss falls", why))
     if paths and not (record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS):
         found.append(
@@ -108,4 +108,4 @@ def loss_words(record: Record) -> str:
 
 
 def _knows_loss(record: Record) -> bool:
-    return bool(record.losses) and is_long_enough(record)
+    return len(record.losses) >= FEWEST and math.isfinite(record.losses[-1])
