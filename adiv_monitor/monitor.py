@@ -410,7 +410,7 @@ class Monitor:
         self._failures.safely(self._course.wait)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs so that step numbers go on."""
+        """What a resumed run needs so that step numbers go on: not losses, which reports have."""
         return {
             "step": self.step,
             "generator": self._generator.bit_generator.state,
