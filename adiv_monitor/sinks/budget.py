@@ -15,11 +15,14 @@ class Budget:
 
     Args:
         first: seconds that the first time takes, by estimate, imports included.
+
+    Attributes:
+        spent: seconds so far.
     """
 
     def __init__(self, first: float) -> None:
         self._next = first
-        self._spent = 0.0
+        self.spent = 0.0
         self._began: float | None = None  # of the clock
 
     def allows(self) -> bool:
@@ -27,7 +30,7 @@ class Budget:
         now = time.monotonic()
         if self._began is None:
             self._began = now
-        return _PATIENCE * (self._spent + self._next) <= now - self._began
+        return _PATIENCE * (self.spent + self._next) <= now - self._began
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -37,4 +40,4 @@ class Budget:
             yield
         finally:
             self._next = time.monotonic() - began
-            self._spent += self._next
+            self.spent += self._next
