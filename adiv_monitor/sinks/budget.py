@@ -10,9 +10,9 @@ _PATIENCE = 20
 class Budget:
     """A twentieth of the time since the first report.
 
-    Something is made only when all that was spent, and twice what it took the last time, lies within
-    this: once for now, and once for the end of the training, when it is made anew. What is imported
-    for it counts, as it is a part of what the first time takes.
+    Something is made only when all that was spent, and twice what it took the last time, lies
+    within this: once for now, and once for the end of the training, when it is made anew. What is
+    imported for it counts, as it is a part of what the first time takes.
 
     Args:
         first: seconds that the first time takes, by estimate, imports included.

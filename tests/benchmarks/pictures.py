@@ -5,8 +5,8 @@ process of its own, so that all that is imported for pictures is paid for. Tenso
 imported before. Then findings and pictures alone, of ever more layers at a hundred steps.
 
 Goal: at most 5 % of the run. Expected before it was measured: nothing within a loop of less than 12
-seconds (60 for the page), 5 % of longer ones, the end included; at the end 0.2 s for pictures, 1.2 s
-for the page, whose libraries take most of it; of 300 layers 0.6 s.
+seconds (60 for the page), 5 % of longer ones, the end included; at the end 0.2 s for pictures,
+1.2 s for the page, whose libraries take most of it; of 300 layers 0.6 s.
 
     python tests/benchmarks/pictures.py [--steps N …] [--rounds N] [--write FILE]
 """
