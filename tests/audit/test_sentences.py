@@ -2,6 +2,7 @@
 
 import ast
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -174,11 +175,14 @@ ROWS = [
         by_reports(*[STANDS] * 3, rates=(0.01, 0.02, 0.03)),
         by_reports(*[STANDS] * 3, rates=(0.03, 0.03, 0.03))),
     Row("outside-healthy", "the activations of layer 'a' move by more than 0.7 of their length in "
-        "a step", by_reports(layers(update_ratio=0.05) | {"a": reading(update_ratio=1.0)}), HEALTHY),
+        "a step", by_reports(layers(update_ratio=0.05) | {"a": reading(update_ratio=1.0)}),
+        HEALTHY),
     Row("outside-healthy", "the gradient that reaches layer 'a' is less than 0.03 of the last "
         "layer's", by_reports(layers() | {"a": reading(effective_lr=400.0)}), HEALTHY),
     Row("outside-healthy", "the gradient that reaches layer 'c' is more than 70 times the last "
-        "layer's", by_reports(layers() | {"c": reading(descent=100.0, scale_mean=9.0), "d": reading()}), HEALTHY),
+        "layer's", by_reports(
+            layers() | {"c": reading(descent=100.0, scale_mean=9.0), "d": reading()}
+        ), HEALTHY),
     Row("outside-healthy", "more than 0.15 of the rows of layer 'a' have no gradient (padding, "
         "masked tokens, dead units)", by_reports(layers() | {"a": reading(idle_share=0.5)}),
         HEALTHY),
@@ -453,14 +457,13 @@ def sentences(path: Path) -> set[str]:
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if is_docstring or getattr(getattr(node, "func", None), "id", "") == "Evidence":
             silent |= {id(inner) for inner in ast.walk(node)}
-    return {
+    texts = [
         node.value
         for node in ast.walk(tree)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and id(node) not in silent
-        and len(node.value.split()) > 3
-    }
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent
+    ]
+    parts = (part for text in texts for part in re.split(r"\{\d?\}", text))  # around numbers
+    return {part for part in parts if len(part.split()) > 3}
 
 
 def test_every_sentence_of_the_rules_has_its_run_here() -> None:
