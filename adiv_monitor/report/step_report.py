@@ -3,13 +3,16 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adiv_monitor.report.alignment import ALIGNMENT_MEASURES, AlignmentReading
 from adiv_monitor.report.attention import ATTENTION_MEASURES, AttentionReading
 from adiv_monitor.report.extremes import MeasureSummary, summary
 from adiv_monitor.report.layer import MEASURES, LayerReading
 from adiv_monitor.report.written import read
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,17 @@ class StepReport:
         from adiv_monitor.sinks.notebook import report_html
 
         return report_html(self)
+
+    def plot(self) -> "Figure":
+        """The layers of this step by measures, as colours; a figure that is not shown.
+
+        Raises:
+            ImportError: without the package matplotlib.
+            ValueError: there is nothing to draw.
+        """
+        from adiv_monitor.sinks.plots import step_figure
+
+        return step_figure(self)
 
     @property
     def loss(self) -> float | None:

@@ -28,7 +28,7 @@ from adiv_monitor.sinks.wording import not_measured
 _WORST = "background:rgba(220,38,38,.22);font-weight:700"
 _BROKEN = "background:rgba(217,70,239,.3);font-weight:700"
 _FRAME = "overflow-x:auto;font-variant-numeric:tabular-nums"
-_TABLE = "border-collapse:collapse;margin:.4em 0;font-size:90%"
+_TABLE = "color:inherit;border-collapse:collapse;margin:.4em 0;font-size:90%"
 _NUMBER = "text-align:right;padding:.15em .6em;white-space:nowrap"
 _NAME = "text-align:left;padding:.15em .6em;font-weight:400"
 _HEAD = "border-bottom:1px solid rgba(128,128,128,.6);vertical-align:bottom"
