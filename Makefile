@@ -1,14 +1,15 @@
 # `make demo` and `make test` set up all they need; only python3 and make must be there.
 PYTHON ?= python3
 VENV ?= .venv
-TORCH_INDEX ?=# e.g. https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=# e.g. https://download.pytorch.org/whl/cpu: far less to download, no GPU
 BIN := $(VENV)/bin
 # The versions that tests are run with, if they are known for this Python; CONSTRAINTS= takes the newest.
 VERSION := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 CONSTRAINTS ?= $(wildcard constraints/python$(VERSION).txt)
 # By the environment they hold for what builds the package, too; newer pips ask for the second name.
+# Not --quiet, which hides the progress of downloads of gigabytes.
 PINS = $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) PIP_BUILD_CONSTRAINT=$(abspath $(CONSTRAINTS)))
-PIP = $(PINS) $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP = $(PINS) $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test lint docs bench models schema gpu mutants clean
 

@@ -312,7 +312,7 @@ class Monitor:
             self._optimizer.register_step_pre_hook(self._hooks[0])
             self._optimizer.register_step_post_hook(self._hooks[1])
         if self._loss_hook is not None:
-            self._loss_hook.put_on()
+            self._failures.safely(self._loss_hook.put_on)
         self._failures.safely(self._course.join, self._paths)
         self._failures.safely(self._begin)
         self._failures.safely(self._course.refer)
@@ -336,12 +336,24 @@ class Monitor:
                 self._state = "closed"
                 call_all(
                     partial(self._failures.safely, self._course.end, patience),
-                    self._take_off,
+                    partial(self._failures.safely, self._take_off),
+                    partial(self._failures.safely, self._add_last_losses),
                     *(partial(self._failures.guard_sink, sink, sink.close) for sink in self._sinks),
                     *([] if quietly else [self._conclude]),
                 )
         finally:  # again: closing may have been interrupted, now or when it was called before
             self._take_off()
+
+    def _add_last_losses(self) -> None:
+        """Of the steps after the last report."""
+        losses = self._losses.take(self.step)
+        if not losses or not self._running.count:  # another process writes, or nobody does
+            return
+        self._running.add_losses(losses)
+        self._warn_of_non_finite()
+        for sink in self._sinks:
+            if callable(add := getattr(sink, "add_losses", None)):
+                self._failures.guard_sink(sink, partial(add, losses))
 
     def _conclude(self) -> None:
         self._failures.safely(conclude, self._running, self._sinks)
@@ -465,8 +477,8 @@ class Monitor:
     def _step_ends(self, optimizer: Optimizer) -> None:
         if is_within_own_step(optimizer):
             return
-        self._losses.step_ends()
         try:
+            self._losses.step_ends()
             self._course.step_ends(self.step)
         finally:
             self._count()

@@ -21,6 +21,20 @@ def printable(text: str) -> str:
     )
 
 
+def quoted(path: str) -> str:
+    """A module's path as a name: 'net.5'; the root's, which is empty, in words."""
+    return f"'{printable(path)}'" if path else "the model itself"
+
+
+def layer_words(path: str, kind: str = "") -> str:
+    """A layer in a sentence, by type and path; without a path it is the whole model.
+
+    >>> layer_words("net.5", "ReLU"), layer_words("net.5"), layer_words("")
+    ("ReLU 'net.5'", "layer 'net.5'", 'the model itself')
+    """
+    return f"{kind or 'layer'} {quoted(path)}" if path else quoted(path)
+
+
 def code(name: str) -> str:
     """A name as code in Markdown, in a table too: nothing in it ends that."""
     return "`" + printable(name).replace("`", r"\x60").replace("|", r"\x7c") + "`"
@@ -31,12 +45,3 @@ def markdown(text: str) -> str:
     parts = _CODE.split(printable(text))
     parts[::2] = [_MARKS.sub(r"\\\1", html.escape(part, quote=False)) for part in parts[::2]]
     return _BEGINS_A_BLOCK.sub(r"\1\\\2", "".join(parts))
-
-
-def layer_words(path: str, kind: str = "") -> str:
-    """A layer in a sentence, by type and path; without a path it is the whole model.
-
-    >>> layer_words("net.5", "ReLU"), layer_words("net.5"), layer_words("")
-    ("ReLU 'net.5'", "layer 'net.5'", 'the model itself')
-    """
-    return f"{kind or 'layer'} '{printable(path)}'" if path else "the model itself"

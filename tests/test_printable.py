@@ -17,10 +17,12 @@ from adiv_monitor.alignment.width import described
 from adiv_monitor.audit.command import terminal
 from adiv_monitor.audit.command.cli import main
 from adiv_monitor.audit.finding import Advice, Finding
+from adiv_monitor.audit.record import Record
 from adiv_monitor.printable import printable
 from adiv_monitor.report import Alarm, StepReport
 from adiv_monitor.sinks import HtmlSink, TableSink
 from adiv_monitor.sinks.board import alarms_text, findings_text, worst_layers
+from adiv_monitor.sinks.running import Running
 from adiv_monitor.sinks.tensorboard import _bullets, _not_measured
 from adiv_monitor.sinks.wording import listed
 from adiv_monitor.step.failures import Failures
@@ -81,10 +83,16 @@ def found(name: str) -> Finding:
     return Finding("exploding", (name,), "act", (), advice, f"{name} explodes.", f"Not {name}.")
 
 
+def record_of(one: StepReport) -> Record:
+    running = Running()
+    running.add(one)
+    return running.record()
+
+
 def markdowns(name: str) -> list[str]:
     one = of(name)
     return [
-        findings_text([found(name)]),
+        findings_text([found(name)], record_of(one)),
         alarms_text(one.alarms),
         _not_measured(one),
         _bullets(one.notes),

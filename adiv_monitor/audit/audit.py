@@ -63,9 +63,10 @@ def audit(
         attention: measure what each step did to attention scores, too.
         alignment: measure how weights, updates and activations are aligned, too, with the first
             batch for a probe.
-        try_mends: try what would mend the run, and other learning rates, in short runs.
+        try_mends: try what would fix the run, and other learning rates, in short runs.
         try_seconds: roughly how long that may take: where steps are slow, runs are shorter and
-            fewer, so that what is tried depends on the clock; `math.inf`: it does not.
+            fewer, so that what is tried depends on the clock, and the verdict says so; `math.inf`:
+            it does not. The first fix is tried however slow steps are. 0: nothing is tried.
         what_if: say how the steps of layers would be with other maps or inputs.
         seed: of the run's random numbers.
         progress: called with (what is done, how far, of how much).
@@ -133,11 +134,17 @@ class _Diagnosis:
             rates = trials.rate_trials(setup, self._record, seconds=2 * part, progress=progress)
             self._record = replace(self._record, rates=rates)
             overfit = trials.overfit(setup, self._record, seconds=part)
-            self._record = replace(self._record, overfit=overfit)
+            hurried = overfit is None or (
+                not rates and trials.too_slow(setup, self._record, 2 * part)
+            )
+            self._record = replace(self._record, overfit=overfit, hurried=hurried)
         self._findings = diagnose(self._record)
         if what_if:
             self._alternatives = alternatives(setup)
-        if seconds:
+        if not seconds:
+            off = "trials are off" if self._record.repeats else "runs can't be compared"
+            self._findings = trials.untried(self._findings, off)
+        else:
             self._findings = trials.tried(
                 self._findings, setup, self._record, seconds=2 * part, progress=progress
             )

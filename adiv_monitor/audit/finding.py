@@ -1,13 +1,22 @@
 """What the audit says: findings with their evidence, advice, and what trying the advice gave."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 Strength = Literal["act", "watch", "note"]
 STRENGTHS: tuple[Strength, ...] = ("act", "watch", "note")  # strongest first
-# Findings that are so, whatever a short run gives. A learning rate mends no wiring.
+# Findings that are so, whatever a short run gives. A learning rate fixes no wiring.
 WIRING = frozenset({"not-held", "unreached", "frozen", "input-ignored"})
+# Learning rates below and above the run's own, by the names of their trials.
+LOWER_RATES = ("rate*0.01", "rate*0.1", "rate*0.3")
+HIGHER_RATES = ("rate*3", "rate*10", "rate*100")
+RATES = (*LOWER_RATES, *HIGHER_RATES)
+
+Mark = Literal["✓", "✗", "→"]
+NO_TIME = "no time was left"
+_LEAST = 0.02  # of a loss, by which another must be lower to count
 
 
 @dataclass(frozen=True)
@@ -31,24 +40,27 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a mend did to the loss in a short run from the same weights on the same batches.
+    """What a fix did to the loss in a short run from the same weights on the same batches.
 
     Attributes:
-        mend: the mend's name.
+        mend: the fix's name.
         steps: steps of each run.
-        loss: the mean loss of the last quarter of the steps, with the mend; infinite where it
+        loss: the mean loss of the last quarter of the steps, with the fix; infinite where it
             diverged: it stopped being finite, or ended a thousand times above where it began.
         loss_without: the same as the model is.
         loss_by_rate: the same with only the best of the learning rates that were tried; None where
-            none was. What a rate would mend is no merit of another mend.
+            none was. What a learning rate would fix is no merit of another fix.
         error: standard error of `loss_without - loss`, over the same steps; NaN where one of the
             runs diverged.
         loss_error: of `loss` alone.
         error_by_rate: of `loss_by_rate - loss`, as of runs that share no batches.
-        rate: factor on the learning rate that the mend was the best with, of those it was tried
+        rate: factor on the learning rate that the fix was the best with, of those it was tried
             with; 1: as it is.
         runs: with how many learning rates it was tried.
-        falls: of learning by heart only: whether the loss was still falling at the end.
+        falls: of overfitting one batch only: whether the loss was still falling at the end.
+        constant: the loss of a constant prediction; None: not known, or the loss need not fall.
+        hurried: the time for trials left room for fewer steps, or fewer learning rates, than there
+            would have been: another clock may give another trial.
     """
 
     mend: str
@@ -62,20 +74,22 @@ class Trial:
     falls: bool = False
     loss_error: float = math.nan
     error_by_rate: float = math.nan
+    constant: float | None = None
+    hurried: bool = False
 
     def __str__(self) -> str:
+        rate = "" if self.rate == 1 else f"with learning rate × {self.rate:g}, "
         without = "" if math.isinf(self.loss_without) else f" instead of {self.loss_without:.3g}"
         if math.isinf(self.loss):
             as_it_is = " as it does without" if math.isinf(self.loss_without) else without
-            return f"the loss diverges within {self.steps} steps{as_it_is}"
+            return f"{rate}the loss diverges within {self.steps} steps{as_it_is}"
         error = f" (± {self.error:.1g})" if self.error > 0 else ""
         without = without or ", which diverges without"
-        pays = "" if self.pays else ", which does not pay"
-        return f"loss after {self.steps} steps {self.loss:.3g}{without}{error}{pays}"
+        return f"{rate}loss after {self.steps} steps {self.loss:.3g}{without}{error}"
 
     @property
     def gain(self) -> float:
-        """How much lower the loss is with the mend."""
+        """How much lower the loss is with the fix."""
         if math.isinf(self.loss):
             return -math.inf
         return self.loss_without - self.loss
@@ -85,7 +99,7 @@ class Trial:
         """Whether the loss is lower by more than two standard errors and by 2 % of itself."""
         if not math.isfinite(self.loss_without):
             return math.isfinite(self.loss)
-        return self.gain > max(2 * self.error, 0.02 * abs(self.loss_without))
+        return self.gain > max(2 * self.error, _LEAST * abs(self.loss_without))
 
     @property
     def beats_rate(self) -> bool:
@@ -100,19 +114,85 @@ class Trial:
         error = 0.0 if math.isnan(self.error) else self.error
         if self.error_by_rate < error:
             error = self.error_by_rate
-        return self.loss_by_rate - self.loss > max(2 * error, 0.02 * abs(self.loss_by_rate))
+        return self.loss_by_rate - self.loss > max(2 * error, _LEAST * abs(self.loss_by_rate))
+
+    @property
+    def beats_constant(self) -> bool:
+        """Whether the loss is below that of a constant prediction, where that is known.
+
+        By 2 % of that, and by more than two standard errors of `loss`, where they are known.
+        """
+        if self.constant is None:
+            return math.isfinite(self.loss)
+        error = 0.0 if math.isnan(self.loss_error) else self.loss_error
+        return self.constant - self.loss > max(2 * error, _LEAST * abs(self.constant))
+
+    @property
+    def helps(self) -> bool:
+        """Whether it is a fix: it pays, and beats a constant prediction.
+
+        Unless it is a learning rate itself, it must beat another learning rate alone as well.
+        """
+        is_rate = self.mend.startswith("rate*")
+        return self.pays and self.beats_constant and (is_rate or self.beats_rate)
+
+    @property
+    def objection(self) -> str:
+        """Why it is no fix, in a few words; "" where it is one."""
+        if self.helps:
+            return ""
+        if math.isinf(self.loss):
+            return "it diverges"
+        if not self.pays:
+            return "the loss is not lower by more than its error and 2 %"
+        if not self.beats_constant:
+            return f"a constant prediction has a loss of {self.constant:.3g}"
+        return f"another learning rate alone gives {self.loss_by_rate:.3g}"
+
+
+class Outcome(NamedTuple):
+    """What came of an advice.
+
+    Attributes:
+        mark: ✓: tried, and it helps; ✗: tried, and it does not; →: not tried.
+        words: the numbers that say so, or why it was not tried.
+    """
+
+    mark: Mark
+    words: str
+
+
+def outcome(trial: Trial | None, untried: str = "") -> Outcome:
+    """The mark and the words of a trial, or of none, wherever people read of it.
+
+    Args:
+        trial: what was tried; None: nothing.
+        untried: why not.
+    """
+    if trial is None:
+        return Outcome("→", f"not tried: {untried}" if untried else "not tried")
+    if trial.helps:
+        by_rate = math.inf if trial.loss_by_rate is None else trial.loss_by_rate
+        # Where the run as it is does better, that comparison says it already.
+        is_beside = by_rate < trial.loss_without
+        alone = f"; another learning rate alone gives {by_rate:.3g}" * is_beside
+        return Outcome("✓", f"{trial}{alone}")
+    if math.isinf(trial.loss):
+        return Outcome("✗", f"{trial}")
+    why = f": {trial.objection}" if trial.pays else ""
+    return Outcome("✗", f"{trial}, which does not help{why}")
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What would mend it.
+    """What would fix it.
 
     Attributes:
         text: what to do, in plain words.
-        mend: name of the mend that a short run can try (see `trials.mends`); None: none can.
+        mend: name of the fix that a short run can try (see `trials.mends`); None: none can.
         trial: what that gave; None: not tried.
-        untried: why the mend was not tried; "" if it was, or if there is none.
-        everywhere: the mend is for all layers, wherever what is wrong shows.
+        untried: why the fix was not tried; "" if it was, or if there is none.
+        everywhere: the fix is for all layers, wherever what is wrong shows.
     """
 
     text: str
@@ -122,10 +202,14 @@ class Advice:
     everywhere: bool = False
 
     def __str__(self) -> str:
-        if self.trial is None:
-            return f"{self.text} (not tried{f': {self.untried}' if self.untried else ''})"
-        rate = "" if self.trial.rate == 1 else f", learning rate × {self.trial.rate:g}"
-        return f"{self.text}{rate}: {self.trial}"
+        words = self.outcome.words
+        return f"{self.text} ({words})" if self.trial is None else f"{self.text}: {words}"
+
+    @property
+    def outcome(self) -> Outcome:
+        """The mark and the words of what came of it."""
+        only_you = "no short run can do it" if self.mend is None else ""
+        return outcome(self.trial, self.untried or only_you)
 
 
 @dataclass(frozen=True)
@@ -135,11 +219,12 @@ class Finding:
     Attributes:
         name: stable, e.g. "input-scale"; each has its page in the docs.
         layers: the layers that it is about, worst first; empty: the whole model.
-        strength: "act": it costs training, mend it; "watch": it may; "note": good to know.
+        strength: "act": it costs training, fix it; "watch": it may; "note": good to know.
         evidence: the numbers that say so.
-        advice: what would mend it, the best first.
+        advice: what would fix it, the best first.
         summary: one sentence in plain words.
-        not_advised: what looks like a mend and is none, in one sentence; "" if nothing.
+        not_advised: what looks like a fix and is none, in one sentence; "" if nothing.
+        against: names of the fixes that `not_advised` speaks against.
         since: the first measured step at which it showed.
     """
 
@@ -151,8 +236,15 @@ class Finding:
     summary: str = ""
     not_advised: str = ""
     since: int | None = None
+    against: tuple[str, ...] = ()
 
     def layers_for(self, advice: Advice) -> tuple[str, ...]:
         """The layers that an advice is for; empty: all, and so is a learning rate."""
         is_rate = (advice.mend or "").startswith("rate*")
         return () if advice.everywhere or is_rate else self.layers
+
+
+def unrefuted(finding: Finding, trials: Iterable[Trial]) -> Finding:
+    """The finding without what it says would not help, where a trial of just that paid."""
+    paid = {trial.mend for trial in trials if trial.pays}
+    return replace(finding, not_advised="", against=()) if paid & {*finding.against} else finding

@@ -185,6 +185,7 @@ class Record:
         interrupted: whether the keyboard ended the run early.
         repeats: whether a copy that begins anew has the same first loss. If not, the loss keeps
             something from call to call: runs can't be compared, and nothing is tried.
+        hurried: there was no time to try other learning rates, or to overfit one batch.
         loss_steps: the steps that the losses are of, where some are missing; empty: 0, 1, 2, ….
         non_finite_since: the step at which `first_non_finite` was seen; None: not known.
     """
@@ -209,6 +210,7 @@ class Record:
     repeats: bool = True
     activated_output: ActivatedOutput | None = None
     descent_share: float | None = None
+    hurried: bool = False
     loss_steps: tuple[int, ...] = ()
     non_finite_since: int | None = None
 

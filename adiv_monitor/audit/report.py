@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adiv_monitor.audit.finding import WIRING, Finding, Strength
+from adiv_monitor.audit.finding import NO_TIME, WIRING, Finding, Strength
 from adiv_monitor.audit.plain import to_json, to_plain
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.what_if import Alternative
@@ -42,12 +42,27 @@ class AuditReport:
     def verdict(self) -> str:
         """What it comes to, in one or two sentences."""
         act = [f for f in self.findings if f.strength == "act"]
+        clock = (
+            " The time for trials (try_seconds) cut some short or left them out: this depends on "
+            "the clock."
+        ) * self.hurried
         if not act:
-            return self._nothing()
+            return self._nothing() + clock
         first = act[0]
         said = first.summary or f"{first.name}: {', '.join(first.layers) or 'the whole model'}."
         others = f" And {_count(len(act) - 1, 'more finding')} to act on." * (len(act) > 1)
-        return said + _mended(act) + others
+        return said + _fixed(act) + others + clock
+
+    @property
+    def hurried(self) -> bool:
+        """Whether the time for trials cut one short or left one out: more of it may say more."""
+        advice = [each for finding in self.findings for each in finding.advice]
+        tried = [*self.record.rates.values(), self.record.overfit, *(a.trial for a in advice)]
+        return (
+            self.record.hurried
+            or any(trial.hurried for trial in tried if trial is not None)
+            or any(each.untried == NO_TIME for each in advice)
+        )
 
     def _nothing(self) -> str:
         """That nothing costs the run its training, unless its loss says that something does."""
@@ -55,7 +70,10 @@ class AuditReport:
         stuck = next((f for f in self.findings if f.name == "loss-stuck"), None)
         if stuck is not None and stuck.strength == "watch":
             return f"{stuck.summary} What was looked for does not say why.{rest}"
-        return f"Nothing was found that costs this run its training.{rest}"
+        if stuck is not None:  # it can't be told
+            return f"{stuck.summary} Nothing else was found that costs this run its training."
+        untried = " Other learning rates were not tried." * (not self.record.rates)
+        return f"Nothing was found that costs this run its training.{untried}{rest}"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as nested plain data; docs/report-schema.md says what is where."""
@@ -106,18 +124,24 @@ class AuditReport:
         write_whole({folder / "report.html": page(self), folder / "report.json": self.to_json()})
 
 
-def _mended(act: Sequence[Finding]) -> str:
-    """How the first is mended; if nothing that was tried for it pays, what does for another."""
-    first = act[0].advice[:1]
-    if not first:
+def _fixed(act: Sequence[Finding]) -> str:
+    """How the first is fixed; if nothing that was tried for it helps, what does for another."""
+    finding = act[0]
+    if not finding.advice:
         return ""
-    if first[0].trial is None or first[0].trial.pays or act[0].name in WIRING:
-        return f" To mend it: {first[0]}."
-    found = [a for finding in act[1:] for a in finding.advice if a.trial and a.trial.pays]
-    if not found:
-        return " No mend of it that was tried pays."
-    best = min(found, key=lambda advice: advice.trial.loss if advice.trial else math.inf)
-    return f" No mend of it that was tried pays; what does: {best}."
+    first, tried = finding.advice[0], any(each.trial for each in finding.advice)
+    if first.trial is not None and first.trial.helps:
+        return f" To fix it: {first}."
+    if finding.name in WIRING:  # which is so, whatever a short run gives
+        return f" What to do: {first.text if tried else first}."
+    if not tried:
+        return f" To try first: {first}."
+    others = [a for each in act[1:] for a in each.advice if a.trial and a.trial.helps]
+    if others:
+        best = min(others, key=lambda advice: advice.trial.loss if advice.trial else math.inf)
+        return f" No fix of it that was tried helps; what does: {best}."
+    to_try = f"; to try next: {first}" * (first.trial is None)
+    return f" No fix of it that was tried helps{to_try}."
 
 
 def _count(n: int, what: str) -> str:

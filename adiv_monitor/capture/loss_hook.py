@@ -37,7 +37,7 @@ class LossHook:
         self._note = note
         self._fail = fail
         module = loss if isinstance(loss, nn.Module) else inside_wrappers(model)
-        self._hook = ModuleHook(module, Hook(self._ended), before=False)
+        self._hook = ModuleHook(module, Hook(self._guarded), before=False)
 
     def put_on(self) -> None:
         """Put it on; whatever comes of that, `remove` takes it off."""
@@ -47,18 +47,26 @@ class LossHook:
         """Take it off."""
         self._hook.remove()
 
-    def _ended(self, module: nn.Module, args: object, kwargs: object, output: Any) -> None:
+    def _guarded(self, module: nn.Module, args: object, kwargs: object, output: Any) -> None:
         if torch.compiler.is_compiling() or is_replaying() or not torch.is_grad_enabled():
             return
         try:
-            with ThreadState(), torch._C.DisableTorchFunction():
-                loss = output if self._of is None else self._of(output)
-                # What is no tensor is for `note` to refuse.
-                if not isinstance(loss, Tensor) or _counts(loss):
-                    self._note(loss)
+            self._ended(output)
         except Exception as error:
             self._fail(error)
 
+    def _ended(self, output: Any) -> None:
+        loss = output if self._of is None else self._made_of(output)
+        # What is no tensor is for `note` to refuse.
+        if not isinstance(loss, Tensor) or _counts(loss):
+            self._note(loss)
+
+    def _made_of(self, output: Any) -> Any:
+        assert self._of is not None
+        with ThreadState(), torch._C.DisableTorchFunction():
+            return self._of(output)
+
 
 def _counts(loss: Tensor) -> bool:
-    return loss.requires_grad and loss.numel() > 0 and trains(loss)
+    """By attributes alone: what watches a forward pass takes a function for a use of the loss."""
+    return loss.requires_grad and 0 not in loss.shape and trains(loss)

@@ -59,6 +59,11 @@ class Board:
         self._count += 1
         return self._budget.allows() and self._count > self._shown * _GROWTH
 
+    def add_losses(self, losses: Mapping[int, float]) -> None:
+        """Take the losses of the steps after the last report."""
+        self._running.add_losses(losses)
+        self._count += bool(self._count)  # what is shown lacks them
+
     @property
     def is_behind(self) -> bool:
         """Whether there are reports that no picture has shown."""

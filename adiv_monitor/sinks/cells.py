@@ -13,7 +13,7 @@ from adiv_monitor.report import (
     LayerReading,
     StepReport,
 )
-from adiv_monitor.sinks.wording import number, percent, trained
+from adiv_monitor.sinks.wording import NOT_FINITE, number, percent, trained
 
 # As many as fit a terminal of 120 columns beside a short name; then those that were asked for.
 TABLE_MEASURES: tuple[str, ...] = (
@@ -34,7 +34,7 @@ TABLE_MEASURES: tuple[str, ...] = (
 MOST_ROWS = 30
 MOST_LINES = 10  # of its alarms, and of its notes
 
-NOT_FINITE = "NaN"
+
 MARKS: Mapping[str, str] = {
     "*": "the worst layer, where the errors tell which that is",
     "≈0": "nearer to zero than its standard error",

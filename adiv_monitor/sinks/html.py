@@ -1,6 +1,7 @@
 """A running training as a page, which is written anew while it goes on."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -53,6 +54,11 @@ class HtmlSink:
         self._is_behind = True
         if self._budget.allows():
             self._write_page()
+
+    def add_losses(self, losses: Mapping[int, float]) -> None:
+        """Take the losses of the steps after the last report."""
+        self._running.add_losses(losses)
+        self._is_behind = self._running.count > 0
 
     def flush(self) -> None:
         """Write the page with all reports so far."""

@@ -1,6 +1,6 @@
 """Sinks of the user's in the hands of a callback."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from adiv_monitor.sinks.sink import Sink
 
@@ -16,11 +16,18 @@ class Lent:
         self.lent = sink
         self.write = sink.write
         self._flush = getattr(sink, "flush", None)
+        self.add_losses: Callable[[Mapping[int, float]], None] = getattr(
+            sink, "add_losses", _no_losses
+        )
 
     def close(self) -> None:
         """Let it write what it holds back; the user may go on with it after the training."""
         if callable(self._flush):
             self._flush()
+
+
+def _no_losses(losses: Mapping[int, float]) -> None:
+    """A sink that does not show losses."""
 
 
 def lent(sinks: Sequence[object], owner: str) -> tuple[Lent, ...]:

@@ -1,5 +1,6 @@
 """Reports in a Lightning logger, of whatever product."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from adiv_monitor.report import StepReport
@@ -65,6 +66,11 @@ class LoggerSink:
         self._logger.log_metrics(scalars, step=report.step)
         if self._board is not None:
             self._board.write(report)
+
+    def add_losses(self, losses: Mapping[int, float]) -> None:
+        """Take the losses of the steps after the last report."""
+        if self._board is not None:
+            self._board.add_losses(losses)
 
     def close(self) -> None:
         """Log the last pictures; the Trainer finalises its loggers."""

@@ -8,7 +8,6 @@ from adiv_monitor.sinks.cells import (
     MARKS,
     MOST_LINES,
     MOST_ROWS,
-    NOT_FINITE,
     TABLE_MEASURES,
     cell,
     head,
@@ -22,7 +21,7 @@ from adiv_monitor.sinks.cells import (
 )
 from adiv_monitor.sinks.scalars import taken
 from adiv_monitor.sinks.table import KINDS
-from adiv_monitor.sinks.wording import not_measured
+from adiv_monitor.sinks.wording import NOT_FINITE, not_measured
 
 # Nobody knows whether a notebook is light or dark: letters keep its colour, grounds shine through.
 _WORST = "background:rgba(220,38,38,.22);font-weight:700"

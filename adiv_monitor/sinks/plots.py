@@ -44,7 +44,7 @@ def step_figure(report: StepReport) -> "Figure":
         ValueError: there is nothing to draw.
     """
     _check_installed()
-    from adiv_monitor.sinks.heat import grid, overview_picture
+    from adiv_monitor.sinks.heat import grid, step_picture
 
     running = Running()
     running.add(report)
@@ -53,13 +53,9 @@ def step_figure(report: StepReport) -> "Figure":
     layers = tuple(path for path in report.layers if any(path in g.layers for g in grids))
     broken = report.first_non_finite
     said = [] if broken is None else [f"{non_finite_words(report, *broken)} is not finite"]
-    picture = overview_picture(
-        [found.of(layers) for found in grids],
-        f"Step {report.step:,}: {len(report.layers):,} layers",
-        said,
-        (),
-    )
-    return _figure(picture if grids else None, "layers in the report")
+    headline = f"Step {report.step:,}: {len(report.layers):,} layers"
+    drawn = [found.of(layers) for found in grids]
+    return _figure(step_picture(drawn, headline, said) if drawn else None, "layers in the report")
 
 
 def _check_installed() -> None:

@@ -1,7 +1,7 @@
 """How loggers of experiment tracking take pictures and findings, of whatever product."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from adiv_monitor.report import StepReport
@@ -105,6 +105,10 @@ class ProductSink:
         self._last = report.step if step is None else step
         if self._board.add(report):
             self._log()
+
+    def add_losses(self, losses: Mapping[int, float]) -> None:
+        """Take the losses of the steps after the last report."""
+        self._board.add_losses(losses)
 
     def close(self) -> None:
         """Log the last pictures."""

@@ -59,9 +59,10 @@ class Running:
 
     def add(self, report: StepReport) -> None:
         """Take the report of one more step."""
-        self._losses.add(report.losses)
-        if self._broken is None:
-            self._broken = _first_non_finite(report)
+        self.add_losses({step: x for step, x in report.losses.items() if step < report.step})
+        if self._broken is None and (first := report.first_non_finite) is not None:
+            self._broken = report.step, non_finite_words(report, *first)
+        self.add_losses({step: x for step, x in report.losses.items() if step >= report.step})
         if self._last is not None and _goes_on(self._last, report):
             self._last = _together(self._last, report)
             self._kept[-1] = self._count - 1, _lean(self._last)
@@ -79,6 +80,13 @@ class Running:
             self._stride *= 2
             last = self._kept[-1]
             self._kept = [pair for pair in self._kept[:-1] if self._stays(pair[0])] + [last]
+
+    def add_losses(self, losses: Mapping[int, float]) -> None:
+        """Take the losses of some more steps, whether there is a report of them or not."""
+        self._losses.add(losses)
+        if self._broken is None:
+            broken = next((step for step, loss in losses.items() if not isfinite(loss)), None)
+            self._broken = None if broken is None else (broken, "the loss")
 
     def _stays(self, number: int) -> bool:
         return number < 2 or number % self._stride == 0
@@ -170,17 +178,6 @@ class Losses:
         after = next((i for i in reversed(range(len(kept))) if isfinite(kept[i][1])), -1) + 1
         finite = {step: loss for step, loss in kept[:after] if isfinite(loss)}
         return finite | dict(kept[after : after + 1])
-
-
-def _first_non_finite(report: StepReport) -> tuple[int, str] | None:
-    """Step, and what was not finite first."""
-    step = next((s for s, loss in report.losses.items() if not isfinite(loss)), report.step)
-    first = report.first_non_finite
-    if step < report.step:
-        return step, non_finite_words(report, "loss")
-    if first is None:
-        return None
-    return step, non_finite_words(report, *first)
 
 
 def _goes_on(report: StepReport, later: StepReport) -> bool:

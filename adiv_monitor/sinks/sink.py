@@ -10,7 +10,9 @@ class Sink(Protocol):
     """Whatever takes reports.
 
     One that holds something back may have `flush()`, too: callbacks, which leave sinks of the
-    user's open, call it when a training ends. One that people look at may have `place`, a path or
+    user's open, call it when a training ends. One that shows the loss may have
+    `add_losses(losses)`, by step, which is called before the end with those of the steps after the
+    last report. One that people look at may have `place`, a path or
     an address, which the line at the end of a run names.
 
     An exception that leaves `write` is the monitor's business, which treats it as `on_error` says.

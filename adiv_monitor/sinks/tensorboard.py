@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Union
 from weakref import WeakKeyDictionary
@@ -117,6 +117,10 @@ class TensorBoardSink:
         if due:
             self._write_board(report)
         self._writer.flush()
+
+    def add_losses(self, losses: Mapping[int, float]) -> None:
+        """Take the losses of the steps after the last report."""
+        self._board.add_losses(losses)
 
     def flush(self) -> None:
         """Write pictures and findings of all reports so far."""

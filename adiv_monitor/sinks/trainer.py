@@ -1,6 +1,7 @@
 """Reports in the log of a Hugging Face Trainer, and wherever that reports to."""
 
 import warnings
+from collections.abc import Mapping
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,12 @@ class TrainerSink:
                     product.write(report, self._state.global_step)
             elif not isinstance(callback, (PrinterCallback, ProgressCallback)):
                 self._tell(callback, dict(summary))
+
+    def add_losses(self, losses: Mapping[int, float]) -> None:
+        """Take the losses of the steps after the last report."""
+        for board in (self._board, *self._products.values()):
+            if board is not None:
+                board.add_losses(losses)
 
     def close(self) -> None:
         """Write the last pictures; what they are written to belongs to the Trainer."""

@@ -7,6 +7,7 @@ from adiv_monitor.printable import code, layer_words
 from adiv_monitor.report import StepReport
 
 _MOST_LINES = 12
+NOT_FINITE = "NaN"  # in place of a reading of a layer in which something is not finite
 
 
 def number(value: float, error: float = 0.0) -> str:

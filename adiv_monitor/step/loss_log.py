@@ -6,12 +6,14 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from adiv_monitor.capture.guard import ThreadState
 from adiv_monitor.capture.hook import has_data
 from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.step.transfer import fetch_numbers
 
-# Values that become one tensor, and values that are kept at most, between two reports.
+# Tensors that become one, and values that are kept at most, between two reports.
 _CHUNK, _MOST = 512, 2**14
+_EXPECTED = "a number, or a tensor of real numbers"
 
 Value = float | Tensor  # tensors: one number, on a device that nothing waits for
 
@@ -25,22 +27,29 @@ def value_of(loss: object) -> Value | None:
         TypeError: it is no number, nor a tensor of real numbers.
         ValueError: it is an empty tensor.
     """
-    if not isinstance(loss, bool) and isinstance(loss, Real):
-        return float(loss)
-    if not isinstance(loss, Tensor) or loss.is_complex():
-        got = "complex numbers" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TypeError(f"the loss: got {got}, expected a number, or a tensor of real numbers")
-    if not has_data(loss) and not is_shard(
-        loss
-    ):  # a run without data, or a function over the model
+    if type(loss) is float:
+        return loss
+    if not isinstance(loss, Tensor):
+        if not isinstance(loss, bool) and isinstance(loss, Real):
+            return float(loss)
+        raise TypeError(f"the loss: got {type(loss).__name__}, expected {_EXPECTED}")
+    if not (has_data(loss) or is_shard(loss)):  # a run without data, or a function over the model
         return None
+    if type(loss) is Tensor and not torch._C._len_torch_function_stack():
+        return _own(loss)
+    with ThreadState(), torch.no_grad(), torch._C.DisableTorchFunction():
+        return _own(loss)
+
+
+def _own(loss: Tensor) -> Value:
+    if loss.is_complex():
+        raise TypeError(f"the loss: got complex numbers, expected {_EXPECTED}")
     if not loss.numel():
-        raise ValueError("the loss: got a tensor without elements, expected a number or more")
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        own = loss.full_tensor() if is_shard(loss) else loss.detach()  # type: ignore[attr-defined]
-        if own.numel() > 1:
-            own = own.mean(dtype=torch.promote_types(own.dtype, torch.float32))
-        return float(own) if own.device.type == "cpu" else own.reshape(()).clone()
+        raise ValueError(f"the loss: got a tensor without elements, expected {_EXPECTED}")
+    own = loss.full_tensor() if is_shard(loss) else loss.detach()  # type: ignore[attr-defined]
+    if own.numel() > 1:
+        own = own.mean(dtype=torch.promote_types(own.dtype, torch.float32))
+    return own.item() if own.is_cpu else own.reshape(()).clone()
 
 
 class LossLog:
@@ -94,45 +103,42 @@ class _Values:
 
     def __init__(self) -> None:
         self.room: int | None = None
-        self._new: list[tuple[int, Value]] = []
+        self._numbers: deque[tuple[int, float]] = deque(maxlen=_MOST)
+        self._tensors: list[tuple[int, Tensor]] = []
         self._chunks: deque[tuple[list[int], Tensor]] = deque(maxlen=_MOST // _CHUNK - 1)
 
     def add(self, step: int, value: Value | None) -> None:
-        if value is None:
+        if value is None or self.room == 0:
             return
         if self.room is not None:
-            if not self.room:
-                return
             self.room -= 1
-        self._new.append((step, value))
-        if len(self._new) >= _CHUNK:
+        if not isinstance(value, Tensor):
+            self._numbers.append((step, value))
+            return
+        self._tensors.append((step, value))
+        if len(self._tensors) >= _CHUNK:
             self._fold()
 
     def _fold(self) -> None:
-        """One tensor for all new values of each device: they take hardly any memory then."""
+        """One tensor for all new ones of each device: they take hardly any memory then."""
         by_device: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
-        for step, value in self._new:
-            tensor = torch.as_tensor(
-                value, dtype=None if isinstance(value, Tensor) else torch.double
-            )
-            by_device[tensor.device].append((step, tensor))
+        for step, value in self._tensors:
+            by_device[value.device].append((step, value))
         for several in by_device.values():
-            steps, tensors = zip(*several, strict=True)
-            self._chunks.append((list(steps), torch.stack(tensors)))
-        self._new.clear()
+            self._chunks.append(([s for s, _ in several], torch.stack([x for _, x in several])))
+        self._tensors.clear()
 
     def take(self, last: int) -> dict[int, float]:
-        steps = [step for chunk, _ in self._chunks for step in chunk]
-        steps += [step for step, _ in self._new]
-        values = [*(chunk for _, chunk in self._chunks), *(value for _, value in self._new)]
-        numbers = fetch_numbers(values)
+        held = [*self._chunks, *(([step], value) for step, value in self._tensors)]
+        steps = [step for several, _ in held for step in several]
+        numbers = fetch_numbers([tensor for _, tensor in held])
+        values = [*self._numbers, *zip(steps, numbers, strict=True)]
+        for kept in (self._numbers, self._tensors, self._chunks):
+            kept.clear()
         by_step: dict[int, list[float]] = defaultdict(list)
-        later: list[tuple[int, Value]] = []
-        for step, number in zip(steps, numbers, strict=True):
+        for step, value in values:
             if step <= last:
-                by_step[step].append(number)
+                by_step[step].append(value)
             else:
-                later.append((step, number))
-        self._chunks.clear()
-        self._new = later
-        return {step: sum(values) / len(values) for step, values in by_step.items()}
+                self._numbers.append((step, value))
+        return {step: sum(several) / len(several) for step, several in by_step.items()}

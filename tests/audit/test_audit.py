@@ -195,7 +195,7 @@ def test_the_whole_of_it() -> None:
     assert report.record.overfit is not None
     assert report.what_if["0"].keys() >= {"as it is", "affine-like", "centred inputs"}
     assert steps[:9] == [("training", step + 1, 20) for step in range(9)]
-    assert {what for what, _, _ in steps} == {"training", "learning rates", "mends"}
+    assert {what for what, _, _ in steps} == {"training", "learning rates", "fixes"}
 
 
 def test_a_compiled_model() -> None:
@@ -214,7 +214,7 @@ def test_a_scripted_model_is_refused() -> None:
 
 def test_ctrl_c_while_mends_are_tried_keeps_what_was_found() -> None:
     def progress(what: str, done: int, of: int) -> None:
-        if what == "mends":
+        if what == "fixes":
             raise KeyboardInterrupt
 
     data = [(1000 * x, y) for x, y in batches(20, 32)]

@@ -19,7 +19,7 @@ from torch import nn
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.audit import AuditReport
-from adiv_monitor.audit.finding import Advice, Evidence, Finding, Trial
+from adiv_monitor.audit.finding import NO_TIME, Advice, Evidence, Finding, Trial, outcome
 from adiv_monitor.audit.page.titles import FINDING_TITLES
 from adiv_monitor.audit.what_if import Alternative
 from adiv_monitor.sinks import JsonlSink
@@ -161,14 +161,14 @@ def test_what_an_earlier_or_a_later_version_wrote_can_be_read() -> None:
 def test_the_verdict() -> None:
     report = audited()
     act = report.findings[0]
-    assert report.verdict.startswith("It is so. No mend of it that was tried pays.")
+    assert report.verdict.startswith("It is so. No fix of it that was tried helps.")
     pays = replace(act.advice[0], trial=Trial("rate*0.1", 9, 0.1, math.inf, None, math.nan))
     paid = replace(report, findings=(replace(act, advice=(pays,)),)).verdict
     assert paid.startswith(
-        "It is so. To mend it: Mend it: loss after 9 steps 0.1, which diverges without."
+        "It is so. To fix it: Mend it: loss after 9 steps 0.1, which diverges without."
     )
     untried = replace(report, findings=(replace(act, advice=(Advice("Do"),)),)).verdict
-    assert untried.startswith("It is so. To mend it: Do (not tried).")
+    assert untried.startswith("It is so. To try first: Do (not tried: no short run can do it).")
     assert "1 more finding to act on" in replace(report, findings=(act, act)).verdict
     well = replace(report, findings=(replace(act, strength="watch"),))
     assert well.verdict.startswith("Nothing was found")
@@ -179,7 +179,7 @@ def test_the_verdict() -> None:
     assert said.startswith("The loss does not fall. What was looked for does not say why.")
 
 
-def test_the_verdict_never_advises_what_did_not_pay() -> None:
+def test_the_verdict_never_advises_what_does_not_help() -> None:
     report = audited()
     act = report.findings[0]
 
@@ -188,23 +188,47 @@ def test_the_verdict_never_advises_what_did_not_pay() -> None:
 
     lost = replace(act, advice=(advice("Lose", 1.5), advice("Burst", math.inf)))
     won = replace(act, advice=(advice("Win", 0.5), advice("Win more", 0.25)))
-    assert "To mend it: Win: loss after 9 steps 0.5 instead of 1 (± 0.01)." in (
+    assert "To fix it: Win: loss after 9 steps 0.5 instead of 1 (± 0.01)." in (
         replace(report, findings=(won, lost)).verdict
     )
-    assert "No mend of it that was tried pays; what does: Win more: loss after 9 steps 0.25" in (
+    assert "No fix of it that was tried helps; what does: Win more: loss after 9 steps 0.25" in (
         replace(report, findings=(lost, won)).verdict
     )
     alone = replace(report, findings=(lost,)).verdict
-    assert "No mend of it that was tried pays." in alone and "Lose" not in alone
+    assert "No fix of it that was tried helps." in alone and "Lose" not in alone
     wiring = replace(report, findings=(replace(lost, name="not-held"), won)).verdict
-    assert "To mend it: Lose: loss after 9 steps 1.5 instead of 1" in wiring
+    assert "What to do: Lose. And" in wiring
+
+
+def test_a_verdict_that_depends_on_the_clock_says_so() -> None:
+    report = audited()
+    act = report.findings[0]
+    slow = "this depends on the clock"
+    untried = replace(act, advice=(Advice("Do", "clip", untried=NO_TIME),))
+    nothing_tried = replace(report, findings=(untried,))
+    assert nothing_tried.hurried and slow in nothing_tried.verdict
+    assert "To fix it" not in nothing_tried.verdict
+    assert "To try first: Do (not tried: no time was left)." in nothing_tried.verdict
+    assert not report.hurried and slow not in report.verdict
+    trial = Trial("clip", 9, 0.5, 1.0, None, 0.01, hurried=True)
+    cut = replace(report, findings=(replace(act, advice=(Advice("Do", "clip", trial),)),))
+    assert "To fix it: Do" in cut.verdict and slow in cut.verdict
+    hurried = replace(report.record, hurried=True)
+    assert slow in replace(report, findings=(), record=hurried).verdict
+
+
+def test_a_verdict_says_that_nothing_was_tried() -> None:
+    report = replace(audited(), findings=())
+    untried = replace(report, record=replace(report.record, rates={}))
+    assert "Other learning rates were not tried." in untried.verdict
+    assert "not tried" not in report.verdict
 
 
 @pytest.mark.parametrize(
     ("loss", "without", "said"),
     [
         (0.5, 1.0, "loss after 9 steps 0.5 instead of 1 (± 0.01)"),
-        (1.5, 1.0, "loss after 9 steps 1.5 instead of 1 (± 0.01), which does not pay"),
+        (1.5, 1.0, "loss after 9 steps 1.5 instead of 1 (± 0.01), which does not help"),
         (0.5, math.inf, "loss after 9 steps 0.5, which diverges without"),
         (math.inf, 1.0, "the loss diverges within 9 steps instead of 1"),
         (math.inf, math.inf, "the loss diverges within 9 steps as it does without"),
@@ -212,7 +236,7 @@ def test_the_verdict_never_advises_what_did_not_pay() -> None:
 )
 def test_a_trial_in_words(loss: float, without: float, said: str) -> None:
     error = 0.01 if math.isfinite(loss + without) else math.nan
-    assert str(Trial("mend", 9, loss, without, None, error)) == said
+    assert outcome(Trial("mend", 9, loss, without, None, error)).words == said
 
 
 def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 import adiv_monitor
-from adiv_monitor.audit.finding import Trial
+from adiv_monitor.audit.finding import Evidence, Finding, Trial
 from adiv_monitor.audit.page.chain import chain, mean_chain
 from adiv_monitor.audit.page.findings import checks
-from adiv_monitor.audit.page.heat import heat_map
+from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map, heat_measures
 from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH, Axis, bar, distribution
+from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.printable import printable
 from adiv_monitor.report import QUANTILE_LEVELS, AlignmentReading, LayerReading, StepReport
+from adiv_monitor.sinks.health import GRADIENT
+from adiv_monitor.sinks.running import Running
 from adiv_monitor.sinks.wording import number
 
 pytest.importorskip("jinja2", reason="makes the page")
@@ -129,30 +132,68 @@ def test_a_distribution_holds_all_rows_where_they_are() -> None:
     assert distribution((math.nan,) * 33, Axis(0.0, 1.0)) == ""
 
 
+def seen(*reports: StepReport) -> Record:
+    running = Running()
+    for report in reports:
+        running.add(report)
+    return running.record()
+
+
 def test_the_heat_map_says_what_tables_say() -> None:
     errors = {"update_cosine": 0.012}
-    reports = [
-        StepReport(
-            0, {"a": replace(reading(update_cosine=0.0431), standard_error=errors)}, {}, 1.0
+    broken = replace(reading(update_cosine=math.nan), non_finite=("outputs",))
+    heat = heat_map(
+        seen(
+            StepReport(
+                0, {"a": replace(reading(update_cosine=0.0431), standard_error=errors)}, {}, 1.0
+            ),
+            StepReport(5, {"a": reading(update_cosine=math.nan), "b": broken}, {}, 1.0),
         ),
-        StepReport(5, {"a": reading(update_cosine=math.nan), "b": reading()}, {}, 1.0),
-    ]
-    heat = heat_map(reports, ["update_cosine"])
+        ["update_cosine"],
+    )
     assert heat is not None
     (measure,) = heat["measures"]
-    assert measure["texts"] == [number(0.0431, 0.012), "–", ""] == ["0.04", "–", ""]
-    assert [level == -1 for level in measure["levels"]] == [False, True, True]
-    assert measure["cells"] == "AAABAAIAAgA="  # 0, 1, 2, 2
+    assert measure["texts"] == [number(0.0431, 0.012), "–", "", "NaN"] == ["0.04", "–", "", "NaN"]
+    assert measure["levels"] == [3, -1, -1, -2], "of 0 to 63; none; none; not finite"
+    assert measure["cells"] == "AAABAAIAAwA="  # 0, 1, 2, 3
 
 
 def test_the_bad_end_is_the_dark_one() -> None:
     layers = {
         name: reading(update_cosine=value, harmed_fraction=value)
-        for name, value in (("low", 0.1), ("high", 0.9))
+        for name, value in (("low", 0.0), ("high", 1.0))
     }
-    heat = heat_map([StepReport(0, layers, {}, 1.0)], ["update_cosine", "harmed_fraction"])
+    heat = heat_map(seen(StepReport(0, layers, {}, 1.0)), ["update_cosine", "harmed_fraction"])
     assert heat is not None
     assert [measure["levels"] for measure in heat["measures"]] == [[0, 63], [63, 0]]
+
+
+@pytest.mark.parametrize("name", HEAT_MEASURES)
+def test_a_value_has_the_same_colour_in_every_run(name: str) -> None:
+    """Whatever else was read there."""
+
+    def of(value: float) -> LayerReading:
+        if name == GRADIENT:  # ‖G‖² = descent / effective_lr
+            return reading(descent=value**2, effective_lr=1.0)
+        return reading(**{name: value})
+
+    of_runs = []
+    for others in ((1e-5, 0.02), (0.3, 1e4)):
+        layers = {f"{i}": of(value) for i, value in enumerate((0.5, *others, 1.0))}
+        heat = heat_map(seen(StepReport(0, layers, {}, 1.0)), [name])
+        assert heat is not None
+        (measure,) = heat["measures"]
+        of_runs.append(dict(zip(measure["texts"], measure["levels"], strict=True)))
+        assert measure["low"] and measure["high"]
+    assert of_runs[0]["0.500"] == of_runs[1]["0.500"] >= 0
+
+
+def test_what_findings_rest_on_is_shown_first() -> None:
+    record = seen(StepReport(0, {"a": reading(update_ratio=0.1, scale_cv=3.0)}, {}, 1.0))
+    evidence = (Evidence("scale_cv", 3.0, 1.0, "a"),)
+    for strength, first in (("act", "scale_cv"), ("note", "update_ratio")):
+        found = Finding("row-spread", ("a",), strength, evidence, ())
+        assert heat_measures(record, [found])[0] == first
 
 
 def test_it_is_one_file_of_well_formed_elements_that_loads_nothing() -> None:
@@ -208,7 +249,7 @@ def test_no_digit_beyond_the_error_and_no_star_where_errors_do_not_tell() -> Non
 def test_a_healthy_run_says_so_and_what_was_not_looked_at() -> None:
     record = replace(small().record, rates={}, overfit=None)
     text = page(AuditReport((), record))
-    assert "Nothing to mend" in text
+    assert "Nothing to fix" in text
     assert "other learning rates (not tried)" in text
     assert "decoder.rnn" in text  # not measured
     assert all(not check.findings for check in checks((), record))
@@ -228,16 +269,16 @@ def test_an_advice_tells_what_trying_it_gave() -> None:
     )
     untried = replace(first.advice[0], trial=None, untried="no time was left")
     alike = replace(better, trial=Trial("rms-norm", 50, 0.9, 0.95, 0.9, 0.001, rate=0.3))
+    helps, fails, open_ = (f'<span class="mark">{mark}</span> ' for mark in "✓✗→")
     finding = replace(first, advice=(better, worse, untried))
     text = page(AuditReport((finding,), small().record))
-    assert "loss after 50 steps 0.41 instead of 0.93, 0.52 lower ± 0.02" in text
-    assert "the best learning rate alone gives 0.88" in text
-    assert "the loss diverges within 50 steps; without 0.93" in text
-    assert "no merit of this mend" not in text
-    assert '<p class="trial untried">not tried: no time was left' in text
+    assert f"{helps}loss after 50 steps 0.41 instead of 0.93 (± 0.02); another learning" in text
+    assert "another learning rate alone gives 0.88" in text
+    assert f"{fails}the loss diverges within 50 steps instead of 0.93" in text
+    assert f"{open_}not tried: no time was left" in text
     text = page(AuditReport((replace(first, advice=(alike,)),), small().record))
-    assert "tried with the learning rate × 0.3: loss after 50 steps 0.9 instead of 0.95" in text
-    assert "gives 0.9, so that is no merit of this mend" in text
+    assert f"{fails}with learning rate × 0.3, loss after 50 steps 0.9 instead of 0.95" in text
+    assert "which does not help: another learning rate alone gives 0.9" in text
 
 
 @pytest.mark.parametrize("losses", [(), (2.3,), (2.3, math.nan), (math.inf,), (0.0, 0.0)])

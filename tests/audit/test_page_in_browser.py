@@ -155,11 +155,12 @@ def test_the_heat_map_shows_any_measure_by_mouse_and_keyboard(
     before = browser.run(pixels)
     assert before[:2] == [6, 4]
     grid, said = browser.find("#heat-grid"), browser.find("#heat-value")
+    choice = browser.find("#heat-measure")
+    choice.send_keys("Cosine of the step")
     grid.send_keys(Keys.END, Keys.ARROW_DOWN)
     assert "cosine of the step of encoder.1 at step 50" in said.text
     shown = browser.find("#layer-1 td:nth-of-type(4)").text
     assert said.text.split()[0] == shown.strip("*\u2007 ")
-    choice = browser.find("#heat-measure")
     choice.send_keys("Effective")
     assert "effective learning rate of encoder.1 at step 50" in said.text
     assert browser.run(pixels) != before
@@ -205,7 +206,7 @@ def test_words_and_tables_need_no_script(browser: Browser, files: Path) -> None:
         text = browser.find("main").text
     finally:
         browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-    assert "One thing to mend" in text
+    assert "One thing to fix" in text
     assert "encoder.10" in text
     assert "The heat map needs JavaScript" in text
 

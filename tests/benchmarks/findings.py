@@ -235,7 +235,7 @@ PICTURES: dict[str, Picture] = {
     "target-scale": Picture(
         "a regression whose targets are multiplied by 100; the healthy one learns the digit itself",
         lambda: regression(100.0),
-        {"loss of knowing nothing": lambda r: math.nan if r.chance is None else r.chance},
+        {"loss of a constant prediction": lambda r: math.nan if r.chance is None else r.chance},
         (inputs, ("LARGE_TARGETS",)),
         lambda: regression(1.0),
     ),
@@ -297,7 +297,7 @@ PICTURES: dict[str, Picture] = {
     "bad-initialisation": Picture(
         "all weights 10 times as large",
         sick(model=partial(gained, by=10.0)),
-        {"loss of knowing nothing": lambda r: math.nan if r.chance is None else r.chance,
+        {"loss of a constant prediction": lambda r: math.nan if r.chance is None else r.chance,
          "largest gain": lambda r: max(w.gain for w in r.weights.values())},
         (initialisation, ("FIRST_LOSS", "FAR", "SMALL_GAIN", "LARGE_GAIN", "LARGE_BIAS", "ALIKE")),
     ),
@@ -343,7 +343,7 @@ PICTURES: dict[str, Picture] = {
     "cannot-overfit": Picture(
         "the loss compares with other samples' targets",
         with_setup(loss=shuffled),
-        {"loss of 16 samples, after learning them by heart": lambda r: (
+        {"loss of 16 samples, after overfitting them": lambda r: (
             math.nan if r.overfit is None else r.overfit.loss)},
         (loss_rules, ("NOT_BY_HEART", "LEAST_STEPS")),
     ),

@@ -1,6 +1,6 @@
 """The top of an audit's page, as headless Chromium draws it: of the demo's first network.
 
-    make demo && python tests/benchmarks/page_picture.py runs/digits-*/audit/report.html
+    make demo && python tests/benchmarks/page_picture.py runs/wine-*/audit/report.html
 
 It becomes README's docs/images/page.png, unless --out names another folder.
 """

@@ -227,6 +227,8 @@ SCENARIOS: dict[str, Scenario] = {
     "realised": Scenario(mlp, dense_loss, lambda: {"realised": True}),
     "made": Scenario(Made, MADE, lambda: {"max_rows": 8}),
     "made, realised": Scenario(Made, criterion, lambda: {"realised": CRITERION}),
+    "loss of a module": Scenario(Made, criterion, lambda: {"loss": CRITERION}),
+    "loss of a function": Scenario(mlp, dense_loss, lambda: {"loss": torch.Tensor.sum}),
     "recurrent": Scenario(Recurrent, token_loss, lambda: {"max_rows": 8}),
     "recurrent, realised": Scenario(Recurrent, token_loss, lambda: {"realised": True}),
     "attention": Scenario(Attends, token_loss, lambda: {"attention": True}),

@@ -511,7 +511,7 @@ def test_losses_are_the_mean_over_the_ranks_that_know_one(found: dict[int, list[
     (first, reports), (second, others) = (own["losses_of_ranks"] for own in found[2])
     assert reports == others
     mean = {step: (a + b) / 2 for step, (a, b) in enumerate(zip(first, second, strict=True))}
-    assert abs(first[0] - second[0]) > 0.01
+    assert first[0] != pytest.approx(second[0])
     assert reports[0].losses == pytest.approx({0: mean[0]})
     assert reports[1].losses == pytest.approx({1: mean[1], 2: second[2], 3: mean[3]})
     assert [report.learning_rates for report in reports] == [(0.1,), (0.1,)]

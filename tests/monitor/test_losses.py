@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import loss_log
 from adiv_monitor.step.loss_log import LossLog
 
@@ -257,12 +258,13 @@ def test_what_comes_after_the_step_counts_for_the_next() -> None:
 # What is kept
 
 
-def test_the_last_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_last_values_are_kept(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_log, "_CHUNK", 4)
     monkeypatch.setattr(loss_log, "_MOST", 20)
     log = LossLog()
     for step in range(50):
-        log.say(step, float(step))
+        log._said.add(step, torch.tensor(float(step)) if on_device else float(step))
     found = log.take(100)
     assert list(found) == list(range(50 - len(found), 50))
     assert 16 <= len(found) <= 20
@@ -310,7 +312,7 @@ def test_a_loss_is_kept_as_it_was() -> None:
         (True, TypeError, "got bool"),
         ({"loss": 1.0}, TypeError, "got dict"),
         (torch.tensor(1j), TypeError, "got complex numbers"),
-        (torch.ones(0), ValueError, "without elements"),
+        (torch.ones(0), ValueError, "a tensor without elements"),
     ],
 )
 def test_what_is_no_number_is_refused(value: Any, error: type[Exception], message: str) -> None:
@@ -379,7 +381,7 @@ def test_copies_of_the_model_have_no_hook() -> None:
             twin = copy.deepcopy(model)
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
             twin(batch(step))["loss"].backward()
-    assert monitor._losses.take(10).keys() == {1}
+        assert monitor._losses.take(10).keys() == {1}
 
 
 def test_steps_without_an_optimizer_have_one() -> None:
@@ -486,3 +488,24 @@ def test_an_optimizer_may_have_none(options: dict[str, Any]) -> None:
         one_step(monitor, optimizer, [model(batch(0))["loss"]])
     assert monitor.latest is not None
     assert monitor.latest.learning_rates == ()
+
+
+def test_sinks_get_the_losses_after_the_last_report() -> None:
+    class Losses(MemorySink):
+        later: dict[int, float]
+
+        def add_losses(self, losses: Mapping[int, float]) -> None:
+            self.later = dict(losses)
+
+    model, sink = WithLoss(), Losses()
+    optimizer = optimizer_of(model)
+    with Monitor(model, optimizer, every_n_steps=5, sinks=[sink]) as monitor:
+        for step in range(8):
+            loss = model(batch(step))["loss"]
+            monitor.log_loss(float(step))
+            one_step(monitor, optimizer, [loss])
+    assert [report.losses for report in sink.reports] == [
+        {0: 0.0},
+        {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0},
+    ]
+    assert sink.later == {6: 6.0, 7: 7.0}

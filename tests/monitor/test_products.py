@@ -293,7 +293,7 @@ def test_a_product_has_figures_findings_and_pictures(
         for tag, value in board_scalars(report, None, "few").items():
             kept = written.scalars[tag][report.step + offset]
             assert kept == pytest.approx(value, rel=1e-6, nan_ok=math.isnan(value))
-    assert written.texts["adiv.summary/findings"].startswith("### One thing to mend")
+    assert written.texts["adiv.summary/findings"].startswith("### To fix: ")
     assert "standardise the inputs" in written.texts["adiv.summary/findings"]
     assert set(written.pictures) >= TAGS
     from PIL import Image

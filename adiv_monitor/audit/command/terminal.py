@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from adiv_monitor.audit.finding import Advice, Finding
+from adiv_monitor.audit.finding import Finding
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.printable import printable
+from adiv_monitor.printable import printable, quoted
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.table import TableSink
 from adiv_monitor.sinks.wording import listed
@@ -49,6 +49,8 @@ def show(report: AuditReport, console: "Console") -> None:
         TableSink(file=console.file).write(last)
         if left_out:
             console.print(Text(f"{left_out:,} more layers are in report.html"))
+    if report.hurried:
+        console.print(Text("note: with more time (--try-seconds) more is tried, in longer runs"))
     for note in report.record.notes:
         console.print(Text(printable(f"note: {note}")))
 
@@ -57,19 +59,14 @@ def _lines(finding: Finding) -> "list[object]":
     from rich.padding import Padding
     from rich.text import Text
 
-    where = f" · {listed(list(finding.layers))}" if finding.layers else ""
+    where = f" · {listed([quoted(path) for path in finding.layers])}" if finding.layers else ""
     head = Text.assemble(
         (f"{finding.strength:5}", _COLOURS[finding.strength]), printable(f"  {finding.name}{where}")
     )
     told = [finding.summary] if finding.summary else []
-    told += [f"{_mark(advice)} {advice}" for advice in finding.advice]
+    told += [f"{advice.outcome.mark} {advice}" for advice in finding.advice]
     told += [f"not: {finding.not_advised}"] if finding.not_advised else []
     return [head, *(Padding(Text(printable(line)), (0, 0, 0, 7), expand=False) for line in told)]
-
-
-def _mark(advice: Advice) -> str:
-    """Tried and pays, tried and does not, or not tried."""
-    return "→" if advice.trial is None else "✓" if advice.trial.pays else "✗"
 
 
 def _shortened(step: StepReport, report: AuditReport) -> tuple[StepReport, int]:

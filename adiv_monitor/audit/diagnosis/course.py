@@ -28,7 +28,7 @@ def is_opposed(record: Record) -> bool:
 
 
 def start(record: Record) -> float:
-    """The first loss; where it is known, that of knowing nothing if the first is worse."""
+    """The first loss; where it is known, that of a constant prediction if the first is worse."""
     if not record.losses:
         return math.nan
     first = record.losses[0]
@@ -41,7 +41,7 @@ def end(record: Record) -> float:
         return math.nan
     if not math.isfinite(record.losses[-1]):
         return math.inf
-    return fmean(record.losses[-max(1, len(record.losses) // 4) :])
+    return fmean(record.losses[-_quarter(record) :])
 
 
 def noise(record: Record) -> float:
@@ -55,8 +55,16 @@ def noise(record: Record) -> float:
 
 
 def fell(record: Record) -> bool:
-    """Whether the loss fell by more than noise and by more than standing still."""
-    return _moved(record, record.losses[0] - end(record)) if record.losses else False
+    """Whether the loss fell by more than noise and by more than standing still.
+
+    From the first step to the last quarter of them; or from the first quarter, whose mean has less
+    noise than one batch.
+    """
+    if not record.losses:
+        return False
+    n = _quarter(record)
+    begin = fmean(record.losses[:n])
+    return _moved(record, record.losses[0] - end(record)) or _moved(record, begin - end(record), n)
 
 
 def rose(record: Record) -> bool:
@@ -64,8 +72,19 @@ def rose(record: Record) -> bool:
     return _moved(record, end(record) - record.losses[0]) if record.losses else False
 
 
-def _moved(record: Record, way: float) -> bool:
+def may_have_fallen(record: Record) -> bool:
+    """Whether it ends lower by more than standing still, but noise might have done that."""
+    lower = bool(record.losses) and record.losses[0] - end(record) > STILL * abs(record.losses[0])
+    return lower and not fell(record)
+
+
+def _quarter(record: Record) -> int:
+    return max(1, len(record.losses) // 4)
+
+
+def _moved(record: Record, way: float, of: int = 1) -> bool:
+    """Whether a way from the mean of so many steps to that of the last quarter is one."""
     if math.isnan(way) or math.isinf(record.losses[0]):
         return False
-    error = noise(record) * math.sqrt(1 + 1 / max(1, len(record.losses) // 4))
+    error = noise(record) * math.sqrt(1 / of + 1 / _quarter(record))
     return way > max(2 * error, STILL * abs(record.losses[0]))

@@ -14,7 +14,7 @@ from adiv_monitor.audit.diagnosis import (
     units,
     wiring,
 )
-from adiv_monitor.audit.finding import STRENGTHS, Finding
+from adiv_monitor.audit.finding import STRENGTHS, Finding, unrefuted
 from adiv_monitor.audit.record import Record
 
 Rule = Callable[[Record], Iterable[Finding]]
@@ -58,13 +58,15 @@ def diagnose(record: Record) -> tuple[Finding, ...]:
     """What is wrong: strongest first, and within a strength causes before symptoms.
 
     Of a run known by its reports alone, values that are not finite come first: nobody trained a
-    copy to find out what they follow from.
+    copy to find out what they follow from. A learning rate that was tried and pays overrules what a
+    rule says would not help.
     """
     findings = [finding for rule in RULES for finding in rule(record)]
     findings += states.outside_healthy(record, findings)
+    said = [unrefuted(finding, record.rates.values()) for finding in findings]
 
     def order(finding: Finding) -> tuple[int, bool]:
         is_first = finding.name == "non-finite" and not record.is_audited
         return STRENGTHS.index(finding.strength), not is_first
 
-    return tuple(sorted(findings, key=order))
+    return tuple(sorted(said, key=order))

@@ -7,14 +7,15 @@ import numpy as np
 
 from adiv_monitor.audit.diagnosis.inputs import LARGE_STD
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.readings import gradients, looked_up
+from adiv_monitor.audit.diagnosis.readings import gradients, looked_up, named
 from adiv_monitor.audit.diagnosis.remedies import clip_norm
 from adiv_monitor.audit.diagnosis.units import DEAD_ACT, dead_share
-from adiv_monitor.audit.finding import Advice, Evidence, Finding
+from adiv_monitor.audit.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 from adiv_monitor.report import StepReport
 
-# First loss over that of knowing nothing. Initialisations as torch has them keep it below 1.5.
+# First loss over that of a constant prediction. Initialisations as torch has them keep it below
+# 1.5.
 FIRST_LOSS = 3.0
 FAR = 3.0  # beyond that limit again
 # rms of a weight's entries · √fan-in, how many times longer it makes signals: 0.58 as torch
@@ -48,6 +49,7 @@ def bad_initialisation(record: Record) -> Iterator[Finding]:
         "The model begins badly: " + "; ".join(_said(record, evidence)) + ".",
         "A lower learning rate keeps what is wrong from the start for longer.",
         0,
+        LOWER_RATES,
     )  # fmt: skip
 
 
@@ -87,14 +89,23 @@ def _alike(record: Record) -> Iterator[Evidence]:
 def _said(record: Record, evidence: tuple[Evidence, ...]) -> Iterator[str]:
     measures = {e.measure: e for e in reversed(evidence)}
     if "loss" in measures:
-        yield f"its first loss is {record.losses[0]:.3g}, knowing nothing gives {record.chance:.3g}"
+        yield (
+            f"its first loss is {record.losses[0]:.3g}, a constant prediction has one of "
+            f"{record.chance:.3g}"
+        )
     if "gain" in measures:
         found = measures["gain"]
-        yield f"{found.layer} makes signals {found.value:.2g} times as long"
+        yield f"{_layer(record, found)} makes signals {found.value:.2g} times as long"
     if "bias" in measures:
-        yield f"the biases of {measures['bias'].layer} have an rms of {measures['bias'].value:.2g}"
+        found = measures["bias"]
+        yield f"the biases of {_layer(record, found)} have an rms of {found.value:.2g}"
     if "alike" in measures:
-        yield f"the units of {measures['alike'].layer} are all the same"
+        found = measures["alike"]
+        yield f"{found.value:.0%} of the units of {_layer(record, found)} equal another"
+
+
+def _layer(record: Record, evidence: Evidence) -> str:
+    return named(record, evidence.layer or "")
 
 
 def vanishing(record: Record) -> Iterator[Finding]:
@@ -114,10 +125,11 @@ def vanishing(record: Record) -> Iterator[Finding]:
                 _everywhere("initialise all weights anew, by their fan-in", "reinitialise"),
                 Advice("ReLU-like activation functions in place of sigmoids, or residual paths"),
             ),
-            f"The gradient that reaches {first} is {max(ratios):.1g} of that of {last}: the first "
-            "layers hardly hear of the loss. It is lost in the layers between.",
+            f"The gradient that reaches {named(record, first)} is {max(ratios):.1g} of that of "
+            f"{named(record, last)}: the first layers hardly hear of the loss.",
             "A higher learning rate for all moves the last layers too far before the first move.",
             record.reports[0].step,
+            HIGHER_RATES,
         )
 
 
@@ -137,9 +149,11 @@ def exploding(record: Record) -> Iterator[Finding]:
                 _everywhere("layer normalisation in front of all layers", "layer-norm"),
                 Advice(f"clip the gradient's norm at {clip_norm(record):.2g}", "clip"),
             ),
-            f"The gradient that reaches {first} is {min(ratios):.0f} times that of {last}.",
+            f"The gradient that reaches {named(record, first)} is {min(ratios):.0f} times that of "
+            f"{named(record, last)}.",
             "Clipping alone keeps the layers as unlike as they are.",
             record.reports[0].step,
+            ("clip",),
         )
 
 

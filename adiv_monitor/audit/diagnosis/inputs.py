@@ -14,7 +14,7 @@ from adiv_monitor.audit.diagnosis.readings import (
     typical,
 )
 from adiv_monitor.audit.diagnosis.units import DEAD_ACT, dead_share
-from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
+from adiv_monitor.audit.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import InputStatistics, Record
 
 # Standard deviation of the inputs. Initialisations assume 1; pixels in [0, 1] have about 0.3.
@@ -28,14 +28,15 @@ COMMON_SHARE_WATCH, COMMON_SHARE_ACT = 0.5, 0.75
 # The same in the first layer's rows, where the inputs were not seen: of patches and of places, too,
 # so that healthy images, pixels in [0, 1] and margins that are always black, read up to 0.8.
 MOSTLY_MEAN = 0.9
-# Loss of knowing nothing: the mean square of the targets, where the loss is one of squares; log of
-# the classes for cross-entropy, which is 11 for 50,000.
+# Loss of a constant prediction: the mean square of the targets, where the loss is one of squares;
+# log of the classes for cross-entropy, which is 11 for 50,000.
 LARGE_TARGETS = 30.0
 # std / mean over samples of ‖x‖².
 LENGTH_CV_WATCH, LENGTH_CV_ACT = 1.0, 2.0
-# An audited run whose first loss is this many times that of knowing nothing begins worse than a
-# model that gives the same answer to all.
+# An audited run whose first loss is this many times that of a constant prediction begins worse than
+# a model that gives the same answer to all.
 FAR_ABOVE_CHANCE = 2.0
+_MADE_FOR = "initialisations and learning rates are made for about 1"
 
 
 def input_scale(record: Record) -> Iterator[Finding]:
@@ -68,7 +69,8 @@ def _scale_by_measures(record: Record) -> Iterator[Finding]:
             Evidence("rms of what enters", rms.value, LARGE_STD if large else SMALL_STD, first),
             *((Evidence("scale_mean", length.value, layer=first),) if length else ()),
         ),
-        f"The entries that reach the first layer have an rms of {rms.value:.3g}",
+        f"The entries that reach the first layer have an rms of {rms.value:.3g}; {_MADE_FOR}.",
+        large=large,
     )
 
 
@@ -100,18 +102,24 @@ def _input_scale(
     scale = typical(record, first, "scale_mean") if first else None
     if scale is not None:
         evidence += (Evidence("scale_mean", scale.value, layer=first),)
-    return _scale_finding(
-        first,
-        strength,
-        evidence,
-        f"The entries of input {name!r} have a standard deviation of {seen.std:.3g}"
-        + (f", and one feature {seen.feature_std_ratio:.3g} times that of the median one"
-           if seen.feature_std_ratio > UNEVEN_FEATURES else ""),
-    )  # fmt: skip
+    measures = {e.measure: e.value for e in evidence}
+    said = []
+    if "input std" in measures:
+        said.append(
+            f"The entries of input {name!r} have a standard deviation of {seen.std:.3g}; "
+            f"{_MADE_FOR}."
+        )
+    if "feature std ratio" in measures:
+        said.append(
+            f"One feature of input {name!r} has a standard deviation "
+            f"{seen.feature_std_ratio:.3g} times that of the median one."
+        )
+    large = measures.get("input std", 0.0) > LARGE_STD
+    return _scale_finding(first, strength, evidence, " ".join(said), large=large)
 
 
 def _scale_finding(
-    first: str | None, strength: Strength, evidence: tuple[Evidence, ...], said: str
+    first: str | None, strength: Strength, evidence: tuple[Evidence, ...], said: str, *, large: bool
 ) -> Finding:
     return Finding(
         "input-scale",
@@ -125,8 +133,9 @@ def _scale_finding(
             Advice("put an affine-like layer first, which divides by each row's length",
                    "affine-like"),
         ),
-        f"{said}; initialisations and learning rates are made for about 1.",
-        "A lower learning rate slows down all other layers for the sake of the first.",
+        said,
+        "A lower learning rate slows down all other layers for the sake of the first." * large,
+        against=LOWER_RATES * large,
     )  # fmt: skip
 
 
@@ -183,6 +192,7 @@ def _mean_finding(
         ),
         f"{said} is its mean, which all samples share: each step moves all of them alike.",
         "Dividing by a constant or by each row's length leaves the mean where it is.",
+        against=("scale-inputs", "affine-like", "norm-like"),
     )  # fmt: skip
 
 
@@ -202,10 +212,12 @@ def row_spread(record: Record) -> Iterator[Finding]:
         spread = Typical(max(lengths), 0.0)
     if spread is None or not spread.above(LENGTH_CV_WATCH):
         return
+    far = spread.above(LENGTH_CV_ACT)
+    count = ": a few long rows set each step, and the others hardly count" * far
     yield Finding(
         "row-spread",
         (first,) if first is not None else (),
-        "act" if spread.above(LENGTH_CV_ACT) else "watch",
+        "act" if far else "watch",
         (
             Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, first, spread.since),
             *(Evidence("length_cv of inputs", cv) for cv in lengths),
@@ -217,11 +229,16 @@ def row_spread(record: Record) -> Iterator[Finding]:
                    "logarithm or clipping"),
             Advice("norm-like layer first", "norm-like"),
         ),
-        f"The rows' scale differs by {spread.value:.1f} times its mean: a few long rows set each "
-        "step, and the others hardly count.",
+        f"The standard deviation of the rows' scale is {spread.value:.1f} times its mean{count}.",
         "One constant scale or another learning rate keeps the rows as unlike as they are.",
         spread.since,
+        ("scale-inputs", *RATES),
     )  # fmt: skip
+
+
+_ADAMW = Advice(
+    "AdamW of learning rate 0.001, whose steps do not depend on the gradient's length", "adamw"
+)
 
 
 def target_scale(record: Record) -> Iterator[Finding]:
@@ -232,17 +249,17 @@ def target_scale(record: Record) -> Iterator[Finding]:
             "target-scale",
             (),
             "act" if ill else "watch",
-            (Evidence("loss of knowing nothing", record.chance, LARGE_TARGETS, step=0),),
+            (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
             (
                 Advice("standardise the targets, or take the loss's mean instead of its sum"),
                 Advice("learning rate × 0.1", "rate*0.1"),
-                Advice("AdamW of learning rate 0.001, whose steps do not depend on the gradient's "
-                       "length", "adamw"),
+                *(() if scale_free(record.facts) else (_ADAMW,)),
             ),
             f"A model that gives zeros has a loss of {record.chance:.3g}: targets in large units, "
-            "or a loss that is a sum; gradients are as much too long.",
+            "or a loss that is a sum.",
             "Clipping the gradient's norm makes all steps equally long.",
             0,
+            ("clip",),
         )  # fmt: skip
 
 

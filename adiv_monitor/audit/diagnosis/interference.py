@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from adiv_monitor.audit.diagnosis.readings import by_layer
+from adiv_monitor.audit.diagnosis.readings import by_layer, named
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 
@@ -33,8 +33,9 @@ def interference(record: Record) -> Iterator[Finding]:
                 Evidence("attainable_cosine", ceilings[worst].value, layer=worst),
             ),
             (Advice("batch normalisation in front of them", "batch-norm"),),
-            f"In {worst} the rows of a batch disturb each other: the gradient step's cosine with "
-            f"the ideal one is {lost[worst]:.2f}; the best step there is would reach "
-            f"{ceilings[worst].value:.2f}.",
+            f"In {named(record, worst)} the rows of a batch disturb each other: the gradient "
+            f"step's cosine with the ideal one is {lost[worst]:.2f}; the best step there is would "
+            f"reach {ceilings[worst].value:.2f}.",
             "Corrected layers take out scale, not interference.",
+            against=("affine-like", "norm-like"),
         )

@@ -9,13 +9,16 @@ from adiv_monitor.audit.diagnosis.course import (
     fell,
     is_long_enough,
     is_opposed,
+    may_have_fallen,
+    noise,
     rose,
     start,
 )
-from adiv_monitor.audit.finding import Advice, Evidence, Finding
+from adiv_monitor.audit.finding import HIGHER_RATES, RATES, Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
+from adiv_monitor.printable import quoted
 
-# Of the first loss, what is left after learning one small batch by heart.
+# Of the first loss, what is left after overfitting one small batch.
 NOT_BY_HEART = 0.5
 _LACK = {
     "relu": "are never below zero, and get no gradient where they are zero",
@@ -43,6 +46,7 @@ def double_softmax(record: Record) -> Iterator[Finding]:
             "more: differences between classes are at most 1, so it can't come near zero.",
             "A higher learning rate only saturates the first softmax.",
             0,
+            HIGHER_RATES,
         )  # fmt: skip
 
 
@@ -51,7 +55,7 @@ def activated_logits(record: Record) -> Iterator[Finding]:
     output = record.activated_output
     if output is None or output.function == "softmax":
         return
-    where = f"the {output.function} of {output.module or 'the model'}"
+    where = f"the {output.function} of {quoted(output.module or '')}"
     yield Finding(
         "activated-logits",
         (output.module,) if output.module else (),
@@ -63,11 +67,12 @@ def activated_logits(record: Record) -> Iterator[Finding]:
         f"{_LACK.get(output.function, 'are bounded on one side')}.",
         "Another learning rate gives the loss no logits that the function can't.",
         0,
+        RATES,
     )  # fmt: skip
 
 
 def cannot_overfit(record: Record) -> Iterator[Finding]:
-    """The model can't even learn one small batch by heart."""
+    """The model can't even overfit one small batch."""
     trial = record.overfit
     if trial is None or trial.steps < LEAST_STEPS or not math.isfinite(start(record)):
         return
@@ -81,54 +86,55 @@ def cannot_overfit(record: Record) -> Iterator[Finding]:
             "watch" if trial.falls else "act",
             (Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * start(record)),),
             (
-                Advice("look for labels that do not belong to their inputs, a loss that is not "
-                       "about them, and activation functions on the outputs that the loss has "
-                       "already"),
+                Advice("follow one batch to the loss: does it compare these outputs with these "
+                       "targets, and do samples of one input have one target?"),
             ),
             f"After {trial.steps} steps on one small batch its loss is still {trial.loss:.3g}"
-            + (", if falling: the model is slow to learn it by heart." if trial.falls
-               else ": the model cannot learn it by heart."),
-            "More data: the few there are can't be learnt.",
+            + (", if falling: the model is slow to overfit it." if trial.falls
+               else ": the model does not overfit it."),
+            "More data: it does not learn the few there are." * (not trial.falls),
         )  # fmt: skip
 
 
 def loss_stuck(record: Record) -> Iterator[Finding]:
-    """The loss does not fall, or no lower than that of knowing nothing."""
+    """The loss does not fall, or no lower than a constant prediction's; or it can't be told."""
     if not is_long_enough(record) or not math.isfinite(end(record)) or is_opposed(record):
         return
-    knows_nothing = end(record) > (1 - STILL) * start(record) > 0
-    if fell(record) and not knows_nothing:
+    no_lower = end(record) > (1 - STILL) * start(record) > 0
+    if fell(record) and not no_lower:
         return
+    unclear = may_have_fallen(record) and not no_lower
+    rates = (Advice("learning rate × 10", "rate*10"), Advice("learning rate × 0.1", "rate*0.1"))
     yield Finding(
         "loss-stuck",
         (),
-        "watch",
-        (Evidence("loss", end(record), start(record)), *_by_heart(record)),
-        (
-            Advice("learning rate × 10", "rate*10"),
-            Advice("learning rate × 0.1", "rate*0.1"),
-        ),
-        _stuck(record),
-        "",
+        "note" if unclear else "watch",
+        (Evidence("loss", end(record), start(record)), *_overfits(record)),
+        (Advice("audit more steps: the mean over more batches tells"),) if unclear else rates,
+        _stuck(record, no_lower=no_lower),
     )
 
 
-def _stuck(record: Record) -> str:
+def _stuck(record: Record, *, no_lower: bool) -> str:
     course = f"{record.losses[0]:.3g} at first, {end(record):.3g} at the end"
-    said = "rises" if rose(record) else "does not fall"
-    if fell(record):
-        said = f"falls no lower than {start(record):.3g}, that of knowing nothing"
-    related = (
-        " It learns a few samples by heart, though: look whether labels belong to their inputs."
-    ) * bool(list(_by_heart(record)))
-    return f"The loss {said}: {course}.{related}"
+    if may_have_fallen(record) and not no_lower:
+        return (
+            f"Whether the loss falls can't be told from {len(record.losses)} steps: {course}, and "
+            f"it differs by {noise(record):.2g} from batch to batch."
+        )
+    said = "does not fall"
+    if rose(record):
+        said = "rises"
+    elif (fell(record) or may_have_fallen(record)) and start(record) == record.chance:
+        said = f"ends no lower than {record.chance:.3g}, that of a constant prediction"
+    elif fell(record) or may_have_fallen(record):
+        said = "ends no lower than it began"
+    overfits = " One small batch is overfitted, though." * bool(list(_overfits(record)))
+    return f"The loss {said}: {course}.{overfits}"
 
 
-def _by_heart(record: Record) -> Iterator[Evidence]:
-    """That what many batches do not teach a small one does: labels may have no relation to inputs.
-
-    It is no proof: a short run does not tell them from a relation that is hard to learn.
-    """
+def _overfits(record: Record) -> Iterator[Evidence]:
+    """That the model fits one small batch, which many batches do not teach it."""
     trial = record.overfit
     if trial is not None and trial.loss < NOT_BY_HEART * start(record):
         yield Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * start(record))

@@ -10,11 +10,12 @@ from adiv_monitor.audit.diagnosis.readings import (
     Typical,
     at_first,
     by_layer,
+    named,
     scale_free,
     worst_first,
 )
 from adiv_monitor.audit.diagnosis.remedies import clip_norm, less_momentum
-from adiv_monitor.audit.finding import Advice, Evidence, Finding
+from adiv_monitor.audit.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 
 # A share of the last direction that lasts for 40 steps; 0.9 lasts for 10.
@@ -37,7 +38,9 @@ CLIPPED = 0.5
 CLIPPED_FAR = 10.0
 
 
-_WRONG_SIGN = Advice("look for maximize=True, or a loss with the wrong sign")
+_WRONG_SIGN = Advice(
+    "look for maximize=True, or code that turns the gradient's sign before the step"
+)
 
 
 def optimizer_turns(record: Record) -> Iterator[Finding]:
@@ -46,39 +49,68 @@ def optimizer_turns(record: Record) -> Iterator[Finding]:
     turned = {p: -t.value for p, t in cosines.items() if t.below(0)}
     descents = [r.descent for r in record.reports[1:] if r.descent is not None]
     uphill = fmean(d < 0 for d in descents) if len(descents) >= 3 else 0.0
-    against = uphill > 0.5 or len(turned) > len(cosines) / 2
+    by_steps, by_layers = uphill > 0.5, len(turned) > len(cosines) / 2
     late = _late_cosine(record)
     lasts = 1 / (1 - _momentum(record))
     outlasts = is_long_enough(record) and lasts > LONGER_THAN_THE_RUN * record.facts.steps
     stale = _momentum(record) > LONG_MOMENTUM and (suffers(record) or late < STALE or outlasts)
-    if not against and not stale:
+    if by_steps:
+        said = (
+            f"{uphill:.0%} of the measured steps go uphill, as their own batch's gradient sees it."
+        )
+    elif by_layers:
+        said = (
+            f"In {len(turned)} of {len(cosines)} layers the optimizer's step typically points "
+            "uphill, against the gradient that it was given."
+        )
+    elif stale:
+        there_are = f", and there are {record.facts.steps}" * outlasts
+        said = (
+            f"Momentum of {_momentum(record):g} keeps each gradient for {lasts:.0f} "
+            f"steps{there_are}: it goes on when the loss has turned."
+        )
+    else:
         return
     layers = worst_first(turned)
-    by_default = record.facts.optimizer != "SGD"  # whose rate says nothing of plain descent's
     yield Finding(
         "optimizer-turns",
         layers,
         "act" if suffers(record) or outlasts else "watch",
         (
-            *((Evidence("share of steps uphill", uphill, 0.5),) if against else ()),
+            *((Evidence("share of steps uphill", uphill, 0.5),) if by_steps else ()),
             *((Evidence("momentum", _momentum(record), LONG_MOMENTUM),) if stale else ()),
             Evidence("parameter_cosine, second half of the run", late, STALE),
             *(Evidence("parameter_cosine", cosines[p].value, 0, p) for p in layers[:3]),
         ),
-        (
-            *((_WRONG_SIGN,) if against else ()),
-            Advice(_less_momentum(record), "less-momentum"),
-            Advice("plain gradient descent" + by_default * " of learning rate 0.1", "plain-sgd"),
-        ),
-        f"{uphill:.0%} of the measured steps go uphill, as their own batch's gradient sees it."
-        if against
-        else f"Momentum of {_momentum(record):g} keeps each gradient for "
-        f"{lasts:.0f} steps"
-        + (f", and there are {record.facts.steps}" * outlasts)
-        + ": it goes on when the loss has turned.",
-        "Adam's steps have a low cosine with the gradient in healthy runs too; it tells only where "
-        "it is near zero.",
+        tuple(_straightened(record)),
+        said,
     )
+
+
+def _straightened(record: Record) -> Iterator[Advice]:
+    """What makes steps follow their gradient: the sign, no memory, or what lies between."""
+    plain = record.facts.optimizer == "SGD"
+    if _sign_is_wrong(record):
+        yield _WRONG_SIGN
+    if _momentum(record) or not plain:
+        # Whose learning rate says nothing of plain descent's.
+        rate = " of learning rate 0.1" * (not plain)
+        yield Advice(_less_momentum(record), "less-momentum")
+        yield Advice(f"plain gradient descent{rate}", "plain-sgd")
+    elif not _sign_is_wrong(record):
+        yield Advice("look for what changes gradients or weights between backward() and the step")
+
+
+def _sign_is_wrong(record: Record) -> bool:
+    """Whether the first step already goes uphill: it has no past that could have turned it."""
+    if record.facts.settings.get("maximize") is True:
+        return True
+    first = _first_cosines(record)
+    if not first:
+        return False
+    descent = record.reports[0].descent
+    uphill = descent is not None and descent < 0
+    return uphill or median(t.value for t in first.values()) < 0
 
 
 def _less_momentum(record: Record) -> str:
@@ -134,12 +166,23 @@ def decay_fights(record: Record) -> Iterator[Finding]:
             Advice("a tenth of the weight decay", "less-decay"),
         )
         if decay
-        else (Advice("a tenth of the penalty on the weights, or none"),),
-        (f"Weight decay ({decay:g}) pulls {pull:.2g} times as hard as the gradient at first; the "
-         if decay else "Something in the loss pulls all weights towards zero: the ")
-        + f"parameters' norm ends at {shrunk:.2g} times what it was.",
-        "A lower learning rate lowers both and leaves their ratio.",
+        else (Advice("if the loss holds a penalty on the weights, a tenth of it, or none"),),
+        _decay_words(decay, pull, shrunk),
+        "A lower learning rate lowers both and leaves their ratio." * (pull > DECAY_WATCH),
+        against=LOWER_RATES * (pull > DECAY_WATCH),
     )  # fmt: skip
+
+
+def _decay_words(decay: float, pull: float, shrunk: float) -> str:
+    norm = f"arameters' norm ends at {shrunk:.2g} times what it was"
+    if pull > DECAY_WATCH:
+        return (
+            f"Weight decay ({decay:g}) pulls {pull:.2g} times as hard as the gradient at first; "
+            f"the p{norm}."
+        )
+    if decay:
+        return f"The p{norm}, with a weight decay of {decay:g}."
+    return f"The p{norm}, without weight decay: a penalty in the loss may pull at them."
 
 
 def first_pull(record: Record, decay: float) -> float:
@@ -164,18 +207,18 @@ def projection_fights(record: Record) -> Iterator[Finding]:
     undone = {p: -t.value for p, t in kept.items() if t.below(PROJECTED)}
     first = _first_cosines(record)
     within = {p: -t.value for p, t in first.items() if t.below(FIRST_STEP) and t.above(-FIRST_STEP)}
-    hidden = len(within) > len(kept) / 2
+    hidden = len(within) > len(kept) / 2 and not _decay_turns(record)
     if not undone and not hidden:
         return
     applied = by_layer(record, "applied_cosine")
     layers = worst_first(undone or within)
     uphill = any(p in applied and applied[p].below(0) for p in layers)
-    said = f"after the step turns it: cosine {kept[layers[0]].value:.2f} with the optimizer's"
-    if not undone:
-        said = (
-            "within the step turns it: the first one, which has no past to go by, has a cosine of "
-            f"{-within[layers[0]]:.2f} with its gradient"
-        )
+    said = (
+        f"What changes the weights of {named(record, layers[0])} after the step turns it: cosine "
+        f"{kept[layers[0]].value:.2f} with the optimizer's."
+        if undone
+        else _within_words(record, layers[0], -within[layers[0]])
+    )
     worst = layers[:3]
     yield Finding(
         "projection-fights",
@@ -184,18 +227,42 @@ def projection_fights(record: Record) -> Iterator[Finding]:
         (
             *(Evidence("projection_cosine", kept[p].value, PROJECTED, p) for p in worst if undone),
             *(Evidence("parameter_cosine", -within[p], FIRST_STEP, p, 0)
-              for p in worst if p in within),
+              for p in worst if p in within and hidden),
             *(Evidence("applied_cosine", applied[p].value, 0, p) for p in worst if p in applied),
         ),
         (
-            Advice("train without what changes the weights after the step (a trial takes out the "
-                   "optimizer's hooks and max_norm; what the loss or forward() changes, only you "
-                   "can)", "no-projection"),
+            Advice("train without what changes the weights besides the optimizer (a trial takes "
+                   "out its hooks and max_norm; what the loss or forward() changes, only you can)",
+                   "no-projection"),
             Advice("project the gradient onto the constraint before the step"),
         ),
-        f"What changes the weights of {layers[0]} {said}.",
-        "A higher learning rate: the projection grows with the step.",
+        said,
+        "A higher learning rate: the projection grows with the step." * bool(undone),
+        against=HIGHER_RATES * bool(undone),
     )  # fmt: skip
+
+
+def _within_words(record: Record, layer: str, cosine: float) -> str:
+    """Plain descent's first step is its gradient; another's may have a low cosine by itself."""
+    where, read = named(record, layer), f"has a cosine of {cosine:.2f} with its gradient"
+    if record.facts.optimizer in ("SGD", "ASGD"):
+        return (
+            f"What changes the weights of {where} within the step turns it: the first one, which "
+            f"has no past to go by, {read}."
+        )
+    optimizer = record.facts.optimizer or "the optimizer"
+    return (
+        f"The first step of {where}, which has no past to go by, {read}: code within the step "
+        f"turns it, or {optimizer} does, where few entries of the gradient are far larger than "
+        "the others."
+    )
+
+
+def _decay_turns(record: Record) -> bool:
+    """Whether weight decay alone is longer than the gradient at the first step, and so turns it."""
+    setting = record.facts.settings.get("weight_decay")
+    decay = float(setting) if isinstance(setting, int | float) else 0.0
+    return bool(record.parameter_norms) and first_pull(record, decay) > DECAY_ACT
 
 
 def _first_cosines(record: Record) -> dict[str, Typical]:
@@ -230,9 +297,11 @@ def clipping_always(record: Record) -> Iterator[Finding]:
         (
             Advice("no clipping", "no-clip"),
             Advice(f"clip at {clip_norm(record):.2g}, the 90th percentile of the gradient's norms"),
-            Advice("learning rate × 0.3, and clip less", "rate*0.3"),
+            Advice("learning rate × 0.3", "rate*0.3"),
         ),
         f"{share:.0%} of the steps are clipped; typically the gradient is {far:.2g} times as long "
         "as allowed.",
-        "With Adam a constant factor on the gradient changes nothing.",
+        "Another limit: the optimizer's step is the same whatever constant multiplies the gradient."
+        * scale_free(record.facts),
+        against=("no-clip", "clip") * scale_free(record.facts),
     )

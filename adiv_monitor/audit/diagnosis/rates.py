@@ -14,9 +14,9 @@ from adiv_monitor.audit.diagnosis.course import (
     start,
 )
 from adiv_monitor.audit.diagnosis.phases import at_peak, still_rises
-from adiv_monitor.audit.diagnosis.readings import Typical, at_first, by_layer, worst_first
+from adiv_monitor.audit.diagnosis.readings import Typical, at_first, by_layer, named, worst_first
 from adiv_monitor.audit.diagnosis.remedies import own_rates
-from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength, Trial
+from adiv_monitor.audit.finding import RATES, Advice, Evidence, Finding, Strength, Trial
 from adiv_monitor.audit.record import Record
 
 # How far the loss falls at the rate as it is, over how far it falls at a better one.
@@ -122,6 +122,7 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
     share = share_of_fall(record, trial)
     if share < SHARE_OF_FALL_WATCH:
         yield _too_high(
+            record,
             "act" if share < SHARE_OF_FALL_ACT else "watch",
             _by_trial(factor, trial, share, SHARE_OF_FALL_WATCH),
             _said(factor, trial),
@@ -132,7 +133,7 @@ def _too_high_by_trial(record: Record) -> Iterator[Finding]:
 def _by_trial(factor: float, trial: Trial, share: float, limit: float) -> tuple[Evidence, ...]:
     return (
         Evidence("loss", trial.loss_without),
-        Evidence(f"loss at rate × {factor:g}", trial.loss),
+        Evidence(f"loss at learning rate × {factor:g}", trial.loss),
         Evidence("share of the fall", share, limit),
     )
 
@@ -160,6 +161,7 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
         return
     share = risen / len(steps) if steps else math.nan
     yield _too_high(
+        record,
         "act" if suffers(record) else "watch",
         (
             *((Evidence("steps that raise their batch's loss", share, 0.5),) if often else ()),
@@ -173,6 +175,7 @@ def _too_high_by_measures(record: Record) -> Iterator[Finding]:
 
 
 def _too_high(
+    record: Record,
     strength: Strength,
     evidence: tuple[Evidence, ...],
     summary: str,
@@ -189,7 +192,7 @@ def _too_high(
             Advice("warm the learning rate up over the first steps", "warm-up"),
         ),
         summary,
-        "More steps at this rate.",
+        "More steps at this learning rate." * (bool(record.losses) and not fell(record)),
     )
 
 
@@ -206,7 +209,7 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
     }
     strength = next((name for name, limit in limits.items() if share < limit), None)
     if strength is not None:
-        short = " A run this short favours high rates: look at a longer one."
+        short = " A run this short favours high learning rates: look at a longer one."
         yield _too_low(
             strength,
             _by_trial(factor, trial, share, limits[strength]),
@@ -241,7 +244,7 @@ def _too_low(
         evidence,
         tuple(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
         summary,
-        "More layers or units: what there is has not learnt yet.",
+        "More layers or units: what there is has not learnt yet." * (strength == "act"),
     )
 
 
@@ -280,11 +283,12 @@ def uneven_rates(record: Record) -> Iterator[Finding]:
             Advice(own_rates(record, layers), "rate-per-layer"),
             Advice("AdamW of learning rate 0.001, which scales each parameter's step", "adamw"),
         ),
-        f"In one step the activations of {', '.join(layers[:3])} "
+        f"In one step the activations of {', '.join(named(record, p) for p in layers[:3])} "
         f"{'hardly move' if starved else 'move unlike the others'}: by a factor of "
         f"{off[layers[0]]:.0f} off the median layer's.",
         "One other learning rate for all cannot be right for both kinds.",
         record.reports[0].step,
+        RATES,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from statistics import median
 from typing import NamedTuple
 
 from adiv_monitor.audit.record import Facts, Record
+from adiv_monitor.printable import layer_words
 from adiv_monitor.report import LayerReading, StepReport
 
 # Kinds of layers that hold no map from features to features: gains and offsets of normalisations,
@@ -55,6 +56,12 @@ def maps(record: Record) -> tuple[str, ...]:
 def readings(record: Record, layer: str) -> dict[int, LayerReading]:
     """The layer's readings by step."""
     return {r.step: r.layers[layer] for r in record.reports if layer in r.layers}
+
+
+def named(record: Record, layer: str) -> str:
+    """A layer in a sentence: by its class, where that is known, and its path."""
+    first = next((r.layers[layer] for r in record.reports if layer in r.layers), None)
+    return layer_words(layer, first.module if first else "")
 
 
 def typical(record: Record, layer: str, measure: str) -> Typical | None:

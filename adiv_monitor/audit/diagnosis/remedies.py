@@ -1,4 +1,4 @@
-"""The numbers of some mends, as they follow from the run that they are for."""
+"""The numbers of some fixes, as they follow from the run that they are for."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -7,6 +7,7 @@ from statistics import median
 import numpy as np
 
 from adiv_monitor.audit.record import Record
+from adiv_monitor.printable import quoted
 
 USUAL = 0.9  # momentum, and Adam's β₁
 SAID = 6  # layers, at most, whose rates an advice prints
@@ -55,7 +56,7 @@ def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str
 def own_rates(record: Record, layers: Sequence[str]) -> str:
     """The same as advice; without numbers where the optimizer, on which they depend, is unknown."""
     factors = rates_per_layer(record, layers) if record.facts.optimizer else {}
-    said = [f"× {factors[path]:.3g} for {path}" for path in layers if path in factors]
+    said = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]
     more = f" and {len(said) - SAID} more, each by the median layer's speed over its own"
     shown = ", ".join(said[:SAID]) + more * (len(said) > SAID)
     return "give these layers learning rates of their own" + (f": {shown}" if said else "")

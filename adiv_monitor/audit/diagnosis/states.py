@@ -6,7 +6,7 @@ from statistics import median
 
 from adiv_monitor.audit.diagnosis.course import fell, is_long_enough
 from adiv_monitor.audit.diagnosis.phases import at_peak, decayed_since, learning_rate, still_rises
-from adiv_monitor.audit.diagnosis.readings import Typical
+from adiv_monitor.audit.diagnosis.readings import Typical, named
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import Record
 from adiv_monitor.sinks.health import GRADIENT, HEALTH, value_of
@@ -143,7 +143,11 @@ def _outside_healthy(
 
 def _where(paths: Sequence[str], record: Record) -> str:
     layers = record.reports[-1].layers
-    return f"all {len(paths)} layers" if len(paths) == len(layers) > 3 else listed(list(paths))
+    return (
+        f"all {len(paths)} layers"
+        if len(paths) == len(layers) > 3
+        else listed([named(record, path) for path in paths])
+    )
 
 
 def _decayed(record: Record) -> Iterator[Finding]:

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.readings import maps, worst_first
-from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
+from adiv_monitor.audit.diagnosis.readings import maps, named, worst_first
+from adiv_monitor.audit.finding import HIGHER_RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import Record
+from adiv_monitor.printable import layer_words
 from adiv_monitor.sinks.wording import listed
 
 # Share of a layer's units that no row of any batch ever woke: half the layer is also where
@@ -19,6 +20,11 @@ LEAST_LATE = 3  # measured steps in the second half of a run, where units themse
 # Share of entries in the flat parts: SageMaker Debugger's rule fires at half the layer; healthy
 # tanh nets read up to 0.35.
 SATURATED_WATCH, SATURATED_ACT = 0.4, 0.5
+# Functions are called as their modules are, which readers know.
+_MODULES = (
+    *("ReLU", "ReLU6", "LeakyReLU", "ELU", "CELU", "SELU", "GELU", "SiLU", "Mish", "Softplus"),
+    *("Tanh", "Sigmoid", "Hardtanh", "Softsign", "Hardsigmoid", "Hardswish"),
+)
 # Functions with two flat ends; a ReLU's zeros are no saturation.
 FLAT_AT_BOTH_ENDS = frozenset(
     ("tanh", "sigmoid", "hardtanh", "hardsigmoid", "softsign", "relu6", "erf")
@@ -51,8 +57,8 @@ def dead_units(record: Record) -> Iterator[Finding]:
             layers,
             "act" if act else "watch",
             tuple(Evidence("dead share of units", dead[p], DEAD_WATCH, p) for p in layers[:5]),
-            f"{share:.0%} of the units of {layers[0]} are dead: flat for every row of "
-            f"{record.units[layers[0]].batches} batches.",
+            f"{share:.0%} of the units of {_function(record, layers[0])} are dead: flat for every "
+            f"row of {record.units[layers[0]].batches} batches.",
         )
 
 
@@ -76,8 +82,9 @@ def _dead_by_measures(record: Record) -> Iterator[Finding]:
             layers,
             "act",
             tuple(Evidence("idle_share", 1.0, ALL_DEAD, path) for path in layers[:5]),
-            f"No row sends a gradient to {listed(list(layers))} any more: all units between "
-            f"{layers[-1]} and {behind} are dead.",
+            f"No row sends a gradient to {listed([named(record, p) for p in layers])}, but "
+            f"{named(record, behind)} gets one: all units between are dead, or the way back is "
+            "cut.",
             first.step,
         )
 
@@ -102,6 +109,7 @@ def _dead(
         said,
         "A higher learning rate: no gradient comes through a dead unit.",
         since,
+        HIGHER_RATES,
     )
 
 
@@ -126,7 +134,15 @@ def saturated_units(record: Record) -> Iterator[Finding]:
                 Advice("initialise the weights before them anew", "reinitialise"),
                 Advice("layer normalisation in front of them", "layer-norm"),
             ),
-            f"{saturated[layers[0]]:.0%} of the entries of {layers[0]} lie where the function is "
-            "flat.",
+            f"{saturated[layers[0]]:.0%} of the entries of {_function(record, layers[0])} lie "
+            "where the function is flat.",
             "A higher learning rate drives them further out.",
+            against=HIGHER_RATES,
         )
+
+
+def _function(record: Record, path: str) -> str:
+    """An activation function in a sentence, by name and path."""
+    name = record.units[path].function
+    as_module = {module.lower(): module for module in _MODULES}
+    return layer_words(path, as_module.get(name.replace("_", ""), name))

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from adiv_monitor.audit.diagnosis.initialisation import vanishing
 from adiv_monitor.audit.diagnosis.rates import suffers
-from adiv_monitor.audit.diagnosis.readings import maps, typical
+from adiv_monitor.audit.diagnosis.readings import maps, named, typical
 from adiv_monitor.audit.diagnosis.units import ALL_DEAD, dead_share
-from adiv_monitor.audit.finding import Advice, Evidence, Finding
+from adiv_monitor.audit.finding import RATES, Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 
 # Below this relative change of the loss when inputs are exchanged between samples, the model does
@@ -35,9 +35,10 @@ def not_held(record: Record) -> Iterator[Finding]:
                 ),
                 Advice("if they are meant to stay as they are, set requires_grad=False"),
             ),
-            f"{_several(names)} receive gradients, but the optimizer does not hold them: they "
-            "never change.",
+            f"The optimizer does not hold {_several(names)}, which the loss has a gradient for: "
+            "it never changes them.",
             "Another learning rate changes nothing for them.",
+            against=RATES,
         )
 
 
@@ -57,9 +58,9 @@ def unreached(record: Record) -> Iterator[Finding]:
                 Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax on the way "
                        "from these layers to the loss"),
             ),
-            f"The loss depends on {_several(names)}, but sends no gradient to them: the way back "
-            "to them is cut.",
+            f"The loss depends on {_several(names)}, but no gradient comes back: the way is cut.",
             "No optimizer and no learning rate can train what has no gradient.",
+            against=RATES,
         )  # fmt: skip
     unused_names = record.wiring.unused
     if unused_names:
@@ -69,7 +70,7 @@ def unreached(record: Record) -> Iterator[Finding]:
             "watch",
             (Evidence("parameters that the loss does not depend on", len(unused_names), 0),),
             (Advice("use in forward() what these modules give, or take them out"),),
-            f"The loss does not depend on {_several(unused_names)}: they never train.",
+            f"The loss does not depend on {_several(unused_names)}: no step trains that.",
         )
 
 
@@ -90,10 +91,11 @@ def frozen(record: Record) -> Iterator[Finding]:
             *(Evidence("gain", gain, UNTRAINED, path, 0) for path, gain in untrained.items()),
         ),
         (Advice("set requires_grad=True, unless they are meant to stay as they are", "unfreeze"),),
-        f"{_several(names)} are frozen (requires_grad=False) and stay as they are"
-        + (f"; {next(iter(untrained))} looks as torch initialises it" if untrained else "")
+        f"Frozen (requires_grad=False) and staying so: {_several(names)}"
+        + (f"; {named(record, next(iter(untrained)))} looks as torch initialises it"
+           if untrained else "")
         + ".",
-    )
+    )  # fmt: skip
 
 
 def input_lost(record: Record) -> Iterator[Finding]:
@@ -127,9 +129,11 @@ def _ignored(record: Record) -> Iterator[Finding]:
             "The outputs hardly change when inputs are exchanged between samples: the model does "
             "not look at them.",
             "More steps or another learning rate teach at best how often each answer is right.",
+            against=RATES,
         )  # fmt: skip
 
 
 def _several(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more parameters"
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"the parameter{'s' * (len(names) > 1)} {shown}{more}"

@@ -4,13 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from adiv_monitor.audit.finding import STRENGTHS, Advice, Evidence, Finding, Trial
+from adiv_monitor.audit.finding import STRENGTHS, Evidence, Finding, Trial
 from adiv_monitor.audit.page.titles import finding_title, measure_title
 from adiv_monitor.audit.record import Record
-from adiv_monitor.sinks.wording import number
 
 STRENGTH_WORDS = {
-    "act": "it costs training: mend it",
+    "act": "it costs training: fix it",
     "watch": "it may cost training",
     "note": "good to know",
 }
@@ -147,38 +146,8 @@ def evidence_rows(evidence: Sequence[Evidence]) -> list[dict[str, object]]:
     ]
 
 
-def trial_words(advice: Advice) -> str:
-    """What trying an advice gave, with its error, and what a rate alone would have given."""
-    trial = advice.trial
-    if trial is None:
-        return f"not tried: {advice.untried}" if advice.untried else "not tried"
-    rate = "" if trial.rate == 1 else f" with the learning rate × {trial.rate:g}"
-    without = significant(trial.loss_without)
-    if not math.isfinite(trial.loss):
-        return f"tried{rate}: the loss diverges within {trial.steps} steps; without {without}"
-    loss = significant(trial.loss)
-    words = f"tried{rate}: loss after {trial.steps} steps {loss} instead of {without}"
-    if math.isfinite(trial.gain) and math.isfinite(trial.error):
-        words += f", {_compared(trial.gain, trial.error)}"
-    if trial.mend.startswith("rate*"):
-        return words
-    if trial.loss_by_rate is not None:
-        words += f"; the best learning rate alone gives {significant(trial.loss_by_rate)}"
-        if trial.pays and not trial.beats_rate:
-            words += ", so that is no merit of this mend"
-    return words
-
-
-def _compared(gain: float, error: float) -> str:
-    """By how much the loss is lower, as far as the error tells."""
-    if abs(gain) <= error:
-        return "which is no difference beyond the error"
-    way = "lower" if gain >= 0 else "higher"
-    return f"{number(abs(gain), error)} {way}" + (f" ± {error:.1g}" if error else "")
-
-
 def all_trials(findings: Sequence[Finding], record: Record) -> list[Trial]:
-    """Every trial on the run's own batches, each mend once; those that paid most first."""
+    """Every trial on the run's own batches, each fix once; those that paid most first."""
     tried = [a.trial for finding in findings for a in finding.advice if a.trial is not None]
     by_mend = {trial.mend: trial for trial in (*record.rates.values(), *tried)}
     return sorted(by_mend.values(), key=lambda trial: -trial.gain)

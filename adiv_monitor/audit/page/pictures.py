@@ -91,7 +91,7 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
         )
         _place_labels(
             loss,
-            [(t.loss, _trial_label(t), "good" if t.pays else "muted") for t in shown],
+            [(t.loss, _trial_label(t), "good" if t.helps else "muted") for t in shown],
         )
         for norm in below:
             norm.plot(range(len(norms)), norms, color=_COLOURS["second"], linewidth=1.4)
@@ -191,7 +191,7 @@ def _draw_trials(axes: "Axes", trials: Sequence[Trial], steps: int) -> None:
     for trial in trials:
         if _is_drawn(trial.loss):
             begin, end = 0.75 * trial.steps, trial.steps - 1
-            colour = _COLOURS["good" if trial.pays else "muted"]
+            colour = _COLOURS["good" if trial.helps else "muted"]
             axes.hlines(trial.loss, begin, end, color=colour, linewidth=2.2)
     axes.margins(x=0.01)
 

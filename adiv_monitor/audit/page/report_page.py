@@ -5,14 +5,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adiv_monitor.audit.finding import STRENGTHS, Finding
+from adiv_monitor.audit.finding import STRENGTHS, Finding, outcome
 from adiv_monitor.audit.page.drives import drives
 from adiv_monitor.audit.page.findings import (
     all_trials,
     checks,
-    trial_words,
 )
-from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map
+from adiv_monitor.audit.page.heat import heat_map, heat_measures
 from adiv_monitor.audit.page.layers import layer_table, worst
 from adiv_monitor.audit.page.pictures import cosine_picture, loss_picture
 from adiv_monitor.audit.page.render import render
@@ -39,7 +38,6 @@ def page(report: AuditReport) -> str:
     record = report.record
     last = last_told(record.reports)
     trials = all_trials(report.findings, record)
-    shown = [measure for measure in HEAT_MEASURES if is_taken(record.reports, measure)]
     layers = None if last is None else layer_table(last)
     return render(
         "report.html",
@@ -60,14 +58,14 @@ def page(report: AuditReport) -> str:
         loss_picture=loss_picture(record, trials) if record.losses else None,
         trials=trials,
         changes=_changes(record),
-        heat=heat_map(record.reports, shown),
+        heat=heat_map(record, heat_measures(record, report.findings)),
         layers=layers,
         anchors={} if last is None else {path: i for i, path in enumerate(last.layers)},
         attention=None if last is None else attention_table(last),
         alignment=None if last is None else alignment_table(last),
         what_if=what_if_tables(report.what_if),
         settings=settings(record),
-        trial_words=trial_words,  # pages of runs that nothing is tried of have none
+        outcome=outcome,  # pages of runs that nothing is tried of have none
     )
 
 
@@ -76,11 +74,11 @@ def headline(findings: Sequence[Finding]) -> str:
     counts = Counter(finding.strength for finding in findings)
     if counts["act"]:
         things = "one thing" if counts["act"] == 1 else f"{counts['act']} things"
-        return f"{things[0].upper()}{things[1:]} to mend"
+        return f"{things[0].upper()}{things[1:]} to fix"
     if counts["watch"]:
         things = "one thing" if counts["watch"] == 1 else f"{counts['watch']} things"
-        return f"Nothing to mend, {things} to watch"
-    return "Nothing to mend"
+        return f"Nothing to fix, {things} to watch"
+    return "Nothing to fix"
 
 
 def settings(record: Record) -> dict[str, str]:

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 
 from adiv_monitor.audit.finding import Finding
 from adiv_monitor.audit.page.drives import drives
-from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map
+from adiv_monitor.audit.page.heat import heat_map, heat_measures
 from adiv_monitor.audit.page.layers import layer_table, worst
 from adiv_monitor.audit.page.pictures import cosine_picture, loss_picture
 from adiv_monitor.audit.page.render import render
 from adiv_monitor.audit.page.report_page import (
     alignment_table,
     attention_table,
-    is_taken,
     last_told,
     notes_of,
     strengths_of,
@@ -40,7 +39,6 @@ def running_page(
     """
     reports = record.reports
     last = last_told(reports) or reports[-1]
-    shown = [measure for measure in HEAT_MEASURES if is_taken(reports, measure)]
     found = {finding.name: None for finding in findings}
     return render(
         "running.html",
@@ -62,7 +60,7 @@ def running_page(
         worst=worst(last),
         drives=drives(last),
         cosine_picture=cosine_picture(reports),
-        heat=heat_map(reports, shown),
+        heat=heat_map(record, heat_measures(record, findings)),
         layers=layer_table(last),
         attention=attention_table(last),
         alignment=alignment_table(last),

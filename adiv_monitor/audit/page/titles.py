@@ -128,7 +128,7 @@ SHORT_TITLES: Mapping[str, str] = MappingProxyType(
         "realised_cosine": "Realised cosine",
         "scale_cv": "Spread of scales",
         "common_share": "Mean feature",
-        "interference_ratio": "Inter\u00adference",
+        "interference_ratio": "Interference",
         "harmed_fraction": "Harmed rows",
         "effective_lr": "Effective rate",
         "update_ratio": "Move",
@@ -141,7 +141,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "unreached": "Parameters that the loss does not reach",
         "frozen": "Frozen parameters",
         "input-ignored": "The inputs make no difference",
-        "cannot-overfit": "One small batch can't be learnt by heart",
+        "cannot-overfit": "One small batch is not overfitted",
         "non-finite": "Values that are not finite",
         "input-scale": "Inputs of an unsuitable scale",
         "input-mean": "Inputs that are not centred",
@@ -149,7 +149,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "rate-too-high": "Learning rate too high",
         "rate-too-low": "Learning rate too low",
         "uneven-rates": "Layers learn at very different rates",
-        "loss-stuck": "The loss does not fall",
+        "loss-stuck": "The loss shows no learning",
         "stands-still": "Layers that hardly move",
         "outside-healthy": "Layers outside of what healthy ones read",
         "rate-decayed": "The learning rate has decayed",
@@ -186,7 +186,7 @@ def mend_title(mend: str) -> str:
     """A mend in a few plain words."""
     if mend.endswith("-like"):  # the names of the maps are written so
         return mend
-    return mend.replace("rate*", "rate × ").replace("-", " ")
+    return mend.replace("rate*", "learning rate × ").replace("-", " ")
 
 
 def _sentence(name: str) -> str:

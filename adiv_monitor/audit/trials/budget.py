@@ -16,6 +16,11 @@ def within(setup: Setup, record: Record, runs: int, seconds: float) -> Setup | N
     return None if fitting < min(FEWEST, setup.steps) else replace(setup, steps=fitting)
 
 
+def fewest(setup: Setup) -> Setup:
+    """The setup with as few steps as can tell anything."""
+    return replace(setup, steps=min(FEWEST, setup.steps))
+
+
 def step_seconds(record: Record) -> float:
     """What a step takes; 0 where that is not known."""
     seconds = record.facts.seconds_per_step

@@ -51,7 +51,8 @@ def overfit(setup: Setup, record: Record, *, seconds: float = 10.0) -> Trial | N
     batch = setup.batches[0]
     small = first(batch, SAMPLES)
     trials: list[Trial] = []
-    for factor in FACTORS[: int(min(len(FACTORS), affordable // steps))]:
+    factors = FACTORS[: int(min(len(FACTORS), affordable // steps))]
+    for factor in factors:
         rate = factor * best_rate(record.rates)
         try:
             trials.append(_trial(setup, small, steps, rate))
@@ -65,7 +66,9 @@ def overfit(setup: Setup, record: Record, *, seconds: float = 10.0) -> Trial | N
         if trials[-1].loss < LEARNT * trials[-1].loss_without:
             break
     best = min(trials, key=lambda trial: trial.loss)
-    return replace(best, runs=len(trials))
+    is_learnt = best.loss < LEARNT * best.loss_without
+    hurried = steps < STEPS or (len(trials) == len(factors) < len(FACTORS) and not is_learnt)
+    return replace(best, runs=len(trials), hurried=hurried)
 
 
 def _trial(setup: Setup, batch: object, steps: int, rate: float) -> Trial:

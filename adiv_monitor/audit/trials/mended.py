@@ -9,7 +9,13 @@ from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.mends import Mend
 from adiv_monitor.audit.trials.mends.rates import scale_rate
-from adiv_monitor.audit.trials.trial import Losses, at_the_end, compared, losses_of
+from adiv_monitor.audit.trials.trial import (
+    Losses,
+    at_the_end,
+    compared,
+    constant_loss,
+    losses_of,
+)
 
 # In both directions one step, in the better one on while it gets better: five runs at most, as
 # many as the model as it is has had.
@@ -25,12 +31,14 @@ class Bench:
         record: of the run as it is.
         without: losses of the run as it is.
         may_run: whether there is time for one more run.
+        hurried: there was no time for as many steps as the observed run has.
     """
 
     setup: Setup
     record: Record
     without: Losses
     may_run: Callable[[], bool]
+    hurried: bool = False
 
     @property
     def by_rate(self) -> Trial | None:
@@ -46,25 +54,31 @@ class Bench:
         """
         steps = self.setup.steps
         runs = {1.0: self._losses(mend, layers, 1.0)}
+        all_ran = True
         if mend.rescales:
             for factor in (_UP[0], _DOWN[0]):
-                self._at(factor, runs, mend, layers)
+                all_ran &= self._at(factor, runs, mend, layers)
             for here, further in (*pairwise(_UP), *pairwise(_DOWN)):
                 if here in runs and self._best(runs) == here:
-                    self._at(further, runs, mend, layers)
+                    all_ran &= self._at(further, runs, mend, layers)
         best = self._best(runs)
         return compared(
             *(mend.name, runs[best], self.without, steps),
             by_rate=self.by_rate,
             rate=best,
             runs=len(runs),
+            constant=constant_loss(self.record),
+            hurried=self.hurried or not all_ran,
         )
 
     def _at(
         self, factor: float, runs: dict[float, Losses], mend: Mend, layers: Sequence[str]
-    ) -> None:
-        if self.may_run():
-            runs[factor] = self._losses(mend, layers, factor)
+    ) -> bool:
+        """Whether there was time for it."""
+        if not self.may_run():
+            return False
+        runs[factor] = self._losses(mend, layers, factor)
+        return True
 
     def _best(self, runs: dict[float, Losses]) -> float:
         return min(runs, key=lambda factor: at_the_end(runs[factor], self.setup.steps))

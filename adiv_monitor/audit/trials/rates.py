@@ -9,7 +9,14 @@ from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.trials.budget import within
 from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
 from adiv_monitor.audit.trials.mends.rates import rate_name
-from adiv_monitor.audit.trials.trial import Losses, at_the_end, compared, losses_of, plain_losses
+from adiv_monitor.audit.trials.trial import (
+    Losses,
+    at_the_end,
+    compared,
+    constant_loss,
+    losses_of,
+    plain_losses,
+)
 
 FACTORS = (0.1, 0.3, 3.0, 10.0)
 _FEWEST = (0.1, 10.0)
@@ -59,10 +66,20 @@ def rate_trials(
         return {}
     if progress is not None:
         progress("learning rates", len(factors) + 1, len(factors) + 1)
+    hurried = factors is not FACTORS or shorter.steps < setup.steps
     return {
-        factor: compared(rate_name(factor), found[factor], without, shorter.steps)
+        factor: compared(
+            *(rate_name(factor), found[factor], without, shorter.steps),
+            constant=constant_loss(record),
+            hurried=hurried,
+        )
         for factor in sorted(found)
     }
+
+
+def too_slow(setup: Setup, record: Record, seconds: float) -> bool:
+    """Whether steps are too slow for any other learning rate to be tried in so many seconds."""
+    return within(setup, record, len(_FEWEST) + 1, seconds) is None
 
 
 def best_rate(rates: Mapping[float, Trial]) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from adiv_monitor.audit.diagnosis.course import is_opposed
 from adiv_monitor.audit.finding import Trial
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Fork, Setup
@@ -82,8 +83,10 @@ def compared(
     by_rate: Trial | None = None,
     rate: float = 1.0,
     runs: int = 1,
+    constant: float | None = None,
+    hurried: bool = False,
 ) -> Trial:
-    """What a mend's run gave, beside the run as it is, and that at another learning rate."""
+    """What a fix's run gave, beside the run as it is, and that at another learning rate."""
     error = error_of_mean(losses, steps)
     return Trial(
         mend=mend,
@@ -96,7 +99,14 @@ def compared(
         runs=runs,
         loss_error=error,
         error_by_rate=math.nan if by_rate is None else math.hypot(error, by_rate.loss_error),
+        constant=constant,
+        hurried=hurried,
     )
+
+
+def constant_loss(record: Record) -> float | None:
+    """The loss of a constant prediction; None: not known, or the loss need not fall below it."""
+    return None if is_opposed(record) else record.chance
 
 
 def _quarter(steps: int) -> int:

@@ -1,26 +1,33 @@
-"""Before it is advised, it is tried: findings with what their mends gave in short runs."""
+"""Before it is advised, it is tried: findings with what their fixes gave in short runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from adiv_monitor.audit.finding import STRENGTHS, WIRING, Advice, Finding, Trial
+from adiv_monitor.audit.finding import (
+    NO_TIME,
+    STRENGTHS,
+    WIRING,
+    Advice,
+    Finding,
+    Trial,
+    unrefuted,
+)
 from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
-from adiv_monitor.audit.trials.budget import Clock, step_seconds, within
+from adiv_monitor.audit.trials.budget import Clock, fewest, step_seconds, within
 from adiv_monitor.audit.trials.mended import Bench
 from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
 from adiv_monitor.audit.trials.mends.rates import rate_name
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import plain_losses
 
-FIRST = 3  # mends of a finding that are tried
+FIRST = 3  # fixes of a finding that are tried
 PLAIN = WIRING | {"non-finite", "cannot-overfit"}
 _LOWER = frozenset(rate_name(factor) for factor in (0.01, 0.1, 0.3))
 _AS_GOOD = 0.1  # losses that differ by less than this share of them
 
-NO_TIME = "no time was left"
-NOT_AMONG_THE_FIRST = f"of each finding only {FIRST} mends are"
+NOT_AMONG_THE_FIRST = f"of each finding only {FIRST} fixes are"
 
 Outcome = Trial | str  # or why there is none
 Place = tuple[int, int]  # finding, advice
@@ -34,20 +41,22 @@ def tried(
     seconds: float = 20.0,
     progress: Progress | None = None,
 ) -> tuple[Finding, ...]:
-    """The findings, with their first mends tried in short runs from the same weights and batches.
+    """The findings, with their first fixes tried in short runs from the same weights and batches.
 
     Those that act come first, then those to watch; of each the first advice, then the second, then
-    the third. A finding's advice is put in order of what paid, and a mend that paid, but no more
-    than another learning rate alone, stands behind that. A finding to act on of whose mends none
-    that was tried pays is one to watch; but not one that says plainly what is so, nor a cause of
-    such a one: what the run suffers from is then certain, and its mends did not reach it.
+    the third. The first of all is tried whatever the time, in as few steps as can tell anything. A
+    finding's advice is put in order of what helped, and a fix that paid, but no more than another
+    learning rate alone, stands behind that. A finding to act on of whose fixes none that was tried
+    pays is one to watch; but not one that says plainly what is so, nor a cause of such a one: what
+    the run suffers from is then certain, and its fixes did not reach it. What was tried overrules
+    what a finding says would not help.
 
     Args:
         findings: as the rules gave them, strongest first.
         setup: what is trained.
         record: of the run as it is, with `rates` where they were tried.
         seconds: roughly how long it may take; what does not fit says that it was not tried.
-        progress: called with ("mends", mends done, mends).
+        progress: called with ("fixes", fixes done, fixes).
 
     Returns:
         The findings, strongest first.
@@ -59,9 +68,10 @@ def tried(
     outcomes = _known(findings, record)
     places = list(_places(findings, outcomes))
     outcomes |= dict.fromkeys(places, NO_TIME)
-    if shorter is not None and places:
+    if places:
+        shorter = shorter or fewest(setup)
         try:
-            _try(findings, places, outcomes, _bench(shorter, record, seconds), progress)
+            _try(findings, places, outcomes, _bench(shorter, setup, record, seconds), progress)
         except KeyboardInterrupt:
             left = {place for place in places if outcomes[place] == NO_TIME}
             outcomes |= dict.fromkeys(left, "interrupted")
@@ -71,11 +81,22 @@ def tried(
         _judged(finding, i, outcomes, record, certain=i <= certain)
         for i, finding in enumerate(findings)
     ]
-    return tuple(sorted(judged, key=lambda finding: STRENGTHS.index(finding.strength)))
+    trials = [each.trial for finding in judged for each in finding.advice if each.trial is not None]
+    said = [unrefuted(finding, (*record.rates.values(), *trials)) for finding in judged]
+    return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))
+
+
+def untried(findings: Sequence[Finding], why: str) -> tuple[Finding, ...]:
+    """The findings, where nothing is tried: each fix says why."""
+
+    def said(advice: Advice) -> Advice:
+        return advice if advice.mend is None else replace(advice, untried=why)
+
+    return tuple(replace(f, advice=tuple(map(said, f.advice))) for f in findings)
 
 
 def _known(findings: Sequence[Finding], record: Record) -> dict[Place, Outcome]:
-    """What is known before any mend is tried: the trials of learning rates."""
+    """What is known before any fix is tried: the trials of learning rates."""
     rates = {trial.mend: trial for trial in record.rates.values()}
     return {
         (i, j): rates.get(advice.mend, NOT_AMONG_THE_FIRST)
@@ -86,7 +107,7 @@ def _known(findings: Sequence[Finding], record: Record) -> dict[Place, Outcome]:
 
 
 def _places(findings: Sequence[Finding], known: Mapping[Place, Outcome]) -> Iterator[Place]:
-    """Which mends are tried, in what order."""
+    """Which fixes are tried, in what order."""
     for strength in ("act", "watch"):
         several = [i for i, finding in enumerate(findings) if finding.strength == strength]
         open_ = {i: [p for p in known if p[0] == i and isinstance(known[p], str)] for i in several}
@@ -94,9 +115,12 @@ def _places(findings: Sequence[Finding], known: Mapping[Place, Outcome]) -> Iter
             yield from (open_[i][number] for i in several if number < len(open_[i]))
 
 
-def _bench(setup: Setup, record: Record, seconds: float) -> Bench:
+def _bench(setup: Setup, whole: Setup, record: Record, seconds: float) -> Bench:
     clock, run = Clock(seconds), setup.steps * step_seconds(record)
-    return Bench(setup, record, plain_losses(setup, record), lambda: clock.allows(run))
+    return Bench(
+        *(setup, record, plain_losses(setup, record), lambda: clock.allows(run)),
+        hurried=setup.steps < whole.steps,
+    )
 
 
 def _try(
@@ -107,21 +131,23 @@ def _try(
     progress: Progress | None,
 ) -> None:
     known: dict[object, Outcome] = {}
+    has_run = False
     for done, (i, j) in enumerate(places):
         advice = findings[i].advice[j]
         mend = advice.mend
         assert mend is not None
         layers = findings[i].layers_for(advice)
-        if (mend, layers) not in known and bench.may_run():
+        if (mend, layers) not in known and (bench.may_run() or not has_run):
             known[mend, layers] = _outcome(bench, mend, layers)
+            has_run |= isinstance(known[mend, layers], Trial)
         outcomes[i, j] = known.get((mend, layers), outcomes[i, j])
         if progress is not None:
-            progress("mends", done + 1, len(places))
+            progress("fixes", done + 1, len(places))
 
 
 def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Outcome:
     if name not in MENDS:
-        return f"no mend is called {name}"
+        return f"no fix is called {name}"
     try:
         return bench.trial(MENDS[name], layers)
     except DoesNotApply as error:
@@ -159,38 +185,31 @@ def _judged(
 
 
 def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:
-    """Where a mend pays no more than a learning rate alone, say so, and advise that rate too."""
+    """Where a fix pays no more than a learning rate alone, advise that rate too."""
     factor = best_rate(record.rates)
     if factor == 1 or not record.rates[factor].pays:
         return advice
-    rate, found = MENDS[rate_name(factor)], []
-    for each in advice:
-        if each.trial is not None and each.trial.pays and _is_no_better(each):
-            text = f"{each.text} (no better here than the {rate.text} alone)"
-            found.append(replace(each, text=text))
-        else:
-            found.append(each)
-    said = any(each.mend == rate.name for each in advice)
-    if found != advice and not said:
-        found.append(Advice(rate.text, rate.name, record.rates[factor]))
-    return found
+    rate = MENDS[rate_name(factor)]
+    if any(each.mend == rate.name for each in advice) or not any(map(_is_no_better, advice)):
+        return advice
+    return [*advice, Advice(rate.text, rate.name, record.rates[factor])]
 
 
 def _is_no_better(advice: Advice) -> bool:
-    assert advice.trial is not None
-    by_rate = (advice.mend or "").startswith("rate*")
-    return not by_rate and advice.trial.loss_by_rate is not None and not advice.trial.beats_rate
+    """Whether it pays, but another learning rate alone does as well."""
+    trial, by_rate = advice.trial, (advice.mend or "").startswith("rate*")
+    return trial is not None and trial.pays and not by_rate and not trial.beats_rate
 
 
 def _in_order(advice: list[Advice]) -> list[Advice]:
-    """What pays more than a rate, the rates that pay, what pays else; not tried; what does not."""
+    """What helps; what pays and is no fix; what was not tried; what does not pay."""
 
     def kind(each: Advice) -> int:
         if each.trial is None:
             return 2
         if not each.trial.pays:
             return 3
-        return 1 if _is_no_better(each) else 0
+        return 0 if each.trial.helps else 1
 
     kinds = [[each for each in advice if kind(each) == number] for number in range(4)]
     return [*_best_first(kinds[0]), *_best_first(kinds[1]), *kinds[2], *kinds[3]]

@@ -45,6 +45,7 @@ GUARDS = {
     "capture/attention/attention_calls.py": {"_arrives"},
     "capture/again/again.py": {"detach"},
     "capture/again/losses.py": {"_guarded"},
+    "capture/loss_hook.py": {"_guarded"},
     "step/course.py": {"release", "_forget_pending", "closure_then_read"},
     "step/others.py": {"_tell"},
     "monitor.py": {

@@ -21,6 +21,7 @@ from adiv_monitor import Monitor
 ARMING = (
     *("monitor.py", "step/course.py", "step/phases.py"),
     *("capture/guard.py", "capture/hook.py", "capture/eager.py", "capture/forwards.py"),
+    "capture/loss_hook.py",
     *("capture/capture.py", "capture/accumulation.py", "capture/again/surroundings.py"),
 )
 EVERY = 61

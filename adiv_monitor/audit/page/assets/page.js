@@ -91,7 +91,9 @@
   const [box, grid, canvas, cursor] =
     ["heat-map", "heat-grid", "heat-canvas", "heat-cursor"].map(byId);
   const [choice, filter, value] = ["heat-measure", "heat-filter", "heat-value"].map(byId);
-  const colours = data.colours.map((hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)));
+  const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+  const palettes = data.palettes.map((colours) => colours.map(rgb));
+  const broken = rgb(getComputedStyle(root).getPropertyValue("--broken").trim());
   const steps = data.steps.length;
   const unpacked = new Map();
   let shown = data.layers.map((_, i) => i);
@@ -114,26 +116,31 @@
     const cell = cells(chosen);
     canvas.width = steps;
     canvas.height = Math.max(shown.length, 1);
+    const colours = palettes[chosen.palette];
     const image = new ImageData(canvas.width, canvas.height);
     shown.forEach((layer, row) => {
       for (let column = 0; column < steps; column++) {
         const level = chosen.levels[cell(layer * steps + column)];
-        if (level >= 0) image.data.set([...colours[level], 255], 4 * (row * steps + column));
+        const colour = level === -2 ? broken : colours[level];
+        if (colour) image.data.set([...colour, 255], 4 * (row * steps + column));
       }
     });
     canvas.getContext("2d").putImageData(image, 0, 0);
     const height = Math.max(2, Math.min(22, Math.floor(640 / Math.max(shown.length, 1))));
     canvas.style.height = `${height * shown.length}px`;
     label(height);
-    const worse = { min: ["worse ", ""], max: ["", " worse"] }[chosen.bad] ?? ["", ""];
-    byId("heat-reads").textContent = `${chosen.title}: ${chosen.reads}.`;
+    const ordered = chosen.palette === 1;
+    const worse = (ordered && { min: ["worse ", ""], max: ["", " worse"] }[chosen.bad]) || ["", ""];
+    byId("heat-reads").textContent = `${chosen.title}: ${chosen.reads}`;
+    byId("heat-health").hidden = ordered;
     byId("heat-low").textContent = worse[0] + chosen.low;
     byId("heat-high").textContent = chosen.high + worse[1];
-    const scale = new ImageData(colours.length, 1);
-    colours.forEach((colour, i) => {
-      const place = chosen.bad === "max" ? colours.length - 1 - i : i;
-      scale.data.set([...colour, 255], 4 * place);
-    });
+    const [first, last] = chosen.span;
+    const ramp = colours.slice(first, last + 1);
+    if (ordered && chosen.bad === "max") ramp.reverse();
+    const scale = new ImageData(ramp.length, 1);
+    ramp.forEach((colour, i) => scale.data.set([...colour, 255], 4 * i));
+    byId("heat-colours").width = ramp.length;
     byId("heat-colours").getContext("2d").putImageData(scale, 0, 0);
     point();
   };

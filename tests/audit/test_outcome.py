@@ -1,0 +1,134 @@
+"""What came of an advice: one mark and the same words in the terminal and on the page."""
+
+import io
+import itertools
+import math
+import re
+from dataclasses import replace
+from html import unescape
+
+from example_audits import made_up
+from rich.console import Console
+
+from adiv_monitor.audit.command.terminal import show
+from adiv_monitor.audit.finding import (
+    HIGHER_RATES,
+    LOWER_RATES,
+    NO_TIME,
+    Advice,
+    Finding,
+    Trial,
+    outcome,
+)
+from adiv_monitor.audit.page import page
+from adiv_monitor.audit.report import AuditReport
+
+SMALL = made_up(["stem", "head"], 3)
+
+LOSSES = (0.2, 0.5, 0.95, 1.0, 1.5, math.inf)
+GRID = [
+    Trial(
+        mend, 50, loss, without, by_rate, 0.01 if math.isfinite(loss + without) else math.nan,
+        rate, constant=constant,
+    )
+    for mend, loss, without, by_rate, constant, rate in itertools.product(
+        ("rate*10", "clip"), LOSSES, (1, math.inf), (None, 0.3, math.inf), (None, 0.45), (1, 3)
+    )
+]  # fmt: skip
+
+
+def advised() -> AuditReport:
+    """One advice for each trial of the grid, and those that were not tried."""
+    untried = (Advice("do 1000", "clip", untried=NO_TIME), Advice("do 1001"))
+    tried = tuple(Advice(f"do {i}", trial.mend, trial) for i, trial in enumerate(GRID))
+    return AuditReport((Finding("exploding", (), "act", (), (*tried, *untried)),), SMALL.record)
+
+
+def in_the_terminal(report: AuditReport) -> dict[str, tuple[str, str]]:
+    console = Console(file=io.StringIO(), width=1000)
+    show(report, console)
+    found = re.findall(
+        r"^ +(\S) (do \d+)(?:: | \()(.*?)\)?$", console.file.getvalue(), re.MULTILINE
+    )
+    return {text: (mark, words.strip()) for mark, text, words in found}
+
+
+def on_the_page(report: AuditReport) -> dict[str, tuple[str, str]]:
+    found = re.findall(
+        r'<p>(do \d+)</p>\s*<p class="trial[^"]*"><span class="mark">(.)</span> (.*?)</p>',
+        page(report),
+    )
+    return {text: (mark, unescape(words).strip()) for text, mark, words in found}
+
+
+def test_terminal_and_page_show_the_same_mark_and_words() -> None:
+    report = advised()
+    terminal, shown = in_the_terminal(report), on_the_page(report)
+    advice = {each.text: each.outcome for each in report.findings[0].advice}
+    assert set(advice) == set(terminal) == set(shown) and len(advice) > 100
+    assert {mark for mark, _ in shown.values()} == {"✓", "✗", "→"}
+    for text, (mark, words) in advice.items():
+        assert shown[text] == (mark, words)
+        assert terminal[text][0] == mark
+        assert terminal[text][1].rstrip(")") == words.rstrip(")")
+
+
+def test_the_table_of_trials_has_the_same_marks() -> None:
+    trials = [Trial(f"rate*{i}", 50, loss, 1.0, None, 0.01) for i, loss in enumerate(LOSSES)]
+    record = replace(SMALL.record, rates=dict(enumerate(trials)))
+    text = page(AuditReport((), record))
+    marks = re.findall(r'<th scope="row">learning rate × (\d)</th>.*?>([✓✗→])[^<]*</td></tr>', text)
+    assert dict(marks) == {str(i): outcome(trial).mark for i, trial in enumerate(trials)}
+
+
+def test_a_tick_is_for_what_is_lower_than_all_that_it_must_beat() -> None:
+    for trial in GRID:
+        others = [trial.loss_without, math.inf if trial.constant is None else trial.constant]
+        if not trial.mend.startswith("rate*") and trial.loss_by_rate is not None:
+            others.append(trial.loss_by_rate)
+        helps = math.isfinite(trial.loss) and all(trial.loss < 0.98 * other for other in others)
+        mark, words = outcome(trial)
+        assert mark == ("✓" if helps else "✗")
+        assert ("does not help" in words) == (not helps and math.isfinite(trial.loss))
+        assert bool(trial.objection) == (not helps)
+
+
+def test_a_fix_no_better_than_a_constant_prediction_is_none() -> None:
+    """Learning rate × 10 of a run that ended at 3, where the classes alone give 1.39."""
+    trial = Trial("rate*10", 50, 1.41, 3.0, None, 0.01, constant=1.39)
+    assert trial.pays and not trial.helps
+    words = "loss after 50 steps 1.41 instead of 3 (± 0.01), which does not help: "
+    assert outcome(trial).words == words + "a constant prediction has a loss of 1.39"
+    within_noise = replace(trial, loss=1.3, loss_error=0.1)
+    assert not within_noise.helps and replace(within_noise, loss_error=0.01).helps
+    finding = Finding("rate-too-low", (), "act", (), (Advice("more", "rate*10", trial),), "Slow.")
+    verdict = AuditReport((finding,), SMALL.record).verdict
+    assert "To fix it" not in verdict and "No fix of it that was tried helps" in verdict
+
+
+def test_what_was_not_tried_says_why() -> None:
+    assert outcome(None, "there is no momentum") == ("→", "not tried: there is no momentum")
+    assert Advice("look at it").outcome == ("→", "not tried: no short run can do it")
+    assert Advice("clip", "clip").outcome == ("→", "not tried")
+
+
+def test_lower_and_higher_are_as_their_names_say() -> None:
+    assert all(float(name.removeprefix("rate*")) < 1 for name in LOWER_RATES)
+    assert all(float(name.removeprefix("rate*")) > 1 for name in HIGHER_RATES)
+
+
+def test_the_terminal_names_the_option_where_time_was_short() -> None:
+    def printed(report: AuditReport) -> str:
+        console = Console(file=io.StringIO(), width=1000)
+        show(report, console)
+        return console.file.getvalue()
+
+    assert "--try-seconds" in printed(advised())
+    assert "--try-seconds" not in printed(replace(advised(), findings=()))
+
+
+def test_the_model_itself_has_a_name_in_the_terminal() -> None:
+    finding = Finding("dead-units", ("", "net.5"), "watch", (), ())
+    console = Console(file=io.StringIO(), width=1000)
+    show(AuditReport((finding,), SMALL.record), console)
+    assert "dead-units · the model itself, 'net.5'" in console.file.getvalue()
