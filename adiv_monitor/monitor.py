@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 import numpy as np
@@ -40,6 +40,9 @@ from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.schedule import make_schedule
 from adiv_monitor.step.stepping import is_within_own_step, stepping
 from adiv_monitor.step.turns import Turns
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _never_attached: WeakSet["Monitor"] = WeakSet()
 
@@ -227,6 +230,21 @@ class Monitor:
     def latest(self) -> StepReport | None:
         """The last complete report; None before the first."""
         return self.reports[-1] if self.reports else None
+
+    def plot(self, measure: str | None = None) -> "Figure":
+        """The run so far as dashboards draw it: layers by steps; a figure that is not shown.
+
+        Args:
+            measure: one that has a picture, such as "update_ratio"; None: the overview, with the
+                verdict in words.
+
+        Raises:
+            ImportError: without the package matplotlib.
+            ValueError: there is no such picture, or no report yet.
+        """
+        from adiv_monitor.sinks.plots import run_figure
+
+        return run_figure(self._running, measure)
 
     def __enter__(self) -> "Monitor":
         self.attach()

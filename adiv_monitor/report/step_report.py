@@ -3,13 +3,16 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adiv_monitor.report.alignment import ALIGNMENT_MEASURES, AlignmentReading
 from adiv_monitor.report.attention import ATTENTION_MEASURES, AttentionReading
 from adiv_monitor.report.extremes import MeasureSummary, summary
 from adiv_monitor.report.layer import MEASURES, LayerReading
 from adiv_monitor.report.written import read
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,40 @@ class StepReport:
     turn: Turn | None = None
     losses: Mapping[int, float] = field(default_factory=dict, repr=False)
     learning_rates: tuple[float, ...] = ()
+
+    def __repr__(self) -> str:
+        said = [f"step {self.step}", _count(len(self.layers), "layer")]
+        said.append(f"coverage {self.coverage:.3g}")
+        if self.loss is not None:
+            said.append(f"loss {self.loss:.4g}")
+        if (broken := self.first_non_finite) is not None:
+            what, layer = broken
+            said.append(f"{what} not finite" + f" in {layer!r}" * bool(layer))
+        if self.alarms:
+            said.append(_count(len(self.alarms), "alarm"))
+        return f"<StepReport: {', '.join(said)}>"
+
+    def __str__(self) -> str:
+        from adiv_monitor.sinks.table import table_text
+
+        return table_text(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from adiv_monitor.sinks.notebook import report_html
+
+        return report_html(self)
+
+    def plot(self) -> "Figure":
+        """The layers of this step by measures, as colours; a figure that is not shown.
+
+        Raises:
+            ImportError: without the package matplotlib.
+            ValueError: there is nothing to draw.
+        """
+        from adiv_monitor.sinks.plots import step_figure
+
+        return step_figure(self)
 
     @property
     def loss(self) -> float | None:
@@ -238,3 +275,7 @@ def _broken(layers: Iterable[tuple[str, LayerReading]], *kinds: str) -> Iterator
     """What of the layers was not finite, of these kinds."""
     for path, reading in layers:
         yield from ((kind, path) for kind in kinds if kind in reading.non_finite)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,7 +1,7 @@
 """What a dashboard shows of a training so far: pictures, and findings in words."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from adiv_monitor.audit.finding import Finding
     from adiv_monitor.audit.record import Record
     from adiv_monitor.sinks.heat import Grid
+    from adiv_monitor.sinks.picture import Picture
 
 NO_PICTURES = (
     'Heat maps of layers by steps are not drawn: they need matplotlib (pip install "adiv-monitor'
@@ -102,8 +103,7 @@ class Board:
             name: tells several monitors of one run apart: `adiv/overview/<name>` and so on, so
                 that the overviews of all come first.
         """
-        from adiv_monitor.audit.page.verdict import running_headline
-        from adiv_monitor.sinks.heat import grid, heat_picture, overview_picture
+        from adiv_monitor.sinks.heat import grid, heat_picture
 
         record = self._running.record()
         grids = {m: g for m in HEALTH if (g := grid(record, m)) is not None}
@@ -115,15 +115,27 @@ class Board:
             for measure, found_there in grids.items()
             if is_told(measure, found_there.values) or found_there.not_finite.any()
         }
-        if panels := _panels(grids, found):
-            layers = grids[panels[0]].layers
-            headline = running_headline(found, record)
-            stem = printable(common_stem(layers).rstrip(".") or name)
-            whose = f"{stem}: {headline}" if name else headline
-            rows = [grids[measure].of(layers) for measure in panels]
-            overview = overview_picture(rows, whose, _said(found), named)
-            pictures[f"adiv/overview{end}"] = overview.png()
+        if (front := overview(record, found, name)) is not None:
+            pictures[f"adiv/overview{end}"] = front.png()
         return pictures
+
+
+def overview(record: "Record", findings: Sequence["Finding"], name: str = "") -> "Picture | None":
+    """What to know of a training in one picture; None where no layer has anything to draw."""
+    from adiv_monitor.audit.page.verdict import running_headline
+    from adiv_monitor.sinks.heat import grid, overview_picture
+
+    grids = {m: g for m in HEALTH if (g := grid(record, m)) is not None}
+    panels = _panels(grids, findings)
+    if not panels:
+        return None
+    layers = grids[panels[0]].layers
+    headline = running_headline(findings, record)
+    stem = printable(common_stem(layers).rstrip(".") or name)
+    whose = f"{stem}: {headline}" if name else headline
+    rows = [grids[measure].of(layers) for measure in panels]
+    named = {layer for finding in findings for layer in finding.layers}
+    return overview_picture(rows, whose, _said(findings), named)
 
 
 def _panels(grids: Mapping[str, "Grid"], findings: Iterable["Finding"]) -> tuple[str, ...]:
@@ -168,7 +180,7 @@ def findings_text(findings: Iterable["Finding"], record: "Record") -> str:
     return "\n\n".join([*parts, f"Can't tell from reports:\n\n{told}"])
 
 
-def _said(findings: tuple["Finding", ...]) -> list[str]:
+def _said(findings: Iterable["Finding"]) -> list[str]:
     """What, where and what to do, a paragraph for each finding."""
     from adiv_monitor.audit.page.titles import finding_title
 

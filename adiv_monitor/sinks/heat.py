@@ -76,6 +76,7 @@ class _Style(NamedTuple):
 
 _OVERVIEW = _Style(Font(18), Font(13, colour=MUTED), 15, 0.3, 12)
 _SINGLE = _Style(Font(18), Font(12, colour=MUTED), 60, 0.4, 12)
+_STEP = _Style(Font(11), Font(11, colour=MUTED), 60, 0.2, 12)  # nine panels
 
 
 def grid(record: "Record", measure: str) -> Grid | None:
@@ -142,6 +143,19 @@ def overview_picture(
         layers = grids[0].layers
         rows = min(max(20 * len(layers), 60), 260)
         _panels(picture, top, [found.of(layers) for found in grids], named, rows, _OVERVIEW)
+    return picture
+
+
+def step_picture(grids: Sequence[Grid], headline: str, lines: Iterable[str]) -> Picture:
+    """One step: layers by measures, each of which is a grid of one step."""
+    picture = Picture(_WIDTH)
+    head = Font(17)
+    top = _MARGIN - 4.0
+    for words in (headline, *lines):
+        top = picture.lines(_MARGIN, top, head.wrapped(words, _WIDTH - 2 * _MARGIN), head)
+    layers = len(grids[0].layers)
+    rows = 15 * layers if layers <= _STEP.most_names else 900
+    _panels(picture, top + 8, grids, (), max(rows, 60), _STEP)
     return picture
 
 

@@ -1,6 +1,11 @@
 """Reports kept in a list."""
 
+from typing import TYPE_CHECKING
+
 from adiv_monitor.report import StepReport
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 class MemorySink:
@@ -19,3 +24,26 @@ class MemorySink:
 
     def close(self) -> None:
         """Nothing to finish: the reports stay."""
+
+    def to_pandas(self) -> "DataFrame":
+        """A row per step and layer: `step`, `layer`, every measure, and its standard error.
+
+        Columns are those of `StepReport.to_rows`. A measure that was not taken is NaN. A standard
+        error of 0 is that of an exact value.
+
+        Raises:
+            ImportError: without the package pandas.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise ImportError(
+                "MemorySink.to_pandas needs the package pandas: pip install pandas"
+            ) from error
+        frame = DataFrame([row for report in self.reports for row in report.to_rows()])
+        # Of a step in which no layer was sampled, rows have no column for the error.
+        errors = [column for column in frame if str(column).endswith("_standard_error")]
+        taken = {column: frame[str(column).removesuffix("_standard_error")] for column in errors}
+        for column, values in taken.items():
+            frame[column] = frame[column].fillna(0.0).where(values.notna())
+        return frame

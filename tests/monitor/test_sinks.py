@@ -51,6 +51,30 @@ def test_memory_keeps_all_reports() -> None:
     assert sink.reports == written
 
 
+def test_memory_as_a_data_frame_has_a_row_per_step_and_layer() -> None:
+    pandas = pytest.importorskip("pandas")
+    sink = MemorySink()
+    assert sink.to_pandas().empty
+    exact = {path: reading(i) for i, path in enumerate(LAYERS)}
+    sampled = {**exact, "head": reading(9, standard_error={"update_cosine": 0.25})}
+    sink.write(report(0, layers=exact))
+    sink.write(report(50, layers=sampled))
+    frame = sink.to_pandas()
+    assert list(frame[["step", "layer"]].itertuples(index=False, name=None)) == [
+        (step, layer) for step in (0, 50) for layer in LAYERS
+    ]
+    assert set(MEASURES) <= set(frame.columns)
+    assert list(frame["update_cosine"]) == [
+        r.update_cosine for layers in (exact, sampled) for r in layers.values()
+    ]
+    errors = frame["update_cosine_standard_error"]
+    assert list(errors) == [0.0] * 7 + [0.25], "0 is exact, at every step"
+    rows = [row for one in sink.reports for row in one.to_rows()]
+    pandas.testing.assert_frame_equal(
+        frame[list(pandas.DataFrame(rows))].iloc[4:], pandas.DataFrame(rows).iloc[4:]
+    )
+
+
 # JSON lines
 
 
@@ -521,18 +545,22 @@ def test_scalars_are_named_by_measure_then_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "make", "extra"),
+    ("package", "use", "install"),
     [
-        ("rich.console", TableSink, "audit"),
-        ("tensorboard.compat", lambda: TensorBoardSink("unused"), "tensorboard"),
+        (
+            "tensorboard.compat",
+            lambda: TensorBoardSink("unused"),
+            r'pip install "adiv-monitor\[tensorboard\]"',
+        ),
+        ("pandas", lambda: MemorySink().to_pandas(), "to_pandas needs .*: pip install pandas"),
     ],
 )
-def test_a_missing_package_is_named(monkeypatch, package: str, make, extra: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_missing_package_is_named(monkeypatch, package: str, use, install: str) -> None:  # type: ignore[no-untyped-def]
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf'pip install "adiv-monitor\[{extra}\]"'):
-        make()
+    with pytest.raises(ImportError, match=install):
+        use()
 
 
 def test_attention_has_scalars_and_a_table_of_its_own() -> None:

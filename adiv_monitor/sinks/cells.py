@@ -1,0 +1,144 @@
+"""Cells of tables as people read them: which rows, what is in a cell, what its marks mean."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, zip_longest
+
+from adiv_monitor.report import (
+    ATTENTION_MEASURES,
+    REALISED_MEASURES,
+    WORST,
+    AlignmentReading,
+    AttentionReading,
+    LayerReading,
+    StepReport,
+)
+from adiv_monitor.sinks.wording import NOT_FINITE, number, percent, trained
+
+# As many as fit a terminal of 120 columns beside a short name; then those that were asked for.
+TABLE_MEASURES: tuple[str, ...] = (
+    "update_cosine",
+    "gradient_cosine",
+    "diagonal_cosine",
+    "effective_lr",
+    "scale_mean",
+    "scale_cv",
+    "interference_ratio",
+    "harmed_fraction",
+    "attainable_cosine",
+    *REALISED_MEASURES,
+    *ATTENTION_MEASURES,
+    *("alpha", "omega", "u", "cumulative", "kappa_alpha"),
+)
+# Of one report that is looked at by itself; more would push its head off the screen.
+MOST_ROWS = 30
+MOST_LINES = 10  # of its alarms, and of its notes
+
+
+MARKS: Mapping[str, str] = {
+    "*": "the worst layer, where the errors tell which that is",
+    "≈0": "nearer to zero than its standard error",
+    "?": "with an error that is not known",
+    "–": "no direction (a vector of length zero has none)",
+    NOT_FINITE: "not finite: NaN, infinite or too large",
+}
+
+Reading = LayerReading | AttentionReading | AlignmentReading
+
+
+def head(report: StepReport) -> str:
+    """What stands above the tables."""
+    loss = "" if report.loss is None else f" · loss {number(report.loss)}"
+    return f"step {report.step} · {percent(report.coverage)} of {trained(report)} measured{loss}"
+
+
+def realised_words(report: StepReport) -> str:
+    """How the loss changed beside how it should have; "" where that is not known."""
+    if report.realised_loss_change is None or report.descent is None:
+        return ""
+    real, expected = number(report.realised_loss_change), number(-report.descent)
+    return f"the batch's loss really changed by {real}, to first order by {expected}"
+
+
+def worst_paths(report: StepReport) -> dict[str, str | None]:
+    """The worst layer of every measure that has a bad end, where it is told which that is."""
+    return {
+        measure: summary.min_layer if WORST[measure] == "min" else summary.max_layer
+        for measure, summary in report.summary().items()
+        if measure in WORST and summary.min_layers != summary.max_layers  # else there is but one
+    }
+
+
+def cell(reading: Reading, measure: str, starred: bool) -> str:
+    """The value and its mark, as short as can be; "" where it was not taken."""
+    value = getattr(reading, measure)
+    if value is None:
+        return ""
+    if math.isnan(value) and isinstance(reading, LayerReading) and reading.non_finite:
+        return NOT_FINITE
+    return number(value, reading.standard_error.get(measure, 0.0)) + "*" * starred
+
+
+def rows_words(reading: Reading) -> str:
+    """How many rows, or samples, were looked at."""
+    if isinstance(reading, AttentionReading):
+        seen, total = reading.samples_seen, reading.samples_total
+    elif isinstance(reading, AlignmentReading):
+        seen = total = reading.rows
+    else:
+        seen, total = reading.rows_seen, reading.rows_total
+    return f"{total:,}" if seen == total else f"{seen:,} of {total:,}"
+
+
+def legend(report: StepReport, measures: Iterable[str]) -> Iterator[str]:
+    """What the marks in the report's tables mean."""
+    worst = worst_paths(report)
+    cells = [
+        cell(reading, measure, path == worst.get(measure))
+        for measure in measures
+        for path, reading in report.readings(measure).items()
+    ]
+    for mark, meaning in MARKS.items():
+        if any(text == mark if mark in ("–", NOT_FINITE) else mark in text for text in cells):
+            yield f"{mark}: {meaning}"
+
+
+def picked(report: StepReport, measures: Iterable[str], most: int | None) -> list[str]:
+    """The rows of a table of these measures, in the network's order; `most` of them at most.
+
+    Those with values that are not finite come first, then the worst of each measure that has a bad
+    end, the second worst of each, and so on.
+    """
+    chosen = tuple(measures)
+    readings = report.readings(chosen[0])
+    if most is None or len(readings) <= most:
+        return list(readings)
+    broken = [path for path, reading in readings.items() if getattr(reading, "non_finite", ())]
+    ranks = [_worst_first(readings, measure) for measure in chosen if measure in WORST]
+    by_rank = [path for paths in zip_longest(*ranks) for path in paths if path is not None]
+    kept = set(list(dict.fromkeys(chain(broken, by_rank, readings)))[:most])
+    return [path for path in readings if path in kept]
+
+
+def _worst_first(readings: Mapping[str, Reading], measure: str) -> list[str]:
+    values = {path: getattr(reading, measure) for path, reading in readings.items()}
+    known = [path for path, value in values.items() if value is not None and value == value]
+    return sorted(known, key=lambda path: values[path], reverse=WORST[measure] == "max")
+
+
+def more_words(report: StepReport, measures: Iterable[str], most: int | None) -> str:
+    """How many rows a table of these measures leaves out; "" where it has all."""
+    chosen = tuple(measures)
+    readings = report.readings(chosen[0])
+    left = len(readings) - len(picked(report, chosen, most))
+    if not left:
+        return ""
+    return f"… {left:,} more of {len(readings):,}: shown are those at the bad ends of the measures"
+
+
+def some(lines: Iterable[object], what: str, most: int | None) -> list[str]:
+    """So many lines at most, and how many more there are."""
+    found = [f"{what}: {line}" for line in lines]
+    if most is None or len(found) <= most:
+        return found
+    return [*found[:most], f"… {len(found) - most:,} more {what}s"]

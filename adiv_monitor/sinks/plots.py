@@ -1,0 +1,75 @@
+"""The pictures of dashboards as figures of matplotlib, for notebooks and files."""
+
+from typing import TYPE_CHECKING
+
+from adiv_monitor.report import StepReport
+from adiv_monitor.sinks.board import overview
+from adiv_monitor.sinks.health import HEALTH
+from adiv_monitor.sinks.running import Running
+from adiv_monitor.sinks.wording import non_finite_words
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from adiv_monitor.sinks.picture import Picture
+
+
+def run_figure(running: Running, measure: str | None = None) -> "Figure":
+    """A training so far: one measure of its layers by steps, or, without one, the overview.
+
+    Raises:
+        ImportError: without the package matplotlib.
+        ValueError: there is nothing to draw.
+    """
+    if measure is not None and measure not in HEALTH:
+        raise ValueError(f"plot({measure!r}): expected one of {', '.join(HEALTH)}, or None")
+    if not running.count:
+        raise ValueError("plot: there is no report yet; one is complete when the next step begins")
+    _check_installed()
+    from adiv_monitor.sinks.heat import grid, heat_picture
+
+    record, findings = running.record(), running.findings()
+    if measure is None:
+        return _figure(overview(record, findings), "layers in reports")
+    found = grid(record, measure)
+    named = {layer for finding in findings for layer in finding.layers}
+    return _figure(found and heat_picture(found, named), f"layers with {measure} in reports")
+
+
+def step_figure(report: StepReport) -> "Figure":
+    """All layers of one step by the measures that dashboards draw.
+
+    Raises:
+        ImportError: without the package matplotlib.
+        ValueError: there is nothing to draw.
+    """
+    _check_installed()
+    from adiv_monitor.sinks.heat import grid, step_picture
+
+    running = Running()
+    running.add(report)
+    record = running.record()
+    grids = [found for measure in HEALTH if (found := grid(record, measure)) is not None]
+    layers = tuple(path for path in report.layers if any(path in g.layers for g in grids))
+    broken = report.first_non_finite
+    said = [] if broken is None else [f"{non_finite_words(report, *broken)} is not finite"]
+    headline = f"Step {report.step:,}: {len(report.layers):,} layers"
+    drawn = [found.of(layers) for found in grids]
+    return _figure(step_picture(drawn, headline, said) if drawn else None, "layers in the report")
+
+
+def _check_installed() -> None:
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            'plot needs the package matplotlib: pip install "adiv-monitor[audit]"'
+        ) from error
+
+
+def _figure(picture: "Picture | None", what: str) -> "Figure":
+    from adiv_monitor.sinks.figure import PictureFigure
+
+    if picture is None:
+        raise ValueError(f"plot: there are no {what}")
+    return PictureFigure(picture.png())

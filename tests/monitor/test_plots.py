@@ -1,0 +1,100 @@
+"""Pictures as figures: not shown, saved and looked at anywhere, the same as dashboards draw."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from example_reports import reading, report
+
+from adiv_monitor import Monitor
+from adiv_monitor.sinks.board import overview
+from adiv_monitor.sinks.running import Running
+
+pytest.importorskip("matplotlib")
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from adiv_monitor.sinks.heat import grid, heat_picture
+from adiv_monitor.sinks.plots import run_figure
+
+
+def running(steps: int = 3) -> Running:
+    found = Running()
+    for step in range(steps):
+        found.add(report(step))
+    return found
+
+
+def pixels(png: bytes):  # type: ignore[no-untyped-def]
+    return (imread(io.BytesIO(png), format="png")[..., :3] * 255).round()
+
+
+def test_the_figure_is_the_picture_of_dashboards() -> None:
+    run = running()
+    record = run.record()
+    front = overview(record, run.findings())
+    named = {layer for finding in run.findings() for layer in finding.layers}
+    ratios = grid(record, "update_ratio")
+    assert front is not None and ratios is not None
+    for measure, drawn in ((None, front), ("update_ratio", heat_picture(ratios, named))):
+        shown = run_figure(run, measure)._repr_png_()  # type: ignore[attr-defined]
+        assert (pixels(shown) == pixels(drawn.png())).all()
+
+
+def test_a_monitor_draws_its_run(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor(model, optimizer, every_n_steps=1) as monitor:
+        with pytest.raises(ValueError, match="no report yet"):
+            monitor.plot()
+        for _ in range(3):
+            model(torch.ones(5, 3)).sum().backward()
+            optimizer.step()
+    for figure in (monitor.plot(), monitor.plot("update_ratio"), monitor.reports[0].plot()):
+        assert isinstance(figure, Figure)
+        for kind in ("png", "pdf", "svg"):
+            figure.savefig(tmp_path / f"x.{kind}")
+            assert (tmp_path / f"x.{kind}").stat().st_size > 1000
+    assert (
+        "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+    )
+
+
+def test_hundreds_of_layers_have_room() -> None:
+    layers = {f"blocks.{i}.linear": reading(i) for i in range(300)}
+    width, height = report(layers=layers).plot().get_size_inches()
+    assert height < 12 and width < 10
+
+
+@pytest.mark.parametrize(
+    ("draw", "said"),
+    [
+        (lambda: run_figure(running(), "update"), "expected one of update_ratio, gradient"),
+        (lambda: run_figure(Running()), "no report yet"),
+        (lambda: report(layers={}).plot(), "no layers"),
+        (
+            lambda: run_figure(
+                _of(report(layers={"a": reading(update_ratio=None)})), "update_ratio"
+            ),
+            "no layers with update_ratio",
+        ),
+    ],
+)
+def test_where_nothing_can_be_drawn_it_is_said_why(draw, said: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=said):
+        draw()
+
+
+def _of(one):  # type: ignore[no-untyped-def]
+    found = Running()
+    found.add(one)
+    return found
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for draw in (report().plot, lambda: run_figure(running())):
+        with pytest.raises(ImportError, match=r"plot needs .* pip install \"adiv-monitor\[audit\]"):
+            draw()

@@ -1,0 +1,145 @@
+"""A report by itself: printed, in a notebook, and in one line."""
+
+import html
+import io
+import math
+import re
+from pathlib import Path
+
+import pytest
+import rich.console
+from example_reports import LAYERS, attention, reading, report
+
+from adiv_monitor.report import Alarm, LayerReading, StepReport
+from adiv_monitor.sinks import TableSink
+from adiv_monitor.sinks.cells import MOST_LINES, MOST_ROWS
+
+
+def deep(layers: int = 300) -> StepReport:
+    """Alike layers but for the worst two of a measure, and one that is not finite; all alarmed."""
+    readings = {f"blocks.{i}.linear": reading(1) for i in range(layers)}
+    readings["blocks.200.linear"] = reading(1, update_cosine=-0.75)
+    readings["blocks.150.linear"] = reading(1, update_cosine=-0.5)
+    readings["blocks.250.linear"] = reading(
+        1, update_cosine=math.nan, non_finite=("update",), gradient_cosine=math.nan
+    )
+    alarms = tuple(Alarm("update_cosine < 1", path, 0.5) for path in readings)
+    return report(layers=readings, alarms=alarms, attention={"attention": attention()})
+
+
+def test_print_shows_the_table_of_the_sink() -> None:
+    one = report(3, attention={"block.0": attention()}, losses={3: 1.25})
+    file = io.StringIO()
+    TableSink(file=file).write(one)
+    printed = [line.rstrip() for line in file.getvalue().splitlines()]
+    assert str(one).splitlines() == printed
+    assert printed[0] == "step 3 · 87.5% of the trained parameters measured · loss 1.250"
+    assert "block.0.mlp[wide]" in str(one) and "*" in str(one) and "\x1b" not in str(one)
+
+
+def test_print_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", Terminal())
+    text = str(report())
+    assert max(map(len, text.splitlines())) <= 80 and "\x1b" not in text
+    assert text.count("stem.conv") > 1, "several tables"
+
+
+def test_print_goes_where_it_is_sent_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    assert "stem.conv" in str(report())
+    file = io.StringIO()
+    TableSink(file=file).write(report())
+    assert "stem.conv" in file.getvalue()
+
+
+@pytest.mark.parametrize("show", [str, StepReport._repr_html_])
+def test_hundreds_of_layers_are_no_flood(show) -> None:  # type: ignore[no-untyped-def]
+    text = html.unescape(re.sub(r"<[^>]*>", " ", show(deep())))
+    names = re.findall(r"blocks\.\d+\.linear(?=\s)", text)
+    assert len(names) == MOST_ROWS
+    assert names == sorted(names, key=lambda name: int(name.split(".")[1])), "the network's order"
+    for place in (150, 200, 250):
+        assert f"blocks.{place}.linear" in names, "the bad ends"
+    assert "… 270 more of 300" in text
+    assert text.count("alarm:") == MOST_LINES and "… 290 more alarms" in text
+    assert "-0.750*" in text and "NaN: not finite" in text
+
+
+def test_a_table_for_files_has_all_layers() -> None:
+    file = io.StringIO()
+    TableSink(file=file).write(deep())
+    assert len(re.findall(r"^blocks", file.getvalue(), re.MULTILINE)) == 300
+
+
+def cells(text: str, layer: str) -> dict[str, tuple[str, str]]:
+    """Column → the text and the style of a layer's cell."""
+    heads = [
+        html.unescape(re.sub(r"<[^>]*>", "", head))
+        for head in re.findall(r"<th[^>]*>.*?</th>", text.partition("</thead>")[0])
+    ]
+    (row,) = (row for row in re.findall(r"<tr>.*?</tr>", text) if f">{layer}<" in row)
+    found = re.findall(r'<t[hd] style="([^"]*)"[^>]*>(.*?)</t[hd]>', row)
+    return {head: (words, style) for head, (style, words) in zip(heads, found, strict=True)}
+
+
+def test_a_notebook_tells_worst_not_finite_no_direction_and_not_taken_apart() -> None:
+    layers: dict[str, LayerReading] = {
+        "good": reading(1, update_cosine=0.75),
+        "bad": reading(1, update_cosine=-0.75),
+        "still": reading(1, update_cosine=math.nan),
+        "broken": reading(1, update_cosine=math.nan, non_finite=("gradient",)),
+        "absent": reading(1, update_cosine=None),
+    }
+    text = report(layers=layers)._repr_html_()
+    shown = {path: cells(text, path)["update_cosine"] for path in layers}
+    assert [words for words, _ in shown.values()] == ["0.750", "-0.750*", "–", "NaN", ""]
+    marked = {path for path, (_, style) in shown.items() if "background" in style}
+    assert marked == {"bad", "broken"}
+    assert shown["bad"][1] != shown["broken"][1]
+
+
+def test_a_notebook_shows_the_numbers_that_print_shows() -> None:
+    text = report()._repr_html_()
+    for path in LAYERS:
+        (line,) = (line for line in str(report()).splitlines() if line.startswith(path))
+        values = [words for words, _ in cells(text, path).values() if words]
+        assert " ".join(line.split()) == " ".join(values)
+
+
+def test_names_are_no_markup_and_nothing_is_asked_for() -> None:
+    layers = {"<img src=x>": reading(), 'a"b': reading(2), "\x1b[31m": reading(3), "": reading(4)}
+    text = report(layers=layers, notes=("<script>alert(1)</script>",))._repr_html_()
+    assert "<img" not in text and "<script" not in text and "\x1b" not in text
+    assert "<i>the model itself</i>" in text
+    assert not re.search(r"https?:|src=x>|<style|<link", text.replace("&lt;img src=x&gt;", ""))
+    assert not re.search(r"[;\"]color:(?!inherit)|#[0-9a-f]{3}", text), (
+        "letters have the notebook's colour"
+    )
+
+
+def test_one_line_says_what_it_is() -> None:
+    assert repr(report(50)) == "<StepReport: step 50, 4 layers, coverage 0.875>"
+    broken = {**report().layers, "head": reading(non_finite=("update",))}
+    odd = report(7, layers=broken, losses={7: 0.5}, alarms=(Alarm("x", "head"),))
+    assert repr(odd) == (
+        "<StepReport: step 7, 4 layers, coverage 0.875, loss 0.5, "
+        "update not finite in 'head', 1 alarm>"
+    )
+    assert len(repr(deep())) < 120
+
+
+def test_a_page_with_the_table_can_be_looked_at(tmp_path: Path) -> None:
+    """Well-formed: what a browser would have to guess is not there."""
+    from xml.etree import ElementTree
+
+    text = deep()._repr_html_().replace("<wbr>", "<wbr/>")
+    root = ElementTree.fromstring(text)
+    rows = root.findall(".//tr")
+    assert len({len(row) for row in root.findall("./table[1]//tr")}) == 1
+    assert len(rows) == 2 + MOST_ROWS + 1
