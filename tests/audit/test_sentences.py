@@ -191,7 +191,7 @@ ROWS = [
     Row("outside-healthy", "what was applied to layer 'a' has a cosine below 0.98 with the "
         "optimizer's update",
         by_reports(layers() | {"a": reading(kind="gain", projection_cosine=0.5)}), HEALTHY),
-    Row("outside-healthy", "adiv-audit looks for the cause, and tries what would fix it",
+    Row("outside-healthy", "run adiv-audit: it looks for the cause, and tries what would fix it",
         by_reports(layers() | {"b": reading(scale_cv=0.9)}), HEALTHY),
     Row("outside-healthy", "Outside of what healthy layers read",
         by_reports(layers() | {"b": reading(scale_cv=0.9)}),

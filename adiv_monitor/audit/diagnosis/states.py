@@ -136,7 +136,7 @@ def _outside_healthy(
         tuple(dict.fromkeys(path for layers in outside.values() for path in layers)),
         _strength(record) if ill else "note",
         tuple(evidence),
-        (Advice("adiv-audit looks for the cause, and tries what would fix it"),),
+        (Advice("run adiv-audit: it looks for the cause, and tries what would fix it"),),
         "Outside of what healthy layers read: " + "; ".join(said) + ".",
     )
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from adiv_monitor.sinks.health import HEALTH
+
 
 class Title(NamedTuple):
     """A measure in plain words.
@@ -174,7 +176,7 @@ def measure_title(measure: str) -> str:
     """A measure, or what else was recorded, in a few plain words."""
     if measure in MEASURE_TITLES:
         return MEASURE_TITLES[measure].title
-    return _sentence(measure)
+    return HEALTH[measure].title if measure in HEALTH else _sentence(measure)
 
 
 def finding_title(name: str) -> str:
