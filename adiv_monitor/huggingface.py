@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
-from adiv_monitor.alarms import Condition
+from adiv_monitor.alarms import Rules
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.callback_monitor import CallbackMonitor, tell_why
 from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice
+from adiv_monitor.errors import AlarmError
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.lent import lent
@@ -22,6 +24,8 @@ from adiv_monitor.sinks.scalars import (
     Scalars,
     known_measures,
     known_scalars,
+    known_separator,
+    separated,
     summary_scalars,
     tags_to_follow,
 )
@@ -75,9 +79,15 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         attention: measure what the step does to attention scores too.
         realised: find out what each measured step really did, as in `Monitor`; with
             `lambda output: output["loss"]` also how the loss changed.
-        alarms: rules over measures, as in `Monitor`.
+        alarms: rules over measures, or "default", as in `Monitor`.
+        on_alarm: "warn"; or "stop": `control.should_training_stop` is set, in all processes at the
+            same step, once the history has a report with alarms, and one line of the logger
+            `adiv_monitor` says why.
         measures: what is logged; None: in the history one per question, elsewhere a few.
         scalars: "few": products get the summary and blocks of layers; "all": every layer, too.
+        separator: stands for the slash in the names of all metrics, such as "_" where they become
+            names of files; dashboards that group by the slash don't group them then. TensorBoard's
+            names keep it.
         sinks: further sinks, which stay open; only the first process writes to them.
         on_error: what an error inside the monitor does: "warn" and go on, or "raise".
         seed: of the choice of rows.
@@ -103,9 +113,11 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         attainable: bool = False,
         attention: bool = False,
         realised: bool | LossOf = False,
-        alarms: Sequence[str | Condition] = (),
+        alarms: Rules = (),
+        on_alarm: Literal["warn", "stop"] = "warn",
         measures: Iterable[str] | None = None,
         scalars: Scalars = "few",
+        separator: str = "/",
         sinks: Sequence[Sink] = (),
         on_error: Literal["warn", "raise"] = "warn",
         seed: int = 0,
@@ -120,17 +132,20 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
             "attention": attention,
             "realised": realised,
             "alarms": alarms,
+            "on_alarm": on_alarm,
             "on_error": on_error,
             "seed": seed,
         }
         self._logged = None if measures is None else known_measures(measures)
         self._measures = self._logged or DEFAULT_MEASURES  # what callbacks may follow
         self._scalars = known_scalars(scalars)
+        self._separator = known_separator(separator)
         self._sinks = lent(sinks, "DivergenceTrainerCallback")
         self._lost: list[str] = []  # arguments that the checkpoint could not hold
         self._trainer: Trainer | None = None  # while it trains
         self._losses: list[Tensor] = []  # of the step's micro-batches so far
-        self.monitor: Monitor | None = None
+        self._told: AlarmError | None = None  # why training stops
+        self.monitor: CallbackMonitor | None = None
 
     # --- events of the Trainer -------------------------------------------------------------------
 
@@ -145,8 +160,9 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         self.close()  # where the last training failed
         trainer = _calling_trainer()
         self._check(trainer)
-        log: list[Sink] = [TrainerSink(trainer, self._logged, self._scalars), *self._sinks]
-        self.monitor = Monitor(
+        own = TrainerSink(trainer, self._logged, self._scalars, self._separator)
+        log: list[Sink] = [own, *self._sinks]
+        self.monitor = CallbackMonitor(
             kwargs["model"],
             kwargs["optimizer"],
             every_n_steps=self._interval(args, state),
@@ -179,6 +195,25 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
             self.monitor.log_loss(torch.stack(self._losses).sum())
         self._losses.clear()
 
+    def on_step_end(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        **kwargs: Any,
+    ) -> None:
+        """Stop where an alarm asks for it."""
+        self._stop(state, control)
+
+    def _stop(self, state: "TrainerState", control: "TrainerControl") -> None:
+        error = None if self.monitor is None else self.monitor.alarmed
+        if error is None:
+            return
+        control.should_training_stop = True
+        if self._told is not error and state.is_world_process_zero:
+            tell_why(error)
+        self._told = error
+
     def on_evaluate(
         self,
         args: "TrainingArguments",
@@ -187,6 +222,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Offer the metric that early stopping and the best checkpoint follow, if it is ours."""
+        self._stop(state, control)
         metric = _followed(args)
         if metric is None or self.monitor is None:
             return
@@ -194,7 +230,8 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         latest = self.monitor.latest
         summary = {} if latest is None else summary_scalars(latest, self._measures)
         # All must come to the same decision, be it that one of them has not heard of the report.
-        (value,) = broadcast_object_list([summary.get(metric, math.nan)])
+        named = {separated(tag, self._separator): value for tag, value in summary.items()}
+        (value,) = broadcast_object_list([named.get(metric, math.nan)])
         kwargs["metrics"][f"eval_{metric}"] = value
 
     def on_epoch_end(
@@ -232,11 +269,13 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         """How far the monitor has counted; and this callback's arguments, as JSON can hold them."""
         layers = None if self._layers is None or callable(self._layers) else [*self._layers]
         options = {n: x for n, x in self._options.items() if not callable(x)}
-        options["alarms"] = [rule for rule in options["alarms"] if isinstance(rule, str)]
+        alarms = options["alarms"]
+        if not isinstance(alarms, str):
+            options["alarms"] = [rule for rule in alarms if isinstance(rule, str)]
         lost = {
             "layers": callable(self._layers),
             "realised": "realised" not in options,
-            "alarms": len(options["alarms"]) < len(self._options["alarms"]),
+            "alarms": len(options["alarms"]) < len(alarms),
             "sinks": bool(self._sinks),
         }
         return {
@@ -245,6 +284,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
                 "layers": layers,
                 "measures": None if self._logged is None else [*self._logged],
                 "scalars": self._scalars,
+                "separator": self._separator,
                 **options,
             },
             "attributes": {
@@ -288,7 +328,8 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         metric = _followed(trainer.args)
         if metric is None:
             return
-        tags = tags_to_follow(self._measures, self._options)
+        there = tags_to_follow(self._measures, self._options)
+        tags = [separated(tag, self._separator) for tag in there]
         if metric not in tags:
             raise ValueError(
                 f"DivergenceTrainerCallback: got metric_for_best_model={metric!r}, expected one of "

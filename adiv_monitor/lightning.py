@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adiv_monitor.alarms import Condition
+from adiv_monitor.alarms import Rules
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
+from adiv_monitor.callback_monitor import CallbackMonitor, tell_why
 from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
+from adiv_monitor.errors import AlarmError
 from adiv_monitor.lightning_base import Callback
-from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks import Sink
 from adiv_monitor.sinks.lent import lent
@@ -29,6 +30,8 @@ from adiv_monitor.sinks.scalars import (
     alarms_tag,
     known_measures,
     known_scalars,
+    known_separator,
+    separated,
     summary_scalars,
     tags_to_follow,
 )
@@ -73,10 +76,16 @@ class DivergenceCallback(Callback):
         attention: measure what the step does to attention scores too.
         realised: find out what each measured step really did, as in `Monitor`.
         alignment: the batch on which alignments are read, as in `Monitor`.
-        alarms: rules over measures, as in `Monitor`.
+        alarms: rules over measures, or "default", as in `Monitor`.
+        on_alarm: "warn"; or "stop": `trainer.should_stop` is set, in all processes at the same
+            batch, once the loggers have a report with alarms, and one line of the logger
+            `adiv_monitor` says why. What `min_epochs` and `min_steps` ask for is trained first.
         measures: what goes to loggers and callbacks; None: a few to loggers, to callbacks one per
             question.
         scalars: "few": loggers get the summary and blocks of layers; "all": every layer, too.
+        separator: stands for the slash in the names of all metrics, for callbacks and loggers, such
+            as "_" where they become names of files; dashboards that group by the slash don't group
+            them then. TensorBoard's names keep it.
         sinks: further sinks, which stay open; only rank zero writes to them.
         prog_bar: show the worst value of the first of the measures in the progress bar.
         on_error: what an error inside the monitor does: "warn" and go on, or "raise".
@@ -106,10 +115,12 @@ class DivergenceCallback(Callback):
         attainable: bool = False,
         attention: bool = False,
         realised: bool | LossOf = False,
-        alarms: Sequence[str | Condition] = (),
+        alarms: Rules = (),
+        on_alarm: Literal["warn", "stop"] = "warn",
         alignment: Probe | None = None,
         measures: Iterable[str] | None = None,
         scalars: Scalars = "few",
+        separator: str = "/",
         sinks: Sequence[Sink] = (),
         prog_bar: bool = False,
         on_error: Literal["warn", "raise"] = "warn",
@@ -125,6 +136,7 @@ class DivergenceCallback(Callback):
             "attention": attention,
             "realised": realised,
             "alarms": alarms,
+            "on_alarm": on_alarm,
             "alignment": alignment,
             "on_error": on_error,
             "seed": seed,
@@ -132,13 +144,15 @@ class DivergenceCallback(Callback):
         self._logged = None if measures is None else known_measures(measures)
         self._measures = self._logged or DEFAULT_MEASURES  # what callbacks may follow
         self._scalars = known_scalars(scalars)
+        self._separator = known_separator(separator)
         self._sinks = lent(sinks, "DivergenceCallback")
         self._prog_bar = prog_bar
         self._restored: dict[str, Any] = {}
         self._published: dict[str, StepReport] = {}
         self._begun: dict[str, int] = {}  # steps taken when the batch began
         self._backwards = 0  # in the batch
-        self.monitors: dict[str, Monitor] = {}
+        self._told: AlarmError | None = None  # why it stops
+        self.monitors: dict[str, CallbackMonitor] = {}
 
     @property
     def state_key(self) -> str:
@@ -256,14 +270,14 @@ class DivergenceCallback(Callback):
 
     def _make_monitors(
         self, trainer: "Trainer", pl_module: "LightningModule"
-    ) -> dict[str, Monitor]:
+    ) -> dict[str, CallbackMonitor]:
         if not trainer.optimizers:
             raise ValueError("DivergenceCallback: got a fit without an optimizer, expected one")
         choices: dict[str, LayerChoice] = {"": self._layers}
         if len(trainer.optimizers) > 1:
             choices = _shares(pl_module, trainer.optimizers, self._layers)
         return {
-            name: Monitor(
+            name: CallbackMonitor(
                 pl_module,
                 trainer.optimizers[int(name.removeprefix(_NAME) or 0)],
                 every_n_steps=self._interval(trainer),
@@ -278,7 +292,8 @@ class DivergenceCallback(Callback):
         if not trainer.is_global_zero:
             return []
         loggers = [
-            logger_sink(logger, self._logged, name, self._scalars) for logger in trainer.loggers
+            logger_sink(logger, self._logged, name, self._scalars, self._separator)
+            for logger in trainer.loggers
         ]
         if not self._sinks and not any(takes_pictures(sink) for sink in loggers):
             kinds = ", ".join(type(logger).__name__ for logger in trainer.loggers)
@@ -293,7 +308,8 @@ class DivergenceCallback(Callback):
         """A checkpoint refuses a metric that does not exist, and skips one that is None."""
         for name in self.monitors:
             for tag in tags_to_follow(self._measures, self._options, name):
-                trainer.callback_metrics.setdefault(tag, None)  # type: ignore[arg-type]
+                named = separated(tag, self._separator)
+                trainer.callback_metrics.setdefault(named, None)  # type: ignore[arg-type]
 
     def _publish(self, trainer: "Trainer") -> None:
         """Offer the summaries of new reports where callbacks and the progress bar look."""
@@ -307,12 +323,24 @@ class DivergenceCallback(Callback):
             summary = summary_scalars(report, self._measures, name)
             if self._options["alarms"]:  # not the number of an earlier report
                 summary.setdefault(alarms_tag(name), 0.0)
-            tensors = {tag: torch.tensor(value) for tag, value in summary.items()}
-            trainer.callback_metrics.update(tensors)
+            trainer.callback_metrics.update(
+                {separated(tag, self._separator): torch.tensor(v) for tag, v in summary.items()}
+            )
             for tag, value in summary.items():
                 short = tag.rpartition("/")[2]
                 if short in shown:
                     trainer.progress_bar_metrics[f"{name} {short}".strip()] = value
+        self._stop(trainer)
+
+    def _stop(self, trainer: "Trainer") -> None:
+        """Stop by the first alarm of those that stop."""
+        error = next((m.alarmed for m in self.monitors.values() if m.alarmed), None)
+        if error is None:
+            return
+        trainer.should_stop = True
+        if self._told is not error and trainer.is_global_zero:
+            tell_why(error)
+        self._told = error
 
     def _close(self) -> None:
         for monitor in self.monitors.values():

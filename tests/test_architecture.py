@@ -40,7 +40,9 @@ MAY_IMPORT = {
         *{"alarms", "alignment", "arguments", "callback_monitor", "capture", "errors"},
         *{"lightning_base", "monitor", "report", "sinks"},
     },
-    "huggingface": {"alarms", "arguments", "callback_monitor", "capture", "monitor", "sinks"},
+    "huggingface": {
+        *{"alarms", "arguments", "callback_monitor", "capture", "errors", "monitor", "sinks"},
+    },
     "audit": {
         *{"adiv_layers", "arguments", "capture", "errors", "features", "maths", "monitor"},
         *{"alarms", "alignment", "files", "printable", "report", "sinks", "step"},

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.products import ProductSink, product_of_logger
-from adiv_monitor.sinks.scalars import Scalars, board_scalars
+from adiv_monitor.sinks.scalars import Scalars, board_scalars, separated
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.sinks.tensorboard import TensorBoardSink, as_writer
 
@@ -14,12 +14,20 @@ if TYPE_CHECKING:
 
 
 def logger_sink(
-    logger: "Logger", measures: tuple[str, ...] | None, name: str, scalars: Scalars = "few"
+    logger: "Logger",
+    measures: tuple[str, ...] | None,
+    name: str,
+    scalars: Scalars = "few",
+    separator: str = "/",
 ) -> Sink:
-    """A TensorBoard sink where the logger has a TensorBoard writer, else what the logger takes."""
+    """A TensorBoard sink where the logger has a TensorBoard writer, else what the logger takes.
+
+    TensorBoard's names keep their slashes, which make its groups, and by which its charts are
+    found.
+    """
     writer = as_writer(getattr(logger, "experiment", None))
     if writer is None:
-        return LoggerSink(logger, measures, name, scalars)
+        return LoggerSink(logger, measures, name, scalars, separator)
     return TensorBoardSink(writer, measures, scalars=scalars, name=name)
 
 
@@ -40,6 +48,7 @@ class LoggerSink:
         measures: which measures, by name; None: the defaults.
         name: tells several monitors of one run apart, as in `TensorBoardSink`.
         scalars: "few", or "all" for every layer's.
+        separator: stands for the slash in the names of scalars.
 
     Attributes:
         takes_pictures: whether the logger gets pictures and findings, too.
@@ -51,11 +60,13 @@ class LoggerSink:
         measures: tuple[str, ...] | None,
         name: str = "",
         scalars: Scalars = "few",
+        separator: str = "/",
     ) -> None:
         self._logger = logger
         self._measures = measures
         self._name = name
         self._scalars = scalars
+        self._separator = separator
         product = product_of_logger(logger)
         self.takes_pictures = product is not None
         self._board = ProductSink(product, "DivergenceCallback", name) if product else None
@@ -63,7 +74,8 @@ class LoggerSink:
     def write(self, report: StepReport) -> None:
         """Log the report's scalars at its step, and pictures when they are due."""
         scalars = board_scalars(report, self._measures, self._scalars, self._name)
-        self._logger.log_metrics(scalars, step=report.step)
+        named = {separated(tag, self._separator): value for tag, value in scalars.items()}
+        self._logger.log_metrics(named, step=report.step)
         if self._board is not None:
             self._board.write(report)
 

@@ -215,6 +215,26 @@ def tags_to_follow(
     return (*tags, f"{_group(name)}/coverage")
 
 
+def known_separator(separator: str) -> str:
+    """What is to stand for the slash in names of metrics, if it can.
+
+    Raises:
+        ValueError: it is no text, or an empty one.
+    """
+    if not isinstance(separator, str) or not separator:
+        raise ValueError(f"separator={separator!r}: expected a text such as '/' or '_'")
+    return separator
+
+
+def separated(tag: str, separator: str) -> str:
+    """The name of a metric with this in place of its slash.
+
+    >>> separated("adiv.summary/update_cosine_min", "_")
+    'adiv.summary_update_cosine_min'
+    """
+    return tag.replace("/", separator)
+
+
 def alarms_tag(name: str = "") -> str:
     """The tag of the number of alarms in `summary_scalars`."""
     return f"{_group(name)}/alarms"

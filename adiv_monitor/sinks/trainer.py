@@ -11,6 +11,7 @@ from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
     Scalars,
     board_scalars,
+    separated,
     summary_scalars,
 )
 from adiv_monitor.sinks.tensorboard import TensorBoardSink, as_writer
@@ -31,15 +32,22 @@ class TrainerSink:
         trainer: the Trainer, which has begun to train.
         measures: which measures, by name; None: the defaults.
         scalars: "few", or "all" for every layer's.
+        separator: stands for the slash in the names of scalars, but for TensorBoard's: there it
+            makes the groups.
     """
 
     def __init__(
-        self, trainer: "Trainer", measures: tuple[str, ...] | None, scalars: Scalars
+        self,
+        trainer: "Trainer",
+        measures: tuple[str, ...] | None,
+        scalars: Scalars,
+        separator: str = "/",
     ) -> None:
         self._trainer = trainer
         self._state = trainer.state  # of this training: the next one has another
         self._measures = measures
         self._scalars = scalars
+        self._separator = separator
         self._board: TensorBoardSink | None = None
         self._products: dict[int, ProductSink | None] = {}  # by id of the callback
 
@@ -49,9 +57,9 @@ class TrainerSink:
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
         products: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())
-        summary = summary_scalars(report, self._measures or DEFAULT_MEASURES)
+        summary = self._named(summary_scalars(report, self._measures or DEFAULT_MEASURES))
         summary["epoch"] = self._state.epoch
-        shown = board_scalars(report, self._measures, self._scalars)
+        shown = self._named(board_scalars(report, self._measures, self._scalars))
         # Not by `trainer.log`: trainers that override it log means, which would begin anew with it.
         self._state.log_history.append({**summary, "step": self._state.global_step})
         for callback in self._trainer.callback_handler.callbacks:
@@ -79,6 +87,9 @@ class TrainerSink:
         for board in (self._board, *self._products.values()):
             if board is not None:
                 board.close()
+
+    def _named(self, scalars: Mapping[str, float]) -> dict[str, float]:
+        return {separated(tag, self._separator): value for tag, value in scalars.items()}
 
     def _product(self, callback: "TrainerCallback") -> ProductSink | None:
         if id(callback) not in self._products:

@@ -317,6 +317,41 @@ def test_alarms_stand_in_the_history_and_rules_in_the_checkpoint(make: Make) -> 
     assert state["attributes"]["_lost"] == ["alarms"]
 
 
+def test_an_alarm_may_stop_the_training(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """When the history has the report: that of step 2 is complete in the fourth step."""
+    memory = MemorySink()
+    rules = [lambda path, reading: path == "net.3" and len(memory.reports) == 1]
+    callback = DivergenceTrainerCallback(2, sinks=[memory], alarms=rules, on_alarm="stop")
+    trainer = make(callback)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert [len(report.alarms) for report in memory.reports] == [0, 1]
+    assert [record.get("adiv.summary/alarms") for record in logged(trainer).values()] == [None, 1]
+    (line,) = [r for r in caplog.records if "training stops" in r.getMessage()]
+    assert (line.name, line.levelname) == ("adiv_monitor", "WARNING")
+    assert line.getMessage().startswith("adiv-monitor: training stops: step 2: net.3: ")
+    assert hooks(trainer) == 0
+
+
+def test_an_evaluation_may_show_that_it_is_to_stop(make: Make) -> None:
+    callback = DivergenceTrainerCallback(2, alarms=["scale_mean > 0"], on_alarm="stop")
+    trainer = make(callback, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("alarms", ["default", ["default", "scale_mean < 0"]])
+def test_the_preset_goes_into_the_checkpoint(make: Make, alarms: Any) -> None:
+    callback = DivergenceTrainerCallback(2, alarms=alarms, on_alarm="stop")
+    trainer = make(callback)
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    args = json.loads(json.dumps(callback.state()))["args"]
+    assert (args["alarms"], args["on_alarm"]) == (alarms, "stop")
+    assert DivergenceTrainerCallback(**args).state()["args"] == args
+    assert callback.state()["attributes"]["_lost"] == []
+
+
 def test_what_a_step_really_did(make: Make) -> None:
     """Readings of every layer, and the loss, which the model gives; training stays as it is."""
     losses = []
@@ -557,6 +592,23 @@ def test_the_best_checkpoint_is_that_of_the_metric(make: Make, name: str) -> Non
     best = max(values, key=lambda step: values[step])
     assert trainer.state.best_global_step == best
     assert trainer.state.best_metric == values[best]
+
+
+def test_names_may_have_another_separator(make: Make) -> None:
+    name = FOLLOWED.replace("/", "_")
+    callback = DivergenceTrainerCallback(1, on_error="raise", separator="_")
+    stop = EarlyStoppingCallback(1, early_stopping_threshold=10.0)
+    trainer = make(callback, stop, **followed(metric_for_best_model=name))
+    trainer.train()
+    assert trainer.state.global_step == 4
+    names = {name for record in trainer.state.log_history for name in record if "adiv" in name}
+    assert name in names
+    assert not any("/" in name for name in names)
+    slash = make(
+        DivergenceTrainerCallback(1, separator="_"), **followed(metric_for_best_model=FOLLOWED)
+    )
+    with pytest.raises(ValueError, match=f"expected one of {name}"):
+        slash.train()
 
 
 def test_early_stopping_follows_the_metric(make: Make) -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -130,6 +131,38 @@ def test_alarms_reach_those_who_look_at_the_trainers_metrics(package: ModuleType
         run.fit(module(package), loader())
     assert run.callback_metrics["adiv.summary/alarms"] == 1
     assert [len(report.alarms) for report in memory.reports] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("package", [pl, lpl])
+def test_an_alarm_may_stop_the_fit(
+    package: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When loggers have the report: that of step 2 is complete in the fourth batch."""
+    logger = package.loggers.CSVLogger(tmp_path)
+    memory, model = MemorySink(), module(package)
+    rules = [lambda path, reading: path == "net.3" and len(memory.reports) == 1]
+    callback = DivergenceCallback(2, sinks=[memory], alarms=rules, on_alarm="stop")
+    run = trainer(package, callbacks=callback, logger=logger, max_epochs=3)
+    run.fit(model, loader())
+    assert run.should_stop
+    assert run.global_step == 4
+    assert [len(report.alarms) for report in memory.reports] == [0, 1]
+    (line,) = [r for r in caplog.records if "training stops" in r.getMessage()]
+    assert (line.name, line.levelname) == ("adiv_monitor", "WARNING")
+    assert line.getMessage().startswith("adiv-monitor: training stops: step 2: net.3: ")
+    assert "adiv.summary/alarms" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
+    assert hooks(model, model.optimizers(use_pl_optimizer=False)) == 0
+
+
+def test_an_alarm_of_the_last_report_only_warns() -> None:
+    memory = MemorySink()
+    rules = [lambda path, reading: len(memory.reports) == 3]
+    callback = DivergenceCallback(2, sinks=[memory], alarms=rules, on_alarm="stop")
+    run = trainer(callbacks=callback, limit_train_batches=7)
+    with pytest.warns(UserWarning, match="step 6: net"):
+        run.fit(module(pl), loader())
+    assert not run.should_stop
+    assert len(memory.reports[-1].alarms) == 2
 
 
 # The same readings as in a plain loop
@@ -587,6 +620,76 @@ def test_the_summary_is_there_at_the_end_of_a_first_epoch_of_one_step(
     # Only the first is hastened: what the end of an epoch does to the weights belongs to a report.
     assert found[2] == pytest.approx(reported[1 if validate else 0])
     assert checkpoint.best_model_score in [pytest.approx(value) for value in reported]
+
+
+@pytest.mark.parametrize("package", [pl, lpl])
+@pytest.mark.parametrize(
+    ("separator", "filename", "inserts_names", "found"),
+    [
+        ("/", "epoch={epoch}-cosine={NAME:.2f}", False, r"epoch=0-cosine=-?\d\.\d\d\.ckpt"),
+        (
+            "_",
+            "{epoch}-{NAME:.2f}",
+            True,
+            r"epoch=0-adiv\.summary_update_cosine_min=-?\d\.\d\d\.ckpt",
+        ),
+    ],
+)
+def test_a_checkpoint_may_be_named_by_the_summary(
+    package: ModuleType,
+    separator: str,
+    filename: str,
+    inserts_names: bool,
+    found: str,
+    tmp_path: Path,
+) -> None:
+    """One file, and no folder."""
+    name = WATCHED.replace("/", separator)
+    checkpoint = package.callbacks.ModelCheckpoint(
+        tmp_path,
+        filename=filename.replace("NAME", name),
+        auto_insert_metric_name=inserts_names,
+        monitor=name,
+        mode="max",
+    )
+    callback = DivergenceCallback(2, sinks=[MemorySink()], separator=separator)
+    run = trainer(package, callbacks=[callback, checkpoint], enable_checkpointing=True)
+    run.fit(module(package), loader())
+    (made,) = tmp_path.iterdir()
+    assert re.fullmatch(found, made.name)
+
+
+@pytest.mark.parametrize("package", [pl, lpl])
+def test_a_separator_stands_in_all_names_but_tensorboards(
+    package: ModuleType, tmp_path: Path
+) -> None:
+    loggers = package.loggers
+    files, board = (
+        loggers.CSVLogger(tmp_path, "files"),
+        loggers.TensorBoardLogger(tmp_path, "board"),
+    )
+    stop = package.callbacks.EarlyStopping(
+        "adiv.summary_scale_cv_max", divergence_threshold=0.0, check_on_train_epoch_end=True
+    )
+    callback = DivergenceCallback(2, separator="_", scalars="all", alarms=["scale_mean > 0"])
+    run = trainer(package, callbacks=[callback, stop], logger=[files, board], max_epochs=5)
+    with pytest.warns(UserWarning, match="scale_mean > 0"):
+        run.fit(module(package), loader())
+    assert run.global_step == len(BATCHES), "stopped after the first of five epochs"
+    names = {name for name in run.callback_metrics if name.startswith("adiv")}
+    assert "adiv.summary_alarms" in names
+    columns = (Path(files.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    names |= {column for column in columns if column.startswith("adiv")}
+    assert "adiv.update_cosine_net.0" in names
+    assert not any("/" in name for name in names)
+    tags = EventAccumulator(board.log_dir).Reload().Tags()["scalars"]
+    assert "adiv.summary/update_cosine_min" in tags
+
+
+@pytest.mark.parametrize("separator", ["", None])
+def test_a_separator_that_is_none_is_refused(separator: Any) -> None:
+    with pytest.raises(ValueError, match="separator="):
+        DivergenceCallback(separator=separator)
 
 
 @pytest.mark.parametrize("package", [pl, lpl])
