@@ -1,7 +1,7 @@
 """How far is the activation update that training really makes from the ideal one?"""
 
 from adiv_monitor.audit import audit
-from adiv_monitor.errors import AdivError
+from adiv_monitor.errors import AdivError, AlarmError
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.report import AlignmentReading, AttentionReading, LayerReading, StepReport
 
@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdivError",
+    "AlarmError",
     "AlignmentReading",
     "AttentionReading",
     "LayerReading",

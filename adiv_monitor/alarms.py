@@ -1,4 +1,4 @@
-"""Rules over measures, `[LAYERS:] MEASURE > NUMBER`: parsed, never evaluated."""
+"""Rules over readings, `[LAYERS:] MEASURE > NUMBER`: parsed, never evaluated."""
 
 import math
 import operator
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Literal
 
 from adiv_monitor.report import (
     ALIGNMENT_MEASURES,
@@ -17,6 +18,8 @@ from adiv_monitor.report import (
     LayerReading,
     StepReport,
 )
+from adiv_monitor.sinks.health import HEALTH
+from adiv_monitor.sinks.scalars import NO_MAPS
 
 _COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 _RULE = re.compile(
@@ -25,11 +28,14 @@ _RULE = re.compile(
         (?P<limit> [-+]? (?: \d+ \.? \d* | \. \d+ ) (?: [eE] [-+]? \d+ )? )""",
     re.VERBOSE,
 )
+NON_FINITE = "non_finite"
+_NON_FINITE = re.compile(rf"(?: (?P<layers> .+ ) : )? \s* {NON_FINITE}", re.VERBOSE)
 # How far beyond the limit a value must lie, as wherever values are told apart.
 _ERRORS = 2
 
 # Layer and reading → whether to raise an alarm.
 Condition = Callable[[str, LayerReading], bool]
+Rules = Sequence[str | Condition] | Literal["default"]
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,10 @@ class Rule:
     Attributes:
         text: as it was written.
         layers: glob pattern over layers.
-        measure: that is compared; of an audit's rule without a comparison, what it asks for.
+        measure: that is compared; of a rule without a comparison, what it asks for.
         comparison: ">", ">=", "<", "<="; "": none.
         limit: with what the measure is compared.
+        of_preset: one of `alarms="default"`, which looks only where it is known what is healthy.
     """
 
     text: str
@@ -49,6 +56,7 @@ class Rule:
     measure: str
     comparison: str = ""
     limit: float = math.nan
+    of_preset: bool = False
 
     def holds(self, value: float, error: float) -> bool:
         """Whether the value lies beyond the limit by more than two of its standard errors.
@@ -83,21 +91,47 @@ def parse(text: str, *measures: str) -> Rule | None:
     return Rule(text, layers, measure, match["comparison"], float(match["limit"]))
 
 
+# Stands for the rules of `_preset`, alone or in a list of rules.
+PRESET = "default"
+
+
+def _preset() -> Iterator[Rule]:
+    """What no healthy layer reads: far too large a step by `HEALTH`, one turned round, no number.
+
+    Not what comes of the data or the architecture alone (rows without a gradient, their scales),
+    nor of a learning rate that decays.
+    """
+    yield Rule(NON_FINITE, "*", NON_FINITE, of_preset=True)
+    limit, _ = HEALTH["update_ratio"].knots[-1]
+    for measure, comparison, number in (
+        ("projection_cosine", "<", 0),
+        ("update_ratio", ">", limit),
+    ):
+        text = f"{measure} {comparison} {number:g}"
+        yield Rule(text, "*", measure, comparison, number, of_preset=True)
+
+
 class Alarms:
     """Says where rules hold in a report.
 
     Args:
-        rules: texts, or functions of a layer's path and reading.
+        rules: texts, or functions of a layer's path and reading; "default" stands for the rules of
+            the preset.
 
     Raises:
         TypeError, ValueError: one of them is no rule; the message says what is expected.
     """
 
-    def __init__(self, rules: Sequence[str | Condition]) -> None:
+    def __init__(self, rules: Rules) -> None:
+        rules = [rules] if rules == PRESET else rules
         if isinstance(rules, str) or not isinstance(rules, Sequence):
-            raise TypeError(f"Monitor(alarms=…): got {rules!r}, expected a list of rules")
-        self._rules = [rule if callable(rule) else _parsed(rule) for rule in rules]
-        self._idle = [rule for rule in self._rules if isinstance(rule, Rule)]
+            raise TypeError(
+                f"Monitor(alarms=…): got {rules!r}, expected a list of rules, or {PRESET!r}"
+            )
+        self._rules: list[Rule | Condition] = []
+        for rule in rules:
+            self._rules += [rule] if callable(rule) else _parsed(rule)
+        self._idle = [r for r in self._rules if isinstance(r, Rule) and not r.of_preset]
 
     @property
     def idle(self) -> tuple[str, ...]:
@@ -135,12 +169,16 @@ def _name(rule: Rule | Condition) -> str:
     return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"  # all have one name
 
 
-def _parsed(text: object) -> Rule:
+def _parsed(text: object) -> list[Rule]:
     if not isinstance(text, str):
         raise TypeError(
             f"Monitor(alarms=…): got {text!r}, expected a rule such as 'projection_cosine < 0', or "
             "a function of a layer's path and reading"
         )
+    if text == PRESET:
+        return list(_preset())
+    if (match := _NON_FINITE.fullmatch(text.strip())) is not None:
+        return [Rule(text, (match["layers"] or "*").strip(), NON_FINITE)]
     try:
         rule = parse(text, *MEASURES, *ATTENTION_MEASURES, *ALIGNMENT_MEASURES)
     except ValueError as error:
@@ -148,15 +186,18 @@ def _parsed(text: object) -> Rule:
     if rule is None:
         raise ValueError(
             f"Monitor(alarms=…): got {text!r}, expected [LAYERS:] MEASURE > NUMBER with one of "
-            "> >= < <=, such as 'encoder.*: update_ratio > 0.5'"
+            f"> >= < <=, such as 'encoder.*: update_ratio > 0.5'; {NON_FINITE!r}; or {PRESET!r}"
         )
-    return rule
+    return [rule]
 
 
 def _raised(rule: Rule | Condition, report: StepReport) -> Iterator[Alarm]:
     if not isinstance(rule, Rule):
         name = _name(rule)
         yield from (Alarm(name, path) for path, r in report.layers.items() if rule(path, r))
+        return
+    if rule.measure == NON_FINITE:
+        yield from _not_finite(rule, report)
         return
     for path, value, error in _compared(rule, report):
         if rule.holds(value, error):
@@ -166,6 +207,40 @@ def _raised(rule: Rule | Condition, report: StepReport) -> Iterator[Alarm]:
 def _compared(rule: Rule, report: StepReport) -> Iterator[tuple[str, float, float]]:
     """What the rule looks at: layer, value and standard error."""
     for path, reading in report.readings(rule.measure).items():
+        if not fnmatchcase(path, rule.layers):
+            continue
+        if rule.measure == NON_FINITE:
+            yield path, math.nan, 0.0
+            continue
         value = getattr(reading, rule.measure)
-        if value is not None and fnmatchcase(path, rule.layers):
-            yield path, value, reading.standard_error.get(rule.measure, 0.0)
+        # Of gains, offsets and look-ups no healthy range is known; a ratio to activations that are
+        # zero, as where weights begin so, is infinite.
+        skips = rule.of_preset and HEALTH[rule.measure].of_maps
+        if value is None or (
+            skips and (getattr(reading, "kind", "") in NO_MAPS or math.isinf(value))
+        ):
+            continue
+        yield path, value, reading.standard_error.get(rule.measure, 0.0)
+
+
+def _not_finite(rule: Rule, report: StepReport) -> Iterator[Alarm]:
+    """One alarm, of what was not finite first: the rest may follow from it."""
+    of_all = rule.text.strip() == NON_FINITE  # the loss is of no layer
+    broken = [
+        (what, layer)
+        for what, layer in report.non_finite()
+        if (of_all if what == "loss" else fnmatchcase(layer, rule.layers))
+    ]
+    losses = report.losses.items() if of_all else ()
+    lost = [step for step, loss in losses if not math.isfinite(loss)]
+    if lost and (lost[0] < report.step or broken[0][0] == "loss"):
+        said = f"the loss of step {lost[0]} is {report.losses[lost[0]]}"
+        yield Alarm(rule.text, "", non_finite=said)
+    elif broken:
+        what, layer = broken[0]
+        verb = "are" if what.endswith("s") else "is"
+        of = layer or "the model itself"
+        said = f"the {what} of {of} {verb} NaN, infinite or too large to square"
+        others = len({layer for what, layer in broken if what != "loss"}) - 1
+        more = f"; something of {others} more layers is, too" if others else ""
+        yield Alarm(rule.text, layer, non_finite=said + more)

@@ -48,6 +48,8 @@ def check_arguments(
     keep: int,
     on_error: str,
     *,
+    alarms: object,
+    on_alarm: str,
     attainable: object,
     attention: object,
     seed: object,
@@ -66,6 +68,7 @@ def check_arguments(
     _check_alignment(alignment)
     _check_turns(layers_per_step, realised, alignment)
     _check_layers(layers)
+    _check_on_alarm(on_alarm, alarms)
     if on_error not in ("warn", "raise"):
         raise ValueError(f"Monitor(on_error=…): got {on_error!r}, expected 'warn' or 'raise'")
     _check_sinks(sinks)
@@ -178,6 +181,15 @@ def _check_alignment(alignment: object) -> None:
         raise TypeError(
             f"Monitor(alignment=…): got {type(alignment).__name__}, expected an "
             "adiv_monitor.alignment.Probe of the batch to run, or None"
+        )
+
+
+def _check_on_alarm(on_alarm: str, alarms: object) -> None:
+    if on_alarm not in ("warn", "stop"):
+        raise ValueError(f"Monitor(on_alarm=…): got {on_alarm!r}, expected 'warn' or 'stop'")
+    if on_alarm == "stop" and not alarms:
+        raise ValueError(
+            "Monitor(on_alarm=…): got 'stop' without alarms, expected some: alarms='default'"
         )
 
 

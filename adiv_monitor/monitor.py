@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adiv_monitor.alarms import Alarms, Condition
+from adiv_monitor.alarms import Alarms, Rules
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import (
     DEFAULT_MAX_ROWS,
@@ -29,7 +29,7 @@ from adiv_monitor.capture.guard import ThreadState, call_all
 from adiv_monitor.capture.hook import Hook, take_off
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.selection import LayerChoice, Selection, select
-from adiv_monitor.errors import AdivError
+from adiv_monitor.errors import AdivError, AlarmError
 from adiv_monitor.report import StepReport, Turn
 from adiv_monitor.sinks.conclusion import conclude
 from adiv_monitor.sinks.running import Running
@@ -108,9 +108,15 @@ class Monitor:
             updates and activations are aligned (`StepReport.alignment`): a `Probe`. They are
             compared with the weights at `attach`, or those of the run that is resumed.
         alarms: rules such as "projection_cosine < 0" or "encoder.*: update_ratio > 0.5", layers as
-            a glob pattern, or functions of a layer's path and reading: where one holds, by more
-            than two standard errors, the report and every sink say so (`StepReport.alarms`), and
-            the first time a warning.
+            a glob pattern; "non_finite"; or functions of a layer's path and reading: where one
+            holds, by more than two standard errors, the report and every sink say so
+            (`StepReport.alarms`), and the first time a warning. "default": what no healthy layer
+            reads, alone or in such a list.
+        on_alarm: "warn"; or "stop": the sinks have the report, the hooks are taken off, and
+            `AlarmError` is raised, whatever `on_error` is, where the report is completed: in the
+            next forward pass (with several processes: in all of them, in the next optimizer step),
+            `complete_report` or `end_step`. The training has ended where the monitor is closed:
+            there the last report's alarms warn. After it the monitor measures nothing more.
         sinks: where reports go; closed with the monitor.
         keep: how many reports `reports` holds.
         on_error: "warn": an exception inside the monitor switches the layer off with a warning and
@@ -147,7 +153,8 @@ class Monitor:
         realised: bool | LossOf = False,
         loss: LossOf | None = None,
         alignment: Probe | None = None,
-        alarms: Sequence[str | Condition] = (),
+        alarms: Rules = (),
+        on_alarm: Literal["warn", "stop"] = "warn",
         sinks: Sequence[Sink] = (),
         keep: int = 100,
         on_error: Literal["warn", "raise"] = "warn",
@@ -157,6 +164,8 @@ class Monitor:
         check_arguments(
             *(model, optimizer, every_n_steps, max_overhead, layers, layers_per_step, max_rows),
             *(realised, loss, alignment, sinks, keep, on_error),
+            alarms=alarms,
+            on_alarm=on_alarm,
             attainable=attainable,
             attention=attention,
             seed=seed,
@@ -168,6 +177,7 @@ class Monitor:
         self._measures_now = True  # the first step
         self._sinks = tuple(sinks)
         self._alarms = Alarms(alarms)
+        self._stops = on_alarm == "stop"
         self._generator = np.random.default_rng(seed)
         self._failures = Failures(on_error)
         self._schedule = make_schedule(every_n_steps, max_overhead)
@@ -181,7 +191,7 @@ class Monitor:
             model,
             optimizer,
             self._select_due,
-            Asked(max_rows, attainable, attention, realised, alignment),
+            Asked(max_rows, attainable, attention, realised, alignment, self._stops),
             self._generator,
             self._schedule,
             self._failures,
@@ -189,7 +199,7 @@ class Monitor:
             self._losses,
             None if self._loss_hook is seen else seen,
         )
-        self._state: Literal["new", "attached", "closed"] = "new"
+        self._state: Literal["new", "attached", "stopped", "closed"] = "new"
         self._hooks: list[Hook] = []  # on the optimizer
         self.step = 0
         self._reports: deque[StepReport] = deque(maxlen=keep)
@@ -402,6 +412,7 @@ class Monitor:
 
         Raises:
             AdivError: there is an optimizer, whose steps count, or the monitor isn't attached.
+            AlarmError: as `complete_report`.
         """
         if self._optimizer is not None or self._state != "attached":
             raise AdivError(
@@ -410,13 +421,20 @@ class Monitor:
                 "attached one with optimizer=None; with an optimizer, steps are counted by "
                 "themselves"
             )
-        self._course.gradient_is_complete(self.step)
+        try:
+            self._course.gradient_is_complete(self.step)
+        except AlarmError:  # by the report of this very step, which was taken
+            self.step += 1
+            raise
         self._count()
 
     def complete_report(self) -> None:
         """Complete the report under way now, before the next forward pass begins.
 
         In all processes, where several train together: it waits for their parts, but not for long.
+
+        Raises:
+            AlarmError: with `on_alarm="stop"`, where the report has alarms.
         """
         self._failures.safely(self._course.complete)
 
@@ -424,11 +442,14 @@ class Monitor:
         """Complete the reports that only wait for other processes, which must call it as well.
 
         Without several processes there are none.
+
+        Raises:
+            AlarmError: as `complete_report`.
         """
         self._failures.safely(self._course.wait)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs so that step numbers go on."""
+        """What a resumed run needs so that step numbers go on: not losses, which reports have."""
         return {
             "step": self.step,
             "generator": self._generator.bit_generator.state,
@@ -503,6 +524,9 @@ class Monitor:
             failures.append(self._failures.of_users(name, error, name))
 
         alarms = self._failures.safely(self._alarms.of, report, fail) or ()
+        # At the end there is nothing left to stop.
+        stops = bool(alarms) and self._stops and self._state == "attached"
+        stops = stops and self._course.all_stop(report.step)
         report = replace(report, alarms=alarms, notes=(*report.notes, *failures))
         for rule in self._alarms.idle if writes and report.ends_round and report.layers else ():
             self._failures.warn(
@@ -513,7 +537,7 @@ class Monitor:
         if writes:
             self._failures.safely(self._running.add, report)
             self._warn_of_non_finite()
-        for alarm in alarms if writes else ():
+        for alarm in alarms if writes and not stops else ():
             self._failures.warn(
                 f"{alarm.rule} {alarm.layer}", f"adiv_monitor: step {report.step}: {alarm}"
             )
@@ -525,6 +549,14 @@ class Monitor:
         if failures:
             report = replace(report, notes=(*report.notes, *failures))
         self._reports.append(report)
+        if stops:
+            self._stop(AlarmError(report))
+
+    def _stop(self, error: AlarmError) -> None:
+        """End the training: what called the hook in which this is raised leaves it."""
+        self._state = "stopped"
+        self._take_off()
+        raise error
 
     def _warn_of_non_finite(self) -> None:
         """Once, and not only at the end."""

@@ -10,17 +10,17 @@ ROOT = Path(__file__).parent.parent
 # What each room of `adiv_monitor` may import of ours, besides its own neighbours in a folder.
 MAY_IMPORT = {
     "report": {"sinks"},  # for `print`, notebooks and `plot`, where that is asked for: see below
-    "errors": set(),
+    "errors": {"report"},
     "files": set(),
     "printable": set(),
-    "alarms": {"report"},
+    "alarms": {"report", "sinks"},
     "kernels": {"adiv_layers"},
     "features": {"adiv_layers", "kernels"},
     "maths": {"features", "kernels", "report"},
     "capture": {"adiv_layers", "features", "kernels", "maths"},
     "step": {
-        *{"adiv_layers", "alignment", "capture", "features", "kernels", "maths", "printable"},
-        "report",
+        *{"adiv_layers", "alignment", "capture", "errors", "features", "kernels", "maths"},
+        *{"printable", "report"},
     },
     "sinks": {
         "audit",
@@ -34,12 +34,13 @@ MAY_IMPORT = {
     },
     "arguments": {"alignment", "capture", "sinks", "step"},
     "monitor": {"alarms", "alignment", "arguments", "capture", "errors", "report", "sinks", "step"},
+    "callback_monitor": {"errors", "monitor", "printable"},
     "lightning_base": set(),
     "lightning": {
-        *{"alarms", "alignment", "arguments", "capture", "errors", "lightning_base", "monitor"},
-        *{"report", "sinks"},
+        *{"alarms", "alignment", "arguments", "callback_monitor", "capture", "errors"},
+        *{"lightning_base", "monitor", "report", "sinks"},
     },
-    "huggingface": {"alarms", "arguments", "capture", "monitor", "sinks"},
+    "huggingface": {"alarms", "arguments", "callback_monitor", "capture", "monitor", "sinks"},
     "audit": {
         *{"adiv_layers", "arguments", "capture", "errors", "features", "maths", "monitor"},
         *{"alarms", "alignment", "files", "printable", "report", "sinks", "step"},

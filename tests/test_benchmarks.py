@@ -10,6 +10,7 @@ import least_work
 import mode
 import monitor
 import peers
+import pictures
 import pytest
 import rows
 import scale
@@ -20,7 +21,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from uses import Uses
 
 
-@pytest.mark.parametrize("script", [launches, mode, monitor, peers, rows], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "script", [launches, mode, monitor, peers, pictures, rows], ids=lambda s: s.__name__
+)
 def test_runs_and_writes_what_it_found(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

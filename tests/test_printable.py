@@ -137,6 +137,7 @@ def test_nothing_that_steers_is_in_a_page(name: str, tmp_path: Path) -> None:
     made = replace(made, findings=(found(name),), record=replace(made.record, notes=(name,)))
     sink = HtmlSink(tmp_path / "run.html")
     sink.write(of(name))
+    sink.close()
     texts = [page(made), compare(made, made, (name, name)), (tmp_path / "run.html").read_text()]
     assert [steers(text) for text in texts] == [[], [], []]
     data = re.search(r'id="heat-data">(.*?)</script>', texts[0], re.DOTALL)

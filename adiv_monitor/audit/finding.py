@@ -146,8 +146,8 @@ class Trial:
         if not self.pays:
             return "the loss is not lower by more than its error and 2 %"
         if not self.beats_constant:
-            return f"a constant prediction has a loss of {self.constant:.3g}"
-        return f"another learning rate alone gives {self.loss_by_rate:.3g}"
+            return f"no better than a constant prediction ({self.constant:.3g})"
+        return f"no better than another learning rate alone ({self.loss_by_rate:.3g})"
 
 
 class Outcome(NamedTuple):
@@ -179,8 +179,8 @@ def outcome(trial: Trial | None, untried: str = "") -> Outcome:
         return Outcome("✓", f"{trial}{alone}")
     if math.isinf(trial.loss):
         return Outcome("✗", f"{trial}")
-    why = f": {trial.objection}" if trial.pays else ""
-    return Outcome("✗", f"{trial}, which does not help{why}")
+    why = trial.objection if trial.pays else "which does not help"
+    return Outcome("✗", f"{trial}, {why}")
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,18 @@ class Alarm:
         layer: where it holds.
         value: of the measure that the rule compares; None of a function.
         standard_error: of the value.
+        non_finite: of the rule `non_finite`: what is not finite, in words.
     """
 
     rule: str
     layer: str
     value: float | None = None
     standard_error: float = 0.0
+    non_finite: str = ""
 
     def __str__(self) -> str:
+        if self.non_finite:
+            return f"{self.rule}: {self.non_finite}"
         place = f"{self.layer or 'the model itself'}: {self.rule}"
         if self.value is None:
             return place
@@ -158,9 +162,10 @@ class StepReport:
         Forwards "inputs" and "outputs" of layers, then the "loss" (of no layer: ""), backwards the
         "gradient", then the "update". None: everything that was looked at is finite.
         """
-        return next(self._non_finite(), None)
+        return next(self.non_finite(), None)
 
-    def _non_finite(self) -> Iterator[tuple[str, str]]:
+    def non_finite(self) -> Iterator[tuple[str, str]]:
+        """All that was not finite in the step, in the order of `first_non_finite`."""
         layers = list(self.layers.items())
         yield from _broken(layers, "inputs", "outputs")
         if self.loss is not None and not math.isfinite(self.loss):

@@ -187,7 +187,8 @@ def _said(findings: Iterable["Finding"]) -> list[str]:
     said: list[str] = []
     for finding in findings:
         where = f": {listed(list(finding.layers))}" if finding.layers else ""
-        advice = f" To fix it: {finding.advice[0].text}." if finding.advice else ""
+        fixes = finding.advice if finding.strength != "note" else ()
+        advice = f" To fix it: {fixes[0].text}." if fixes else ""
         title = f"{finding_title(finding.name)} ({finding.strength})"
         said.append(printable(f"• {title}{where}.{advice}"))
     return said or [_UNTOLD]

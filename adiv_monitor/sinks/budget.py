@@ -10,16 +10,20 @@ _PATIENCE = 20
 class Budget:
     """A twentieth of the time since the first report.
 
-    Something is made only when all that was spent, and as much again as it took the last time, lies
-    within this. What is imported for it counts, as it is a part of what the first time takes.
+    Something is made only when all that was spent, and twice what it took the last time, lies
+    within this: once for now, and once for the end of the training, when it is made anew. What is
+    imported for it counts, as it is a part of what the first time takes.
 
     Args:
         first: seconds that the first time takes, by estimate, imports included.
+
+    Attributes:
+        spent: seconds so far.
     """
 
     def __init__(self, first: float) -> None:
         self._next = first
-        self._spent = 0.0
+        self.spent = 0.0
         self._began: float | None = None  # of the clock
 
     def allows(self) -> bool:
@@ -27,7 +31,7 @@ class Budget:
         now = time.monotonic()
         if self._began is None:
             self._began = now
-        return _PATIENCE * (self._spent + self._next) <= now - self._began
+        return _PATIENCE * (self.spent + 2 * self._next) <= now - self._began
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -37,4 +41,4 @@ class Budget:
             yield
         finally:
             self._next = time.monotonic() - began
-            self._spent += self._next
+            self.spent += self._next

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from adiv_monitor.printable import printable
+from adiv_monitor.printable import printable, quoted
 from adiv_monitor.sinks.running import Running
 from adiv_monitor.sinks.wording import listed
 
@@ -50,6 +50,6 @@ def _said(finding: "Finding") -> str:
     from adiv_monitor.audit.page.titles import finding_title
 
     since = "" if finding.since is None else f" since step {finding.since:,}"
-    where = f" ({listed(list(finding.layers))})" if finding.layers else ""
+    where = f" ({listed([*map(quoted, finding.layers)])})" if finding.layers else ""
     title = finding_title(finding.name)
     return title[:1].lower() + title[1:] + where + since

@@ -132,7 +132,8 @@ def overview_picture(
     said: list[tuple[float, str]] = []
     for paragraph in paragraphs:
         first, *others = body.wrapped(paragraph, room - indent)
-        said += [(_MARGIN, first), *((_MARGIN + indent, line) for line in others)]
+        below = indent if paragraph.startswith("• ") else 0.0
+        said += [(_MARGIN, first), *((_MARGIN + below, line) for line in others)]
     if len(said) > _MOST_LINES:
         said[_MOST_LINES - 1 :] = [(_MARGIN + indent, "… (see Text)")]
     for i, (left, line) in enumerate(said):

@@ -19,7 +19,7 @@ class HtmlSink:
 
     It is the audit's page without what only an audit can know. The file holds everything, asks for
     nothing over a network, and is replaced as a whole: at reports, as far as a twentieth of
-    the time since the first one allows, so that it is there after half a minute; and at `flush` and
+    the time since the first one allows, so that it is there after a minute; and at `flush` and
     `close`, when a callback that has the sink ends, too. To see how a training comes on, load it
     again.
 

@@ -129,7 +129,7 @@ def block_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, floa
         readings = report.readings(measure)
         for block, paths in blocks(readings).items():
             of_block = [readings[path] for path in paths]
-            maps = [r for r in of_block if getattr(r, "kind", "") not in _NO_MAPS] or of_block
+            maps = [r for r in of_block if getattr(r, "kind", "") not in NO_MAPS] or of_block
             values = [v for r in maps if (v := getattr(r, measure)) is not None]
             if values:
                 told = [value for value in values if not math.isnan(value)]
@@ -137,7 +137,7 @@ def block_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, floa
     return found
 
 
-_NO_MAPS = ("gain", "offset", "embedding")
+NO_MAPS = ("gain", "offset", "embedding")
 
 
 def known_scalars(scalars: str) -> Scalars:

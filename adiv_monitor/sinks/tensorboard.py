@@ -37,7 +37,8 @@ class TensorBoardSink:
 
     - Images: `adiv/overview`, with the verdict in words and the measures that tell most; and
       `adiv/per_layer/<measure>`, layers × steps in the network's order, in colours of what healthy
-      networks read where that is known. They show the whole course: the last one counts.
+      networks read where that is known. They show the whole course: the last one counts. Drawing
+      takes a twentieth of the time since the first report at most, and `close` draws once more.
     - Text: `adiv.summary/findings`, what the audit's rules find in these reports alone, with the
       remedies; the worst layers, where the standard errors tell which these are; what was not
       measured, alarms and notes. Each when it changes.
@@ -52,8 +53,8 @@ class TensorBoardSink:
     Args:
         target: folder for the event files, or a `SummaryWriter` of yours, which stays open at
             `close`.
-        measures: which measures become scalars; None: those that tell ill runs from healthy ones,
-            or, of every layer, one per question.
+        measures: which measures become scalars; None: those that tell faulty runs from healthy
+            ones, or, of every layer, one per question.
         scalars: "few", or "all" for every layer's.
         histograms: whether to write the histograms.
         name: tells several monitors that write into one run apart: the summary goes to
@@ -65,7 +66,7 @@ class TensorBoardSink:
         ValueError: when there is no measure of that name, or no such choice of scalars.
 
     Warns:
-        UserWarning: without matplotlib, which draws the pictures.
+        UserWarning: without matplotlib, in whose fonts the pictures are set.
     """
 
     def __init__(

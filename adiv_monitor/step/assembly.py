@@ -29,6 +29,7 @@ from adiv_monitor.step.together import prepared, together
 
 PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
 _LATE = 4  # reports
+_STOP = "stop"  # a point of a step that all come to, or none
 _MALFORMED = "What process {} sent can't be read, so it is not in this report."
 _UNFIT = (
     "What processes {} sent can't be put together with the rest ({}), so it is not in this report."
@@ -74,6 +75,8 @@ class Assembly:
         generator: the monitor's own source of chance.
         complete: makes the report of a step from a part of it, be it of one process or of all.
         emit: gets every report, and whether this process is to write it.
+        at_once: all processes are to have each report in the same optimizer step, be it that they
+            wait for it there.
     """
 
     def __init__(
@@ -82,11 +85,14 @@ class Assembly:
         generator: np.random.Generator,
         complete: Callable[[int, Part], StepReport],
         emit: Callable[[StepReport, bool], None],
+        *,
+        at_once: bool = False,
     ) -> None:
         self._max_rows = max_rows
         self._generator = generator
         self._complete = complete
         self._emit = emit
+        self._at_once = at_once
         self._name = ""
         self._exchange: Exchange | None = None
         self._agreed = True  # as far as is known
@@ -144,6 +150,17 @@ class Assembly:
             self._agreed = False
         return self._agreed
 
+    def proceed(self) -> None:
+        """An optimizer step begins: complete the reports whose parts are there."""
+        if self._at_once:
+            self.wait()
+        else:
+            self.collect()
+
+    def all_stop(self, step: int) -> bool:
+        """Whether all processes have the same report of this step, and come here by it."""
+        return self.agree(step, _STOP)
+
     def wait(self) -> None:
         """Complete all reports now; all processes do."""
         if self._waiting:  # the first may have to wait for a third one
@@ -183,7 +200,8 @@ class Assembly:
         self._waiting.append(waiting)
         with suppress(RuntimeError):  # the store is gone
             self._hand_in(self._exchange or self._meet(), waiting)
-        self.collect()
+        if not self._at_once:
+            self.collect()
 
     def _hand_in(self, exchange: Exchange, waiting: _Waiting) -> None:
         waiting.meeting = exchange.meeting()
@@ -281,6 +299,8 @@ class Assembly:
             with suppress(RuntimeError):
                 heard = encode(_Heard(report, ranks))
                 self._exchange.put(waiting.meeting, waiting.step, heard)
+        if self._at_once and (rank or len(ranks) < self._world):  # not what all have
+            self.agree(waiting.step, _STOP, comes=False)
         # Where another process is there to write, this one was merely not heard in time.
         self._emit(report, rank == 0 or waiting.meeting is None or waiting.heard is not None)
 

@@ -47,6 +47,7 @@ class Asked:
     attention: bool
     realised: bool | LossOf
     alignment: Probe | None = None
+    stops: bool = False
 
 
 class Course:
@@ -92,7 +93,9 @@ class Course:
         self._losses = losses
         self._loss = loss
         self._watch = Watch()
-        self._assembly = Assembly(asked.max_rows, generator, self._complete, report)
+        self._assembly = Assembly(
+            asked.max_rows, generator, self._complete, report, at_once=asked.stops
+        )
         self._checked: set[str] = set()  # layers whose rule was seen to hold
         self._compiled = False  # was the model called by compiled code, when last measured?
         self._number = 0  # of the step under way
@@ -248,7 +251,7 @@ class Course:
         if self._pending is not None:
             self._failures.safely(self.finish)
         if self._assembly:
-            self._failures.safely(self._assembly.collect)
+            self._failures.safely(self._assembly.proceed)
         if self._armed is None:
             return None
         if self._armed.guard.broken:
@@ -396,6 +399,10 @@ class Course:
         """Complete all reports now, with what other processes have to say of them."""
         self.finish()
         self._assembly.wait()
+
+    def all_stop(self, number: int) -> bool:
+        """Whether all processes stop by the report of this step; all hear the same."""
+        return self._assembly.all_stop(number)
 
     def wait(self) -> None:
         """Complete those that only wait for other processes."""

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
+from adiv_monitor.errors import AlarmError
 from adiv_monitor.printable import printable
 
 _logger = logging.getLogger("adiv_monitor")
@@ -28,9 +29,15 @@ class Failures:
         self.notes: list[str] = []
 
     def safely(self, action: Callable[..., Any], *args: Any) -> Any:
-        """Run a hook's body; what fails there must not reach the training loop."""
+        """Run a hook's body; what fails there must not reach the training loop.
+
+        Raises:
+            AlarmError: is no failure: the training is to stop.
+        """
         try:
             return action(*args)
+        except AlarmError:
+            raise
         except Exception as error:
             self.lost(error)
             return None

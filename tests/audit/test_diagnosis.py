@@ -393,7 +393,9 @@ def test_without_trials_of_rates_activations_that_move_too_far_or_hardly_tell() 
     assert "rate-too-high" not in found(record(far))  # RMSprop's first step is long, and well
     still = {name: reading(update_ratio=1e-3) for name in "abc"}
     assert found(record(still, losses=STILL))["rate-too-low"].strength == "act"
-    assert found(record(still))["rate-too-low"].strength == "watch"
+    assert found(record(still, losses=()))["rate-too-low"].strength == "watch"
+    falls = found(record(still))
+    assert "rate-too-low" not in falls and falls["stands-still"].strength == "note"
     near = {name: reading(update_ratio=3.2e-3) for name in "abc"}
     assert "rate-too-low" not in found(record(near, losses=STILL))
 

@@ -204,7 +204,7 @@ def test_the_rate_is_put_in_front_of_what_it_does_as_well() -> None:
     assert front == Advice("learning rate × 10", "rate*10", rate)
     assert behind.trial is not None and behind.trial.pays and not behind.trial.beats_rate
     assert behind.outcome.mark == "✗"
-    assert behind.outcome.words.endswith("does not help: another learning rate alone gives 0.0001")
+    assert behind.outcome.words.endswith("no better than another learning rate alone (0.0001)")
 
 
 def test_what_does_not_pay_is_something_to_watch() -> None:

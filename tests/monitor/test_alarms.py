@@ -15,6 +15,7 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.alarms import Alarms
 from adiv_monitor.report import Alarm, LayerReading
 from adiv_monitor.sinks import JsonlSink, TableSink, TensorBoardSink
+from adiv_monitor.sinks.health import HEALTH
 from adiv_monitor.sinks.scalars import summary_scalars
 
 
@@ -149,3 +150,67 @@ def test_functions_without_a_name_are_told_apart_by_where_they_stand() -> None:
     assert names[0].startswith("test_functions_without_a_name_are_told_apart")
     assert names[0].endswith(f"(test_alarms.py:{low.__code__.co_firstlineno})")
     assert names[2] != names[0]
+
+
+def unfinished(**non_finite: tuple[str, ...]) -> dict[str, LayerReading]:
+    """A layer for each name, with what of it is not finite."""
+    return {
+        name.replace("_", "."): LayerReading(*("linear", 4, 8, 0, 1.0), non_finite=what)
+        for name, what in non_finite.items()
+    }
+
+
+def test_what_is_not_finite_raises_one_alarm_of_what_was_so_first() -> None:
+    layers = unfinished(a=(), b=("gradient", "update"), c=("outputs", "gradient"))
+    (alarm,) = Alarms(["non_finite"]).of(StepReport(7, layers, {}, 1.0))
+    assert alarm.layer == "c" and alarm.value is None
+    assert str(alarm) == (
+        "non_finite: the outputs of c are NaN, infinite or too large to square; something of 1 "
+        "more layers is, too"
+    )
+    (alarm,) = Alarms(["b: non_finite"]).of(StepReport(7, layers, {}, 1.0))
+    assert str(alarm) == (
+        "b: non_finite: the gradient of b is NaN, infinite or too large to square"
+    )
+    assert Alarms(["a: non_finite"]).of(StepReport(7, layers, {}, 1.0)) == ()
+    made = StepReport(7, {}, {}, 1.0, alarms=(alarm,))
+    assert StepReport.from_dict(made.to_dict()) == made
+
+
+def test_a_loss_that_is_not_finite_is_an_alarm_of_no_layer() -> None:
+    fine, nan = unfinished(a=()), float("nan")
+    for losses, layers, said in (
+        ({5: 1.0, 6: nan, 7: nan}, unfinished(a=("inputs",)), "the loss of step 6 is nan"),
+        ({7: float("inf")}, unfinished(a=("gradient",)), "the loss of step 7 is inf"),
+        ({7: nan}, unfinished(a=("outputs",)), "the outputs of a are NaN"),
+        ({7: nan}, fine, "the loss of step 7 is nan"),
+    ):
+        made = StepReport(7, layers, {}, 1.0, losses=losses)
+        (alarm,) = Alarms(["non_finite"]).of(made)
+        assert alarm.non_finite.startswith(said)
+        assert not Alarms(["b: non_finite"]).of(made), "it is of no layer"
+    assert Alarms(["non_finite"]).of(StepReport(7, fine, {}, 1.0, losses={7: 1.0})) == ()
+
+
+def read(step: int, kind: str = "linear", **values: float) -> StepReport:
+    return StepReport(step, {"a": LayerReading(kind, 4, 8, 0, 1.0, **values)}, {}, 1.0)  # type: ignore[arg-type]
+
+
+def test_the_preset_is_made_of_what_healthy_layers_read() -> None:
+    """Far too large a step: beyond the outermost knot of the table."""
+    far = HEALTH["update_ratio"].knots[-1][0]
+    inf = float("inf")
+    for made, rules in (
+        (read(3, update_ratio=far * 1.01), [f"update_ratio > {far:g}"]),
+        (read(3, update_ratio=far * 0.99), []),
+        (read(3, update_ratio=inf), []),
+        (read(3, kind="gain", update_ratio=far * 9), []),
+        (read(0, projection_cosine=-0.1), ["projection_cosine < 0"]),
+        (read(0, projection_cosine=0.1), []),
+        (StepReport(3, {}, {}, 1.0, losses={3: inf}), ["non_finite"]),
+    ):
+        assert [alarm.rule for alarm in Alarms("default").of(made)] == rules
+        assert [alarm.rule for alarm in Alarms(["default"]).of(made)] == rules
+    alarms = Alarms(["scale_cv > 1", "default"])
+    alarms.of(StepReport(0, {}, {}, 1.0))
+    assert alarms.idle == ("scale_cv > 1",), "of the preset nothing is said"

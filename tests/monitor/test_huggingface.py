@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -143,7 +144,8 @@ def assert_same(ours: list[StepReport], expected: list[StepReport]) -> None:
         assert one.losses == pytest.approx(other.losses, rel=1e-4)
         assert one.loss is not None
         # The Trainer has a group for what is to decay, and one for the rest.
-        assert one.learning_rates == 2 * other.learning_rates
+        assert one.learning_rates
+        assert set(one.learning_rates) == set(other.learning_rates)
         for path, reading in one.layers.items():
             assert reading.measures() == pytest.approx(
                 other.layers[path].measures(), rel=1e-4, abs=1e-6, nan_ok=True
@@ -663,7 +665,9 @@ def test_the_choice_of_rows_goes_on_too(make: Make, tmp_path: Path) -> None:
     make(whole, save_strategy="steps", save_steps=4, model=Net().eval()).train()
     resumed, found = callback()
     make(resumed).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
-    assert_same(found.reports, expected.reports[2:])
+    first, *others = expected.reports[2:]
+    known = {step: loss for step, loss in first.losses.items() if step >= 4}  # since it resumed
+    assert_same(found.reports, [replace(first, losses=known), *others])
 
 
 @pytest.mark.parametrize("counted", [True, False])

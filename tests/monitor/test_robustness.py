@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, loss_of
+from hooks import no_hooks
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
 from torch.nn import functional
@@ -25,28 +26,6 @@ from adiv_monitor import AdivError, Monitor, StepReport
 from adiv_monitor.features import DenseFeatures, Rows, register_features
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.sinks.lent import lent
-
-
-def no_hooks(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
-    on_modules = [
-        hooks
-        for m in model.modules()
-        for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)
-    ]
-    on_parameters = [
-        hooks
-        for p in model.parameters()
-        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
-    ]
-    on_optimizer = (
-        []
-        if optimizer is None
-        else [
-            optimizer._optimizer_step_pre_hooks,
-            optimizer._optimizer_step_post_hooks,
-        ]
-    )
-    return not any(on_modules + on_parameters + on_optimizer)
 
 
 def train(

@@ -109,9 +109,13 @@ def _layer(record: Record, evidence: Evidence) -> str:
 
 
 def vanishing(record: Record) -> Iterator[Finding]:
-    """Gradients that hardly reach the first layers, from the start."""
+    """Gradients that hardly reach the first layers, from the start.
+
+    Of reports alone: one of which nothing at all arrives has not vanished on a long way, but met
+    dead units or a cut, which another rule names.
+    """
     ratios = gradient_ratios(record)
-    if ratios and max(ratios) < VANISHED:
+    if ratios and max(ratios) < VANISHED and (record.is_audited or max(ratios) > 0):
         norms = gradients(record, record.reports[0])
         first, last = _first(record.reports[0], norms), list(norms)[-1]
         yield Finding(

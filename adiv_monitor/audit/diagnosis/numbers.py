@@ -7,6 +7,7 @@ from adiv_monitor.audit.diagnosis.remedies import clip_norm
 from adiv_monitor.audit.finding import Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 
+STEP = "the update"  # as what was not finite begins where the optimizer made it
 DATA = "data"  # where `Record.first_non_finite` puts what came with a batch
 
 
@@ -29,7 +30,9 @@ def _seen(record: Record) -> bool:
 def _not_by_training(record: Record) -> bool:
     if record.first_non_finite == DATA:
         return True
-    return len(record.losses) <= 1 if record.is_audited else record.non_finite_since == 0
+    if record.is_audited:
+        return len(record.losses) <= 1
+    return record.non_finite_since == 0 and not (record.first_non_finite or "").startswith(STEP)
 
 
 def _since(record: Record) -> int | None:
@@ -53,7 +56,11 @@ def _finding(record: Record) -> Finding:
     else:
         advice = (
             Advice("lower the learning rate", "rate*0.1"),
-            Advice(f"clip the gradient's norm at {clip_norm(record):.2g}", "clip"),
+            Advice(
+                "clip the gradient's norm"
+                + f" at {clip_norm(record):.2g}" * bool(record.gradient_norms),
+                "clip",
+            ),
             Advice("in the place named, look for log(0), x/0, sqrt(0), and half precision"),
         )
     return Finding(
@@ -70,7 +77,7 @@ def _finding(record: Record) -> Finding:
 
 def _when(record: Record, step: int | None) -> str:
     if not record.is_audited:  # what happened between measured steps is not known
-        return "in the measured steps" if step is None else f"from step {step:,} on"
+        return f"from step {step or 0:,} on"
     if len(record.losses) <= 1:
         return "before the first step"
     return f"after {step or len(record.losses)} steps"

@@ -220,8 +220,8 @@ def _too_low_by_trial(record: Record) -> Iterator[Finding]:
 
 def _too_low_by_measures(record: Record) -> Iterator[Finding]:
     moves = by_layer(at_peak(record), "update_ratio")
-    if still_rises(record.reports):
-        return  # its peak is to come
+    if still_rises(record.reports) or (is_long_enough(record) and fell(record)):
+        return  # its peak is to come, or near the loss's end layers need not move
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         largest = max(moves, key=lambda path: moves[path].value)
         yield _too_low(

@@ -105,15 +105,15 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
         strength = "note"
         said += " The learning rate still rises: at its peak this will tell more."
     elif strength == "note":
-        said += " The loss falls all the same, as in fine-tuning."
+        said += " The loss falls all the same: in fine-tuning, or near its end, they need not move."
     return Finding(
         "stands-still",
         paths,
         strength,
         tuple(Evidence("update_ratio", layers[p].value, health.healthy[0], p) for p in paths[:5]),
         (
-            Advice("a learning rate ten times as high, for these layers or for all: `adiv-audit` "
-                   "tries it"),
+            Advice("a learning rate ten times as high, for these layers or for all (adiv-audit "
+                   "tries it)"),
             Advice("nothing, where pretrained weights shall stay near to what they are"),
         ),
         said,
@@ -136,7 +136,7 @@ def _outside_healthy(
         tuple(dict.fromkeys(path for layers in outside.values() for path in layers)),
         _strength(record) if ill else "note",
         tuple(evidence),
-        (Advice("`adiv-audit` looks for the cause, and tries what would fix it"),),
+        (Advice("adiv-audit looks for the cause, and tries what would fix it"),),
         "Outside of what healthy layers read: " + "; ".join(said) + ".",
     )
 

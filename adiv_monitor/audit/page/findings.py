@@ -156,7 +156,7 @@ def all_trials(findings: Sequence[Finding], record: Record) -> list[Trial]:
 def significant(value: float) -> str:
     """Three significant digits; a whole number as it is."""
     if math.isnan(value):
-        return "–"
+        return "NaN"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
     if value == round(value) and abs(value) < 1e6:

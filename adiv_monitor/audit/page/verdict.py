@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from adiv_monitor.audit.diagnosis.course import fell, is_long_enough
+from adiv_monitor.audit.diagnosis.course import FEWEST, fell, is_long_enough, may_have_fallen
 from adiv_monitor.audit.diagnosis.initialisation import FEWEST_LAYERS
 from adiv_monitor.audit.diagnosis.readings import by_layer, entering, maps
 from adiv_monitor.audit.finding import STRENGTHS, Finding
@@ -15,7 +15,7 @@ from adiv_monitor.audit.record import Record
 EXPLAINING = frozenset({"rate-decayed"})
 NOTHING = "Nothing found in what was measured"
 NOT_MEASURED = "Can't tell: no layer was measured"
-_BEFORE = {"act": "To fix", "watch": "To watch", "note": "To know"}
+_BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; to know"}
 _AUDIT = "run `adiv-audit`"
 
 
@@ -75,8 +75,8 @@ def untold(record: Record) -> tuple[Untold, ...]:
     """What the reports at hand can't tell, and what would tell."""
     paths = maps(record)
     found = []
-    if not _knows_loss(record):
-        why = "`Monitor(…, loss=…)` or `monitor.log_loss(…)`, for 12 steps at least"
+    if len(record.losses) < FEWEST and not record.first_non_finite:
+        why = f"`Monitor(…, loss=…)` or `monitor.log_loss(…)`, for {FEWEST} steps at least"
         found.append(Untold("Whether the loss falls", why))
     if paths and not (record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS):
         found.append(
@@ -104,8 +104,10 @@ def loss_words(record: Record) -> str:
         return "not finite"
     if not is_long_enough(record):
         return "too few steps to tell whether it falls"
-    return "falls" if fell(record) else "does not fall"
+    if fell(record):
+        return "falls"
+    return "can't be told to fall" if may_have_fallen(record) else "does not fall"
 
 
 def _knows_loss(record: Record) -> bool:
-    return bool(record.losses) and is_long_enough(record)
+    return len(record.losses) >= FEWEST and math.isfinite(record.losses[-1])

@@ -1,0 +1,246 @@
+"""The preset of alarms over healthy runs and others, and alarms that stop a run."""
+
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hooks import no_hooks
+from torch import nn
+
+from adiv_monitor import AdivError, AlarmError, Monitor
+from adiv_monitor.report import LayerReading
+from adiv_monitor.sinks import MemorySink
+
+
+class Words(nn.Module):
+    """A small transformer over padded sentences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 16, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.encode = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.encode(self.embed(tokens), src_key_padding_mask=tokens == 0)
+        return self.head(x.masked_fill((tokens == 0)[..., None], 0).mean(1))
+
+
+class Low(nn.Linear):
+    """A layer beside which another begins at zero, as fine-tuning by few numbers has them."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.up(self.down(x))
+
+
+def run(
+    kind: str, make: Any, steps: int = 40, poison: int | None = None, **options: Any
+) -> tuple[Monitor, list[str]]:
+    """A run under the preset, and what it warned of; from step `poison` on the loss is NaN."""
+    torch.manual_seed(0)
+    model: nn.Module = {
+        "mlp": lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3)),
+        "cnn": lambda: nn.Sequential(
+            *(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3)),
+        ),
+        "transformer": Words,
+        "low rank": lambda: nn.Sequential(Low(), nn.Tanh(), nn.Linear(8, 3)),
+    }[kind]()
+    shape = {"cnn": (64, 1, 8, 8), "transformer": (64, 7)}.get(kind, (64, 8))
+    x, y = torch.randn(shape), torch.randint(3, (64,))
+    if kind == "transformer":
+        x = (x * 3).abs().long().clamp(1, 10) * (torch.arange(7) < torch.randint(2, 8, (64, 1)))
+    optimizer = make(model.parameters())
+    steps_up = 10 if kind == "transformer" else 0
+    warm_up = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, step / steps_up) if steps_up else 1.0
+    )
+    loss_function = nn.CrossEntropyLoss()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {"every_n_steps": 3, "alarms": "default", **options}
+        with Monitor(model, optimizer, loss=loss_function, **options) as monitor:
+            for step in range(steps):
+                optimizer.zero_grad()
+                part = slice(16 * (step % 4), 16 * (step % 4) + 16)
+                loss = loss_function(model(x[part]), y[part])
+                (loss * (float("nan") if step == poison else 1)).backward()
+                optimizer.step()
+                warm_up.step()
+    return monitor, [str(warning.message) for warning in caught]
+
+
+def sgd(lr: float, **options: Any) -> Any:
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr, **options)
+
+
+def adamw(lr: float) -> Any:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("mlp", sgd(0.1)),
+        ("mlp", adamw(0.01)),
+        ("cnn", sgd(0.05, momentum=0.9)),
+        ("cnn", adamw(0.003)),
+        ("transformer", adamw(0.003)),
+        ("low rank", adamw(0.003)),
+    ],
+)
+def test_the_preset_raises_nothing_over_healthy_runs(kind: str, make: Any) -> None:
+    monitor, said = run(kind, make)
+    assert [alarm for made in monitor.reports for alarm in made.alarms] == []
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "poison", "rule"),
+    [
+        ("mlp", sgd(1e3), None, "update_ratio > 10"),
+        ("mlp", sgd(1e30), None, "non_finite"),
+        ("transformer", sgd(1e30), None, "non_finite"),
+        ("cnn", sgd(1e20), None, "non_finite"),
+        ("transformer", adamw(1e4), None, "update_ratio > 10"),
+        ("mlp", sgd(0.1), 10, "non_finite"),
+        ("transformer", adamw(0.003), 10, "non_finite"),
+    ],
+)
+def test_the_preset_raises_something_over_runs_that_blow_up(
+    kind: str, make: Any, poison: int | None, rule: str
+) -> None:
+    monitor, said = run(kind, make, poison=poison)
+    assert rule in {alarm.rule for made in monitor.reports for alarm in made.alarms}
+    assert any(rule in text for text in said)
+
+
+# Alarms that stop
+
+
+def climb(sink: MemorySink) -> None:
+    """Three steps against the gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    options: Any = {"alarms": ["1: update_cosine < 0"], "on_alarm": "stop", "sinks": [sink]}
+    with Monitor(model, optimizer, every_n_steps=1, **options):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+
+
+def test_it_raises_where_the_report_is_complete_and_leaves_no_hook() -> None:
+    """In the next forward pass; inside `with`, what is raised passes, and closing goes well."""
+    sink = MemorySink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(AlarmError) as caught:
+            climb(sink)
+    assert isinstance(caught.value, AdivError)
+    (made,) = sink.reports
+    assert made.step == 0 and caught.value.report == made
+    assert caught.value.alarms == made.alarms and len(made.alarms) == 1
+    assert str(caught.value) == f"step 0: {made.alarms[0]}"
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (copied.report, str(copied)) == (made, str(caught.value))
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def take(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    model.zero_grad()
+    model(torch.ones(4, 3)).square().sum().backward()
+    if optimizer is not None:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+@pytest.mark.parametrize("place", ["forward", "complete_report", "end_step", "compiled"])
+def test_it_raises_wherever_a_report_is_completed(place: str, on_error: Any) -> None:
+    model, optimizer = model_and_optimizer()
+    rules = [lambda path, reading: path == "0"]
+    options: Any = {"alarms": rules, "on_alarm": "stop", "every_n_steps": 1, "on_error": on_error}
+    followed = None if place == "end_step" else optimizer
+    called = torch.compile(model, backend="eager") if place == "compiled" else model
+    monitor = Monitor(model, followed, **options)
+    monitor.attach()
+    take(called, followed)
+    with pytest.raises(AlarmError):
+        if place == "complete_report":
+            monitor.complete_report()
+        elif place == "end_step":
+            monitor.end_step()
+        else:
+            take(called, optimizer)
+    assert no_hooks(model, optimizer), "though nobody has closed it yet"
+    assert monitor.step == 1 and len(monitor.reports) == 1
+    take(model, optimizer)
+    assert len(monitor.reports) == 1, "it measures nothing more"
+    monitor.close()
+    with pytest.raises(AdivError, match="closed"):
+        monitor.attach()
+
+
+def test_the_last_reports_alarms_warn_where_the_monitor_is_closed() -> None:
+    model, optimizer = model_and_optimizer()
+    sink = MemorySink()
+    options: Any = {"alarms": ["0: update_ratio > 0"], "on_alarm": "stop", "sinks": [sink]}
+    with (
+        pytest.warns(UserWarning, match="step 0: 0: 0: update_ratio > 0"),
+        Monitor(model, optimizer, **options) as monitor,
+    ):
+        take(model, optimizer)
+    assert [len(made.alarms) for made in sink.reports] == [1]
+    assert monitor.latest == sink.reports[0]
+    assert no_hooks(model, optimizer)
+
+
+def test_until_it_stops_the_run_is_bit_identical() -> None:
+    def train(watched: bool) -> list[torch.Tensor]:
+        model, optimizer = model_and_optimizer()
+        monitor = Monitor(model, optimizer, every_n_steps=1, alarms=[third], on_alarm="stop")
+        if watched:
+            monitor.attach()
+        try:
+            for step in range(5):
+                seen["step"] = step
+                if step == 4 and not watched:
+                    break
+                take(model, optimizer)
+        except AlarmError as error:
+            assert error.report.step == 3
+        assert no_hooks(model, optimizer)
+        monitor.close()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    seen: dict[str, int] = {}
+
+    def third(path: str, reading: LayerReading) -> bool:
+        return seen["step"] == 4  # step 3's report is complete in the fifth forward pass
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*never attached")
+        plain = train(False)
+    assert all(torch.equal(a, b) for a, b in zip(train(True), plain, strict=True))
+
+
+def test_a_choice_that_is_none_is_refused() -> None:
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(ValueError, match=r"on_alarm=….: got 'halt', expected 'warn' or 'stop'"):
+        Monitor(model, optimizer, alarms="default", on_alarm="halt")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected some: alarms='default'"):
+        Monitor(model, optimizer, on_alarm="stop")
