@@ -41,6 +41,10 @@ class AuditReport:
     @property
     def verdict(self) -> str:
         """What it comes to, in one or two sentences."""
+        if not self.record.is_audited:
+            from adiv_monitor.audit.page.verdict import running_headline
+
+            return f"{running_headline(self.findings, self.record)}."
         act = [f for f in self.findings if f.strength == "act"]
         clock = (
             " The time for trials (try_seconds) cut some short or left them out: this depends on "
@@ -113,15 +117,15 @@ class AuditReport:
         return AuditReport.from_dict(record)
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write report.html and report.json, whole or not at all; missing folders are made.
+        """Write report.html, report.json and report.md, all whole or none; folders are made.
 
         Raises:
             OSError: the folder can't be made, or not be written to.
         """
-        from adiv_monitor.audit.page import page  # needs matplotlib and jinja2
+        from adiv_monitor.audit.page import digest, page  # the page needs matplotlib and jinja2
 
-        folder = Path(folder)
-        write_whole({folder / "report.html": page(self), folder / "report.json": self.to_json()})
+        texts = {"html": page(self), "json": self.to_json(), "md": digest(self)}
+        write_whole({Path(folder) / f"report.{ending}": text for ending, text in texts.items()})
 
 
 def _fixed(act: Sequence[Finding]) -> str:

@@ -10,6 +10,7 @@ from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.budget import Budget
 from adiv_monitor.sinks.running import Running
 
+_BESIDE = (".json", ".md")
 _FIRST = 1.5  # seconds, on the slower of two processors: imports and the page of a small net
 
 
@@ -22,13 +23,18 @@ class HtmlSink:
     `close`, when a callback that has the sink ends, too. To see how a training comes on, load it
     again.
 
+    Beside `run.html` lie, written with it, `run.json`, which `adiv-monitor compare` and
+    `AuditReport.from_json` read, and `run.md`, the same in at most 200 lines, to paste into an
+    issue.
+
     Args:
         path: the file; missing folders are made, an existing file or link is replaced. A pipe or a
-            device is written to instead.
+            device is written to instead, and has nothing beside it.
 
     Raises:
         ImportError: without the packages jinja2 and matplotlib.
         TypeError, IsADirectoryError: the path is none, or that of a folder.
+        FileExistsError: what would lie beside the page is somebody else's file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -39,6 +45,7 @@ class HtmlSink:
                 'pip install "adiv-monitor[audit]"'
             )
         self._path = file_path("HtmlSink", path)
+        self._check_beside()
         self._running = Running()
         self._budget = Budget(_FIRST)
         self._is_behind = False
@@ -69,12 +76,25 @@ class HtmlSink:
         """Write the page as the training ended."""
         self.flush()
 
+    def _check_beside(self) -> None:
+        from adiv_monitor.audit.page import beside, is_ours
+
+        for other in (beside(self._path, ending) for ending in _BESIDE):
+            if not is_ours(other):
+                raise FileExistsError(
+                    f"HtmlSink(path=…): got {self._path}, beside which it would write {other}, "
+                    "which is another's file: expected another name"
+                )
+
     def _write_page(self) -> None:
-        from adiv_monitor.audit.page import running_page
+        from adiv_monitor.audit.page import beside, running_files
 
         with self._budget.spending():
             running, record = self._running, self._running.record()
             record = replace(record, reports=(*record.reports[:-1], running.last))
-            text = running_page(record, running.findings(), running.count, running.alarms)
-            write_whole({self._path: text})
+            texts = running_files(record, running.findings(), running.count, running.alarms)
+            files = {self._path: texts[".html"]}
+            if self._path.is_file() or not self._path.exists():
+                files |= {beside(self._path, ending): texts[ending] for ending in _BESIDE}
+            write_whole(files)
         self._is_behind = False

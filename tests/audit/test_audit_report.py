@@ -240,12 +240,18 @@ def test_a_trial_in_words(loss: float, without: float, said: str) -> None:
 
 
 def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = SimpleNamespace(page=lambda report: f"<p>{report.verdict}</p>")
+    page = SimpleNamespace(
+        page=lambda report: f"<p>{report.verdict}</p>", digest=lambda report: report.verdict
+    )
     monkeypatch.setitem(sys.modules, "adiv_monitor.audit.page", page)
     report = audited()
     report.write(tmp_path / "new" / "folder")
     folder = tmp_path / "new" / "folder"
-    assert sorted(path.name for path in folder.iterdir()) == ["report.html", "report.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "report.html",
+        "report.json",
+        "report.md",
+    ]
     assert same(AuditReport.from_json((folder / "report.json").read_text()), report)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     opened = Path.open

@@ -20,7 +20,7 @@ from adiv_monitor.audit.report import AuditReport
 
 HERE = "audit.command_models"
 NET = f"{HERE}:net"
-FILES = {"report.html", "report.json", "config.yaml", "tensorboard"}
+FILES = {"report.html", "report.json", "report.md", "config.yaml", "tensorboard"}
 
 pytestmark = pytest.mark.filterwarnings("default")  # of what draws the page
 for package in ("rich", "yaml", "jinja2", "matplotlib", "tensorboard"):
@@ -94,7 +94,13 @@ def test_an_earlier_report_is_replaced_and_other_files_stay() -> None:
     assert len(everything(Path("out/tensorboard"))) == len(before)
 
 
-FOREIGN = ("config.yaml", "report.json", "report.html", "tensorboard/events.out.tfevents.1.mine")
+FOREIGN = (
+    "config.yaml",
+    "report.json",
+    "report.html",
+    "report.md",
+    "tensorboard/events.out.tfevents.1.mine",
+)
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -153,7 +159,7 @@ def test_a_json_file_of_somebody_elses_is_not_overwritten(text: str) -> None:
 
 def test_an_earlier_audits_files_keep_their_modes() -> None:
     assert run(NET) == 0
-    names = ("config.yaml", "report.html", "report.json")
+    names = ("config.yaml", "report.html", "report.json", "report.md")
     for name in names:
         Path("out", name).chmod(0o600)
     assert run(NET) == 0
@@ -165,7 +171,7 @@ def test_force_overwrites_the_files_that_it_writes_and_no_others(earlier: bool) 
     if earlier:
         assert run(NET) == 0
     others = ["mine.txt", "tensorboard/events.out.tfevents.1.mine", "tensorboard/deep/mine"]
-    for name in ("config.yaml", "report.json", "report.html", *others):
+    for name in ("config.yaml", "report.json", "report.html", "report.md", *others):
         path = Path("out") / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
@@ -268,6 +274,35 @@ def test_compare_makes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "before", "out/report.json", "--out", "pages/both.html"]) == 0
     assert "<html" in Path("pages/both.html").read_text()
     assert everything(Path("pages")) == {"both.html"}
+
+
+def test_trainings_are_compared_by_their_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    from example_reports import report as step_report
+
+    from adiv_monitor.audit.command import monitor
+    from adiv_monitor.sinks import HtmlSink
+
+    for name in ("one", "two"):
+        sink = HtmlSink(f"runs/{name}.html")
+        sink.write(step_report(0))
+        sink.close()
+    assert main(["compare", "runs/one.html", "runs/two.json", "--out", "by_audit.html"]) == 0
+    given = ["compare", "runs/one.html", "runs/two.json", "--out", "by_monitor.html"]
+    assert monitor.main(given) == 0
+    assert Path("by_audit.html").read_text() == Path("by_monitor.html").read_text()
+    capsys.readouterr()
+    Path("runs/one.json").unlink()
+    assert monitor.main(["compare", "runs/one.html", "runs/two.html"]) == 2
+    assert "can't read runs/one.json" in capsys.readouterr().err
+
+
+def test_the_monitors_command_audits_too(capsys: pytest.CaptureFixture[str]) -> None:
+    from adiv_monitor.audit.command import monitor
+
+    assert monitor.main(["audit", "--steps"]) == 2
+    assert "expected one argument" in capsys.readouterr().err
+    assert monitor.main([]) == 2 and "adiv-monitor compare A B" in capsys.readouterr().err
+    assert monitor.main(["--help"]) == 0 and "adiv-monitor audit" in capsys.readouterr().out
 
 
 # Exit codes

@@ -34,7 +34,7 @@ from adiv_monitor.audit.page import compare, page
 class Elements(HTMLParser):
     """Every element of a page with its attributes, and which of them are not closed in order."""
 
-    VOID = frozenset({"meta", "link", "input", "wbr"})
+    VOID = frozenset({"meta", "link", "input", "wbr", "img"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -337,3 +337,44 @@ def test_alignments_have_a_table_where_they_were_asked_for() -> None:
     text = page(replace(report, record=replace(report.record, reports=reports)))
     assert "<h3>Alignments" in text and "hidden, linear, 64 → 32" in text and "0.625" in text
     assert "<b>head" not in text
+
+
+# Trainings that are known by their reports
+
+
+def known_by_reports(losses: dict[int, float], lr: float = 0.1) -> AuditReport:
+    from example_reports import report as step_report
+
+    from adiv_monitor.sinks.running import Running
+
+    running = Running()
+    for step in (0, 500):
+        told = {s: loss for s, loss in losses.items() if s <= step}
+        running.add(step_report(step, losses=told, learning_rates=(lr,)))
+    return AuditReport(running.findings(), running.record())
+
+
+def test_trainings_are_compared_by_what_is_known_of_them() -> None:
+    steps = {step: 2.0 - step / 500 for step in range(0, 500, 20)}
+    text = compare(known_by_reports(steps), known_by_reports({}, lr=0.01), ("a", "b"))
+    assert "Loss 2 → 1.04, steps 0 to 480" in text and "Loss not known" in text
+    assert "2 at step 0, 1.04 at step 480" in text, "at its own steps"
+    told = re.sub(r"<[^>]*>", " ", text[text.index('id="settings"') : text.index('id="layers"')])
+    assert "0.1" in told and "0.01" in told
+    for unknown in ("Parameters", "Batches", "Seed", "Gradients", "Model", " 0 ", "nan"):
+        assert unknown not in told
+    assert "not tried" not in text and "trial" not in text.partition("</style>")[2].lower()
+    assert "can't tell: run <code>adiv-audit</code>" in text
+    assert text.count("<img ") == 6, "one colour scale for both, three measures"
+
+
+def test_what_is_not_known_of_a_training_is_not_known() -> None:
+    text = compare(small(), known_by_reports({}), ("a", "b"))
+    told = text[text.index('id="settings"') : text.index('id="layers"')]
+    assert '<th scope="row">Seed</th><td>0</td><td>not known</td>' in told
+    assert "Nothing found in what was measured" in text or "To " in text
+
+
+def test_trainings_without_a_loss_have_no_picture_of_it() -> None:
+    text = compare(known_by_reports({}), known_by_reports({}), ("a", "b"))
+    assert 'id="loss"' not in text and 'href="#loss"' not in text

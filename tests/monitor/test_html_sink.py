@@ -1,6 +1,7 @@
 """The page of a training that goes on."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,12 @@ pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 from adiv_monitor.audit.page.titles import FINDING_TITLES
 from adiv_monitor.audit.page.verdict import looked_for
+
+FILES = ["run.html", "run.json", "run.md"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
 
 
 @pytest.fixture
@@ -46,7 +53,7 @@ def test_the_page_says_where_the_training_is(tmp_path: Path) -> None:
     assert "87.5%" in text, "coverage"
     assert "The gradient was clipped to 0.5 of its length." in text
     assert "3 <small>from step 0 on" in text
-    assert [file.name for file in path.parent.iterdir()] == ["run.html"]
+    assert names(path.parent) == FILES
 
 
 def test_findings_are_there_with_what_would_mend_them(tmp_path: Path) -> None:
@@ -68,13 +75,13 @@ def test_pages_take_a_twentieth_of_the_time_at_most(
     path = tmp_path / "run.html"
     from adiv_monitor.audit import page
 
-    whole = page.running_page
+    whole = page.running_files
 
-    def slow(*given: object) -> str:
+    def slow(*given: object) -> Mapping[str, str]:
         clock[0] += 2.0  # seconds
         return whole(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(page, "running_page", slow)
+    monkeypatch.setattr(page, "running_files", slow)
     sink = HtmlSink(path)
     sink.write(report(0))
     clock[0] = 59.9
@@ -136,7 +143,7 @@ def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="full"):
         sink.write(report(1))
     assert path.read_text() == before
-    assert list(tmp_path.iterdir()) == [path]
+    assert names(tmp_path) == FILES
 
 
 def test_a_page_that_fails_is_not_tried_at_every_report(
@@ -151,7 +158,7 @@ def test_a_page_that_fails_is_not_tried_at_every_report(
         clock[0] += 2.0  # seconds
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(page, "running_page", slow)
+    monkeypatch.setattr(page, "running_files", slow)
     sink = HtmlSink(tmp_path / "run.html")
     sink.write(report(0))
     clock[0] = 61.0
@@ -227,3 +234,54 @@ def test_what_is_looked_for_are_findings() -> None:
     names = looked_for(running.record())
     assert set(names) <= set(FINDING_TITLES)
     assert {"non-finite", "loss-stuck", "stands-still"} <= set(names)
+
+
+def test_what_lies_beside_the_page_says_the_same(tmp_path: Path) -> None:
+    from adiv_monitor.audit.report import AuditReport
+
+    layers = {f"layer{i}": reading(update_ratio=0.1) for i in range(5)}
+    layers["slow"] = reading(update_ratio=1e-5)
+    sink = HtmlSink(tmp_path / "run.html")
+    for step in (0, 1):
+        sink.write(report(step, layers=layers, losses={step: 2.0 - step}))
+    sink.close()
+    found = AuditReport.from_json((tmp_path / "run.json").read_text())
+    assert found.record.reports[-1].layers == layers
+    assert dict(zip(found.record.steps_of_losses, found.record.losses, strict=True)) == {
+        0: 2.0,
+        1: 1.0,
+    }
+    assert not found.record.is_audited
+    assert found.verdict in (tmp_path / "run.json").read_text()
+    text = (tmp_path / "run.md").read_text()
+    assert found.verdict.removesuffix(".") in text and "`slow`" in text
+    assert "can't tell from reports: run `adiv-audit`" in text
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.md"])
+def test_no_file_of_somebody_else_is_replaced_beside_the_page(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"mine": 1}')
+    with pytest.raises(FileExistsError, match=f"{name}, which is another's file"):
+        HtmlSink(tmp_path / "run.html")
+    (tmp_path / name).unlink()
+    for _ in range(2):  # its own are replaced
+        sink = HtmlSink(tmp_path / "run.html")
+        sink.write(report())
+        sink.close()
+    assert names(tmp_path) == FILES
+
+
+def test_a_pipe_has_nothing_beside_it(tmp_path: Path) -> None:
+    import os
+    import threading
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    sink = HtmlSink(pipe)
+    sink.write(report())
+    sink.close()
+    reader.join()
+    assert "</html>" in read[0] and names(tmp_path) == ["pipe"]

@@ -15,14 +15,15 @@ from adiv_monitor.audit.command.output import check, staged, write, write_page
 from adiv_monitor.audit.command.prepare import Prepared, prepare
 from adiv_monitor.audit.command.usage import UsageError, needed, one_line, said
 from adiv_monitor.audit.hidden import HIDDEN, hidden_keys
+from adiv_monitor.audit.page.running_files import beside
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.printable import printable
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, REALISED_MEASURES
 
 _DESCRIPTION = """\
 Trains a copy of a model for some steps, says what is wrong with its training and how sure that is,
-and tries what would mend it. Leaves report.html, report.json, config.yaml and tensorboard/ in a
-folder. The model, its weights and its files are never changed."""
+and tries what would fix it. Leaves report.html, report.json, report.md, config.yaml and
+tensorboard/ in a folder. The model, its weights and its files are never changed."""
 
 _EPILOG = """\
 examples:
@@ -32,6 +33,7 @@ examples:
   adiv-audit hf:configs/gpt2 --data text:book.txt --fail-if 'scale_cv > 1' --fail-if act
   adiv-audit --config adiv-audit/config.yaml --steps 200
   adiv-audit compare before after --out compare.html
+  adiv-audit compare runs/mine.html runs/other.html
 
 exit codes:
   0  audited
@@ -136,7 +138,7 @@ def _flag(name: str) -> str:
 
 
 def _audit(config: Config, force: bool) -> int:
-    for package in ("rich", "yaml", "jinja2", "matplotlib", "tensorboard"):
+    for package in ("yaml", "jinja2", "matplotlib", "tensorboard"):
         needed(package, "adiv-audit")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does: the user's own modules lie here
@@ -196,10 +198,11 @@ def _failed(config: Config, report: AuditReport) -> bool:
 def _compare(argv: list[str]) -> int:
     parser = _Parser(
         "adiv-audit compare",
-        description="Makes the side-by-side page of two reports.",
+        description="Makes the page of two audits or trainings, side by side.",
         allow_abbrev=False,
     )
-    parser.add_argument("a", metavar="A", help="folder of a report, or its report.json")
+    about = "folder of an audit, page of a training (run.html), or the JSON of either"
+    parser.add_argument("a", metavar="A", help=about)
     parser.add_argument("b", metavar="B", help="another")
     parser.add_argument("--out", metavar="FILE", default="compare.html", help="the page")
     given = parser.parse_args(argv)
@@ -213,7 +216,11 @@ def _compare(argv: list[str]) -> int:
 
 
 def _read(name: str) -> AuditReport:
-    path = Path(name) / "report.json" if Path(name).is_dir() else Path(name)
+    path = Path(name)
+    if path.is_dir():
+        path /= "report.json"
+    elif path.suffix.lower() in (".html", ".htm"):
+        path = beside(path, ".json")
     try:
         return AuditReport.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:

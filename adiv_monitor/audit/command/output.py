@@ -10,6 +10,7 @@ from pathlib import Path
 
 from adiv_monitor.audit.command.config import Config, dumped
 from adiv_monitor.audit.command.usage import UsageError
+from adiv_monitor.audit.page.digest import MARK
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.files import keep_mode, write_whole
 from adiv_monitor.sinks.tensorboard import TensorBoardSink
@@ -20,6 +21,7 @@ _MARKS = {
     "config.yaml": re.compile(re.escape(_CONFIG_HEAD.encode())),
     "report.html": re.compile(b'<meta name="generator" content="adiv-audit">'),
     "report.json": re.compile(rb'\A\{"schema":\d+,"verdict":'),
+    "report.md": re.compile(rb"\A" + re.escape(MARK.encode())),
 }
 _HEAD = 2000  # bytes, in which marks are
 _BOARD = "tensorboard"
@@ -120,7 +122,7 @@ def _move(stage: Path, folder: Path) -> None:
 
 
 def write(report: AuditReport, config: Config, folder: Path) -> None:
-    """report.html, report.json, config.yaml, and tensorboard/ with every measured step."""
+    """The report's files, config.yaml, and tensorboard/ with every measured step."""
     from torch.utils.tensorboard import SummaryWriter
 
     report.write(folder)

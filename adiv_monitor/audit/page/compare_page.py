@@ -1,14 +1,24 @@
 """The page of two reports, side by side."""
 
+import base64
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from adiv_monitor.audit.finding import Finding
+from adiv_monitor.audit.hidden import without_secrets
+from adiv_monitor.audit.page.findings import checks, significant
 from adiv_monitor.audit.page.layers import Cell
 from adiv_monitor.audit.page.pictures import two_losses
 from adiv_monitor.audit.page.render import render
 from adiv_monitor.audit.page.report_page import headline, last_told, settings
+from adiv_monitor.audit.page.titles import finding_title
+from adiv_monitor.audit.page.verdict import looked_for, running_headline, untold
+from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.report import WORST, LayerReading, StepReport
+from adiv_monitor.sinks.health import GRADIENT, HEALTH
 from adiv_monitor.sinks.wording import number
 
 _MEASURES = (
@@ -19,6 +29,27 @@ _MEASURES = (
     "harmed_fraction",
     "effective_lr",
 )
+# Side by side as pictures.
+_DRAWN = ("update_ratio", GRADIENT, "update_cosine")
+
+
+class _Line(NamedTuple):
+    """What was looked for: what was found of it, how strong that is, and what can't be told."""
+
+    title: str
+    found: str = ""
+    strength: str = ""
+    missing: str = ""
+
+
+class _Run(NamedTuple):
+    """One of the two: headline, what else the verdict says, the loss, and what was looked for."""
+
+    headline: str
+    verdict: str
+    loss: str
+    findings: Sequence[Finding]
+    looked_for: Sequence[_Line]
 
 
 @dataclass(frozen=True)
@@ -69,13 +100,13 @@ def compare(a: AuditReport, b: AuditReport, names: tuple[str, str]) -> str:
     rows = [(p, [_pair(of_a[p], of_b[p], measure) for measure in measures]) for p in shared]
     facts = [_settings(report) for report in (a, b)]
     names_of_settings = list(dict.fromkeys(name for of_run in facts for name in of_run))
-    both = [(n, facts[0].get(n, "–"), facts[1].get(n, "–")) for n in names_of_settings]
+    unknown = "not known"
+    both = [(n, facts[0].get(n, unknown), facts[1].get(n, unknown)) for n in names_of_settings]
     return render(
         "compare.html",
         title=f"{names[0]} and {names[1]}",
         names=names,
-        reports=(a, b),
-        headline=headline,
+        runs=[_run(report) for report in (a, b)],
         steps=[None if report is None else report.step for report in (first, second)],
         measures=measures,
         rows=rows,
@@ -87,8 +118,56 @@ def compare(a: AuditReport, b: AuditReport, names: tuple[str, str]) -> str:
         only=([p for p in of_a if p not in of_b], [p for p in of_b if p not in of_a]),
         settings=[row for row in both if row[1] != row[2]],
         same=[name for name, of_a, of_b in both if of_a == of_b],
-        picture=two_losses([report.record.losses for report in (a, b)]),
+        picture=two_losses((a.record, b.record)) if a.record.losses or b.record.losses else None,
+        maps=_maps(a.record, b.record),
     )
+
+
+def _run(report: AuditReport) -> _Run:
+    record, findings = report.record, report.findings
+    if record.is_audited:
+        lines = [
+            _Line(check.title, ", ".join(check.findings), check.strength, check.missing)
+            for check in checks(findings, record)
+        ]
+        return _Run(headline(findings), report.verdict, _loss(record), findings, lines)
+    strengths = {finding.name: finding.strength for finding in reversed(findings)}
+    names = dict.fromkeys((*(f.name for f in findings), *looked_for(record)))
+    lines = [
+        _Line(finding_title(name), "found" * (name in strengths), strengths.get(name, ""))
+        for name in names
+    ]
+    lines += [_Line(line.title, missing=line.would_tell) for line in untold(record)]
+    return _Run(running_headline(findings, record), "", _loss(record), findings, lines)
+
+
+def _loss(record: Record) -> str:
+    """How the loss went, and over which steps."""
+    if not record.losses:
+        return "Loss not known"
+    steps = record.steps_of_losses
+    ends = f"{significant(record.losses[0])} → {significant(record.losses[-1])}"
+    return f"Loss {ends}, steps {steps[0]:,} to {steps[-1]:,}"
+
+
+def _maps(*records: Record) -> list[tuple[str, list[str]]]:
+    """Measure → a picture of layers by steps of each run, as an address of its data.
+
+    Each measure has the same colours in all runs. A run without it has "".
+    """
+    from adiv_monitor.sinks.heat import grid, heat_picture
+
+    found = []
+    for measure in _DRAWN:
+        grids = [grid(record, measure) for record in records]
+        if any(grids):
+            pngs = [b"" if one is None else heat_picture(one).png() for one in grids]
+            found.append((HEALTH[measure].title, [_address(png) for png in pngs]))
+    return found
+
+
+def _address(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}" if png else ""
 
 
 def _steps(a: AuditReport, b: AuditReport) -> tuple[StepReport | None, StepReport | None]:
@@ -104,11 +183,27 @@ def _steps(a: AuditReport, b: AuditReport) -> tuple[StepReport | None, StepRepor
 
 
 def _settings(report: AuditReport) -> dict[str, str]:
-    """What was chosen, the optimizer's settings one by one; not how long a step took."""
-    facts = report.record.facts
-    chosen = settings(report.record) | {"Optimizer": facts.optimizer}
+    """What was chosen, the optimizer's settings one by one; not how long a step took.
+
+    Of a training that is known by its reports: what these tell of it.
+    """
+    record = report.record
+    if not record.is_audited:
+        return _told_by_reports(record)
+    facts = record.facts
+    chosen = settings(record) | {"Optimizer": facts.optimizer}
     del chosen["Time of a step"]
-    return chosen | {f"Optimizer: {name}": f"{value}" for name, value in facts.settings.items()}
+    of_optimizer = without_secrets(facts.settings)
+    return chosen | {f"Optimizer: {name}": f"{value}" for name, value in of_optimizer.items()}
+
+
+def _told_by_reports(record: Record) -> dict[str, str]:
+    reports = record.reports
+    found = {"Measured": f"steps {reports[0].step:,} to {reports[-1].step:,}"} if reports else {}
+    rates = [", ".join(f"{r:g}" for r in x.learning_rates) for x in reports if x.learning_rates]
+    if rates:
+        found["Optimizer: lr"] = " → ".join(dict.fromkeys((rates[0], rates[-1])))
+    return found
 
 
 def _pair(a: LayerReading, b: LayerReading, measure: str) -> Pair:

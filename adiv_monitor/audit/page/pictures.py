@@ -141,8 +141,8 @@ def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
         return _svg(figure, "cosine", f"What takes of the cosine, by step: {'; '.join(said)}.")
 
 
-def two_losses(losses: Sequence[Sequence[float]]) -> "Markup":
-    """The losses of two runs, A and B."""
+def two_losses(records: Sequence[Record]) -> "Markup":
+    """The losses of two runs, A and B, each at its own steps."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -150,15 +150,16 @@ def two_losses(losses: Sequence[Sequence[float]]) -> "Markup":
         figure = Figure(figsize=(12.8, 4.2))
         axes = figure.subplots()
         figure.subplots_adjust(left=0.07, right=0.95, top=0.96, bottom=0.12)
-        runs = list(zip("AB", losses, ("accent", "second"), strict=True))
-        for _, course, colour in runs:
-            _draw_losses(axes, range(len(course)), course, colour)
-        _set_scale(axes, [value for course in losses for value in course])
+        runs = list(zip("AB", records, ("accent", "second"), strict=True))
+        for _, run, colour in runs:
+            _draw_losses(axes, run.steps_of_losses, run.losses, colour)
+        _set_scale(axes, [value for run in records for value in run.losses])
         axes.margins(x=0.01)
         axes.set_ylabel("loss")
         axes.set_xlabel("step")
-        _place_labels(axes, [(course[-1], mark, colour) for mark, course, colour in runs if course])
-        words = [f"{mark}: {_course_words(c, range(len(c)))}" for mark, c, _ in runs]
+        ends = [(run.losses[-1], mark, colour) for mark, run, colour in runs if run.losses]
+        _place_labels(axes, ends)
+        words = [f"{mark}: {_course_words(r.losses, r.steps_of_losses)}" for mark, r, _ in runs]
         return _svg(figure, "losses", f"Loss by step. {'; '.join(words)}.")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adiv_monitor.audit.finding import STRENGTHS, Finding, outcome
+from adiv_monitor.audit.hidden import without_secrets
 from adiv_monitor.audit.page.drives import drives
 from adiv_monitor.audit.page.findings import (
     all_trials,
@@ -84,7 +85,8 @@ def headline(findings: Sequence[Finding]) -> str:
 def settings(record: Record) -> dict[str, str]:
     """Facts about the model and the run, by name, as they are printed."""
     facts = record.facts
-    optimizer = ", ".join(f"{name} {_plain(value)}" for name, value in facts.settings.items())
+    hidden = without_secrets(facts.settings)
+    optimizer = ", ".join(f"{name} {_plain(value)}" for name, value in hidden.items())
     clip = "not clipped" if facts.clip_norm is None else f"clipped to {facts.clip_norm:g}"
     again = ", repeated" if facts.batches < facts.steps else ""
     seconds = facts.seconds_per_step

@@ -1,0 +1,116 @@
+"""The report in Markdown: what the page says, in at most 200 lines, whatever the run."""
+
+import math
+import re
+from dataclasses import replace
+
+import example_audits
+import pytest
+from example_reports import reading, report
+
+from adiv_monitor.audit.finding import Advice, Evidence, Finding
+from adiv_monitor.audit.page import digest
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.report import Alarm
+from adiv_monitor.sinks.running import Running
+
+LAYERS = [f"blocks.{i}.linear" for i in range(300)]
+
+
+def many_findings(names: list[str]) -> tuple[Finding, ...]:
+    """Twenty, each with more of everything than a page shows."""
+    evidence = tuple(Evidence("scale_mean", 812.5, 64.0, name, 3) for name in names[:40])
+    advice = tuple(Advice(f"do `this` *number* {i}\n# not a heading") for i in range(10))
+    return tuple(
+        Finding(f"made-up-{i}", tuple(names), "act", evidence, advice, "It <is> so.", "That.", i)
+        for i in range(20)
+    )
+
+
+def huge() -> AuditReport:
+    made = example_audits.made_up(LAYERS, 3)
+    notes = tuple(f"note {i}\nof two lines" for i in range(50))
+    unsupported = {f"odd{i}": f"reason {i}" for i in range(50)}
+    reports = tuple(replace(one, unsupported=unsupported) for one in made.record.reports)
+    return AuditReport(many_findings(LAYERS), replace(made.record, notes=notes, reports=reports))
+
+
+def huge_run() -> str:
+    running = Running()
+    layers = {name: reading(i) for i, name in enumerate(LAYERS)}
+    unsupported = {f"odd{i}": f"reason {i}" for i in range(50)}
+    notes = tuple(f"note {i}" for i in range(50))
+    alarms = tuple(Alarm("update_cosine < 1", name, 0.5) for name in LAYERS)
+    for step in range(50):
+        running.add(
+            report(
+                step,
+                layers=layers,
+                unsupported=unsupported,
+                notes=notes,
+                alarms=alarms,
+                losses={step: 2.0},
+            )
+        )
+    return digest(AuditReport(many_findings(LAYERS), running.record()), 50, running.alarms)
+
+
+@pytest.mark.parametrize("make", [lambda: digest(huge()), huge_run])
+def test_no_run_has_more_than_200_lines(make) -> None:  # type: ignore[no-untyped-def]
+    text = make()
+    assert len(text.splitlines()) <= 200
+    assert max(map(len, text.splitlines())) < 1000
+    assert "15 more" not in text and "… 3 more" in text, "20 findings: 5 whole, 12 by name"
+    assert "# not a heading" not in [line.strip() for line in text.splitlines()]
+    assert "It &lt;is&gt; so." in text and r"\*number\*" in text
+
+
+def test_it_says_what_the_page_says() -> None:
+    sick = example_audits.sick()
+    text = digest(sick)
+    title, *headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    assert title == "Audit of `my_project.models.Small`"
+    assert headings[1] == "1. Inputs of an unsuitable scale (act, `input-scale`, since step 0)"
+    for words in ("## What was looked for", "## What was measured", "## Settings", "## Loss"):
+        assert words in text
+    first = sick.findings[0]
+    for advice in first.advice:
+        assert f"- Fix: {advice.text} {advice.outcome.mark} " in text
+    assert "- What would not help: A lower learning rate" in text
+    assert "- Optimizer: AdamW (lr 0.003" in text
+    assert f"| {len(sick.record.losses) - 1} | {sick.record.losses[-1]:.3g} |" in text
+    assert "`stem.0`" in text
+
+
+def test_what_was_not_looked_at_is_said() -> None:
+    text = digest(example_audits.healthy())
+    assert "- Wiring: nothing found; not looked at: " in text
+    assert "other learning rates (not tried)" in text
+    assert "## Findings" not in text
+
+
+def test_a_training_without_a_loss_can_not_be_said_to_learn() -> None:
+    running = Running()
+    running.add(report(layers={"a": reading(update_ratio=0.1)}))
+    text = digest(AuditReport((), running.record()), 1)
+    assert "# Training up to step 0" in text and "Loss: not known." in text
+    assert "- Whether the loss falls: can't tell from reports: `Monitor(…, loss=…)`" in text
+    assert "## Settings" not in text and "## Loss" not in text
+
+
+def test_secrets_and_steering_are_not_in_it() -> None:
+    made = example_audits.made_up(list(example_audits.HOSTILE), 2)
+    facts = replace(made.record.facts, settings={"lr": 0.1, "api_key": "sk-12345"})
+    text = digest(replace(made, record=replace(made.record, facts=facts)))
+    assert "sk-12345" not in text and r"api\_key \*\*\*" in text
+    assert "<img" not in re.sub(r"`[^`]*`", "", text)
+    assert "\u202e" not in text
+
+
+def test_losses_that_are_not_finite_are_told() -> None:
+    made = example_audits.made_up(["a"], 2)
+    losses = (*made.record.losses, math.nan)
+    record = replace(made.record, losses=losses, first_non_finite="loss")
+    text = digest(replace(made, record=record))
+    assert f"| {len(losses) - 1} | – |" in text
+    assert "first value that is not finite was seen in loss" in text
