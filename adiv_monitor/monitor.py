@@ -3,7 +3,6 @@
 import atexit
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adiv_monitor.alarms import Alarms, Rules
+from adiv_monitor.alarms import Rules
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import (
     DEFAULT_MAX_ROWS,
@@ -30,9 +29,8 @@ from adiv_monitor.capture.hook import Hook, take_off
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.selection import LayerChoice, Selection, select
 from adiv_monitor.errors import AdivError, AlarmError
+from adiv_monitor.outlet import Outlet
 from adiv_monitor.report import StepReport, Turn
-from adiv_monitor.sinks.conclusion import conclude
-from adiv_monitor.sinks.running import Running
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.course import Asked, Course
 from adiv_monitor.step.failures import Failures
@@ -175,11 +173,10 @@ class Monitor:
         self._choice = layers
         self._turns = Turns(layers_per_step)
         self._measures_now = True  # the first step
-        self._sinks = tuple(sinks)
-        self._alarms = Alarms(alarms)
         self._stops = on_alarm == "stop"
         self._generator = np.random.default_rng(seed)
         self._failures = Failures(on_error)
+        self._outlet = Outlet(sinks, alarms, keep, self._failures)
         self._schedule = make_schedule(every_n_steps, max_overhead)
         self._losses = LossLog()
         if loss is None and not isinstance(realised, bool):
@@ -202,8 +199,6 @@ class Monitor:
         self._state: Literal["new", "attached", "stopped", "closed"] = "new"
         self._hooks: list[Hook] = []  # on the optimizer
         self.step = 0
-        self._reports: deque[StepReport] = deque(maxlen=keep)
-        self._running = Running()
         selection = self._select()
         check_choice(selection, model, layers)
         self._paths = " ".join(selection.paths)
@@ -234,7 +229,7 @@ class Monitor:
     def reports(self) -> deque[StepReport]:
         """The last complete reports, as many as `keep` says."""
         self._check_attached()
-        return self._reports
+        return self._outlet.reports
 
     @property
     def latest(self) -> StepReport | None:
@@ -254,7 +249,7 @@ class Monitor:
         """
         from adiv_monitor.sinks.plots import run_figure
 
-        return run_figure(self._running, measure)
+        return run_figure(self._outlet.running, measure)
 
     def __enter__(self) -> "Monitor":
         self.attach()
@@ -348,25 +343,13 @@ class Monitor:
                     partial(self._failures.safely, self._course.end, patience),
                     partial(self._failures.safely, self._take_off),
                     partial(self._failures.safely, self._add_last_losses),
-                    *(partial(self._failures.guard_sink, sink, sink.close) for sink in self._sinks),
-                    *([] if quietly else [self._conclude]),
+                    *self._outlet.closings(quietly=quietly),
                 )
         finally:  # again: closing may have been interrupted, now or when it was called before
             self._take_off()
 
     def _add_last_losses(self) -> None:
-        """Of the steps after the last report."""
-        losses = self._losses.take(self.step)
-        if not losses or not self._running.count:  # another process writes, or nobody does
-            return
-        self._running.add_losses(losses)
-        self._warn_of_non_finite()
-        for sink in self._sinks:
-            if callable(add := getattr(sink, "add_losses", None)):
-                self._failures.guard_sink(sink, partial(add, losses))
-
-    def _conclude(self) -> None:
-        self._failures.safely(conclude, self._running, self._sinks)
+        self._outlet.add_last_losses(self._losses.take(self.step))
 
     def _take_off(self) -> None:
         """Take every hook off, if it is on; if that is interrupted, it can be done again."""
@@ -517,56 +500,19 @@ class Monitor:
             self._failures.safely(self._course.arm)
 
     def _emit(self, report: StepReport, writes: bool) -> None:
-        failures: list[str] = []
+        if (last := self._outlet.take(report, writes, self._ends_training)) is not None:
+            self._stop(AlarmError(last))
 
-        def fail(rule: str, error: Exception) -> None:
-            name = f"The alarm {rule}"
-            failures.append(self._failures.of_users(name, error, name))
-
-        alarms = self._failures.safely(self._alarms.of, report, fail) or ()
-        # At the end there is nothing left to stop.
-        stops = bool(alarms) and self._stops and self._state == "attached"
-        stops = stops and self._course.all_stop(report.step)
-        report = replace(report, alarms=alarms, notes=(*report.notes, *failures))
-        for rule in self._alarms.idle if writes and report.ends_round and report.layers else ():
-            self._failures.warn(
-                f"idle {rule}",
-                f"adiv_monitor: the alarm {rule!r} has found nothing to compare up to step "
-                f"{report.step}: no layer with a reading has that name, or none that measure",
-            )
-        if writes:
-            self._failures.safely(self._running.add, report)
-            self._warn_of_non_finite()
-        for alarm in alarms if writes and not stops else ():
-            self._failures.warn(
-                f"{alarm.rule} {alarm.layer}", f"adiv_monitor: step {report.step}: {alarm}"
-            )
-        failures = [
-            failure
-            for sink in (self._sinks if writes else ())
-            if (failure := self._failures.guard_sink(sink, partial(sink.write, report))) is not None
-        ]
-        if failures:
-            report = replace(report, notes=(*report.notes, *failures))
-        self._reports.append(report)
-        if stops:
-            self._stop(AlarmError(report))
+    def _ends_training(self, report: StepReport) -> bool:
+        """Whether its alarms do, in all processes alike; at the end there is nothing to stop."""
+        is_asked = self._stops and self._state == "attached"
+        return is_asked and self._course.all_stop(report.step)
 
     def _stop(self, error: AlarmError) -> None:
         """End the training: what called the hook in which this is raised leaves it."""
         self._state = "stopped"
         self._take_off()
         raise error
-
-    def _warn_of_non_finite(self) -> None:
-        """Once, and not only at the end."""
-        step, where = self._running.first_non_finite or (None, None)
-        if step is not None:
-            self._failures.warn(
-                "not finite",
-                f"adiv_monitor: step {step}: not finite (NaN, infinite or too large to square): "
-                f"{where}",
-            )
 
     def _select(self) -> Selection:
         held = held_parameters(self._model, self._optimizer)  # groups may be added while training

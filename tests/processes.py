@@ -125,7 +125,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def written(monitor: Monitor) -> int:
-    (sink,) = monitor._sinks
+    (sink,) = monitor._outlet._sinks
     assert isinstance(sink, MemorySink)
     return len(sink.reports)
 

@@ -33,7 +33,11 @@ MAY_IMPORT = {
         *{"alignment", "capture", "errors", "lightning_base", "printable", "report", "step"},
     },
     "arguments": {"alignment", "capture", "sinks", "step"},
-    "monitor": {"alarms", "alignment", "arguments", "capture", "errors", "report", "sinks", "step"},
+    "outlet": {"alarms", "report", "sinks", "step"},
+    "monitor": {
+        *{"alarms", "alignment", "arguments", "capture", "errors", "outlet", "report", "sinks"},
+        "step",
+    },
     "callback_monitor": {"errors", "monitor", "printable"},
     "lightning_base": set(),
     "lightning": {
