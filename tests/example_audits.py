@@ -20,6 +20,7 @@ from adiv_monitor.audit.record import (
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.what_if import Alternative
 from adiv_monitor.report import QUANTILE_LEVELS, LayerReading, StepReport
+from adiv_monitor.sinks.running import Running
 
 ALTERNATIVES = (
     *("as it is", "affine-like", "norm-like", "layer norm", "rms norm", "batch norm"),
@@ -250,3 +251,15 @@ def _reading(draw: random.Random, share: float, length: float) -> LayerReading:
             max(-1.0, min(1.0, update + 0.9 * (q - 0.5) ** 3 * 4)) for q in QUANTILE_LEVELS
         ),
     )
+
+
+def known_by_reports(seed: int = 0, losses: bool = True) -> AuditReport:
+    """A training of four layers that no audit ran, with losses or without."""
+    from example_reports import LAYERS, reading, report
+
+    running = Running()
+    for i, step in enumerate((0, 250, 500)):
+        layers = {path: reading(100 * seed + 10 * i + j) for j, path in enumerate(LAYERS)}
+        told = {s: 2.0 - s / 500 for s in range(step - 240, step + 1, 20) if s >= 0 and losses}
+        running.add(report(step, layers=layers, losses=told, learning_rates=(0.1 / (1 + seed),)))
+    return AuditReport(running.findings(), running.record())

@@ -31,7 +31,8 @@ COMPUTED = {
 }
 TOP = f"""# report.json
 
-What an audit writes beside its page: one JSON object, `AuditReport.to_dict()`, schema {SCHEMA}.
+What an audit, and of a training `HtmlSink`, writes beside its page: one JSON object,
+`AuditReport.to_dict()`, schema {SCHEMA}.
 `AuditReport.from_json(text)` reads it back exactly; of what does not fit it says where,
 what is there and what is expected.
 

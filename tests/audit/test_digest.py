@@ -112,5 +112,5 @@ def test_losses_that_are_not_finite_are_told() -> None:
     losses = (*made.record.losses, math.nan)
     record = replace(made.record, losses=losses, first_non_finite="loss")
     text = digest(replace(made, record=record))
-    assert f"| {len(losses) - 1} | – |" in text
+    assert f"| {len(losses) - 1} | NaN |" in text
     assert "first value that is not finite was seen in loss" in text

@@ -34,6 +34,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "hostile": page(hostile),
         "compare": compare(plain, hostile, ("<i>a</i>", "b")),
     }
+    runs = [example_audits.known_by_reports(seed) for seed in (0, 1)]
+    texts["trainings"] = compare(*runs, ("a", "b"))
+    styles = ("background:#fff;color:#222", "background:#111;color:#ddd")
+    table = runs[0].record.reports[-1]._repr_html_()
+    shown = "".join(f'<div style="{style}">{table}</div>' for style in styles)
+    texts["notebook"] = f"<!doctype html><meta charset=utf-8><link rel=icon href=data:,>{shown}"
     for name, text in texts.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
     return folder
@@ -117,6 +123,26 @@ def test_text_stands_out_from_its_ground(browser: Browser, files: Path, dark: bo
     assert faint == []
 
 
+@pytest.mark.parametrize("name", ["trainings", "notebook"])
+def test_what_reports_alone_show_stands_out_from_its_ground(
+    browser: Browser, files: Path, name: str
+) -> None:
+    browser.open(files / f"{name}.html")
+    assert browser.run(CONTRAST) == []
+
+
+def test_two_trainings_are_drawn_side_by_side(browser: Browser, files: Path) -> None:
+    browser.open(files / "trainings.html")
+    sizes = browser.run(
+        "return [...document.querySelectorAll('#maps img')]"
+        ".map(img => [img.naturalWidth > 0, img.getBoundingClientRect().top])"
+    )
+    assert len(sizes) == 6 and all(is_drawn for is_drawn, _ in sizes)
+    tops = [top for _, top in sizes]
+    assert tops[::2] == tops[1::2], "A beside B"
+    assert browser.run("return document.querySelectorAll('details .checks li').length") > 20
+
+
 CONTRAST = """
 const light = (css) => {
   const [r, g, b] = css.match(/[\\d.]+/g).map(Number).map((v) => v / 255)
@@ -124,11 +150,12 @@ const light = (css) => {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 };
 const ground = (element) => {
-  for (let at = element; at; at = at.parentElement) {
-    const colour = getComputedStyle(at).backgroundColor;
-    if (!/, 0\\)$/.test(colour)) return colour;
-  }
-  return "rgb(255, 255, 255)";
+  if (!element) return "rgb(255, 255, 255)";
+  const parts = getComputedStyle(element).backgroundColor.match(/[\\d.]+/g).map(Number);
+  const share = parts[3] ?? 1;
+  if (share === 1) return `rgb(${parts.join()})`;
+  const below = ground(element.parentElement).match(/[\\d.]+/g).map(Number);
+  return `rgb(${below.map((v, i) => share * parts[i] + (1 - share) * v).join()})`;
 };
 const faint = new Set();
 for (const element of document.querySelectorAll("body *")) {
@@ -180,7 +207,7 @@ def test_names_are_no_markup(browser: Browser, files: Path) -> None:
     assert browser.run("return document.querySelectorAll('img, iframe, object').length") == 0
 
 
-@pytest.mark.parametrize("name", ["plain", "hostile", "compare"])
+@pytest.mark.parametrize("name", ["plain", "hostile", "compare", "trainings"])
 def test_nothing_sticks_out_of_a_narrow_screen(browser: Browser, files: Path, name: str) -> None:
     browser.open(files / f"{name}.html", width=400)
     assert browser.run("return document.documentElement.scrollWidth") <= 400
