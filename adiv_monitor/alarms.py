@@ -131,7 +131,12 @@ class Alarms:
         self._rules: list[Rule | Condition] = []
         for rule in rules:
             self._rules += [rule] if callable(rule) else _parsed(rule)
-        self._idle = [r for r in self._rules if isinstance(r, Rule) and not r.of_preset]
+        self._idle = [rule for rule in self.rules if not rule.of_preset]
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """Those that are texts."""
+        return tuple(rule for rule in self._rules if isinstance(rule, Rule))
 
     @property
     def idle(self) -> tuple[str, ...]:
@@ -242,5 +247,5 @@ def _not_finite(rule: Rule, report: StepReport) -> Iterator[Alarm]:
         of = layer or "the model itself"
         said = f"the {what} of {of} {verb} NaN, infinite or too large to square"
         others = len({layer for what, layer in broken if what != "loss"}) - 1
-        more = f"; something of {others} more layers is, too" if others else ""
+        more = f"; so is something of {others} more layer{'s' * (others > 1)}" if others else ""
         yield Alarm(rule.text, layer, non_finite=said + more)

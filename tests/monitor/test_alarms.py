@@ -165,8 +165,8 @@ def test_what_is_not_finite_raises_one_alarm_of_what_was_so_first() -> None:
     (alarm,) = Alarms(["non_finite"]).of(StepReport(7, layers, {}, 1.0))
     assert alarm.layer == "c" and alarm.value is None
     assert str(alarm) == (
-        "non_finite: the outputs of c are NaN, infinite or too large to square; something of 1 "
-        "more layers is, too"
+        "non_finite: the outputs of c are NaN, infinite or too large to square; so is something "
+        "of 1 more layer"
     )
     (alarm,) = Alarms(["b: non_finite"]).of(StepReport(7, layers, {}, 1.0))
     assert str(alarm) == (
@@ -214,3 +214,9 @@ def test_the_preset_is_made_of_what_healthy_layers_read() -> None:
     alarms = Alarms(["scale_cv > 1", "default"])
     alarms.of(StepReport(0, {}, {}, 1.0))
     assert alarms.idle == ("scale_cv > 1",), "of the preset nothing is said"
+
+
+def test_the_docs_name_the_rules_of_the_preset() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    table = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| `")]
+    assert table == [f"`{rule.text}`" for rule in Alarms("default").rules]

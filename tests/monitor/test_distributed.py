@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from adiv_monitor import Monitor
+from adiv_monitor import AlarmError, Monitor
 from adiv_monitor.capture.hook import take_off
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
@@ -484,7 +484,48 @@ def losses_of_ranks(rank: int) -> tuple[list[float], list[StepReport]]:
     return collected, list(monitor.reports)
 
 
+Stopped = tuple[str | None, int, int, list[Tensor]]
+
+
+@patient()
+def alarm_that_stops_all(rank: int) -> Stopped:
+    """Why it stopped, steps taken, reports, and weights: the alarm is one of step 2."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    rules = [lambda path, reading: len(monitor.reports) == 2]
+    monitor = Monitor(net, optimizer, every_n_steps=1, alarms=rules, on_alarm="stop")
+    why, steps = None, 0
+    try:
+        with monitor:
+            for _ in range(5):
+                time.sleep(0.05 * rank)  # one of them is always later
+                train(net, optimizer, x)
+                steps += 1
+    except AlarmError as error:
+        why = str(error)
+    weights = [parameter.detach() for parameter in model.parameters()]
+    return why, steps, len(monitor.reports), weights
+
+
+@patient()
+def alarm_without_the_others(rank: int) -> Stopped:
+    """One of them has no monitor that could stop it: none stops."""
+    model, optimizer, x = small(rank)
+    net = DistributedDataParallel(model)
+    rules = [lambda path, reading: True]
+    steps = 0
+    monitor = Monitor(net, optimizer, every_n_steps=1, alarms=rules, on_alarm="stop")
+    with warnings.catch_warnings(), nullcontext() if rank else monitor:
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            train(net, optimizer, x)
+            steps += 1
+    return None, steps, len(monitor.reports), []
+
+
 TASKS = (
+    alarm_that_stops_all,
+    alarm_without_the_others,
     losses_of_ranks,
     optimizer_in_parts,
     averaged_by_hand,
@@ -515,6 +556,19 @@ def test_losses_are_the_mean_over_the_ranks_that_know_one(found: dict[int, list[
     assert reports[0].losses == pytest.approx({0: mean[0]})
     assert reports[1].losses == pytest.approx({1: mean[1], 2: second[2], 3: mean[3]})
     assert [report.learning_rates for report in reports] == [(0.1,), (0.1,)]
+
+
+def test_an_alarm_stops_all_ranks_in_the_same_step(found: dict[int, list[Found]]) -> None:
+    first, second = (own["alarm_that_stops_all"] for own in found[2])
+    assert first[0].startswith("step 2: 0: ")
+    assert first[:3] == second[:3] == (first[0], 3, 3)
+    assert all(map(torch.equal, first[3], second[3]))
+
+
+def test_where_one_rank_has_no_monitor_no_rank_stops(found: dict[int, list[Found]]) -> None:
+    first, second = (own["alarm_without_the_others"] for own in found[2])
+    assert first[:3] == (None, 3, 3)
+    assert second[:3] == (None, 3, 0)
 
 
 def alone(kind: type[torch.optim.Optimizer], batches: list[slice]) -> list[StepReport]:

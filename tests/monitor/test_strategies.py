@@ -85,8 +85,34 @@ def fit(way: str, strategy: Any, folder: str | Path, **options: Any) -> None:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     fixed = {"accelerator": "cpu", "devices": WORLD, "max_epochs": 1, "callbacks": callback}
     alone = {"use_distributed_sampler": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(strategy=strategy, **quiet, **fixed, **alone, **options)
+    trainer = pl.Trainer(strategy=strategy, **{**quiet, **fixed, **alone, **options})
     trainer.fit(Classifier(way=way))
+
+
+class Steps(pl.Callback):
+    """Writes how many steps each process has taken."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_end(self, run: Any, model: Any) -> None:
+        (self._folder / f"steps.{run.global_rank}").write_text(str(run.global_step))
+
+
+def is_second(path: str, reading: object) -> bool:
+    """A rule that holds at one layer."""
+    return path == "net.2"
+
+
+def test_an_alarm_stops_the_fit_in_all_processes_at_the_same_batch(tmp_path: Path) -> None:
+    """The report of step 0 is complete in all when the second step begins."""
+    callback = DivergenceCallback(
+        2, sinks=[JsonlSink(tmp_path / "run.jsonl")], alarms=[is_second], on_alarm="stop"
+    )
+    fit("ddp_spawn", "ddp_spawn", tmp_path, callbacks=[callback, Steps(tmp_path)])
+    assert [(tmp_path / f"steps.{rank}").read_text() for rank in range(WORLD)] == ["2", "2"]
+    (line,) = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert [alarm["layer"] for alarm in json.loads(line)["alarms"]] == ["net.2"]
 
 
 def work(rank: int, folder: str) -> None:
