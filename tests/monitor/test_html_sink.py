@@ -236,6 +236,15 @@ def test_what_is_looked_for_are_findings() -> None:
     assert {"non-finite", "loss-stuck", "stands-still"} <= set(names)
 
 
+def test_what_a_finding_speaks_of_is_not_ticked_beside_it() -> None:
+    running = Running()
+    running.add(report(layers={f"{i}": reading(update_ratio=1e-5) for i in range(4)}))
+    found = running.findings()
+    names = looked_for(running.record(), found)
+    assert "rate-too-low" in {finding.name for finding in found}
+    assert "rate-too-low" in names and "stands-still" not in names
+
+
 def test_what_lies_beside_the_page_says_the_same(tmp_path: Path) -> None:
     from adiv_monitor.audit.report import AuditReport
 

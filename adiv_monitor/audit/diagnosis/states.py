@@ -13,13 +13,14 @@ from adiv_monitor.sinks.health import GRADIENT, HEALTH, value_of
 from adiv_monitor.sinks.wording import listed
 
 # The findings that speak of a measure: what they name is not said a second time.
-_SPEAK_OF: Mapping[str, tuple[str, ...]] = {
+SPEAK_OF: Mapping[str, tuple[str, ...]] = {
     "update_ratio": ("uneven-rates", "rate-too-high", "rate-too-low", "dead-units", "vanishing"),
     GRADIENT: ("vanishing", "exploding", "dead-units"),
     "idle_share": ("dead-units",),
     "scale_cv": ("row-spread",),
     "projection_cosine": ("projection-fights",),
 }
+OF_MOVES = frozenset(SPEAK_OF["update_ratio"])
 # Padding has no gradient, and corrected layers are a choice: others are good to know.
 _TELL_FAULTS = ("update_ratio", GRADIENT, "projection_cosine")
 _WORDS: Mapping[tuple[str, bool], str] = {  # of a measure that is too large, or too small
@@ -47,7 +48,7 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
         return
     spoken_for = {
         measure: {layer for f in found if f.name in names for layer in f.layers or ("*",)}
-        for measure, names in _SPEAK_OF.items()
+        for measure, names in SPEAK_OF.items()
     }
     outside = {
         (measure, is_high): {p: t for p, t in layers.items() if p not in spoken_for[measure]}

@@ -132,7 +132,7 @@ def _run(report: AuditReport) -> _Run:
         ]
         return _Run(headline(findings), report.verdict, _loss(record), findings, lines)
     strengths = {finding.name: finding.strength for finding in reversed(findings)}
-    names = dict.fromkeys((*(f.name for f in findings), *looked_for(record)))
+    names = looked_for(record, findings)
     lines = [
         _Line(finding_title(name), "found" * (name in strengths), strengths.get(name, ""))
         for name in names

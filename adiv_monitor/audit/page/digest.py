@@ -111,7 +111,7 @@ def _looked_for(findings: Sequence[Finding], record: Record) -> Iterator[str]:
             yield f"- {check.title}: {markdown(state + missing)}"
         return
     found_names = {finding.name for finding in findings}
-    for name in dict.fromkeys((*(f.name for f in findings), *looked_for(record))):
+    for name in looked_for(record, findings):
         state = "found" if name in found_names else "looked at, nothing found"
         yield f"- {finding_title(name)}: {state}"
     for line in untold(record):

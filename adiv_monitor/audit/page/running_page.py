@@ -39,7 +39,6 @@ def running_page(
     """
     reports = record.reports
     last = last_told(reports) or reports[-1]
-    found = {finding.name: None for finding in findings}
     return render(
         "running.html",
         title=f"Training up to step {reports[-1].step:,}",
@@ -51,7 +50,7 @@ def running_page(
         alarms=[str(alarm) for alarm in alarms],
         newest=reports[-1],
         last=last,
-        looked_for=tuple(dict.fromkeys((*found, *looked_for(record)))),
+        looked_for=looked_for(record, findings),
         untold=untold(record),
         loss_words=loss_words(record),
         loss_picture=loss_picture(record, ()) if len(record.losses) > 1 else None,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from adiv_monitor.audit.diagnosis.course import FEWEST, fell, is_long_enough, may_have_fallen
 from adiv_monitor.audit.diagnosis.initialisation import FEWEST_LAYERS
 from adiv_monitor.audit.diagnosis.readings import by_layer, entering, maps
+from adiv_monitor.audit.diagnosis.states import OF_MOVES
 from adiv_monitor.audit.finding import STRENGTHS, Finding
 from adiv_monitor.audit.page.titles import finding_title
 from adiv_monitor.audit.record import Record
@@ -46,8 +47,17 @@ def running_headline(findings: Sequence[Finding], record: Record) -> str:
     return NOTHING if any(report.layers for report in record.reports) else NOT_MEASURED
 
 
-def looked_for(record: Record) -> tuple[str, ...]:
-    """The findings that the reports at hand could have shown, by name."""
+def looked_for(record: Record, found: Sequence[Finding] = ()) -> tuple[str, ...]:
+    """The findings that the reports at hand could have shown, by name; those that are, first.
+
+    Where a finding speaks of how far layers move, others leave that to it: nothing is said of them.
+    """
+    names = {finding.name: None for finding in found}
+    left = {"stands-still", "outside-healthy"} if names.keys() & OF_MOVES else set()
+    return tuple(dict.fromkeys([*names, *(n for n in _could_show(record) if n not in left)]))
+
+
+def _could_show(record: Record) -> tuple[str, ...]:
     paths = maps(record)
     if not paths:
         return ("non-finite",)
