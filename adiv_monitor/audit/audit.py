@@ -1,4 +1,4 @@
-"""The audit: train a copy, say what is wrong with it, and try what would mend it."""
+"""The audit: train a copy, say what is wrong with it, and try what would fix it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
