@@ -13,7 +13,7 @@ from adiv_monitor.sinks.wording import number
 _CAUSES: Mapping[str, tuple[str, str]] = {
     "scale": (
         "1 − diagonal cosine",
-        "Rows of different length are moved differently far; mended by inputs, or layers, that "
+        "Rows of different length are moved differently far; fixed by inputs, or layers, that "
         "make the rows alike.",
     ),
     "interference": (
