@@ -229,7 +229,11 @@ class MeasuredStep:
     def weights_moved(self, before: list[Tensor]) -> None:
         """The closure has run: an optimizer that moved the weights first has no one gradient."""
         if before:
-            moved = [x != y for x, y in zip(self.weights(), before, strict=True)]
+            # NaN is unlike itself.
+            moved = [
+                (x != y) & ~(x.isnan() & y.isnan())
+                for x, y in zip(self.weights(), before, strict=True)
+            ]
             self._moved = torch.stack([flag.to(moved[0].device) for flag in moved]).any()
 
     def discard(self) -> None:

@@ -21,6 +21,7 @@ from made_records import (
 )
 
 from adiv_monitor.audit.diagnosis import diagnose
+from adiv_monitor.audit.diagnosis.course import fell
 from adiv_monitor.audit.diagnosis.diagnose import RULES
 from adiv_monitor.audit.finding import Finding, Trial
 from adiv_monitor.audit.page.titles import FINDING_TITLES
@@ -391,13 +392,23 @@ def test_without_trials_of_rates_activations_that_move_too_far_or_hardly_tell() 
     far = {name: reading(update_ratio=3.0) for name in "abc"}
     assert found(record(far, losses=STILL))["rate-too-high"].strength == "act"
     assert "rate-too-high" not in found(record(far))  # RMSprop's first step is long, and well
-    still = {name: reading(update_ratio=1e-3) for name in "abc"}
+    still = {name: reading(update_ratio=1e-3, descent=1e-5) for name in "abc"}
     assert found(record(still, losses=STILL))["rate-too-low"].strength == "act"
+    ended = {name: reading(update_ratio=1e-3, descent=1e-3) for name in "abc"}
+    assert found(record(ended, losses=STILL))["rate-too-low"].strength == "watch", (
+        "steps that promise 0.003 each: a loss of 2.3 that does not follow may be at its end"
+    )
     assert found(record(still, losses=()))["rate-too-low"].strength == "watch"
     falls = found(record(still))
     assert "rate-too-low" not in falls and falls["stands-still"].strength == "note"
     near = {name: reading(update_ratio=3.2e-3) for name in "abc"}
     assert "rate-too-low" not in found(record(near, losses=STILL))
+
+
+def test_a_loss_that_comes_down_a_part_of_the_way_that_it_went_up_did_not_fall() -> None:
+    burst = record(losses=(1.3, *(180.0 - 3 * i for i in range(39))))
+    assert not fell(burst) and "The loss rises: 1.3" in found(burst)["loss-stuck"].summary
+    assert fell(record(losses=(1.3, *(1.5 - 0.03 * i for i in range(39)))))
 
 
 def test_modules_that_never_ran_are_worth_watching() -> None:

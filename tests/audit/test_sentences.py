@@ -152,10 +152,12 @@ ROWS = [
         record(losses=(2.3, math.nan)), record(losses=(math.nan,))),
     Row("non-finite", "Replacing NaN by 0 (nan_to_num) hides where they come from",
         record(losses=(2.3, math.nan)), record()),
-    Row("non-finite", "Values are not finite from step 10 on; first in: the outputs of Linear 'b'",
+    Row("non-finite", "Values are not finite (NaN, infinite or too large to square) from step 10 "
+        "on; first in: the outputs of Linear 'b'",
         by_reports(layers(), broken("gradient", "outputs")),
         by_reports(layers(), broken("gradient"))),
-    Row("non-finite", "first in: the loss", by_reports(layers(), losses=(1.0, math.nan)),
+    Row("non-finite", "Values are not finite from step 1 on; first in: the loss",
+        by_reports(layers(), losses=(1.0, math.nan)),
         by_reports(layers(), losses=(1.0, 0.5))),
     # stands-still, outside-healthy, rate-decayed
     Row("stands-still", "The activations of layer 'a' move by 0.004 of their length in a step; "
@@ -171,6 +173,8 @@ ROWS = [
     Row("stands-still", "The loss falls all the same: in fine-tuning, or near its end, they need "
         "not move", by_reports(*[STANDS] * 4, losses=WELL),
         by_reports(*[STANDS] * 4, losses=STILL)),
+    Row("stands-still", "At first they moved as healthy layers do: near the end they need not any "
+        "more", by_reports(layers(), *[STANDS] * 3), by_reports(*[STANDS] * 4)),
     Row("stands-still", "The learning rate still rises: at its peak this will tell more",
         by_reports(*[STANDS] * 3, rates=(0.01, 0.02, 0.03)),
         by_reports(*[STANDS] * 3, rates=(0.03, 0.03, 0.03))),
@@ -271,7 +275,14 @@ ROWS = [
         overfit(2.0, STILL)),
     Row("loss-stuck", "Whether the loss falls can't be told from 12 steps: 2.3 at first",
         record(losses=FEW_AND_NOISY), record(losses=STILL)),
-    Row("loss-stuck", "audit more steps", record(losses=FEW_AND_NOISY), record(losses=STILL)),
+    Row("loss-stuck", "more steps: the mean over more batches tells", record(losses=FEW_AND_NOISY),
+        record(losses=STILL)),
+    Row("loss-stuck", "The learning rate still rises: at its peak this will tell more",
+        by_reports(*[layers()] * 3, rates=(0.01, 0.02, 0.03), losses=STILL),
+        by_reports(*[layers()] * 3, rates=(0.03, 0.03, 0.03), losses=STILL)),
+    Row("loss-stuck", "look again when the learning rate is at its peak",
+        by_reports(*[layers()] * 3, rates=(0.01, 0.02, 0.03), losses=STILL),
+        by_reports(*[layers()] * 3, rates=(0.03, 0.03, 0.03), losses=STILL)),
     Row("target-scale", "A model that gives zeros has a loss of 1e+06: targets in large units",
         record(chance=1e6, losses=(1e6, math.inf)), record(chance=11.0)),
     Row("target-scale", "AdamW of learning rate 0.001, whose steps do not depend on",
@@ -345,6 +356,9 @@ ROWS = [
         record(rates=LOW), record(rates=LOWISH)),
     Row("rate-too-low", "No layer's activations move by more than 0.001 of themselves in a step",
         record(SLOW, losses=STILL), record({**SLOW, "a": reading()}, losses=STILL)),
+    Row("rate-too-low", "too little to learn from the beginning. Where a training ends, they need "
+        "not move", record(SLOW, losses=STILL),
+        record(layers(update_ratio=1e-3, descent=1e-5), losses=STILL)),
     Row("uneven-rates", "In one step the activations of layer 'a' hardly move: by a factor of "
         "20000 off the median layer's", record({"a": reading(update_ratio=1e-6)}),
         record({"a": reading(update_ratio=9.0)})),

@@ -87,6 +87,29 @@ def test_a_loss_that_is_not_finite(factor: float) -> None:
     assert math.isnan(reports[0].layers["0"].update_cosine)
 
 
+def test_weights_that_are_not_finite_did_not_move_before_the_gradient() -> None:
+    """Where the optimizer asks for the gradient: NaN is unlike itself, but nothing has moved."""
+    model = CASES["mlp"].model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(UserWarning, match="step 0: not finite .*: the gradient of Linear '4'"),
+        Monitor(model, optimizer, every_n_steps=1, on_error="raise") as monitor,
+    ):
+        for batch in batches(2):
+
+            def closure(batch: tuple[Tensor, Tensor] = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, batch) * math.nan
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            optimizer.step(closure)  # type: ignore[arg-type]
+    assert [report.first_non_finite for report in monitor.reports] == [
+        ("gradient", "4"),
+        ("outputs", "0"),
+    ]
+
+
 def test_a_step_that_overflows_has_no_cosine() -> None:
     """The square of a step of 1e30 is not known in single precision; nor is a cosine with it."""
     torch.manual_seed(0)

@@ -58,13 +58,14 @@ def fell(record: Record) -> bool:
     """Whether the loss fell by more than noise and by more than standing still.
 
     From the first step to the last quarter of them; or from the first quarter, whose mean has less
-    noise than one batch.
+    noise than one batch. A loss that comes down a part of the way that it went up did not fall.
     """
     if not record.losses:
         return False
     n = _quarter(record)
     begin = fmean(record.losses[:n])
-    return _moved(record, record.losses[0] - end(record)) or _moved(record, begin - end(record), n)
+    way = record.losses[0] - end(record)
+    return _moved(record, way) or (way > 0 and _moved(record, begin - end(record), n))
 
 
 def rose(record: Record) -> bool:

@@ -14,6 +14,7 @@ from adiv_monitor.audit.diagnosis.course import (
     rose,
     start,
 )
+from adiv_monitor.audit.diagnosis.phases import RISES_YET, still_rises
 from adiv_monitor.audit.finding import HIGHER_RATES, RATES, Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 from adiv_monitor.printable import quoted
@@ -104,14 +105,22 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     if fell(record) and not no_lower:
         return
     unclear = may_have_fallen(record) and not no_lower
-    rates = (Advice("learning rate × 10", "rate*10"), Advice("learning rate × 0.1", "rate*0.1"))
+    rises = still_rises(record.reports)
+    advice: tuple[Advice, ...] = (
+        Advice("learning rate × 10", "rate*10"),
+        Advice("learning rate × 0.1", "rate*0.1"),
+    )
+    if rises:
+        advice = (Advice("look again when the learning rate is at its peak"),)
+    elif unclear:
+        advice = (Advice("more steps: the mean over more batches tells"),)
     yield Finding(
         "loss-stuck",
         (),
-        "note" if unclear else "watch",
+        "note" if unclear or rises else "watch",
         (Evidence("loss", end(record), start(record)), *_overfits(record)),
-        (Advice("audit more steps: the mean over more batches tells"),) if unclear else rates,
-        _stuck(record, no_lower=no_lower),
+        advice,
+        _stuck(record, no_lower=no_lower) + RISES_YET * rises,
     )
 
 

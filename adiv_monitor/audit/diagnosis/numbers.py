@@ -69,10 +69,16 @@ def _finding(record: Record) -> Finding:
         "act",
         (Evidence(where, bad, step=step),),
         advice,
-        f"Values are not finite {_when(record, step)}; first in: {where}.",
+        f"Values are not finite{_or_too_large(record)} {_when(record, step)}; first in: {where}.",
         "Replacing NaN by 0 (nan_to_num) hides where they come from.",
         step,
     )
+
+
+def _or_too_large(record: Record) -> str:
+    """What a monitor counts as not finite: lengths are roots of sums of squares."""
+    of_layers = not record.is_audited and record.first_non_finite not in (None, "the loss")
+    return " (NaN, infinite or too large to square)" * of_layers
 
 
 def _when(record: Record, step: int | None) -> str:

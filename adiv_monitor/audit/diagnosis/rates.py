@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from statistics import median
+from statistics import fmean, median
 
 from adiv_monitor.audit.diagnosis.course import (
     FEWEST,
@@ -225,12 +225,27 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         largest = max(moves, key=lambda path: moves[path].value)
         yield _too_low(
-            "act" if suffers(record) else "watch",
+            "act" if suffers(record) and _promises_nothing(record) else "watch",
             (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
             f"No layer's activations move by more than {moves[largest].value:.1g} of themselves in "
-            "a step.",
+            "a step"
+            + (
+                "."
+                if _promises_nothing(record)
+                else ": too little to learn from the "
+                "beginning. Where a training ends, they need not move."
+            ),
             10,
         )
+
+
+def _promises_nothing(record: Record) -> bool:
+    """Whether the loss would stand still though each step gave what its gradient promises.
+
+    By steps that promise more it need not fall either, where nothing is left to learn.
+    """
+    promised = [r.descent for r in at_peak(record).reports if r.descent is not None]
+    return fmean(promised or [0.0]) * len(record.losses) < STILL * abs(start(record))
 
 
 def _too_low(

@@ -1,11 +1,18 @@
 """What pictures draw outside of healthy readings, said in words: picture and verdict are one."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 from adiv_monitor.audit.diagnosis.course import fell, is_long_enough
-from adiv_monitor.audit.diagnosis.phases import at_peak, decayed_since, learning_rate, still_rises
+from adiv_monitor.audit.diagnosis.phases import (
+    RISES_YET,
+    at_peak,
+    decayed_since,
+    learning_rate,
+    still_rises,
+)
 from adiv_monitor.audit.diagnosis.readings import Typical, named
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import Record
@@ -96,7 +103,7 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     paths = tuple(sorted(layers, key=lambda path: layers[path].value))
     health = HEALTH["update_ratio"]
     least, most = layers[paths[0]].value, layers[paths[-1]].value
-    moves = f"{least:.1g}" if len(paths) == 1 else f"{least:.1g} to {most:.1g}"
+    moves = f"{least:.2g}" if len(paths) == 1 else f"{least:.2g} to {most:.2g}"
     said = (
         f"The activations of {_where(paths, record)} move by {moves} of their length in a step; "
         f"healthy layers that train from scratch move by {health.healthy[0]:g} at least."
@@ -104,9 +111,12 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     strength = _strength(record)
     if still_rises(record.reports):
         strength = "note"
-        said += " The learning rate still rises: at its peak this will tell more."
+        said += RISES_YET
     elif strength == "note":
         said += " The loss falls all the same: in fine-tuning, or near its end, they need not move."
+    elif _moved_at_first(record, paths):
+        strength = "note"
+        said += " At first they moved as healthy layers do: near the end they need not any more."
     return Finding(
         "stands-still",
         paths,
@@ -120,6 +130,15 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
         said,
         since=min((t.since for t in layers.values() if t.since is not None), default=None),
     )  # fmt: skip
+
+
+def _moved_at_first(record: Record, layers: Collection[str]) -> bool:
+    """Whether in the first quarter of the steps at the learning rate's peak all read healthily."""
+    peak = at_peak(record).reports
+    first = replace(record, reports=peak[: max(1, len(peak) // 4)])
+    readings = typical_values(first, "update_ratio")
+    low, high = HEALTH["update_ratio"].healthy
+    return all(path in readings and low <= readings[path].value <= high for path in layers)
 
 
 def _outside_healthy(

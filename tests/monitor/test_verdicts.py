@@ -1,0 +1,317 @@
+"""What is said of a training is true of its state, in every loop, wherever people read it.
+
+The table: states of a training × loops that train it × what people see of it.
+"""
+
+import html
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+pytest.importorskip("tensorboard")
+pytest.importorskip("rich")
+pytest.importorskip("pytorch_lightning")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from verdict_runs import BREAKS, DECAYS, EVERY, LOOPS, STATES, STEPS, Seen, seen
+
+from adiv_monitor.audit.finding import Finding
+from adiv_monitor.audit.page.titles import finding_title
+from adiv_monitor.audit.page.verdict import NOTHING, running_headline
+from adiv_monitor.report import StepReport
+from adiv_monitor.sinks.health import HEALTH, value_of
+
+WITHOUT_LOSS = "plain, without the loss"
+FALLS = "Whether the loss falls"
+WIRING = "Wiring: parameters that are not held, not reached or frozen"
+QUIET = {"nothing", "note"}  # neither to fix nor to watch
+# Of every state: how strong what is found may be, with the loss and without.
+STRENGTHS = {
+    "healthy": (QUIET, QUIET),
+    "not finite": ({"act"}, {"act"}),
+    "flat: learning rate too high": ({"act", "watch"}, {"act", "watch"}),
+    "flat: random labels": ({"watch"}, {"nothing", "note", "watch"}),
+    "diverged": ({"act"}, {"act", "watch"}),
+    "learning rate too low": ({"act"}, {"watch"}),
+    "dead units": ({"act"}, {"act"}),
+    "frozen by a learning rate of 0": ({"note"}, {"watch"}),
+    "frozen by requires_grad": (QUIET, QUIET),
+    "decayed": (QUIET, QUIET),
+    "warm-up": ({"note"}, {"note"}),
+    "converged": (QUIET, QUIET),
+    "resumed where it had converged": ({"nothing", "note", "watch"}, {"watch"}),
+}
+
+
+class Case(NamedTuple):
+    """A run, and which."""
+
+    state: str
+    loop: str
+    seen: Seen
+
+    @property
+    def knows_loss(self) -> bool:
+        return self.loop != WITHOUT_LOSS
+
+    @property
+    def findings(self) -> dict[str, Finding]:
+        return {finding.name: finding for finding in self.seen.running.findings()}
+
+    @property
+    def headline(self) -> str:
+        return running_headline(self.seen.running.findings(), self.seen.running.record())
+
+    @property
+    def strength(self) -> str:
+        found = [f.strength for f in self.findings.values() if f.name != "rate-decayed"]
+        return found[0] if found else "nothing"
+
+    def layers(self, finding: str) -> tuple[str, ...]:
+        """Without the name that Lightning's module has for the network."""
+        return tuple(path.removeprefix("net.") for path in self.findings[finding].layers)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(state, loop) for state in STATES for loop in LOOPS],
+    ids=lambda pair: f"{pair[0]}; {pair[1]}",
+)
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
+    """Each run is trained once, for all that is asked of it."""
+    state, loop = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # a Trainer may leave its own there
+        yield Case(state, loop, seen(STATES[state], loop, tmp_path_factory.mktemp("run")))
+
+
+def items(page: str, kind: str) -> list[str]:
+    """What the page's list of checks says with this mark, without markup."""
+    found = re.findall(rf'<li class="{kind}[^"]*">(.*?)</li>', page, re.DOTALL)
+    return [html.unescape(re.sub(r"<.*?>", "", text)).strip() for text in found]
+
+
+def outside(reports: list[StepReport], found: Seen) -> set[tuple[str, str]]:
+    """(layer, measure) that typically lies beyond what healthy ones read, by two errors.
+
+    Typically: the median over the steps at no less than half of the largest learning rate.
+    """
+    record = found.running.record()
+    largest = max(max(report.learning_rates) for report in reports)
+    peak = [report for report in reports if max(report.learning_rates) >= largest / 2]
+    said = set()
+    for measure, health in HEALTH.items():
+        if not health.knots:
+            continue
+        low, high = health.healthy
+        seen: dict[str, list[tuple[float, float]]] = {}
+        for report in peak:
+            for path, value in value_of(record, report, measure).items():
+                if math.isfinite(value):
+                    error = report.layers[path].standard_error.get(measure, 0.0)
+                    seen.setdefault(path, []).append((value, error))
+        for path, pairs in seen.items():
+            value, error = (median(column) for column in zip(*pairs, strict=True))
+            if value + 2 * error < low or value - 2 * error > high:
+                said.add((path, measure))
+    return said
+
+
+# Of every run
+
+
+def test_all_that_people_see_says_the_same(case: Case) -> None:
+    (headline,) = re.findall(r'<h1 id="headline">(.*?)</h1>', case.seen.page)
+    assert html.unescape(headline) == case.headline
+    assert case.seen.findings_text.startswith(f"### {case.headline}\n")
+    assert case.seen.overviews[-1][0] == case.headline, "of the picture"
+    (line,) = case.seen.logged
+    said = line.getMessage()
+    assert said.endswith(f" → {case.seen.folder / 'run.html'}")
+    if case.strength in QUIET:
+        assert line.levelno == logging.INFO
+        assert said.lower().startswith(f"adiv-monitor: {case.headline.lower()} → ")
+    else:
+        assert line.levelno == logging.WARNING
+    for finding in case.findings.values():
+        title = finding_title(finding.name)
+        assert f"**{title}** ({finding.strength}, `{finding.name}`" in case.seen.findings_text
+        assert title in case.seen.page
+        assert any(title in said for said in case.seen.overviews[-1][1]) or len(case.findings) > 2
+        if finding.strength == "act":
+            assert title.lower() in said.lower()
+
+
+def test_the_headline_agrees_with_the_map(case: Case) -> None:
+    drawn = outside(case.seen.reports, case.seen)
+    assert not drawn or not case.headline.startswith(NOTHING), drawn
+    named = {layer for finding in case.findings.values() for layer in finding.layers}
+    everywhere = any(not f.layers for f in case.findings.values())  # such as a learning rate
+    assert everywhere or {layer for layer, _ in drawn} <= named
+
+
+def test_it_is_as_strong_as_the_state_is_ill(case: Case) -> None:
+    assert case.strength in STRENGTHS[case.state][not case.knows_loss], case.findings
+
+
+def test_ticks_are_for_what_was_looked_at(case: Case) -> None:
+    ticked, missing = items(case.seen.page, "clear"), items(case.seen.page, "missing")
+    stuck = finding_title("loss-stuck")
+    never = (FALLS, WIRING, "learning rate does better", "labels", *map(finding_title, (
+        "not-held", "unreached", "frozen", "rate-too-high", "rate-too-low", "saturated-units",
+        "cannot-overfit", "decay-fights", "clipping-always",
+    )))  # fmt: skip
+    assert not [line for line in ticked if line.startswith(never)]
+    assert not [line for line in ticked if any(line.startswith(finding_title(name))
+                for name in case.findings)], "found, and ticked"  # fmt: skip
+    assert any(line.startswith(WIRING) for line in missing)
+    is_told = case.knows_loss or case.state == "not finite"
+    assert any(line.startswith(FALLS) for line in missing) != is_told
+    assert (f"- {FALLS}" in case.seen.findings_text) != is_told
+    assert case.knows_loss or not any(line.startswith(stuck) for line in ticked)
+
+
+def test_every_line_of_json_is_there(case: Case) -> None:
+    lines = [json.loads(line) for line in (case.seen.folder / "run.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(0, STEPS, EVERY))
+    assert all(bool(line["losses"]) == case.knows_loss for line in lines)
+
+
+# Of one state each
+
+
+def read(case: Case, words: str) -> None:
+    """Words that TensorBoard and the page both print."""
+    assert words in case.seen.findings_text.replace("\\", "")
+    assert words in html.unescape(re.sub(r"<.*?>", "", case.seen.page))
+
+
+def healthy(case: Case) -> None:
+    assert case.strength in QUIET
+
+
+def not_finite(case: Case) -> None:
+    step = BREAKS if case.knows_loss else -(-BREAKS // EVERY) * EVERY  # the next measured one
+    # By then the step of the loss that was NaN has made all weights NaN.
+    place = "the loss" if case.knows_loss else "the outputs of Linear 'first'"
+    first = case.seen.running.findings()[0]
+    assert (first.name, first.strength, first.since) == ("non-finite", "act", step)
+    assert case.headline.startswith("To fix: values that are not finite")
+    assert first.summary.endswith(f"from step {step} on; first in: {place}.")
+    read(case, first.summary)
+    (line,) = case.seen.logged
+    assert f"adiv-monitor: values that are not finite since step {step} → " in line.getMessage()
+    (warned,) = case.seen.warned
+    measured = min(report.step for report in case.seen.reports if report.step >= BREAKS)
+    assert warned.startswith(f"adiv_monitor: step {step}: not finite (NaN, infinite or too large")
+    assert warned.endswith(f": {place}")
+    lines = [json.loads(text) for text in (case.seen.folder / "run.jsonl").read_text().splitlines()]
+    broken = [
+        line["step"] for line in lines if any(r.get("non_finite") for r in line["layers"].values())
+    ]
+    assert broken[0] == measured
+    losses = {int(step): loss for line in lines for step, loss in line["losses"].items()}
+    assert all((loss is None) == (step >= BREAKS) for step, loss in losses.items())
+    assert "NaN: not finite" in case.seen.table
+
+
+def flat(case: Case) -> None:
+    if case.knows_loss:
+        assert case.findings["loss-stuck"].strength == "watch"
+        read(case, "The loss shows no learning")
+        assert ">falls<" not in case.seen.page
+    else:
+        assert "loss-stuck" not in case.findings
+
+
+def diverged(case: Case) -> None:
+    assert case.findings["rate-too-high"].strength == ("act" if case.knows_loss else "watch")
+    read(case, "The first step moved activations by ")
+    flat(case)
+
+
+def too_low(case: Case) -> None:
+    assert next(iter(case.findings)) == "rate-too-low"
+    read(case, "No layer's activations move by more than ")
+
+
+def dead(case: Case) -> None:
+    assert case.layers("dead-units") == ("first", "second")
+    assert "dead units (" in case.seen.logged[0].getMessage()
+    assert "second'" in case.seen.logged[0].getMessage()
+    read(case, "No row sends a gradient to Linear ")
+
+
+def held_still(case: Case) -> None:
+    assert case.layers("stands-still") == ("second",)
+    assert set(case.findings) == {"stands-still"}
+    read(case, "second' move by 0 of their length in a step")
+
+
+def without_gradients(case: Case) -> None:
+    """Reports can't tell that it is not meant, and say so."""
+    layers = {layer for report in case.seen.reports for layer in report.layers}
+    assert {layer.removeprefix("net.") for layer in layers} == {"first", "head"}
+    read(case, WIRING)
+
+
+def decayed(case: Case) -> None:
+    low = -(-DECAYS // EVERY) * EVERY
+    assert case.findings["rate-decayed"].since == low
+    assert case.headline == NOTHING
+    read(case, f"Since step {low} the learning rate is below half of its peak (0.001 of it at step")
+
+
+def warms_up(case: Case) -> None:
+    assert case.layers("stands-still")
+    read(case, "The learning rate still rises: at its peak this will tell more")
+    assert ("loss-stuck" in case.findings) == case.knows_loss
+
+
+def converged(case: Case) -> None:
+    near = "near its end" if case.knows_loss else "near the end"
+    assert near in case.findings["stands-still"].summary
+    read(case, near)
+
+
+def resumed(case: Case) -> None:
+    if not case.knows_loss:
+        read(case, "Where a training ends, they need not move")
+
+
+CHECKS = {
+    "healthy": healthy,
+    "not finite": not_finite,
+    "flat: learning rate too high": flat,
+    "flat: random labels": flat,
+    "diverged": diverged,
+    "learning rate too low": too_low,
+    "dead units": dead,
+    "frozen by a learning rate of 0": held_still,
+    "frozen by requires_grad": without_gradients,
+    "decayed": decayed,
+    "warm-up": warms_up,
+    "converged": converged,
+    "resumed where it had converged": resumed,
+}
+
+
+def test_it_is_true_of_the_state(case: Case) -> None:
+    CHECKS[case.state](case)
+    if case.state != "not finite":
+        assert not case.seen.warned and "non-finite" not in case.findings
+        assert "NaN: not finite" not in case.seen.table
+
+
+def test_every_state_has_its_truth() -> None:
+    assert STATES.keys() == CHECKS.keys() == STRENGTHS.keys()

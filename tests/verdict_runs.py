@@ -1,0 +1,325 @@
+"""Trainings in a known state, run by each kind of loop, and all that people see of them."""
+
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from adiv_monitor import Monitor, StepReport
+from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
+from adiv_monitor.sinks import heat as heat_module
+from adiv_monitor.sinks.picture import Picture
+from adiv_monitor.sinks.running import Running
+
+STEPS, EVERY, SIZE, CLASSES, WIDTH = 60, 6, 32, 4, 16
+BREAKS = 40  # the step from which on the loss of a run is not finite; it is not a measured one
+DECAYS = 21  # the step from which on a learning rate is low
+
+
+def batches(spread: float) -> list[tuple[Tensor, Tensor]]:
+    """Points around one centre for each class; infinitely far: with labels that nothing tells."""
+    chance = torch.Generator().manual_seed(0)
+    centres = torch.randn(CLASSES, WIDTH, generator=chance)
+    found = []
+    for _ in range(STEPS):
+        right = torch.randint(CLASSES, (SIZE,), generator=chance)
+        noise = torch.randn(SIZE, WIDTH, generator=chance)
+        points = noise if spread == torch.inf else centres[right] + spread * noise
+        found.append((points, right))
+    return found
+
+
+class Net(nn.Module):
+    """Three layers, and the loss; from its call number `breaks` on that is NaN."""
+
+    def __init__(
+        self, breaks: int | None = None, function: Callable[[Tensor], Tensor] = torch.relu
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(WIDTH, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, CLASSES)
+        self.calls, self.breaks, self.function = 0, breaks, function
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.function(self.second(self.function(self.first(x)))))
+        loss = nn.functional.cross_entropy(logits, labels)
+        if self.breaks is not None and self.calls >= self.breaks:
+            loss = loss * torch.nan
+        self.calls += 1
+        return {"loss": loss, "logits": logits}
+
+
+def _nothing(net: Net) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class State:
+    """How a training is.
+
+    Attributes:
+        rate: the learning rate at its peak.
+        rates: step → share of that.
+        prepare: changes the network before training.
+        frozen: the layer whose parameters have a learning rate of zero; "": none.
+        spread: of the points around their centres; infinite: their labels are random.
+        breaks: the step from which on the loss is NaN; None: never.
+        function: between the layers. Of a bounded one, outputs stay finite at any learning rate.
+    """
+
+    rate: float = 0.1
+    rates: Callable[[int], float] = lambda step: 1.0
+    prepare: Callable[[Net], None] = _nothing
+    frozen: str = ""
+    spread: float = 1.5
+    breaks: int | None = None
+    function: Callable[[Tensor], Tensor] = torch.relu
+
+    def build(self) -> tuple[Net, SGD, LambdaLR]:
+        net = Net(self.breaks, self.function)
+        self.prepare(net)
+        groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+        for name, parameter in net.named_parameters():
+            if parameter.requires_grad:
+                groups[bool(self.frozen) and name.startswith(self.frozen)].append(parameter)
+        optimizer = SGD(
+            [{"params": held, "lr": 0.0 if still else self.rate}
+             for still, held in groups.items() if held]
+        )  # fmt: skip
+        return net, optimizer, LambdaLR(optimizer, self.rates)
+
+
+def _kill_second(net: Net) -> None:
+    nn.init.constant_(net.second.bias, -100.0)
+
+
+def _freeze_second(net: Net) -> None:
+    net.second.requires_grad_(False)
+
+
+def _learn(net: Net) -> None:
+    optimizer = SGD(net.parameters(), lr=0.3)
+    for x, labels in batches(0.5):
+        optimizer.zero_grad()
+        net(x, labels)["loss"].backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+STATES: Mapping[str, State] = {
+    "healthy": State(),
+    "not finite": State(breaks=BREAKS),
+    "flat: learning rate too high": State(rate=3.0, spread=2.0, function=torch.tanh),
+    "flat: random labels": State(spread=torch.inf),
+    "diverged": State(rate=100.0, function=torch.tanh),
+    "learning rate too low": State(rate=1e-5),
+    "dead units": State(prepare=_kill_second),
+    "frozen by a learning rate of 0": State(frozen="second"),
+    "frozen by requires_grad": State(prepare=_freeze_second),
+    "decayed": State(rates=lambda step: 1.0 if step < DECAYS else 1e-3),
+    "warm-up": State(rates=lambda step: 1e-3 * (step + 1) / STEPS),
+    "converged": State(rate=0.3, spread=0.5),
+    "resumed where it had converged": State(rate=0.3, spread=0.5, prepare=_learn),
+}
+
+
+class Listener:
+    """Collects what every sink with a verdict collects."""
+
+    def __init__(self) -> None:
+        self.running = Running()
+
+    def write(self, report: StepReport) -> None:
+        self.running.add(report)
+
+    def add_losses(self, losses: Mapping[int, float]) -> None:
+        self.running.add_losses(losses)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Seen:
+    """All that people see of a run.
+
+    Attributes:
+        running: the training as sinks collect it.
+        reports: all of them.
+        folder: where TensorBoard's files, the page and the lines are.
+        table: the last report as it is printed.
+        logged: records of the logger `adiv_monitor`.
+        warned: the monitor's warnings.
+        overviews: of each overview that was drawn, headline and paragraphs.
+    """
+
+    folder: Path
+    running: Running
+    reports: list[StepReport]
+    table: str = ""
+    logged: list[logging.LogRecord] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+    overviews: list[tuple[str, list[str]]] = field(default_factory=list)
+
+    @property
+    def page(self) -> str:
+        return (self.folder / "run.html").read_text()
+
+    @property
+    def findings_text(self) -> str:
+        """The last one in TensorBoard."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(self.folder / "board")).Reload()
+        last = events.Tensors("adiv.summary/findings/text_summary")[-1]
+        return str(last.tensor_proto.string_val[0].decode())
+
+
+class _Kept(logging.Handler):
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self.records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def seen(state: State, loop: str, folder: Path) -> Seen:
+    """Train a state by a loop, with all sinks."""
+    listener, memory, printed = Listener(), MemorySink(), io.StringIO()
+    result = Seen(folder, listener.running, memory.reports)
+    sinks: list[Sink] = [
+        *(listener, memory, JsonlSink(folder / "run.jsonl"), HtmlSink(folder / "run.html")),
+        TensorBoardSink(folder / "board", histograms=False),
+    ]
+    overview, heat = heat_module.overview_picture, heat_module.heat_picture
+    draws = loop == "plain"  # one drawing takes as long as the whole training
+
+    def drawn(grids: Any, headline: str, paragraphs: list[str], named: Any) -> Picture:
+        result.overviews.append((headline, list(paragraphs)))
+        return overview(grids, headline, paragraphs, named) if draws else Picture(8)
+
+    def heat_drawn(*given: Any) -> Picture:
+        return heat(*given) if draws else Picture(8)
+
+    logger, kept = logging.getLogger("adiv_monitor"), _Kept(result.logged)
+    level = logger.level
+    logger.addHandler(kept)
+    logger.setLevel(logging.INFO)
+    try:
+        with (
+            warnings.catch_warnings(record=True) as warned,
+            mock.patch.object(heat_module, "overview_picture", drawn),
+            mock.patch.object(heat_module, "heat_picture", heat_drawn),
+        ):
+            warnings.simplefilter("always")
+            LOOPS[loop](state, sinks, folder)
+            for sink in sinks:
+                sink.close()
+    finally:
+        logger.removeHandler(kept)
+        logger.setLevel(level)
+    TableSink(file=printed).write(memory.reports[-1])
+    result.table = printed.getvalue()
+    result.warned = [text for w in warned if (text := str(w.message)).startswith("adiv_monitor")]
+    return result
+
+
+def _plain(state: State, sinks: list[Sink], folder: Path, *, says_loss: bool = True) -> None:
+    net, optimizer, schedule = state.build()
+    with Monitor(net, optimizer, every_n_steps=EVERY, sinks=sinks, on_error="raise") as monitor:
+        for x, labels in batches(state.spread):
+            loss = net(x, labels)["loss"]
+            if says_loss:
+                monitor.log_loss(loss)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+
+
+def _without_loss(state: State, sinks: list[Sink], folder: Path) -> None:
+    _plain(state, sinks, folder, says_loss=False)
+
+
+def _lightning(state: State, sinks: list[Sink], folder: Path) -> None:
+    import pytorch_lightning as pl
+
+    from adiv_monitor.lightning import DivergenceCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.optimizer, self.schedule = state.build()
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            return self.net(*batch)["loss"]  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> Any:
+            each_step = {"scheduler": self.schedule, "interval": "step"}
+            return {"optimizer": self.optimizer, "lr_scheduler": each_step}
+
+    callback = DivergenceCallback(EVERY, sinks=sinks, on_error="raise")
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    loader = torch.utils.data.DataLoader(batches(state.spread), batch_size=None)
+    pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        enable_checkpointing=False,
+        callbacks=callback,
+        default_root_dir=folder,
+        **quiet,
+    ).fit(Module(), loader)
+
+
+class _Rows(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """In their order, where a list would be shuffled."""
+
+    def __init__(self, spread: float) -> None:
+        self.spread = spread
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for x, labels in batches(self.spread):
+            yield from ({"x": x[i], "labels": labels[i]} for i in range(SIZE))
+
+
+def _hugging_face(state: State, sinks: list[Sink], folder: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from adiv_monitor.huggingface import DivergenceTrainerCallback
+
+    net, optimizer, schedule = state.build()
+    Trainer(
+        model=net,
+        args=TrainingArguments(
+            output_dir=str(folder / "out"),
+            per_device_train_batch_size=SIZE,
+            max_steps=STEPS,
+            max_grad_norm=0.0,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        ),
+        train_dataset=_Rows(state.spread),
+        optimizers=(optimizer, schedule),
+        callbacks=[DivergenceTrainerCallback(EVERY, sinks=sinks, on_error="raise")],
+    ).train()
+
+
+LOOPS: Mapping[str, Callable[[State, list[Sink], Path], None]] = {
+    "plain": _plain,
+    "plain, without the loss": _without_loss,
+    "Lightning": _lightning,
+    "Hugging Face": _hugging_face,
+}
