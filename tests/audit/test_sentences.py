@@ -275,6 +275,8 @@ ROWS = [
         overfit(2.0, STILL)),
     Row("loss-stuck", "Whether the loss falls can't be told from 12 steps: 2.3 at first",
         record(losses=FEW_AND_NOISY), record(losses=STILL)),
+    Row("loss-stuck", "learning rate × 10", record(losses=STILL), record(losses=RISING)),
+    Row("loss-stuck", "learning rate × 0.1", record(losses=RISING), record()),
     Row("loss-stuck", "more steps: the mean over more batches tells", record(losses=FEW_AND_NOISY),
         record(losses=STILL)),
     Row("loss-stuck", "The learning rate still rises: at its peak this will tell more",

@@ -5,11 +5,15 @@ All of them, with several seeds: `python tests/audit/ward/ward.py`.
 
 import pytest
 import torch
+from audit.ward import verdicts
 from audit.ward.cases import CASES, HEALTHY
 from audit.ward.course import course
 from audit.ward.judge import diagnosed, judge
 from audit.ward.page import page
+from audit.ward.reports import reported
 from audit.ward.run import BATCHES
+
+from adiv_monitor.audit.page.verdict import NOTHING
 
 ILL = (
     "regression-sgd: one feature × 100",
@@ -22,6 +26,16 @@ ILL = (
     "mlp-adam: log(0)",
 )
 WELL = ("regression-sgd", "mlp-adam")
+STUCK = (
+    "mlp-sgd: inputs × 160",
+    "mlp-sgd: inputs × 0.01",
+    "mlp-sgd: rate × 100",
+    "mlp-sgd: rate × 0.001",
+    "mlp-sgd: biases -10",
+    "mlp-sgd: uphill",
+    "mlp-sgd: weight decay 1",
+    "mlp-adam: log(0)",
+)
 
 
 def test_there_are_enough_of_each() -> None:
@@ -53,6 +67,44 @@ def test_an_illness_costs_and_is_named_first(name: str) -> None:
 @pytest.mark.parametrize("name", WELL)
 def test_a_healthy_run_raises_no_alarm(name: str) -> None:
     assert "act" not in dict(map(reversed, diagnosed(HEALTHY[name], 0)["findings"]))
+
+
+@pytest.mark.parametrize("name", [*WELL, "mlp-momentum", "deep-tanh-sgd", "cnn-adam", "gpt-adamw"])
+def test_reports_of_a_healthy_run_raise_no_alarm(name: str) -> None:
+    row = reported(HEALTHY[name], 0)
+    assert row["fell"] and row["finite"]
+    for verdict in (row["known"], row["unknown"]):
+        assert not verdict["headline"].startswith("To fix")
+        assert "act" not in [strength for _, strength in verdict["findings"]]
+
+
+@pytest.mark.parametrize("name", STUCK)
+def test_reports_of_a_run_whose_loss_does_not_fall_never_say_nothing(name: str) -> None:
+    row = reported(CASES[name], 0)
+    assert not (row["fell"] and row["finite"])
+    assert row["known"]["findings"] and row["known"]["headline"] != NOTHING
+    if not row["finite"]:
+        assert row["known"]["findings"][0] == ["non-finite", "act"]
+
+
+def test_the_page_of_reports_counts_what_is_said() -> None:
+    said = {"findings": [["loss-stuck", "watch"]], "headline": "", "said": ["It does not fall."]}
+    nothing = {"findings": [], "headline": NOTHING, "said": []}
+    stuck = {"known": said, "unknown": nothing, "fell": False, "finite": True}
+    rows = [
+        {"name": "blobs-sgd: inputs × 100", "seed": 0, **stuck},
+        {"name": "mlp-sgd", "seed": 0, **stuck},
+        {"name": "mlp-sgd", "seed": 1, **stuck, "known": nothing, "fell": True},
+        {"name": "mlp-adam: optimizer holds what is frozen", "seed": 0, "refused": "none"},
+        {"name": "mlp-sgd: ReLU on logits", "seed": 1, **stuck, "known": nothing, "fell": True},
+    ]
+    lines = verdicts.page(rows, []).splitlines()
+    assert "| healthy | all | does not fall | – | 1 | – | – | – |" in lines
+    assert "| healthy | all | does not fall | – | – | – | 1 | – |" in lines, "without the loss"
+    assert "| healthy | all | falls | – | – | – | 1 | – |" in lines
+    assert "| faulty | all | not trained | – | – | – | – | 1 |" in lines
+    assert "| mlp-sgd | 0 | does not fall | It does not fall. | – |" in lines
+    assert "| mlp-sgd: ReLU on logits | falls | 1 |" in lines
 
 
 def test_advice_is_judged_on_another_seed_beside_chance() -> None:

@@ -237,6 +237,7 @@ def flat(case: Case) -> None:
 def diverged(case: Case) -> None:
     assert case.findings["rate-too-high"].strength == ("act" if case.knows_loss else "watch")
     read(case, "The first step moved activations by ")
+    assert "learning rate × 10" not in case.seen.findings_text
     flat(case)
 
 

@@ -106,10 +106,9 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
         return
     unclear = may_have_fallen(record) and not no_lower
     rises = still_rises(record.reports)
-    advice: tuple[Advice, ...] = (
-        Advice("learning rate × 10", "rate*10"),
-        Advice("learning rate × 0.1", "rate*0.1"),
-    )
+    rates = (Advice("learning rate × 10", "rate*10"), Advice("learning rate × 0.1", "rate*0.1"))
+    ends_higher = end(record) > (1 + STILL) * record.losses[0] > 0
+    advice = rates[1:] if ends_higher else rates
     if rises:
         advice = (Advice("look again when the learning rate is at its peak"),)
     elif unclear:

@@ -103,7 +103,7 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     paths = tuple(sorted(layers, key=lambda path: layers[path].value))
     health = HEALTH["update_ratio"]
     least, most = layers[paths[0]].value, layers[paths[-1]].value
-    moves = f"{least:.2g}" if len(paths) == 1 else f"{least:.2g} to {most:.2g}"
+    moves = f"{least:.3g}" if len(paths) == 1 else f"{least:.3g} to {most:.3g}"
     said = (
         f"The activations of {_where(paths, record)} move by {moves} of their length in a step; "
         f"healthy layers that train from scratch move by {health.healthy[0]:g} at least."

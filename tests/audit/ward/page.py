@@ -36,6 +36,9 @@ two standard errors and by 2 % of itself.
 
 ± is the standard error of a binomial share; runs of one case are alike, so the true one is larger.
 
+What is said of these runs by the monitor's reports alone, which see less, is
+[counted apart](../tests/benchmarks/results/verdicts.md).
+
 Most cases were there while rules and thresholds were made, with other seeds. Some networks, data
 and strengths were not: their totals stand by themselves below.
 """

@@ -7,7 +7,9 @@ Each row of the results is added to a file when it is there, and what the file h
 again: a run that was cut goes on where it was. Three parts: `sweep` trains healthy runs at other
 learning rates; `course` trains ill and healthy runs without the audit, to see that the ill ones are
 ill; `audit` lets the audit look, and tries its advice (`judge.py`). A fourth, `names`, only lets
-the audit look: what it names, in a third of the time.
+the audit look: what it names, in a third of the time. A fifth, `reports`, trains every run under
+the monitor: what is said of it by its reports alone (`reports.py`); asked for by itself, it has a
+table of its own (`verdicts.py`).
 """
 
 import argparse
@@ -25,13 +27,15 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))  # where the package of this is
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # and what writes tables
 
+from audit.ward import verdicts
 from audit.ward.cases import CASES, HEALTHY
 from audit.ward.course import course, sweep
 from audit.ward.judge import diagnosed, judge
 from audit.ward.page import page
+from audit.ward.reports import reported
 
 Task = tuple[str, str, int]  # part, name, seed
-PARTS = {"sweep": sweep, "course": course, "audit": judge, "names": diagnosed}
+PARTS = {"sweep": sweep, "course": course, "audit": judge, "names": diagnosed, "reports": reported}
 
 
 def tasks(parts: list[str], only: list[str], seeds: range) -> Iterator[Task]:
@@ -86,7 +90,8 @@ def main() -> None:
             rows[row["part"], row["name"], row["seed"]] = row
             print(json.dumps(row), file=file, flush=True)
             print(f"{number + 1}/{len(left)} {row['part']} {row['name']} {row['seconds']} s")
-    text = page([rows[task] for task in wanted], sys.argv[1:])
+    tell = verdicts.page if given.parts == ["reports"] else page
+    text = tell([rows[task] for task in wanted], sys.argv[1:])
     print(text)
     if given.write is not None:
         given.write.write_text(text)
