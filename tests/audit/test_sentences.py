@@ -175,6 +175,9 @@ ROWS = [
         by_reports(*[STANDS] * 4, losses=STILL)),
     Row("stands-still", "At first they moved as healthy layers do: near the end they need not any "
         "more", by_reports(layers(), *[STANDS] * 3), by_reports(*[STANDS] * 4)),
+    Row("stands-still", "look again when the learning rate is at its peak",
+        by_reports(*[STANDS] * 3, rates=(0.01, 0.02, 0.03)),
+        by_reports(*[STANDS] * 3, rates=(0.03, 0.03, 0.03))),
     Row("stands-still", "The learning rate still rises: at its peak this will tell more",
         by_reports(*[STANDS] * 3, rates=(0.01, 0.02, 0.03)),
         by_reports(*[STANDS] * 3, rates=(0.03, 0.03, 0.03))),

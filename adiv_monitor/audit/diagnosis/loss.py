@@ -14,7 +14,7 @@ from adiv_monitor.audit.diagnosis.course import (
     rose,
     start,
 )
-from adiv_monitor.audit.diagnosis.phases import RISES_YET, still_rises
+from adiv_monitor.audit.diagnosis.phases import LOOK_AGAIN, RISES_YET, still_rises
 from adiv_monitor.audit.finding import HIGHER_RATES, RATES, Advice, Evidence, Finding
 from adiv_monitor.audit.record import Record
 from adiv_monitor.printable import quoted
@@ -110,7 +110,7 @@ def loss_stuck(record: Record) -> Iterator[Finding]:
     ends_higher = end(record) > (1 + STILL) * record.losses[0] > 0
     advice = rates[1:] if ends_higher else rates
     if rises:
-        advice = (Advice("look again when the learning rate is at its peak"),)
+        advice = (Advice(LOOK_AGAIN),)
     elif unclear:
         advice = (Advice("more steps: the mean over more batches tells"),)
     yield Finding(

@@ -8,6 +8,7 @@ from adiv_monitor.report import StepReport
 
 PEAK = 0.5  # of the largest learning rate so far: lower ones warm up, or decay on purpose
 _RISES = 1.01  # times the rate of the measured step before
+LOOK_AGAIN = "look again when the learning rate is at its peak"
 RISES_YET = " The learning rate still rises: at its peak this will tell more."
 
 

@@ -7,6 +7,7 @@ from statistics import median
 
 from adiv_monitor.audit.diagnosis.course import fell, is_long_enough
 from adiv_monitor.audit.diagnosis.phases import (
+    LOOK_AGAIN,
     RISES_YET,
     at_peak,
     decayed_since,
@@ -109,8 +110,13 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
         f"healthy layers that train from scratch move by {health.healthy[0]:g} at least."
     )
     strength = _strength(record)
+    advice: tuple[Advice, ...] = (
+        Advice("a learning rate ten times as high, for these layers or for all (adiv-audit tries "
+               "it)"),
+        Advice("nothing, where pretrained weights shall stay near to what they are"),
+    )  # fmt: skip
     if still_rises(record.reports):
-        strength = "note"
+        strength, advice = "note", (Advice(LOOK_AGAIN),)
         said += RISES_YET
     elif strength == "note":
         said += " The loss falls all the same: in fine-tuning, or near its end, they need not move."
@@ -122,14 +128,10 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
         paths,
         strength,
         tuple(Evidence("update_ratio", layers[p].value, health.healthy[0], p) for p in paths[:5]),
-        (
-            Advice("a learning rate ten times as high, for these layers or for all (adiv-audit "
-                   "tries it)"),
-            Advice("nothing, where pretrained weights shall stay near to what they are"),
-        ),
+        advice,
         said,
         since=min((t.since for t in layers.values() if t.since is not None), default=None),
-    )  # fmt: skip
+    )
 
 
 def _moved_at_first(record: Record, layers: Collection[str]) -> bool:
