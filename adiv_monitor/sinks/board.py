@@ -175,7 +175,7 @@ def findings_text(findings: Iterable["Finding"], record: "Record") -> str:
         )
         parts.append("\n".join(f"{i}. {markdown(a.text)}" for i, a in enumerate(finding.advice, 1)))
         if finding.not_advised:
-            parts.append(f"What would not: {markdown(finding.not_advised)}")
+            parts.append(f"What would not help: {markdown(finding.not_advised)}")
     told = "\n".join(f"- {line.title}: {line.would_tell}" for line in untold(record))
     return "\n\n".join([*parts, f"Can't tell from reports:\n\n{told}"])
 
@@ -188,7 +188,7 @@ def _said(findings: Iterable["Finding"]) -> list[str]:
     for finding in findings:
         where = f": {listed(list(finding.layers))}" if finding.layers else ""
         fixes = finding.advice if finding.strength != "note" else ()
-        advice = f" To fix it: {fixes[0].text}." if fixes else ""
+        advice = f" To try: {fixes[0].text}." if fixes else ""
         title = f"{finding_title(finding.name)} ({finding.strength})"
         said.append(printable(f"• {title}{where}.{advice}"))
     return said or [_UNTOLD]

@@ -394,7 +394,7 @@ def test_a_fault_of_the_audit_itself_leaves_nothing(
     assert everything(Path()) == set()
 
 
-@pytest.mark.parametrize("missing", ["rich", "yaml", "tensorboard"])
+@pytest.mark.parametrize("missing", ["yaml", "tensorboard"])
 def test_a_missing_extra_is_told(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,7 +160,7 @@ def test_no_file_of_an_audit_has_it(audited: list[str], capsys: pytest.CaptureFi
     assert main([*audited, "--out", "out"]) == 0
     assert command_models.calls[-1] == "s3cret", "the model has it"
     files = [file for file in Path("out").rglob("*") if file.is_file()]
-    assert len(files) == 4 and not [f for f in files if b"s3cret" in f.read_bytes()]
+    assert len(files) == 5 and not [f for f in files if b"s3cret" in f.read_bytes()]
     printed = capsys.readouterr()
     assert "s3cret" not in printed.out + printed.err
     config = Config(**load("out/config.yaml"))

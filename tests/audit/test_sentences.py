@@ -152,8 +152,8 @@ ROWS = [
         record(losses=(2.3, math.nan)), record(losses=(math.nan,))),
     Row("non-finite", "Replacing NaN by 0 (nan_to_num) hides where they come from",
         record(losses=(2.3, math.nan)), record()),
-    Row("non-finite", "Values are not finite (NaN, infinite or too large to square) from step 10 "
-        "on; first in: the outputs of Linear 'b'",
+    Row("non-finite", "Values are not finite (NaN, infinite or too large to square) at step 10, "
+        "after step 0, which was measured before it; first in: the outputs of Linear 'b'",
         by_reports(layers(), broken("gradient", "outputs")),
         by_reports(layers(), broken("gradient"))),
     Row("non-finite", "Values are not finite from step 1 on; first in: the loss",
@@ -170,11 +170,25 @@ ROWS = [
         by_reports(*[STANDS] * 4), HEALTHY),
     Row("stands-still", "nothing, where pretrained weights shall stay near to what they are",
         by_reports(*[STANDS] * 4), HEALTHY),
-    Row("stands-still", "The loss falls all the same: in fine-tuning, or near its end, they need "
-        "not move", by_reports(*[STANDS] * 4, losses=WELL),
+    Row("stands-still", "The loss falls all the same: in fine-tuning they need not move",
+        by_reports(*[STANDS] * 4, losses=WELL),
         by_reports(*[STANDS] * 4, losses=STILL)),
-    Row("stands-still", "At first they moved as healthy layers do: near the end they need not any "
-        "more", by_reports(layers(), *[STANDS] * 3), by_reports(*[STANDS] * 4)),
+    Row("settled", "The activations of layer 'a' moved at first as those of healthy layers do, and "
+        "by less than 0.009 of their length in most of the steps since: near the end of a training "
+        "they need not move", by_reports(layers(), *[STANDS] * 3), by_reports(*[STANDS] * 4)),
+    Row("stands-still", "The activations of layer 'a' do not move at all by the step of their own "
+        "weights: a learning rate of zero, or something that keeps these as they are",
+        by_reports(*[layers() | {"a": reading(update_ratio=0.0)}] * 4), by_reports(*[STANDS] * 4)),
+    Row("stands-still", "give their parameters a learning rate above zero, unless they are meant "
+        "to stay as they are", by_reports(*[layers() | {"a": reading(update_ratio=0.0)}] * 4),
+        by_reports(*[STANDS] * 4)),
+    Row("stands-still", "fix first what stands above",
+        by_reports(broken("inputs") | {"a": STANDS["a"]}), by_reports(*[STANDS] * 4)),
+    Row("non-finite", "look at the batches up to step 10 for NaN and infinite entries",
+        by_reports(layers(), broken("outputs")), record(losses=(2.3, math.nan))),
+    Row("non-finite", "at step 20, after step 10, which was measured before it; first in: the "
+        "outputs of Linear 'b'", by_reports(*[layers()] * 2, broken("outputs")),
+        by_reports(layers(), losses=(1.0, math.nan))),
     Row("stands-still", "look again when the learning rate is at its peak",
         by_reports(*[STANDS] * 3, rates=(0.01, 0.02, 0.03)),
         by_reports(*[STANDS] * 3, rates=(0.03, 0.03, 0.03))),

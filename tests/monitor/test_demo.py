@@ -110,7 +110,7 @@ def test_terminal_and_page_mark_it_as_paid(story: Story) -> None:
     page = (story.folder / "audit" / "report.html").read_text()
     advice = page.split('<ol class="advice">')[1].split("</li>")[0]
     assert "tandardise the inputs" in advice
-    assert 'class="trial pays"' in advice
+    assert '<span class="mark">✓</span>' in advice
 
 
 def test_the_loss_is_what_the_audit_saw(story: Story) -> None:
@@ -134,7 +134,8 @@ def test_the_monitors_table_of_both(story: Story) -> None:
 
 def test_what_it_leaves(story: Story) -> None:
     assert {path.name for path in story.folder.iterdir()} == {
-        *("audit", "raw", "raw.html", "standardised", "standardised.html")
+        *("audit", "raw", "raw.html", "raw.json", "raw.md"),
+        *("standardised", "standardised.html", "standardised.json", "standardised.md"),
     }
     for path in ("audit/report.html", "raw.html", "standardised.html"):
         assert f"runs/{story.folder.name}/{path}" in story.text

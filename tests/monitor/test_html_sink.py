@@ -230,7 +230,8 @@ def test_a_missing_package_is_named(
 
 def test_what_is_looked_for_are_findings() -> None:
     running = Running()
-    running.add(report(losses=dict.fromkeys(range(20), 1.0)))
+    for step in range(3):
+        running.add(report(step, losses=dict.fromkeys(range(20), 1.0)))
     names = looked_for(running.record())
     assert set(names) <= set(FINDING_TITLES)
     assert {"non-finite", "loss-stuck", "stands-still"} <= set(names)

@@ -1,6 +1,7 @@
 """All rules, causes before what follows from them."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from adiv_monitor.audit.diagnosis import (
     initialisation,
@@ -14,7 +15,7 @@ from adiv_monitor.audit.diagnosis import (
     units,
     wiring,
 )
-from adiv_monitor.audit.finding import STRENGTHS, Finding, unrefuted
+from adiv_monitor.audit.finding import STRENGTHS, Advice, Finding, unrefuted
 from adiv_monitor.audit.record import Record
 
 Rule = Callable[[Record], Iterable[Finding]]
@@ -54,6 +55,21 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+# What follows from others: of reports alone, in which nothing is tried, it gives no advice of its
+# own beside them, and is no more than worth watching.
+SYMPTOMS = frozenset({"rate-too-low", "loss-stuck", "stands-still", "outside-healthy"})
+
+
+def _behind_its_cause(finding: Finding, findings: Iterable[Finding]) -> Finding:
+    causes = [f for f in findings if f.name not in SYMPTOMS and f.strength != "note"]
+    if finding.name not in SYMPTOMS or not causes:
+        return finding
+    strength = "watch" if finding.strength == "act" else finding.strength
+    return replace(
+        finding, strength=strength, advice=(Advice("fix first what stands above"),), not_advised=""
+    )
+
+
 def diagnose(record: Record) -> tuple[Finding, ...]:
     """What is wrong: strongest first, and within a strength causes before symptoms.
 
@@ -63,6 +79,8 @@ def diagnose(record: Record) -> tuple[Finding, ...]:
     """
     findings = [finding for rule in RULES for finding in rule(record)]
     findings += states.outside_healthy(record, findings)
+    if not record.is_audited:
+        findings = [_behind_its_cause(finding, findings) for finding in findings]
     said = [unrefuted(finding, record.rates.values()) for finding in findings]
 
     def order(finding: Finding) -> tuple[int, bool]:

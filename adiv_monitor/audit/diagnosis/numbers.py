@@ -61,6 +61,7 @@ def _finding(record: Record) -> Finding:
                 + f" at {clip_norm(record):.2g}" * bool(record.gradient_norms),
                 "clip",
             ),
+            *_of_the_data(record, step),
             Advice("in the place named, look for log(0), x/0, sqrt(0), and half precision"),
         )
     return Finding(
@@ -75,6 +76,12 @@ def _finding(record: Record) -> Finding:
     )
 
 
+def _of_the_data(record: Record, step: int | None) -> Iterator[Advice]:
+    """Where nobody saw the data of the steps between: one batch may have done it."""
+    if not record.is_audited:
+        yield Advice(f"look at the batches up to step {step or 0:,} for NaN and infinite entries")
+
+
 def _or_too_large(record: Record) -> str:
     """What a monitor counts as not finite: lengths are roots of sums of squares."""
     of_layers = not record.is_audited and record.first_non_finite not in (None, "the loss")
@@ -83,7 +90,13 @@ def _or_too_large(record: Record) -> str:
 
 def _when(record: Record, step: int | None) -> str:
     if not record.is_audited:  # what happened between measured steps is not known
-        return f"from step {step or 0:,} on"
+        before = [r.step for r in record.reports if step is not None and r.step < step]
+        is_known = record.first_non_finite == "the loss" or not before
+        return (
+            f"from step {step or 0:,} on"
+            if is_known
+            else (f"at step {step:,}, after step {before[-1]:,}, which was measured before it")
+        )
     if len(record.losses) <= 1:
         return "before the first step"
     return f"after {step or len(record.losses)} steps"

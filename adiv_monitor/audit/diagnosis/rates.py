@@ -227,7 +227,7 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
         yield _too_low(
             "act" if suffers(record) and _promises_nothing(record) else "watch",
             (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
-            f"No layer's activations move by more than {moves[largest].value:.1g} of themselves in "
+            f"No layer's activations move by more than {moves[largest].value:.2g} of themselves in "
             "a step"
             + (
                 "."

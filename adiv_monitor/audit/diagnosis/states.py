@@ -64,8 +64,15 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
         if health.knots and "*" not in spoken_for.get(measure, ())
         for is_high, layers in zip((False, True), _outside(record, measure), strict=True)
     }
-    if still := outside.pop(("update_ratio", False), None):
-        yield _stands_still(record, still)
+    still = outside.pop(("update_ratio", False), {})
+    unmoved = {path: typical for path, typical in still.items() if typical.value == 0}
+    settled = {path: still[path] for path in _moved_at_first(record, still)}
+    if unmoved:
+        yield _never_moves(record, tuple(unmoved))
+    if rest := {p: t for p, t in still.items() if p not in unmoved and p not in settled}:
+        yield _stands_still(record, rest)
+    if settled:
+        yield _settled(record, settled)
     if said := {place: layers for place, layers in outside.items() if layers}:
         yield _outside_healthy(record, said)
     yield from _decayed(record)
@@ -119,10 +126,7 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
         strength, advice = "note", (Advice(LOOK_AGAIN),)
         said += RISES_YET
     elif strength == "note":
-        said += " The loss falls all the same: in fine-tuning, or near its end, they need not move."
-    elif _moved_at_first(record, paths):
-        strength = "note"
-        said += " At first they moved as healthy layers do: near the end they need not any more."
+        said += " The loss falls all the same: in fine-tuning they need not move."
     return Finding(
         "stands-still",
         paths,
@@ -134,13 +138,56 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     )
 
 
-def _moved_at_first(record: Record, layers: Collection[str]) -> bool:
-    """Whether in the first quarter of the steps at the learning rate's peak all read healthily."""
+def _never_moves(record: Record, paths: tuple[str, ...]) -> Finding:
+    return Finding(
+        "stands-still",
+        paths,
+        _strength(record),
+        tuple(Evidence("update_ratio", 0.0, HEALTH["update_ratio"].healthy[0], p)
+              for p in paths[:5]),
+        (
+            Advice("give their parameters a learning rate above zero, unless they are meant to "
+                   "stay as they are"),
+        ),
+        f"The activations of {_where(paths, record)} do not move at all by the step of their own "
+        "weights: a learning rate of zero, or something that keeps these as they are.",
+    )  # fmt: skip
+
+
+def _settled(record: Record, layers: Mapping[str, Typical]) -> Finding:
+    paths = tuple(sorted(layers, key=lambda path: layers[path].value))
+    low = HEALTH["update_ratio"].healthy[0]
+    return Finding(
+        "settled",
+        paths,
+        "note",
+        tuple(Evidence("update_ratio", layers[p].value, low, p) for p in paths[:5]),
+        (),
+        f"The activations of {_where(paths, record)} moved at first as those of healthy layers do, "
+        f"and by less than {low:g} of their length in most of the steps since: near the end of a "
+        "training they need not move.",
+        since=_low_since(record, paths),
+    )
+
+
+def _low_since(record: Record, paths: Sequence[str]) -> int | None:
+    """The first of the last measured steps in all of which these layers hardly move."""
+    low, since = HEALTH["update_ratio"].healthy[0], None
+    for report in reversed(at_peak(record).reports):
+        values = value_of(record, report, "update_ratio")
+        if any(values.get(path, low) >= low for path in paths):
+            break
+        since = report.step
+    return since
+
+
+def _moved_at_first(record: Record, layers: Collection[str]) -> list[str]:
+    """Those that read healthily in the first quarter of the steps at the learning rate's peak."""
     peak = at_peak(record).reports
     first = replace(record, reports=peak[: max(1, len(peak) // 4)])
     readings = typical_values(first, "update_ratio")
     low, high = HEALTH["update_ratio"].healthy
-    return all(path in readings and low <= readings[path].value <= high for path in layers)
+    return [p for p in layers if p in readings and low <= readings[p].value <= high]
 
 
 def _outside_healthy(

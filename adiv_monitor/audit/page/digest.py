@@ -61,7 +61,7 @@ def _head(report: AuditReport, count: int) -> Iterator[str]:
     last = f" up to step {reports[-1].step:,}" if reports else ""
     yield f"# Training{last}"
     yield f"\n**{markdown(running_headline(report.findings, record))}.**"
-    yield f"\n{count:,} steps measured. Loss: {loss_words(record)}."
+    yield f"\n{count:,} step{'' if count == 1 else 's'} measured. Loss: {loss_words(record)}."
 
 
 def _findings(findings: Sequence[Finding], is_audited: bool) -> Iterator[list[str]]:

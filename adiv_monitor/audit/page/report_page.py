@@ -97,7 +97,7 @@ def settings(record: Record) -> dict[str, str]:
         "Gradients": clip,
         "Batches": f"{facts.batches:,} of {facts.batch_size:,} samples{again}",
         "Steps": f"{len(record.losses):,} of {facts.steps:,}, every "
-        f"{'one' if facts.every_n_steps == 1 else f'{facts.every_n_steps}th'} measured",
+        f"{'one' if facts.every_n_steps == 1 else f'{facts.every_n_steps} steps one'} measured",
         "Seed": f"{facts.seed}",
         "Device": facts.device,
         "torch": facts.torch,

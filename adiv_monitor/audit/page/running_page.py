@@ -15,7 +15,13 @@ from adiv_monitor.audit.page.report_page import (
     notes_of,
     strengths_of,
 )
-from adiv_monitor.audit.page.verdict import looked_for, loss_words, running_headline, untold
+from adiv_monitor.audit.page.verdict import (
+    looked_for,
+    loss_words,
+    running_headline,
+    until,
+    untold,
+)
 from adiv_monitor.audit.record import Record
 from adiv_monitor.sinks.wording import not_measured
 
@@ -51,6 +57,7 @@ def running_page(
         newest=reports[-1],
         last=last,
         looked_for=looked_for(record, findings),
+        until=until(record),
         untold=untold(record),
         loss_words=loss_words(record),
         loss_picture=loss_picture(record, ()) if len(record.losses) > 1 else None,

@@ -155,6 +155,7 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "stands-still": "Layers that hardly move",
         "outside-healthy": "Layers outside of what healthy ones read",
         "rate-decayed": "The learning rate has decayed",
+        "settled": "Layers that move less than at first",
         "bad-initialisation": "Unsuitable initialisation",
         "vanishing": "Vanishing gradients",
         "exploding": "Exploding gradients",

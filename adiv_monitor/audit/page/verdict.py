@@ -18,6 +18,7 @@ NOTHING = "Nothing found in what was measured"
 NOT_MEASURED = "Can't tell: no layer was measured"
 _BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; to know"}
 _AUDIT = "run `adiv-audit`"
+FEWEST_REPORTS = 3  # that can show what layers typically do
 
 
 class Untold(NamedTuple):
@@ -62,7 +63,8 @@ def _could_show(record: Record) -> tuple[str, ...]:
     if not paths:
         return ("non-finite",)
     from_the_start = record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS
-    has_steps = bool(by_layer(record, "parameter_cosine"))
+    several = len(record.reports) >= FEWEST_REPORTS
+    has_steps = several and bool(by_layer(record, "parameter_cosine"))
     names = {
         "non-finite": True,
         "loss-stuck": _knows_loss(record),
@@ -88,6 +90,9 @@ def untold(record: Record) -> tuple[Untold, ...]:
     if len(record.losses) < FEWEST and not record.first_non_finite:
         why = f"`Monitor(…, loss=…)` or `monitor.log_loss(…)`, for {FEWEST} steps at least"
         found.append(Untold("Whether the loss falls", why))
+    if len(record.reports) < FEWEST_REPORTS:
+        why = f"{FEWEST_REPORTS} measured steps or more"
+        found.append(Untold("How far layers typically move, and what the optimizer does", why))
     if paths and not (record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS):
         found.append(
             Untold(
@@ -104,6 +109,14 @@ def untold(record: Record) -> tuple[Untold, ...]:
         Untold("Whether labels belong to their inputs", "overfit one batch, and look at some"),
         Untold("The inputs themselves, single units, the loss function, decay, clipping", _AUDIT),
     )
+
+
+def until(record: Record) -> str:
+    """Up to where was looked, if values are not finite from some step on; "" if all are."""
+    if record.non_finite_since is None:
+        return ""
+    steps = [r.step for r in record.reports if r.step < record.non_finite_since]
+    return f" up to step {steps[-1]:,}" if steps else " in what is finite"
 
 
 def loss_words(record: Record) -> str:
