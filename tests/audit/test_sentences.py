@@ -152,7 +152,8 @@ ROWS = [
         record(losses=(2.3, math.nan)), record(losses=(math.nan,))),
     Row("non-finite", "Replacing NaN by 0 (nan_to_num) hides where they come from",
         record(losses=(2.3, math.nan)), record()),
-    Row("non-finite", "Values are not finite from step 10 on; first in: the outputs of Linear 'b'",
+    Row("non-finite", "Values that are not finite were seen first at step 10; first in: the "
+        "outputs of Linear 'b'",
         by_reports(layers(), broken("gradient", "outputs")),
         by_reports(layers(), broken("gradient"))),
     Row("non-finite", "first in: the loss", by_reports(layers(), losses=(1.0, math.nan)),

@@ -69,15 +69,15 @@ def _finding(record: Record) -> Finding:
         "act",
         (Evidence(where, bad, step=step),),
         advice,
-        f"Values are not finite {_when(record, step)}; first in: {where}.",
+        f"{_seen_when(record, step)}; first in: {where}.",
         "Replacing NaN by 0 (nan_to_num) hides where they come from.",
         step,
     )
 
 
-def _when(record: Record, step: int | None) -> str:
-    if not record.is_audited:  # what happened between measured steps is not known
-        return f"from step {step or 0:,} on"
+def _seen_when(record: Record, step: int | None) -> str:
+    if not record.is_audited:  # what came between measured steps, and after them, is not known
+        return f"Values that are not finite were seen first at step {step or 0:,}"
     if len(record.losses) <= 1:
-        return "before the first step"
-    return f"after {step or len(record.losses)} steps"
+        return "Values are not finite before the first step"
+    return f"Values are not finite after {step or len(record.losses)} steps"

@@ -60,7 +60,7 @@ def looked_for(record: Record, found: Sequence[Finding] = ()) -> tuple[str, ...]
 def _could_show(record: Record) -> tuple[str, ...]:
     paths = maps(record)
     if not paths:
-        return ("non-finite",)
+        return ("non-finite", "loss-stuck") if _knows_loss(record) else ("non-finite",)
     from_the_start = record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS
     has_steps = bool(by_layer(record, "parameter_cosine"))
     names = {
