@@ -11,6 +11,7 @@ from adiv_monitor.audit.diagnosis.course import (
     fell,
     is_long_enough,
     is_opposed,
+    may_have_fallen,
     start,
 )
 from adiv_monitor.audit.diagnosis.phases import at_peak, still_rises
@@ -224,8 +225,10 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
         return  # its peak is to come, or near the loss's end layers need not move
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         largest = max(moves, key=lambda path: moves[path].value)
+        # At the end of its schedule a training that was resumed moves as little, and is well.
+        is_stuck = suffers(record) and not may_have_fallen(record)
         yield _too_low(
-            "act" if suffers(record) else "watch",
+            "act" if is_stuck and record.reports[0].step == 0 else "watch",
             (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
             f"No layer's activations move by more than {moves[largest].value:.1g} of themselves in "
             "a step.",
