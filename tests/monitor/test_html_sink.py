@@ -265,6 +265,16 @@ def test_what_a_finding_speaks_of_is_not_ticked_beside_it() -> None:
     assert "rate-too-low" in names and "stands-still" not in names
 
 
+def test_what_is_outside_of_healthy_is_not_ticked() -> None:
+    running = Running()
+    running.add(report(layers={f"{i}": reading(i, scale_cv=0.9) for i in range(4)}))
+    found = running.findings()
+    said = {finding.name for finding in found}
+    assert "outside-healthy" in said and "row-spread" not in said
+    assert "row-spread" in looked_for(running.record())
+    assert "row-spread" not in looked_for(running.record(), found)
+
+
 def test_what_lies_beside_the_page_says_the_same(tmp_path: Path) -> None:
     from adiv_monitor.audit.report import AuditReport
 
