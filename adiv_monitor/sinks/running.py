@@ -149,18 +149,20 @@ class Running:
 
 
 class Losses:
-    """The losses of a training so far, by step: the first, and of the others every so many-th.
+    """The losses of a training so far, by step: first, last, and of the others every so many-th.
 
     Twice as many steps lie between them whenever there are more than `MOST_LOSSES`.
     """
 
     def __init__(self) -> None:
         self._kept: dict[int, float] = {}
+        self._last: dict[int, float] = {}  # that one alone
         self._count = 0
         self._stride = 1
 
     def add(self, losses: Mapping[int, float]) -> None:
         """Take those of some more steps."""
+        self._last = dict([*losses.items()][-1:]) or self._last
         for step, loss in losses.items():
             if self._count % self._stride == 0:
                 self._kept[step] = loss
@@ -174,7 +176,7 @@ class Losses:
 
         Others that are not finite are left out.
         """
-        kept = list(self._kept.items())
+        kept = list((self._kept | self._last).items())
         after = next((i for i in reversed(range(len(kept))) if isfinite(kept[i][1])), -1) + 1
         finite = {step: loss for step, loss in kept[:after] if isfinite(loss)}
         return finite | dict(kept[after : after + 1])

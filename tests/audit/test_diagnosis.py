@@ -411,6 +411,18 @@ def test_a_loss_that_comes_down_a_part_of_the_way_that_it_went_up_did_not_fall()
     assert fell(record(losses=(1.3, *(1.5 - 0.03 * i for i in range(39)))))
 
 
+def test_a_rate_is_not_surely_too_low_where_the_loss_may_fall_or_the_run_began_before() -> None:
+    still = {name: reading(update_ratio=1e-3) for name in "abc"}
+    noisy = tuple(2.3 - 0.02 * i + 0.6 * (-1) ** i for i in range(STEPS))
+    unclear = found(record(still, losses=noisy))
+    assert "can't be told" in unclear["loss-stuck"].summary
+    assert unclear["rate-too-low"].strength == "watch"
+    whole = record(still, losses=STILL)
+    resumed = replace(whole, reports=whole.reports[1:])
+    assert resumed.reports[0].step > 0
+    assert found(resumed)["rate-too-low"].strength == "watch"
+
+
 def test_modules_that_never_ran_are_worth_watching() -> None:
     unused = Wiring(unreached=("a.weight", "b.weight"), unused=("a.weight",), input_matters=0.5)
     strengths = [(f.layers, f.strength) for f in diagnose(record(wiring=unused))]

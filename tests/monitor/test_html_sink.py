@@ -17,7 +17,7 @@ from adiv_monitor.sinks.running import Running
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 from adiv_monitor.audit.page.titles import FINDING_TITLES
-from adiv_monitor.audit.page.verdict import looked_for
+from adiv_monitor.audit.page.verdict import looked_for, loss_words
 
 FILES = ["run.html", "run.json", "run.md"]
 
@@ -237,6 +237,26 @@ def test_what_is_looked_for_are_findings() -> None:
     assert {"non-finite", "loss-stuck", "stands-still"} <= set(names)
 
 
+def test_of_a_model_without_maps_only_what_was_looked_at_is_ticked() -> None:
+    running = Running()
+    layers = {"a": reading(kind="embedding")}
+    running.add(report(layers=layers, losses=dict.fromkeys(range(20), 1.0)))
+    assert looked_for(running.record()) == ("non-finite", "loss-stuck")
+    assert running.findings()[0].name == "loss-stuck"
+
+
+@pytest.mark.parametrize("last, words", [(math.nan, "not finite"), (0.5, "falls")])
+def test_the_last_loss_counts_however_long_the_training(last: float, words: str) -> None:
+    running = Running()
+    running.add_losses({step: 2 - step / 5_000 for step in range(5_001)})
+    running.add_losses({5_001: last})
+    record = running.record()
+    assert loss_words(record) == words
+    assert record.steps_of_losses[-1] == 5_001 and record.losses[-1] == pytest.approx(
+        last, nan_ok=True
+    )
+
+
 def test_what_a_finding_speaks_of_is_not_ticked_beside_it() -> None:
     running = Running()
     running.add(report(layers={f"{i}": reading(update_ratio=1e-5) for i in range(4)}))
@@ -244,6 +264,16 @@ def test_what_a_finding_speaks_of_is_not_ticked_beside_it() -> None:
     names = looked_for(running.record(), found)
     assert "rate-too-low" in {finding.name for finding in found}
     assert "rate-too-low" in names and "stands-still" not in names
+
+
+def test_what_is_outside_of_healthy_is_not_ticked() -> None:
+    running = Running()
+    running.add(report(layers={f"{i}": reading(i, scale_cv=0.9) for i in range(4)}))
+    found = running.findings()
+    said = {finding.name for finding in found}
+    assert "outside-healthy" in said and "row-spread" not in said
+    assert "row-spread" in looked_for(running.record())
+    assert "row-spread" not in looked_for(running.record(), found)
 
 
 def test_what_lies_beside_the_page_says_the_same(tmp_path: Path) -> None:

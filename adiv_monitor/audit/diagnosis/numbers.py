@@ -70,7 +70,7 @@ def _finding(record: Record) -> Finding:
         "act",
         (Evidence(where, bad, step=step),),
         advice,
-        f"Values are not finite{_or_too_large(record)} {_when(record, step)}; first in: {where}.",
+        f"{_seen_when(record, step)}; first in: {where}.",
         "Replacing NaN by 0 (nan_to_num) hides where they come from.",
         step,
     )
@@ -82,21 +82,14 @@ def _of_the_data(record: Record, step: int | None) -> Iterator[Advice]:
         yield Advice(f"look at the batches up to step {step or 0:,} for NaN and infinite entries")
 
 
-def _or_too_large(record: Record) -> str:
-    """What a monitor counts as not finite: lengths are roots of sums of squares."""
-    of_layers = not record.is_audited and record.first_non_finite not in (None, "the loss")
-    return " (NaN, infinite or too large to square)" * of_layers
-
-
-def _when(record: Record, step: int | None) -> str:
-    if not record.is_audited:  # what happened between measured steps is not known
-        before = [r.step for r in record.reports if step is not None and r.step < step]
-        is_known = record.first_non_finite == "the loss" or not before
-        return (
-            f"from step {step or 0:,} on"
-            if is_known
-            else (f"at step {step:,}, after step {before[-1]:,}, which was measured before it")
-        )
+def _seen_when(record: Record, step: int | None) -> str:
+    if not record.is_audited:  # what came between measured steps, and after them, is not known
+        is_loss = record.first_non_finite == "the loss"
+        # Lengths are roots of sums of squares.
+        kind = "" if is_loss else " (NaN, infinite or too large to square)"
+        before = [r.step for r in record.reports if r.step < (step or 0)]
+        after = "" if is_loss or not before else f", after step {before[-1]:,} was finite"
+        return f"Values that are not finite{kind} were seen first at step {step or 0:,}{after}"
     if len(record.losses) <= 1:
-        return "before the first step"
-    return f"after {step or len(record.losses)} steps"
+        return "Values are not finite before the first step"
+    return f"Values are not finite after {step or len(record.losses)} steps"

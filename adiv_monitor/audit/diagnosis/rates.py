@@ -11,6 +11,7 @@ from adiv_monitor.audit.diagnosis.course import (
     fell,
     is_long_enough,
     is_opposed,
+    may_have_fallen,
     start,
 )
 from adiv_monitor.audit.diagnosis.phases import at_peak, still_rises
@@ -224,8 +225,11 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
         return  # its peak is to come, or near the loss's end layers need not move
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         largest = max(moves, key=lambda path: moves[path].value)
+        # At the end of its schedule a training that was resumed moves as little, and is well.
+        is_whole = record.reports[0].step == 0
+        is_stuck = is_whole and suffers(record) and not may_have_fallen(record)
         yield _too_low(
-            "act" if suffers(record) and _promises_nothing(record) else "watch",
+            "act" if is_stuck and _promises_nothing(record) else "watch",
             (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
             f"No layer's activations move by more than {moves[largest].value:.2g} of themselves in "
             "a step"

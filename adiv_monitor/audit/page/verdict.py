@@ -7,7 +7,7 @@ from typing import NamedTuple
 from adiv_monitor.audit.diagnosis.course import FEWEST, fell, is_long_enough, may_have_fallen
 from adiv_monitor.audit.diagnosis.initialisation import FEWEST_LAYERS
 from adiv_monitor.audit.diagnosis.readings import by_layer, entering, maps
-from adiv_monitor.audit.diagnosis.states import OF_MOVES
+from adiv_monitor.audit.diagnosis.states import OF_MOVES, SPEAK_OF
 from adiv_monitor.audit.finding import STRENGTHS, Finding
 from adiv_monitor.audit.page.titles import finding_title
 from adiv_monitor.audit.record import Record
@@ -52,16 +52,20 @@ def looked_for(record: Record, found: Sequence[Finding] = ()) -> tuple[str, ...]
     """The findings that the reports at hand could have shown, by name; those that are, first.
 
     Where a finding speaks of how far layers move, others leave that to it: nothing is said of them.
+    Nor is of those that would speak of what is outside of healthy, if not as far as they ask for.
     """
     names = {finding.name: None for finding in found}
     left = {"stands-still", "outside-healthy"} if names.keys() & OF_MOVES else set()
+    outside = (finding for finding in found if finding.name == "outside-healthy")
+    measures = {evidence.measure for finding in outside for evidence in finding.evidence}
+    left = left.union(*(SPEAK_OF[measure] for measure in measures))
     return tuple(dict.fromkeys([*names, *(n for n in _could_show(record) if n not in left)]))
 
 
 def _could_show(record: Record) -> tuple[str, ...]:
     paths = maps(record)
     if not paths:
-        return ("non-finite",)
+        return ("non-finite", "loss-stuck") if _knows_loss(record) else ("non-finite",)
     from_the_start = record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS
     several = len(record.reports) >= FEWEST_REPORTS
     has_steps = several and bool(by_layer(record, "parameter_cosine"))
