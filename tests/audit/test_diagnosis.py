@@ -392,12 +392,10 @@ def test_without_trials_of_rates_activations_that_move_too_far_or_hardly_tell() 
     far = {name: reading(update_ratio=3.0) for name in "abc"}
     assert found(record(far, losses=STILL))["rate-too-high"].strength == "act"
     assert "rate-too-high" not in found(record(far))  # RMSprop's first step is long, and well
-    still = {name: reading(update_ratio=1e-3, descent=1e-5) for name in "abc"}
+    still = {name: reading(update_ratio=1e-3) for name in "abc"}
     assert found(record(still, losses=STILL))["rate-too-low"].strength == "act"
-    ended = {name: reading(update_ratio=1e-3, descent=1e-3) for name in "abc"}
-    assert found(record(ended, losses=STILL))["rate-too-low"].strength == "watch", (
-        "steps that promise 0.003 each: a loss of 2.3 that does not follow may be at its end"
-    )
+    by_reports = record(still, losses=STILL, facts=replace(FACTS, model=""))
+    assert found(by_reports)["rate-too-low"].strength == "watch", "or it is at its end"
     assert found(record(still, losses=()))["rate-too-low"].strength == "watch"
     falls = found(record(still))
     assert "rate-too-low" not in falls and falls["stands-still"].strength == "note"
@@ -409,18 +407,6 @@ def test_a_loss_that_comes_down_a_part_of_the_way_that_it_went_up_did_not_fall()
     burst = record(losses=(1.3, *(180.0 - 3 * i for i in range(39))))
     assert not fell(burst) and "The loss rises: 1.3" in found(burst)["loss-stuck"].summary
     assert fell(record(losses=(1.3, *(1.5 - 0.03 * i for i in range(39)))))
-
-
-def test_a_rate_is_not_surely_too_low_where_the_loss_may_fall_or_the_run_began_before() -> None:
-    still = {name: reading(update_ratio=1e-3) for name in "abc"}
-    noisy = tuple(2.3 - 0.02 * i + 0.6 * (-1) ** i for i in range(STEPS))
-    unclear = found(record(still, losses=noisy))
-    assert "can't be told" in unclear["loss-stuck"].summary
-    assert unclear["rate-too-low"].strength == "watch"
-    whole = record(still, losses=STILL)
-    resumed = replace(whole, reports=whole.reports[1:])
-    assert resumed.reports[0].step > 0
-    assert found(resumed)["rate-too-low"].strength == "watch"
 
 
 def test_modules_that_never_ran_are_worth_watching() -> None:

@@ -174,8 +174,17 @@ ROWS = [
         by_reports(*[STANDS] * 4, losses=WELL),
         by_reports(*[STANDS] * 4, losses=STILL)),
     Row("settled", "The activations of layer 'a' moved at first as those of healthy layers do, and "
-        "by less than 0.009 of their length in most of the steps since: near the end of a training "
-        "they need not move", by_reports(layers(), *[STANDS] * 3), by_reports(*[STANDS] * 4)),
+        "by less than 0.009 of their length later on: near the end of a training they "
+        "need not move", by_reports(layers(), *[STANDS] * 3), by_reports(*[STANDS] * 4)),
+    Row("settled", "The activations of layer 'a' moved at first as those of healthy layers do",
+        by_reports(*[layers()] * 6, *[STANDS] * 2), HEALTHY),
+    Row("stands-still", "How far the activations of layer 'a' move can't be told: in no measured "
+        "step had they a gradient and an output other than zero",
+        by_reports(layers() | {"a": reading(update_ratio=math.nan)}), HEALTHY),
+    Row("stands-still", "look whether gradients are zero, or are wiped before the step",
+        by_reports(layers() | {"a": reading(update_ratio=math.nan)}), HEALTHY),
+    Row("loss-stuck", "It need not fall where its parts oppose each other, as those of two players",
+        by_reports(*[layers()] * 4, losses=STILL), record(losses=STILL)),
     Row("stands-still", "The activations of layer 'a' do not move at all by the step of their own "
         "weights: a learning rate of zero, or something that keeps these as they are",
         by_reports(*[layers() | {"a": reading(update_ratio=0.0)}] * 4), by_reports(*[STANDS] * 4)),
@@ -373,8 +382,7 @@ ROWS = [
     Row("rate-too-low", "No layer's activations move by more than 0.001 of themselves in a step",
         record(SLOW, losses=STILL), record({**SLOW, "a": reading()}, losses=STILL)),
     Row("rate-too-low", "too little to learn from the beginning. Where a training ends, they need "
-        "not move", record(SLOW, losses=STILL),
-        record(layers(update_ratio=1e-3, descent=1e-5), losses=STILL)),
+        "not move", by_reports(*[SLOW] * 4, losses=STILL), record(SLOW, losses=STILL)),
     Row("uneven-rates", "In one step the activations of layer 'a' hardly move: by a factor of "
         "20000 off the median layer's", record({"a": reading(update_ratio=1e-6)}),
         record({"a": reading(update_ratio=9.0)})),

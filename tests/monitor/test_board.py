@@ -16,6 +16,7 @@ from example_reports import LAYERS, reading, report
 from torch import nn
 
 from adiv_monitor.audit.diagnosis import diagnose
+from adiv_monitor.audit.diagnosis.diagnose import SYMPTOMS
 from adiv_monitor.audit.page.verdict import NOTHING
 from adiv_monitor.audit.record import Record
 from adiv_monitor.report import Alarm, LayerReading, StepReport
@@ -87,6 +88,8 @@ def test_findings_are_the_audits_of_the_same_run() -> None:
     for name, finding in ours.items():
         assert finding.layers == audits[name].layers
         assert finding.evidence == audits[name].evidence
+        if name in SYMPTOMS:  # give no advice beside their cause
+            continue
         for advice, audits_own in zip(finding.advice, audits[name].advice, strict=True):
             assert advice.mend == audits_own.mend
             assert audits_own.text.startswith(advice.text)

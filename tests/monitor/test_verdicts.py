@@ -40,7 +40,7 @@ STRENGTHS = {
     "flat: learning rate too high": ({"act", "watch"}, {"act", "watch"}),
     "flat: random labels": ({"watch"}, {"nothing", "note", "watch"}),
     "diverged": ({"act"}, {"act", "watch"}),
-    "learning rate too low": ({"act"}, {"watch"}),
+    "learning rate too low": ({"watch"}, {"watch"}),
     "dead units": ({"act"}, {"act"}),
     "frozen by a learning rate of 0": ({"note"}, {"watch"}),
     "frozen by requires_grad": (QUIET, QUIET),
@@ -207,7 +207,8 @@ def not_finite(case: Case) -> None:
     first = case.seen.running.findings()[0]
     assert (first.name, first.strength, first.since) == ("non-finite", "act", step)
     assert case.headline.startswith("To fix: values that are not finite")
-    assert first.summary.endswith(f"from step {step} on; first in: {place}.")
+    assert f"were seen first at step {step}" in first.summary
+    assert first.summary.endswith(f"; first in: {place}.")
     read(case, first.summary)
     (line,) = case.seen.logged
     assert f"adiv-monitor: values that are not finite since step {step} → " in line.getMessage()
@@ -256,7 +257,7 @@ def dead(case: Case) -> None:
 def held_still(case: Case) -> None:
     assert case.layers("stands-still") == ("second",)
     assert set(case.findings) == {"stands-still"}
-    read(case, "second' move by 0 of their length in a step")
+    read(case, "second' do not move at all by the step of their own weights")
 
 
 def without_gradients(case: Case) -> None:

@@ -138,7 +138,9 @@ def _stuck(record: Record, *, no_lower: bool) -> str:
     elif fell(record) or may_have_fallen(record):
         said = "ends no lower than it began"
     overfits = " One small batch is overfitted, though." * bool(list(_overfits(record)))
-    return f"The loss {said}: {course}.{overfits}"
+    # An audit looks whether its parts do.
+    opposed = " It need not fall where its parts oppose each other, as those of two players."
+    return f"The loss {said}: {course}.{overfits}{opposed * (not record.is_audited)}"
 
 
 def _overfits(record: Record) -> Iterator[Evidence]:

@@ -7,6 +7,7 @@ from adiv_monitor.audit.record import Record
 from adiv_monitor.report import StepReport
 
 PEAK = 0.5  # of the largest learning rate so far: lower ones warm up, or decay on purpose
+_FEWEST = 2  # measured steps at the peak
 _RISES = 1.01  # times the rate of the measured step before
 LOOK_AGAIN = "look again when the learning rate is at its peak"
 RISES_YET = " The learning rate still rises: at its peak this will tell more."
@@ -20,16 +21,16 @@ def learning_rate(report: StepReport) -> float | None:
 def at_peak(record: Record) -> Record:
     """The record with those measured steps alone whose learning rate is at least half the largest.
 
-    All of them where learning rates are not known, or are all zero.
+    All of them where learning rates are not known, or all zero, or the peak has too few to tell
+    what is typical.
     """
     rates = [learning_rate(report) for report in record.reports]
     largest = max((rate for rate in rates if rate is not None), default=0.0)
     if not largest > 0:
         return record
-    kept = zip(record.reports, rates, strict=True)
-    return replace(
-        record, reports=tuple(r for r, rate in kept if rate is None or rate >= PEAK * largest)
-    )
+    pairs = zip(record.reports, rates, strict=True)
+    kept = tuple(r for r, rate in pairs if rate is None or rate >= PEAK * largest)
+    return replace(record, reports=kept) if len(kept) >= _FEWEST else record
 
 
 def still_rises(reports: Sequence[StepReport]) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from statistics import fmean, median
+from statistics import median
 
 from adiv_monitor.audit.diagnosis.course import (
     FEWEST,
@@ -11,7 +11,6 @@ from adiv_monitor.audit.diagnosis.course import (
     fell,
     is_long_enough,
     is_opposed,
-    may_have_fallen,
     start,
 )
 from adiv_monitor.audit.diagnosis.phases import at_peak, still_rises
@@ -225,31 +224,17 @@ def _too_low_by_measures(record: Record) -> Iterator[Finding]:
         return  # its peak is to come, or near the loss's end layers need not move
     if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
         largest = max(moves, key=lambda path: moves[path].value)
-        # At the end of its schedule a training that was resumed moves as little, and is well.
-        is_whole = record.reports[0].step == 0
-        is_stuck = is_whole and suffers(record) and not may_have_fallen(record)
+        # Reports alone can't tell a training that never began from one that has ended.
+        unsure = (
+            ": too little to learn from the beginning. Where a training ends, they need not move"
+        ) * (not record.is_audited)
         yield _too_low(
-            "act" if is_stuck and _promises_nothing(record) else "watch",
+            "act" if record.is_audited and suffers(record) else "watch",
             (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
             f"No layer's activations move by more than {moves[largest].value:.2g} of themselves in "
-            "a step"
-            + (
-                "."
-                if _promises_nothing(record)
-                else ": too little to learn from the "
-                "beginning. Where a training ends, they need not move."
-            ),
+            f"a step{unsure}.",
             10,
         )
-
-
-def _promises_nothing(record: Record) -> bool:
-    """Whether the loss would stand still though each step gave what its gradient promises.
-
-    By steps that promise more it need not fall either, where nothing is left to learn.
-    """
-    promised = [r.descent for r in at_peak(record).reports if r.descent is not None]
-    return fmean(promised or [0.0]) * len(record.losses) < STILL * abs(start(record))
 
 
 def _too_low(

@@ -14,7 +14,7 @@ from adiv_monitor.audit.diagnosis.phases import (
     learning_rate,
     still_rises,
 )
-from adiv_monitor.audit.diagnosis.readings import Typical, named
+from adiv_monitor.audit.diagnosis.readings import Typical, maps, named, readings
 from adiv_monitor.audit.finding import Advice, Evidence, Finding, Strength
 from adiv_monitor.audit.record import Record
 from adiv_monitor.sinks.health import GRADIENT, HEALTH, value_of
@@ -65,14 +65,18 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
         for is_high, layers in zip((False, True), _outside(record, measure), strict=True)
     }
     still = outside.pop(("update_ratio", False), {})
+    still |= {p: t for p, t in _lately(record).items() if p not in spoken_for["update_ratio"]}
     unmoved = {path: typical for path, typical in still.items() if typical.value == 0}
-    settled = {path: still[path] for path in _moved_at_first(record, still)}
+    settled = {p: still[p] for p in _moved_at_first(record, still) if p not in unmoved}
     if unmoved:
-        yield _never_moves(record, tuple(unmoved))
+        yield _does_not_move(record, tuple(unmoved))
     if rest := {p: t for p, t in still.items() if p not in unmoved and p not in settled}:
         yield _stands_still(record, rest)
     if settled:
         yield _settled(record, settled)
+    silent = [p for p in _silent(record) if p not in spoken_for["update_ratio"]]
+    if silent and "*" not in spoken_for["update_ratio"]:
+        yield _tells_nothing(record, tuple(silent))
     if said := {place: layers for place, layers in outside.items() if layers}:
         yield _outside_healthy(record, said)
     yield from _decayed(record)
@@ -81,11 +85,32 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
 def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str, Typical]]:
     """Layers typically below, and above, what healthy ones read, by two standard errors."""
     low, high = HEALTH[measure].healthy
-    readings = typical_values(at_peak(record), measure)
+    typically = typical_values(at_peak(record), measure)
     return (
-        {path: value for path, value in readings.items() if value.below(low)},
-        {path: value for path, value in readings.items() if value.above(high)},
+        {path: value for path, value in typically.items() if value.below(low)},
+        {path: value for path, value in typically.items() if value.above(high)},
     )
+
+
+def _lately(record: Record) -> dict[str, Typical]:
+    """Layers that hardly moved in the last quarter of the steps at the learning rate's peak."""
+    peak = at_peak(record).reports
+    last = replace(record, reports=peak[-(-len(peak) * 3 // 4) :])
+    low = HEALTH["update_ratio"].healthy[0]
+    lately = typical_values(last, "update_ratio")
+    return {path: value for path, value in lately.items() if value.below(low)}
+
+
+def _silent(record: Record) -> Iterator[str]:
+    """Maps that had a step of the optimizer, but of which no step told how far it moved them."""
+    told = typical_values(record, "update_ratio")
+    for path in maps(record):
+        of_layer = readings(record, path).values()
+        if path not in told and all(
+            r.update_ratio is not None and math.isnan(r.update_ratio) and not r.non_finite
+            for r in of_layer
+        ):
+            yield path
 
 
 def typical_values(record: Record, measure: str) -> dict[str, Typical]:
@@ -138,7 +163,19 @@ def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
     )
 
 
-def _never_moves(record: Record, paths: tuple[str, ...]) -> Finding:
+def _tells_nothing(record: Record, paths: tuple[str, ...]) -> Finding:
+    return Finding(
+        "stands-still",
+        paths,
+        _strength(record),
+        (),
+        (Advice("look whether gradients are zero, or are wiped before the step"),),
+        f"How far the activations of {_where(paths, record)} move can't be told: in no measured "
+        "step had they a gradient and an output other than zero.",
+    )
+
+
+def _does_not_move(record: Record, paths: tuple[str, ...]) -> Finding:
     return Finding(
         "stands-still",
         paths,
@@ -151,6 +188,7 @@ def _never_moves(record: Record, paths: tuple[str, ...]) -> Finding:
         ),
         f"The activations of {_where(paths, record)} do not move at all by the step of their own "
         "weights: a learning rate of zero, or something that keeps these as they are.",
+        since=_low_since(record, paths),
     )  # fmt: skip
 
 
@@ -164,8 +202,8 @@ def _settled(record: Record, layers: Mapping[str, Typical]) -> Finding:
         tuple(Evidence("update_ratio", layers[p].value, low, p) for p in paths[:5]),
         (),
         f"The activations of {_where(paths, record)} moved at first as those of healthy layers do, "
-        f"and by less than {low:g} of their length in most of the steps since: near the end of a "
-        "training they need not move.",
+        f"and by less than {low:g} of their length later on: near the end of a training they need "
+        "not move.",
         since=_low_since(record, paths),
     )
 
@@ -185,9 +223,9 @@ def _moved_at_first(record: Record, layers: Collection[str]) -> list[str]:
     """Those that read healthily in the first quarter of the steps at the learning rate's peak."""
     peak = at_peak(record).reports
     first = replace(record, reports=peak[: max(1, len(peak) // 4)])
-    readings = typical_values(first, "update_ratio")
+    begin = typical_values(first, "update_ratio")
     low, high = HEALTH["update_ratio"].healthy
-    return [p for p in layers if p in readings and low <= readings[p].value <= high]
+    return [p for p in layers if p in begin and low <= begin[p].value <= high]
 
 
 def _outside_healthy(
@@ -211,10 +249,9 @@ def _outside_healthy(
 
 
 def _where(paths: Sequence[str], record: Record) -> str:
-    layers = record.reports[-1].layers
     return (
         f"all {len(paths)} layers"
-        if len(paths) == len(layers) > 3
+        if len(paths) == len({p for report in record.reports for p in report.layers}) > 3
         else listed([named(record, path) for path in paths])
     )
 
