@@ -99,8 +99,9 @@ def _where(paths: list[str], parameters: dict[str, int], as_code: bool) -> str:
 
 
 def listed(names: list[str], *, as_code: bool = False) -> str:
-    """Three names and how many more there are."""
-    shown = ", ".join(code(name) if as_code else name for name in names[:3])
+    """Three names and how many more there are; a name that is empty is that of the whole model."""
+    said = (code(name) if as_code and name else name or "the model itself" for name in names[:3])
+    shown = ", ".join(said)
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3:,} more"
 
 
