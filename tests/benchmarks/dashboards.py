@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where the package of the brow
 
 from audit.browser import Browser, chromium
 
-from adiv_monitor.audit.page.running_page import running_headline
+from adiv_monitor.audit.page.verdict import running_headline
 from adiv_monitor.lightning import DivergenceCallback
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.sinks.running import Running
@@ -213,7 +213,7 @@ def train(name: str, folder: Path) -> tuple[list[str], int]:
     by_optimizer: dict[frozenset[str], Running] = {}
     for report in memory.reports:
         by_optimizer.setdefault(frozenset(report.layers), Running()).add(report)
-    verdicts = [running_headline(running.findings()) for running in by_optimizer.values()]
+    verdicts = [running_headline(running.findings(), running.record()) for running in by_optimizer.values()]
     size = sum(file.stat().st_size for file in (folder / name).glob("events*"))
     cells = [str(len(layers)), str(len(memory.reports)), f"{size / 1e6:.1f}", "; ".join(verdicts)]
     return cells, memory.reports[-1].step
