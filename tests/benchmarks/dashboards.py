@@ -213,7 +213,9 @@ def train(name: str, folder: Path) -> tuple[list[str], int]:
     by_optimizer: dict[frozenset[str], Running] = {}
     for report in memory.reports:
         by_optimizer.setdefault(frozenset(report.layers), Running()).add(report)
-    verdicts = [running_headline(running.findings(), running.record()) for running in by_optimizer.values()]
+    verdicts = [
+        running_headline(running.findings(), running.record()) for running in by_optimizer.values()
+    ]
     size = sum(file.stat().st_size for file in (folder / name).glob("events*"))
     cells = [str(len(layers)), str(len(memory.reports)), f"{size / 1e6:.1f}", "; ".join(verdicts)]
     return cells, memory.reports[-1].step
