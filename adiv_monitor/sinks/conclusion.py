@@ -1,7 +1,7 @@
 """One line at the end of a run: what was found, in which layers, and where to read more."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from adiv_monitor.printable import printable, quoted
@@ -24,24 +24,26 @@ def conclude(running: Running, sinks: Iterable[object]) -> None:
     """
     if not running.count:
         return
+    findings = running.findings()
+    found = [finding for finding in findings if finding.strength != "note"]
+    said = _named(found) if found else _headline(running, findings)
     places = [place for sink in sinks if (place := _place(sink))]
-    line = f"adiv-monitor: {_verdict(running)}" + f" → {', '.join(places)}" * bool(places)
-    is_warning = any(finding.strength != "note" for finding in running.findings())
-    _logger.log(logging.WARNING if is_warning else logging.INFO, "%s", printable(line))
+    line = f"adiv-monitor: {said}" + f" → {', '.join(places)}" * bool(places)
+    _logger.log(logging.WARNING if found else logging.INFO, "%s", printable(line))
 
 
 def _place(sink: object) -> str:
     return str(getattr(getattr(sink, "lent", sink), "place", "") or "")
 
 
-def _verdict(running: Running) -> str:
+def _headline(running: Running, findings: "Sequence[Finding]") -> str:
     from adiv_monitor.audit.page.verdict import running_headline
 
-    findings, record = running.findings(), running.record()
-    found = [finding for finding in findings if finding.strength != "note"]
-    if not found:
-        headline = running_headline(findings, record)
-        return headline[:1].lower() + headline[1:]
+    headline = running_headline(findings, running.record())
+    return headline[:1].lower() + headline[1:]
+
+
+def _named(found: "Sequence[Finding]") -> str:
     said = "; ".join(map(_said, found[:_MOST]))
     return said + f"; and {len(found) - _MOST} more" * (len(found) > _MOST)
 

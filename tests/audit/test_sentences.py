@@ -553,3 +553,8 @@ def test_what_a_finding_speaks_against_is_a_fix_that_can_be_tried() -> None:
         for finding in diagnose(row.by):
             assert set(finding.against) <= set(MENDS)
             assert bool(finding.not_advised) >= bool(finding.against)
+
+
+def test_what_one_finding_says_of_all_layers_is_not_said_again_of_each() -> None:
+    names = [finding.name for finding in diagnose(by_reports(*[SLOW] * 8, losses=STILL))]
+    assert names == ["rate-too-low", "loss-stuck"]

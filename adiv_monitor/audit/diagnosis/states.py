@@ -64,8 +64,20 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
         if health.knots and "*" not in spoken_for.get(measure, ())
         for is_high, layers in zip((False, True), _outside(record, measure), strict=True)
     }
-    still = outside.pop(("update_ratio", False), {})
-    still |= {p: t for p, t in _lately(record).items() if p not in spoken_for["update_ratio"]}
+    still = outside.pop(("update_ratio", False), None)
+    if still is not None:
+        yield from _of_moves(record, still, spoken_for["update_ratio"])
+    if said := {place: layers for place, layers in outside.items() if layers}:
+        yield _outside_healthy(record, said)
+    yield from _decayed(record)
+
+
+def _of_moves(
+    record: Record, typically: Mapping[str, Typical], spoken_for: Collection[str]
+) -> Iterator[Finding]:
+    """Layers that hardly move, typically or lately, by why that may be."""
+    lately = {path: t for path, t in _lately(record).items() if path not in spoken_for}
+    still = {**typically, **lately}
     unmoved = {path: typical for path, typical in still.items() if typical.value == 0}
     settled = {p: still[p] for p in _moved_at_first(record, still) if p not in unmoved}
     if unmoved:
@@ -74,12 +86,8 @@ def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Findin
         yield _stands_still(record, rest)
     if settled:
         yield _settled(record, settled)
-    silent = [p for p in _silent(record) if p not in spoken_for["update_ratio"]]
-    if silent and "*" not in spoken_for["update_ratio"]:
-        yield _tells_nothing(record, tuple(silent))
-    if said := {place: layers for place, layers in outside.items() if layers}:
-        yield _outside_healthy(record, said)
-    yield from _decayed(record)
+    if silent := tuple(path for path in _silent(record) if path not in spoken_for):
+        yield _tells_nothing(record, silent)
 
 
 def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str, Typical]]:
