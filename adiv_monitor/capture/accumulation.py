@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.contributions import Contribution
 from adiv_monitor.capture.guard import call_all, surely
-from adiv_monitor.capture.hook import take_off
+from adiv_monitor.capture.hook import ON_ACCUMULATION, ON_GRADIENT, take_off
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import is_small, some
 from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart, part_of
@@ -118,7 +118,8 @@ class Accumulation:
 
     def remove(self) -> None:
         """Take the hooks off."""
-        call_all(*(partial(take_off, self._parameter, hook) for hook in self._hooks))
+        where = ON_GRADIENT, ON_ACCUMULATION
+        call_all(*(partial(take_off, self._parameter, hook, *where) for hook in self._hooks))
 
     def left(self) -> Tensor | None:
         """As long as the gradient that backward left: itself, or norms of its parts; None: unknown.

@@ -334,12 +334,22 @@ class Layers:
         watched = [path for path in paths if path in self.rows]
         if not watched:
             return
+        gradients = torch.is_grad_enabled()
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunction(), without_autocast(args[-1]):
-                function(*args)
+            if gradients:
+                torch._C._set_grad_enabled(False)
+            with torch._C.DisableTorchFunction():
+                if torch._C._is_any_autocast_enabled():
+                    with without_autocast(self.found[watched[0]].parameters[0]):
+                        function(*args)
+                else:
+                    function(*args)
         except Exception as error:
             for path in watched:
                 self.failed(path, error)
+        finally:
+            if gradients:
+                torch._C._set_grad_enabled(True)
 
     def _await_end(self) -> None:
         """A pass accumulates gradients: look at them once processes have averaged them in it."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Source, Together, covered
 from adiv_monitor.capture.weights.shards import (
     Peers,
@@ -20,7 +21,7 @@ from adiv_monitor.capture.weights.shards import (
     peers,
     why_unusable,
 )
-from adiv_monitor.features.registry import Rule, find_rule
+from adiv_monitor.features.registry import Rule, find_rule, known_rules
 from adiv_monitor.features.uses import as_it_is
 
 LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
@@ -31,6 +32,7 @@ _WRAPPERS = (
     "_checkpoint_wrapped_module",
     "_forward_module",  # Fabric
 )
+_MOST_MODULES = 10**6
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -296,6 +298,26 @@ def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     """Every trainable parameter of the model, tied ones once."""
     held = held_in_place_of(model)
     return (held.get(id(p), p) for p in model.parameters() if p.requires_grad)
+
+
+def structure(model: nn.Module, held: Mapping[int, Tensor] | None) -> object:
+    """What `select` goes by: equal as long as nothing is added, replaced, frozen or unfrozen.
+
+    None, which is to be asked anew each time, where modules hold other parameters by turns.
+    """
+    if processes() > 1:
+        return None
+    modules, found = [model], list[object](known_rules())
+    for module in modules:  # which grows meanwhile
+        found += (id(module), type(module), *module._modules)
+        for name, p in module._parameters.items():
+            if p is not None:
+                found += (name, id(p), type(p), p.requires_grad, p.dtype, p.device)
+        modules += [child for child in module._modules.values() if child is not None]
+        if len(modules) > _MOST_MODULES:  # one that holds itself has no end
+            return None
+    every = () if held is None else held.values()
+    return found, [part for p in every for part in (id(p), p.requires_grad)]
 
 
 def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerChoice) -> Selection:

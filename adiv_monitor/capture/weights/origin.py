@@ -97,6 +97,8 @@ class Origin:
         """Ids of the parameters to measure that it is made of, if of no data."""
         if not value.requires_grad:
             return ()
+        if self._trained.get(id(value)) is value:
+            return (id(value),)
         if isinstance(value, nn.Parameter) and id(value) not in self._held:
             self._stands_in(value)
         if id(value) in self._trained:
@@ -114,7 +116,11 @@ class Origin:
             Refused: its memory is read as numbers of another type, or it is no part of a sharded
                 parameter as that lies in memory.
         """
-        if value is None or not self.is_trained(value):
+        if value is None:
+            return None
+        if value.requires_grad and self._trained.get(id(value)) is value:  # as most are: a parameter itself, and whole
+            return self.pieces.whole(value)
+        if not self.is_trained(value):
             return None
         if is_shard(value) and id(value) not in self._trained:
             raise Refused(
