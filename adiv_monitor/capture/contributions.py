@@ -131,8 +131,8 @@ def _times(entries: Tensor, factor: Tensor) -> Tensor:
     return entries * factor.to(entries.dtype)
 
 
-# What a node hands on: to the gradient of which parameter, by which of its edges, and the nodes that
-# move it on the way (see `Edge`).
+# What a node hands on: to the gradient of which parameter, by which of its edges, and the nodes
+# that move it on the way (see `Edge`).
 Handed = list[tuple[Contribution, int, Sequence[Any]]]
 Arrive = Callable[[Handed, Sequence[Tensor | None], object], None]
 

@@ -262,7 +262,7 @@ def _show(tables: Sequence[dict[int, Any]]) -> None:
     if hooks and Hook in map(type, dict.values(hooks)):  # dict's own: ours hide in the table's
         return
     for table in tables:
-        if attributes := vars(table):
+        if attributes := table.__dict__:
             attributes.pop("__reduce_ex__", None)
             attributes.pop("values", None)
 
@@ -294,17 +294,19 @@ def trains(value: object) -> bool:
 
 def has_data(value: object) -> bool:
     """Whether a value is no stand-in for a tensor."""
-    if not isinstance(value, Tensor):
-        return not isinstance(value, Proxy)
+    if type(value) not in _PLAIN:
+        if not isinstance(value, Tensor):
+            return not isinstance(value, Proxy)
+        return torch._C._has_storage(value) and not value.is_meta and not is_fake(value)
     if not torch._C._has_storage(value) or value.is_meta:
         return False
-    if type(value) in _PLAIN and not torch._is_functional_tensor(value):
-        return not torch._C._functorch.is_functorch_wrapped_tensor(value)
-    return not is_fake(value)
+    if torch._is_functional_tensor(value):
+        return not is_fake(value)
+    return not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _is_traced() -> bool:
     """Whether a mode is on under which tensors are stand-ins, or what is done is written down."""
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING
+    )

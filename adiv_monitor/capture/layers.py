@@ -265,7 +265,9 @@ class Layers:
 
     def contributions_of(self, layer: Layer) -> list[Contribution]:
         """To the gradients of the layer's parameters; none where processes have parts of them."""
-        if any(is_shard(p) or self._origin.stand_in(p) is not None for p in layer.parameters):
+        if self._origin.any_apart and any(
+            is_shard(p) or self._origin.stand_in(p) is not None for p in layer.parameters
+        ):
             return []
         # They are accumulated, and zeroed, as that of the first one is.
         known = self._contributed[id(layer.parameters[0])]

@@ -203,8 +203,11 @@ class Selection:
 
     def knows(self, parameters: Iterable[Tensor]) -> bool:
         """Whether none of these is trained now but those that were when they were looked at."""
-        known = set(map(id, self.trained))
-        return all(id(p) in known for p in parameters if p.requires_grad)
+        return self._trained_ids.issuperset([id(p) for p in parameters if p.requires_grad])
+
+    @cached_property
+    def _trained_ids(self) -> set[int]:
+        return set(map(id, self.trained))
 
     def stepped(self, parameters: Iterable[Tensor]) -> "Selection":
         """With those as trained that a step has moved: it leaves alone what was frozen since.
@@ -212,16 +215,16 @@ class Selection:
         Args:
             parameters: all that the optimizer holds.
         """
-        return replace(
-            self, trained=[p for p in parameters if p.requires_grad or p.grad is not None]
-        )
+        trained = [p for p in parameters if p.requires_grad or p.grad is not None]
+        same = [*map(id, trained)] == [*map(id, self.trained)]
+        return self if same else replace(self, trained=trained)
 
     def unmeasured(self, measured: Iterable[Layer]) -> dict[str, int]:
         """Elements of the trained parameters that were asked for and lie in no measured layer."""
         missing = self._missing(measured)
         return {self.names[key]: n for key, n in missing.items() if key in self.names}
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Of all parameters that are trained, those whose turn it is."""
         return sum(map(_elements, self._trained_now))
@@ -236,8 +239,15 @@ class Selection:
         for layer in measured:
             for piece in layer.pieces:
                 pieces[id(piece.parameter)].append(piece)
-        counts = ((p, _elements(p) - covered(p, pieces[id(p)])) for p in self._trained_now)
-        return {id(p): count for p, count in counts if count or is_lazy(p)}
+        found = {}
+        for p in self._trained_now:
+            of_parameter = pieces.get(id(p), ())
+            if of_parameter and of_parameter[0].view is None:  # all of it
+                continue
+            count = _elements(p) - covered(p, of_parameter)
+            if count or is_lazy(p):
+                found[id(p)] = count
+        return found
 
     def unexplained(
         self, told: Iterable[Layer], known: Collection[str], why: Callable[[nn.Parameter], str]

@@ -17,8 +17,7 @@ from adiv_monitor.capture.selection import Selection
 
 # Steps that are watched as a whole: the first ones, and each so many.
 _FIRST, _EVERY = 2, 16
-# What may stand in a call as it was: it is no part of a batch.
-_CONSTANTS = (bool, int, float, complex, str, type(None), tuple, list)
+_NUMBERS = (bool, int, float, complex)
 
 
 class _Input(NamedTuple):
@@ -41,7 +40,7 @@ class Known:
         module: the module.
         kind: its class.
         forward: a `forward` that it has besides its class's; None: none.
-        training: whether it was in that mode.
+        settings: its own plain attributes, such as its mode or its stride.
         calls: of its forward in the step in which this was learnt.
         function: what takes its parameters, as rules know it; "": a rule of its class tells.
         args: what the function got: places of tensors, and constants.
@@ -52,7 +51,7 @@ class Known:
     module: nn.Module
     kind: type[nn.Module]
     forward: object
-    training: bool
+    settings: Sequence[tuple[str, object]]
     calls: int
     function: str
     args: Sequence[object]
@@ -61,19 +60,20 @@ class Known:
 
     @property
     def holds(self) -> bool:
-        """Whether the module is as it was, as far as that can be told before it is called."""
-        module = self.module
-        return (
-            type(module) is self.kind
-            and vars(module).get("forward") is self.forward
-            and module.training is self.training
-        )
+        """Whether the module is as it was, as far as it can tell."""
+        module, held = self.module, self.module.__dict__
+        if type(module) is not self.kind or held.get("forward") is not self.forward:
+            return False
+        for name, value in self.settings:
+            if name not in held or held[name] != value:
+                return False
+        return True
 
     def given(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """What the function got in a call of the module; None if that was called otherwise."""
-        if self.module.training is not self.training:
+        if not self.holds:
             return None
         try:
             return (
@@ -137,7 +137,7 @@ class Called:
                 module,
                 type(module),
                 vars(module).get("forward"),
-                module.training,
+                [(name, x) for name, x in vars(module).items() if _is_constant(x)],
                 0,
                 self.function,
                 [_place(value, places) for value in self.args],
@@ -152,11 +152,16 @@ def _place(value: object, places: Mapping[int, object]) -> object:
     """Raises LookupError for what is neither a constant nor at hand when the module has run."""
     if isinstance(value, Tensor):
         return places[id(value)]
-    if not isinstance(value, _CONSTANTS) or (
-        isinstance(value, tuple | list) and not all(isinstance(part, int) for part in value)
-    ):
+    if not _is_constant(value):
         raise LookupError
-    return value
+    return list(value) if isinstance(value, list) else value
+
+
+def _is_constant(value: object) -> bool:
+    """Whether it is no part of a batch, and can be compared."""
+    if isinstance(value, tuple | list):
+        return all(isinstance(part, _NUMBERS) for part in value)
+    return isinstance(value, (*_NUMBERS, str, type(None)))
 
 
 def _versions(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[int, ...]:
@@ -205,7 +210,7 @@ class Record:
 def _alike(one: Known | None, other: Known | None) -> bool:
     if one is None or other is None:
         return one is other
-    names = ("training", "function", "args", "kwargs", "paths")
+    names = ("settings", "function", "args", "kwargs", "paths")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import Tensor, nn
 
+from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.weights.derived import Derived
 from adiv_monitor.capture.weights.pieces import Pieces, Source, Strides
 from adiv_monitor.capture.weights.shards import Standing, is_shard, waiting
@@ -22,11 +23,13 @@ class Origin:
     Attributes:
         tape: the calls that make tensors of parameters.
         pieces: of the parameters.
+        any_apart: processes may have parts of parameters.
     """
 
     def __init__(self, model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
         self._model = model
         self._trained = {id(p): p for p in trained}
+        self.any_apart = processes() > 1 or any(map(is_shard, self._trained.values()))
         self.pieces = Pieces()
         self.start()
 
@@ -118,7 +121,7 @@ class Origin:
         """
         if value is None:
             return None
-        if value.requires_grad and self._trained.get(id(value)) is value:  # as most are: a parameter itself, and whole
+        if value.requires_grad and self._trained.get(id(value)) is value:  # as most are
             return self.pieces.whole(value)
         if not self.is_trained(value):
             return None
