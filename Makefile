@@ -31,7 +31,7 @@ docs: $(VENV)/.dev
 
 # With pip install ".[peers]" in the environment, peers.py times them too.
 bench: $(VENV)/.dev
-	for name in launches monitor peers rows layers; do $(BIN)/python tests/benchmarks/$$name.py || exit; done
+	for name in host launches monitor peers rows layers; do $(BIN)/python tests/benchmarks/$$name.py || exit; done
 
 # docs/models.md: how much of which models is measured, as what, at what cost.
 models: $(VENV)/.dev

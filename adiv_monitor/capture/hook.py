@@ -294,9 +294,9 @@ def trains(value: object) -> bool:
 
 def has_data(value: object) -> bool:
     """Whether a value is no stand-in for a tensor."""
+    if not isinstance(value, Tensor):
+        return not isinstance(value, Proxy)
     if type(value) not in _PLAIN:
-        if not isinstance(value, Tensor):
-            return not isinstance(value, Proxy)
         return torch._C._has_storage(value) and not value.is_meta and not is_fake(value)
     if not torch._C._has_storage(value) or value.is_meta:
         return False

@@ -19,7 +19,8 @@ _MADE = ("FSDP", "Parametrized", "Replicate", "DDP")
 
 def class_name(module: nn.Module) -> str:
     """Name of a module's class, without what torch makes of it: "Linear" of an `FSDPLinear`."""
-    return _name_of(type(module))
+    kind: type = type(module)
+    return _name_of(kind)
 
 
 @cache

@@ -129,9 +129,8 @@ class Called:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
-        for place, value in (*enumerate(args), *kwargs.items()):
-            if isinstance(value, Tensor):
-                places[id(value)] = _Input(place)
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        places |= {id(value): _Input(place) for place, value in given if isinstance(value, Tensor)}
         try:
             return Known(
                 module,

@@ -124,7 +124,7 @@ class Watching:
             return
         given = known.given(args, kwargs)
         values = [] if given is None else values_in(known.function, *given)
-        trained = [value for value in values if isinstance(value, nn.Parameter)]
+        trained: list[Tensor] = [value for value in values if isinstance(value, nn.Parameter)]
         if given is None or not trained:
             self.record.others.add(module)
             return

@@ -111,6 +111,16 @@ TASKS = {
         lambda: vision.resnet18(num_classes=10),
         lambda: images(32, 3, 224, 224),
     ),
+    "resnet18-160": Task(
+        "ResNet-18, 16×3×160×160",
+        lambda: vision.resnet18(num_classes=10),
+        lambda: images(16, 3, 160, 160),
+    ),
+    "layers": Task(
+        "60 × Linear(32), batch 64",
+        lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(60))),
+        lambda: (torch.randn(64, 32), torch.randint(10, (64,))),
+    ),
     "mlp": Task(
         "MLP 3072-512-512-512-10, batch 128",
         lambda: mlp(3072, 512, 512, 512, 10),

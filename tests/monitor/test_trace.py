@@ -5,6 +5,7 @@ And where a model changes in mid-run, no reading is wrong and none is missing fo
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = (x[:, :4].abs() * 5).long() % 11
-        return functional.linear(self.mix(self.norm(self.embed(tokens))), self.embed.weight).sum(2)
+        mixed: Tensor = self.mix(self.norm(self.embed(tokens)))
+        return functional.linear(mixed, self.embed.weight).sum(2)
 
 
 class Shown(nn.Module):
@@ -42,7 +44,8 @@ class Shown(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = torch.cat([self.token.expand(len(x), -1, -1), x.view(len(x), 2, 6)], 1)
-        return self.out(self.first(tokens + self.position).relu()).mean(1)
+        made: Tensor = self.out(self.first(tokens + self.position).relu())
+        return made.mean(1)
 
 
 class Twice(nn.Module):
@@ -53,7 +56,8 @@ class Twice(nn.Module):
         self.inner, self.out = nn.Linear(12, 12), nn.Linear(12, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.relu_(self.inner(torch.relu_(self.inner(x)))))
+        made: Tensor = self.out(torch.relu_(self.inner(torch.relu_(self.inner(x)))))
+        return made
 
 
 class Before(nn.Linear):
@@ -84,7 +88,8 @@ class Attends(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.view(len(x), 2, 6)
         attended = self.attend(tokens, tokens, tokens, need_weights=False)[0]
-        return self.out(self.recur(attended)[0].mean(1))
+        made: Tensor = self.out(self.recur(attended)[0].mean(1))
+        return made
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -174,7 +179,8 @@ class Changing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.out = nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Linear(12, 4)
-        self.branch, self.late = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.branch = nn.Linear(12, 12)
+        self.late: nn.Module = nn.Linear(12, 12)
         self.conv = nn.Conv1d(2, 2, 3, padding=1)
         self.takes_branch = self.takes_weight = self.repeats = False
 
@@ -187,7 +193,8 @@ class Changing(nn.Module):
             x = self.branch(x)
         if self.takes_weight:  # of a module that is not called
             x = functional.linear(x, self.branch.weight, self.branch.bias)
-        return self.out(x)
+        made: Tensor = self.out(x)
+        return made
 
 
 def set_to(name: str, **values: object) -> Callable[[Changing], None]:
@@ -225,8 +232,8 @@ def hook_that_uses_a_weight(model: Changing) -> None:
 
 
 def own_forward(model: Changing) -> None:
-    late = model.late
-    late.forward = lambda x: functional.linear(x * 2, late.weight, late.bias)  # type: ignore[method-assign]
+    late: Any = model.late
+    late.forward = lambda x: functional.linear(x * 2, late.weight, late.bias)
 
 
 def freeze(model: Changing) -> None:

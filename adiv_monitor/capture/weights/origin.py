@@ -121,8 +121,9 @@ class Origin:
         """
         if value is None:
             return None
-        if value.requires_grad and self._trained.get(id(value)) is value:  # as most are
-            return self.pieces.whole(value)
+        parameter = self._trained.get(id(value))
+        if parameter is not None and parameter is value and value.requires_grad:  # as most are
+            return self.pieces.whole(parameter)
         if not self.is_trained(value):
             return None
         if is_shard(value) and id(value) not in self._trained:
