@@ -111,8 +111,8 @@ def test_a_part_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
 
 
 def test_a_part_whose_time_is_up_is_cut(tmp_path: Path) -> None:
-    forever = ["-c", "import time\nwhile True: time.sleep(60)"]
-    assert not gpu.run_part("rows", forever, 0.01, tmp_path / "gpu.jsonl")
+    long = ["-c", "import time; time.sleep(60)"]
+    assert not gpu.run_part("rows", long, 0.01, tmp_path / "gpu.jsonl")
     (end,) = rows(tmp_path)["rows"]
     assert end["end"].startswith("failed: cut, the rest is not measured")
 

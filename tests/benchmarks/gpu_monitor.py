@@ -110,6 +110,7 @@ def costs(task: Task, tiny: bool, emit: Callable[..., None]) -> None:
     for subject in steps.values():
         for _ in range(3):
             subject.step()
+            wait(device)  # a report comes when the device has found it
     assert measured.monitor is not None and measured.monitor.latest is not None
     layers = len(measured.monitor.latest.layers)
     for name, subject in steps.items():

@@ -199,6 +199,7 @@ def peak(task: Task, monitor: dict[str, object] | None, device: str = "cpu") -> 
     On a GPU those that its allocator held, model and optimizer included; on a CPU those of tensors
     that the steps made.
     """
+    gc.collect()
     held = torch.cuda.memory_allocated() if device == "cuda" else 0
     trainer = Trainer(task, monitor, device)
     for _ in range(3):

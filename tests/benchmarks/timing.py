@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -70,4 +71,9 @@ def in_a_graph(steps: Sequence[Step]) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         one_after_the_other()
-    return graph.replay
+    return partial(_replay, graph, steps)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _kept: Sequence[Step]) -> None:
+    """Do what was captured, with the data of these steps, which must not be freed meanwhile."""
+    graph.replay()
