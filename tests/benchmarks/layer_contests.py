@@ -130,7 +130,11 @@ def attention_contest(
 
 
 def mlp_contest(device: str) -> Contest:
-    """A small network, in which the number of operations counts more than the arithmetic."""
+    """A small network, in which the number of operations counts more than the arithmetic.
+
+    The kernels for few rows (layers/adiv_layers/kernels/small.py) are worth having only if, in a
+    CUDA graph, it takes less time with them than torch's layers do.
+    """
 
     def mlp(linear: type[nn.Linear], norm: Callable[[int], nn.Module] | None = None) -> nn.Module:
         layers: list[nn.Module] = []
