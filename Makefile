@@ -51,9 +51,10 @@ $(VENV)/.demo: EXTRAS = lightning,tensorboard,audit,examples
 $(VENV)/.dev: EXTRAS = dev
 $(VENV)/.mutants: EXTRAS = dev,mutants
 
-# All that is to be measured on a GPU, into tests/benchmarks/results/gpu.md; PART=rows: this alone.
-gpu: $(VENV)/.dev
-	$(BIN)/python tests/benchmarks/gpu.py $(if $(PART),--only $(PART))
+# All that is to be measured on a GPU, with the Python that is there (of .venv, if it exists) and its
+# torch: nothing is installed. PART="layers monitor": these alone; see tests/benchmarks/gpu.py.
+gpu:
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tests/benchmarks/gpu.py $(if $(PART),--only $(PART))
 
 # The stamps are touched last: an interrupted installation is done again, a finished one is not.
 $(VENV)/.demo $(VENV)/.dev $(VENV)/.mutants: pyproject.toml $(CONSTRAINTS)
