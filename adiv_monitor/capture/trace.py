@@ -51,7 +51,7 @@ class Known:
     module: nn.Module
     kind: type[nn.Module]
     forward: object
-    settings: Sequence[tuple[str, object]]
+    settings: list[tuple[str, object]]
     calls: int
     function: str
     args: Sequence[object]
@@ -64,10 +64,7 @@ class Known:
         module, held = self.module, self.module.__dict__
         if type(module) is not self.kind or held.get("forward") is not self.forward:
             return False
-        for name, value in self.settings:
-            if name not in held or held[name] != value:
-                return False
-        return True
+        return [(name, held.get(name)) for name, _ in self.settings] == self.settings
 
     def given(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
