@@ -4,7 +4,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -169,13 +168,10 @@ class Layers:
         return layer
 
     def _accumulation(self, parameter: nn.Parameter) -> Accumulation:
-        users, guard = partial(self._rows_of, parameter), partial(self._hook, parameter)
         stand_in = self._origin.stand_in(parameter)
-        ends = self._await_end
         if stand_in is None:
-            return Accumulation(parameter, users, self._was_zeroed, ends, guard)
-        zeroed, waiting = self._shards_were_zeroed, self._origin.waiting(parameter)
-        return ShardAccumulation(parameter, stand_in, users, zeroed, waiting, ends, guard)
+            return Accumulation(parameter, self)
+        return ShardAccumulation(parameter, stand_in, self, self._origin.waiting(parameter))
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -308,8 +304,8 @@ class Layers:
             found[piece.key] = piece.of(entries.view(piece.parameter.shape))
         return found
 
-    def _rows_of(self, parameter: nn.Parameter) -> list[Accumulated]:
-        """Rows of the layers whose gradient is told by this parameter's."""
+    def users(self, parameter: nn.Parameter) -> list[Accumulated]:
+        """What follows a parameter's gradient: rows of layers, and what their calls hand on."""
         found: list[Accumulated] = [
             self.rows[path] for path in self._led[id(parameter)] if path in self.rows
         ]
@@ -320,8 +316,9 @@ class Layers:
             found += self._attention.rows_of(parameter)
         return found
 
-    def _hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Hook:
-        return Hook(partial(self.guarded, self._led[id(parameter)], function))
+    def hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Hook:
+        """See `Owner`."""
+        return Hook(self.guarded, self._led[id(parameter)], function)
 
     def guarded(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         """Run a hook's body for some layers, which are not watched any more if it fails.
@@ -353,7 +350,7 @@ class Layers:
             if gradients:
                 torch._C._set_grad_enabled(True)
 
-    def _await_end(self) -> None:
+    def accumulates(self) -> None:
         """A pass accumulates gradients: look at them once processes have averaged them in it."""
         task = torch._C._current_graph_task_id()
         if processes() == 1 or self._awaited == task:
@@ -367,7 +364,7 @@ class Layers:
         for key, accumulation in self._accumulated.items():
             self.guarded(self._led[key], accumulation.pass_ended, accumulation.held)
 
-    def _was_zeroed(self, now: Tensor, left: Tensor) -> bool:
+    def was_zeroed(self, now: Tensor, left: Tensor) -> bool:
         """Whether `.grad` was zeroed in place: at one parameter of every pass, the device tells.
 
         At the first whose gradient was not zero anyway.
@@ -380,7 +377,7 @@ class Layers:
             self._verdict = task, is_zero
         return self._verdict[1]
 
-    def _shards_were_zeroed(self) -> bool:
+    def shards_were_zeroed(self) -> bool:
         """Whether `.grad` of all sharded parameters was zeroed in place, before this pass."""
         task = torch._C._current_graph_task_id()
         if self._verdict_of_shards[0] != task:
