@@ -10,6 +10,7 @@ from torch import Tensor
 # In the order in which the kernel writes them.
 _NAMES = ("G_G", "own_G", "own_own", "scale_sum", "scale_deviation", "scale_max", "weight_squares")
 _BLOCK = 2048
+_MOST = 2**15  # rows: one multiprocessor of many reads a layer, and with more it is the slower way
 
 
 @triton.jit
@@ -63,14 +64,18 @@ def totals_kernel(
     tl.store(count + layer, many.to(tl.int64))
     found = (tl.sum(G_G, 0), tl.sum(own_G, 0), tl.sum(own_own, 0), sum_of_scales,
              tl.sqrt(tl.sum(spread, 0)), top, tl.sum(weights, 0))  # fmt: skip
+    place = layer
     for i in tl.static_range(7):
-        tl.store(sums + i * layers + layer, found[i])
+        tl.store(sums + place, found[i])
+        place += layers
 
 
 def totals(
     weight_square: Tensor, square: Tensor, bias_square: Tensor | None, *, bias: float
 ) -> dict[str, Tensor] | None:
     """`active` rows, the sums of `maths.totals`, each (layers, 1), and `active_scale`.
+
+    None of very many rows, over which PyTorch's own sums are spread better.
 
     Args:
         weight_square: (layers, rows).
@@ -82,6 +87,8 @@ def totals(
     if any(t.dtype != torch.float32 or not t.is_contiguous() for t in given):
         return None
     layers, rows = square.shape
+    if rows > _MOST:
+        return None
     count = torch.empty((layers, 1), dtype=torch.int64, device=square.device)
     sums, entries = square.new_empty(len(_NAMES), layers, 1), torch.empty_like(square)
     arguments = (weight_square, bias_square, square, bias, count, sums, entries, layers, rows)
