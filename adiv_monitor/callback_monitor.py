@@ -1,4 +1,4 @@
-"""A monitor in the hands of a Trainer, which stops when it is asked to, not by an exception."""
+"""A monitor in the hands of a Trainer: it stops when it is asked to, not by an exception."""
 
 import logging
 from typing import Any

@@ -15,10 +15,10 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.pictures.picture import Picture
 from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
 from adiv_monitor.sinks import heat as heat_module
-from adiv_monitor.sinks.picture import Picture
-from adiv_monitor.sinks.running import Running
 
 STEPS, EVERY, SIZE, CLASSES, WIDTH = 60, 6, 32, 4, 16
 BREAKS = 40  # the step from which on the loss of a run is not finite; it is not a measured one

@@ -7,6 +7,10 @@ from typing import Any, ClassVar, Literal
 
 from adiv_monitor.report.written import read
 
+# Kinds of layers that hold no map from features to features: gains and offsets of normalisations,
+# and look-up tables. Their scales and steps are not comparable with those of the maps.
+NO_MAPS = ("gain", "offset", "embedding")
+
 # Equally spaced levels, 0 to 1, at which the distributions over rows are kept for histograms.
 QUANTILE_LEVELS = tuple(i / 32 for i in range(33))
 

@@ -13,7 +13,7 @@ from adiv_monitor.report import (
     LayerReading,
     StepReport,
 )
-from adiv_monitor.sinks.wording import NOT_FINITE, number, percent, trained
+from adiv_monitor.report.wording import NOT_FINITE, number, percent, trained
 
 # As many as fit a terminal of 120 columns beside a short name; then those that were asked for.
 TABLE_MEASURES: tuple[str, ...] = (

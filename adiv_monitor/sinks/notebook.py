@@ -3,7 +3,8 @@
 from html import escape
 
 from adiv_monitor.printable import printable
-from adiv_monitor.report import ATTENTION_MEASURES, StepReport
+from adiv_monitor.report import ATTENTION_MEASURES, StepReport, taken
+from adiv_monitor.report.wording import NOT_FINITE, not_measured
 from adiv_monitor.sinks.cells import (
     MARKS,
     MOST_LINES,
@@ -19,9 +20,7 @@ from adiv_monitor.sinks.cells import (
     some,
     worst_paths,
 )
-from adiv_monitor.sinks.scalars import taken
 from adiv_monitor.sinks.table import KINDS
-from adiv_monitor.sinks.wording import NOT_FINITE, not_measured
 
 # Nobody knows whether a notebook is light or dark: letters keep its colour, grounds shine through.
 _WORST = "background:rgba(220,38,38,.22);font-weight:700"

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING
 
 from adiv_monitor.printable import printable
-from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES, StepReport
+from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES, StepReport, taken
+from adiv_monitor.report.wording import not_measured
 from adiv_monitor.sinks.cells import (
     MOST_LINES,
     MOST_ROWS,
@@ -20,8 +21,7 @@ from adiv_monitor.sinks.cells import (
     some,
     worst_paths,
 )
-from adiv_monitor.sinks.scalars import known_measures, taken
-from adiv_monitor.sinks.wording import not_measured
+from adiv_monitor.sinks.scalars import known_measures
 
 if TYPE_CHECKING:
     from rich.console import Console

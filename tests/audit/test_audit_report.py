@@ -19,9 +19,9 @@ from torch import nn
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.audit import AuditReport
-from adiv_monitor.audit.finding import NO_TIME, Advice, Evidence, Finding, Trial, outcome
-from adiv_monitor.audit.page.titles import FINDING_TITLES
-from adiv_monitor.audit.what_if import Alternative
+from adiv_monitor.diagnosis.finding import NO_TIME, Advice, Evidence, Finding, Trial, outcome
+from adiv_monitor.diagnosis.record import Alternative
+from adiv_monitor.diagnosis.titles import FINDING_TITLES
 from adiv_monitor.sinks import JsonlSink
 
 HARD = {"update_cosine": math.nan, "scale_mean": math.inf, "descent": -math.inf, "scale_cv": None}
@@ -243,7 +243,7 @@ def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     page = SimpleNamespace(
         page=lambda report: f"<p>{report.verdict}</p>", digest=lambda report: report.verdict
     )
-    monkeypatch.setitem(sys.modules, "adiv_monitor.audit.page", page)
+    monkeypatch.setitem(sys.modules, "adiv_monitor.pages", page)
     report = audited()
     report.write(tmp_path / "new" / "folder")
     folder = tmp_path / "new" / "folder"

@@ -20,18 +20,18 @@ from made_records import (
     trials,
 )
 
-from adiv_monitor.audit.diagnosis import diagnose
-from adiv_monitor.audit.diagnosis.course import fell
-from adiv_monitor.audit.diagnosis.diagnose import RULES
-from adiv_monitor.audit.finding import Finding, Trial
-from adiv_monitor.audit.page.titles import FINDING_TITLES
-from adiv_monitor.audit.record import (
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.course import fell
+from adiv_monitor.diagnosis.diagnose import RULES
+from adiv_monitor.diagnosis.finding import Finding, Trial
+from adiv_monitor.diagnosis.record import (
     ActivatedOutput,
     Record,
     UnitStatistics,
     WeightStatistics,
     Wiring,
 )
+from adiv_monitor.diagnosis.titles import FINDING_TITLES
 from adiv_monitor.report import LayerReading, StepReport
 
 ROOT = Path(__file__).parents[2]

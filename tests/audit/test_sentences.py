@@ -23,10 +23,11 @@ from made_records import (
     trials,
 )
 
-from adiv_monitor.audit import diagnosis
-from adiv_monitor.audit.diagnosis import diagnose
-from adiv_monitor.audit.finding import RATES, Finding, Trial, unrefuted
-from adiv_monitor.audit.record import (
+from adiv_monitor import diagnosis
+from adiv_monitor.audit.trials.mends import MENDS
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.finding import RATES, Finding, Trial, unrefuted
+from adiv_monitor.diagnosis.record import (
     ActivatedOutput,
     Facts,
     Record,
@@ -34,9 +35,8 @@ from adiv_monitor.audit.record import (
     WeightStatistics,
     Wiring,
 )
-from adiv_monitor.audit.trials.mends import MENDS
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import LayerReading, StepReport
-from adiv_monitor.sinks.running import Running
 
 RULES = Path(diagnosis.__file__).parent
 NAMES = "abc"

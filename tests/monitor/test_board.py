@@ -15,21 +15,21 @@ from audited import batches, cross_entropy, mlp, seen, sgd
 from example_reports import LAYERS, reading, report
 from torch import nn
 
-from adiv_monitor.audit.diagnosis import diagnose
-from adiv_monitor.audit.diagnosis.diagnose import SYMPTOMS
-from adiv_monitor.audit.page.verdict import NOTHING
-from adiv_monitor.audit.record import Record
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.diagnose import SYMPTOMS
+from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, value_of
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.running import MOST_REPORTS, Running
+from adiv_monitor.diagnosis.verdict import NOTHING
 from adiv_monitor.report import Alarm, LayerReading, StepReport
 from adiv_monitor.sinks import TensorBoardSink
 from adiv_monitor.sinks import board as board_module
 from adiv_monitor.sinks import budget as budget_module
 from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
-from adiv_monitor.sinks.health import GRADIENT, HEALTH, value_of
 from adiv_monitor.sinks.products import Product, ProductSink
-from adiv_monitor.sinks.running import MOST_REPORTS, Running
 
 pytest.importorskip("matplotlib")
-from adiv_monitor.sinks.heat import grid, heat_picture
+from adiv_monitor.pictures.heat import grid, heat_picture
 
 
 def running(*reports: StepReport) -> Running:

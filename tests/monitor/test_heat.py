@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from example_reports import reading, report
 
-from adiv_monitor.audit.finding import Evidence, Finding
-from adiv_monitor.audit.record import Record
+from adiv_monitor.diagnosis.finding import Evidence, Finding
+from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, OVERVIEW
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.pictures.colours import SCALES, bar, painted, places
 from adiv_monitor.report import LayerReading
 from adiv_monitor.sinks.board import Board, _panels
-from adiv_monitor.sinks.colours import SCALES, bar, painted, places
-from adiv_monitor.sinks.health import GRADIENT, HEALTH, OVERVIEW
-from adiv_monitor.sinks.running import Running
 
 pytest.importorskip("matplotlib")
-from adiv_monitor.sinks.heat import Grid, grid, heat_picture, overview_picture
-from adiv_monitor.sinks.picture import Font, Picture
+from adiv_monitor.pictures.heat import Grid, grid, heat_picture, overview_picture
+from adiv_monitor.pictures.picture import Font, Picture
 
 PATHS = {
     "short": "{}",

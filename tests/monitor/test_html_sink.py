@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from example_reports import LAYERS, attention, reading, report
 
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.sinks import HtmlSink
 from adiv_monitor.sinks import budget as budget_module
 from adiv_monitor.sinks import html as html_module
 from adiv_monitor.sinks.lent import lent
-from adiv_monitor.sinks.running import Running
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
-from adiv_monitor.audit.page.titles import FINDING_TITLES
-from adiv_monitor.audit.page.verdict import looked_for, loss_words
+from adiv_monitor.diagnosis.titles import FINDING_TITLES
+from adiv_monitor.diagnosis.verdict import looked_for, loss_words
 
 FILES = ["run.html", "run.json", "run.md"]
 
