@@ -41,14 +41,14 @@ class Running:
 
     Kept are the first two, by which rules judge the beginning, the last, and of those between every
     so many-th: twice as many steps lie between them whenever there are more than `MOST_REPORTS`.
-    The distributions over rows are not kept, so that hundreds of layers stay within some ten MiB.
+    Of all but the last those without the distributions over rows are kept, which all histories of
+    a run share, so that hundreds of layers stay within some ten MiB.
 
     Where layers are measured in turn, the reports of a round are one, of all layers so far.
     """
 
     def __init__(self) -> None:
         self._kept: list[tuple[int, StepReport]] = []  # with the number of the report
-        self._last: StepReport | None = None
         self._count = 0
         self._stride = 1
         self._raised: dict[tuple[str, str], Raised] = {}  # by rule and layer
@@ -61,15 +61,15 @@ class Running:
         if self._broken is None and (first := report.first_non_finite) is not None:
             self._broken = report.step, non_finite_words(report, *first)
         self.add_losses({step: x for step, x in report.losses.items() if step >= report.step})
-        if self._last is not None and _goes_on(self._last, report):
-            self._last = _together(self._last, report)
-            self._kept[-1] = self._count - 1, _lean(self._last)
-        else:
-            if self._kept and not self._stays(self._kept[-1][0]):
-                self._kept.pop()
-            self._last = report
-            self._kept.append((self._count, _lean(report)))
-            self._count += 1
+        newest = report
+        if self._kept:
+            number, before = self._kept.pop()
+            if _goes_on(before, report):
+                newest, self._count = _together(before, report), number
+            elif self._stays(number):
+                self._kept.append((number, before.lean))
+        self._kept.append((self._count, newest))
+        self._count += 1
         for alarm in report.alarms:
             key = alarm.rule, alarm.layer
             raised = self._raised.setdefault(key, Raised(alarm, report.step, report.step))
@@ -97,8 +97,7 @@ class Running:
     @property
     def last(self) -> StepReport:
         """The last one, with its distributions; there must be one."""
-        assert self._last is not None
-        return self._last
+        return self._kept[-1][1]
 
     @property
     def alarms(self) -> tuple[Raised, ...]:
@@ -112,7 +111,7 @@ class Running:
 
     @property
     def reports(self) -> tuple[StepReport, ...]:
-        """Those that are kept, oldest first."""
+        """Those that are kept, oldest first; the last of them whole."""
         return tuple(report for _, report in self._kept)
 
     def record(self) -> Record:
@@ -202,11 +201,3 @@ def _together(report: StepReport, later: StepReport) -> StepReport:
         alarms=report.alarms + later.alarms,
         turn=replace(turn, first=earlier.first, elements=elements),
     )
-
-
-def _lean(report: StepReport) -> StepReport:
-    layers = {
-        path: replace(reading, scale_quantiles=(), row_cosine_quantiles=())
-        for path, reading in report.layers.items()
-    }
-    return replace(report, layers=layers)

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adiv_monitor.report.alignment import ALIGNMENT_MEASURES, AlignmentReading
@@ -154,6 +155,16 @@ class StepReport:
             ValueError: there is nothing to draw.
         """
         return _ways[0].figure(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: the fields, not what was made of them."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @cached_property
+    def lean(self) -> "StepReport":
+        """The report without distributions over rows: what histories keep, each the same one."""
+        layers = {path: reading.lean() for path, reading in self.layers.items()}
+        return replace(self, layers=layers)
 
     @property
     def loss(self) -> float | None:

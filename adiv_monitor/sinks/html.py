@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 
 from adiv_monitor.diagnosis.running import Running
@@ -87,9 +86,8 @@ class HtmlSink:
 
     def _write_page(self) -> None:
         with self._budget.spending():
-            running, record = self._running, self._running.record()
-            record = replace(record, reports=(*record.reports[:-1], running.last))
-            texts = running_files(record, running.findings(), running.count, running.alarms)
+            run = self._running
+            texts = running_files(run.record(), run.findings(), run.count, run.alarms)
             files = {self._path: texts[".html"]}
             if self._path.is_file() or not self._path.exists():
                 files |= {beside(self._path, ending): texts[ending] for ending in _BESIDE}

@@ -56,7 +56,7 @@ class Elements(HTMLParser):
             self.wrong.append(tag)
 
 
-ASSETS = Path(adiv_monitor.__file__).parent / "audit" / "page" / "assets"
+ASSETS = Path(adiv_monitor.__file__).parent / "pages" / "assets"
 
 
 def small(layers: tuple[str, ...] = ("stem", "head"), steps: int = 3) -> AuditReport:
