@@ -85,7 +85,6 @@ HEALTH: Mapping[str, Health] = MappingProxyType(
             "Descent",
             "descent",
             "How far the loss falls by this layer, to first order. Dark: hardly, or it rises.",
-            True,
         ),
         "update_cosine": Health(
             "Cosine of the step",
@@ -96,14 +95,12 @@ HEALTH: Mapping[str, Health] = MappingProxyType(
             "Effective learning rate",
             "effective rate",
             "The rate at which activations move downhill. Even between layers is best.",
-            True,
             of_maps=True,
         ),
         "scale_mean": Health(
             "Row scale, mean",
             "row scale",
             "Mean ‖φ‖² = ‖x‖² + 1: long rows make long steps.",
-            True,
             of_maps=True,
         ),
         "scale_cv": Health(

@@ -13,12 +13,10 @@ class Title(NamedTuple):
     Attributes:
         title: a few words.
         reads: its formula, and how to read it, in one line.
-        logarithmic: whether its values are told apart by their ratios.
     """
 
     title: str
     reads: str
-    logarithmic: bool = False
 
 
 MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
@@ -40,12 +38,11 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "interference_ratio": Title(
             "Interference",
             "‖e − D G‖ / ‖D G‖: what the other rows do to a row, against its own part",
-            True,
         ),
         "scale_cv": Title(
-            "Spread of the row scales", "standard deviation / mean of ‖φ‖² over the rows", True
+            "Spread of the row scales", "standard deviation / mean of ‖φ‖² over the rows"
         ),
-        "scale_mean": Title("Row scale, mean", "mean of ‖φ‖² = ‖x‖² + 1 over the rows", True),
+        "scale_mean": Title("Row scale, mean", "mean of ‖φ‖² = ‖x‖² + 1 over the rows"),
         "common_share": Title(
             "Share of the mean feature",
             "‖mean φ‖² / mean ‖φ‖²: what centring the inputs would take out",
@@ -53,10 +50,9 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "effective_lr": Title(
             "Effective learning rate",
             "⟨d, G⟩ / ‖G‖²: the rate at which the activations really move downhill",
-            True,
         ),
         "update_ratio": Title(
-            "Move of the activations", "‖Δz‖ / ‖z‖: how far the activations move in one step", True
+            "Move of the activations", "‖Δz‖ / ‖z‖: how far the activations move in one step"
         ),
         "row_cosine_p50": Title(
             "Cosine of the median row", "median of cos(d_r, g_r): how a single sample fares"
@@ -90,10 +86,10 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "first_order_error": Title(
             "Error of the first order", "‖Δz − JΔθ‖ / ‖Δz‖: how far the move is from proportional"
         ),
-        "scale_max": Title("Row scale, largest", "largest ‖φ‖² of the rows", True),
-        "scale_p05": Title("Row scale, 5th percentile", "of ‖φ‖² over the rows", True),
-        "scale_p50": Title("Row scale, median", "of ‖φ‖² over the rows", True),
-        "scale_p95": Title("Row scale, 95th percentile", "of ‖φ‖² over the rows", True),
+        "scale_max": Title("Row scale, largest", "largest ‖φ‖² of the rows"),
+        "scale_p05": Title("Row scale, 5th percentile", "of ‖φ‖² over the rows"),
+        "scale_p50": Title("Row scale, median", "of ‖φ‖² over the rows"),
+        "scale_p95": Title("Row scale, 95th percentile", "of ‖φ‖² over the rows"),
         "row_cosine_mean": Title("Cosine of rows, mean", "mean of cos(d_r, g_r)"),
         "row_cosine_p05": Title("Cosine of rows, 5th percentile", "of cos(d_r, g_r)"),
         "row_cosine_p95": Title("Cosine of rows, 95th percentile", "of cos(d_r, g_r)"),
@@ -101,9 +97,9 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "attention_gradient_cosine": Title(
             "Cosine of a plain gradient step", "the same of a plain gradient step"
         ),
-        "attention_scale_mean": Title("Attention scale, mean", "mean of ‖∂Y/∂Θ‖²", True),
+        "attention_scale_mean": Title("Attention scale, mean", "mean of ‖∂Y/∂Θ‖²"),
         "attention_scale_cv": Title(
-            "Spread of the attention scales", "standard deviation / mean of ‖∂Y/∂Θ‖²", True
+            "Spread of the attention scales", "standard deviation / mean of ‖∂Y/∂Θ‖²"
         ),
         "alpha": Title("α, update on old features", "log_n of RMS(dW z₀) / (RMS(dW) RMS(z₀))"),
         "omega": Title("ω, old weights on the change", "log_n of RMS(W₀ dz) / (RMS(W₀) RMS(dz))"),
@@ -114,10 +110,10 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "kappa_u": Title("κ of u", "n^(u − 1)"),
         "kappa_cumulative": Title("κ of the alignment of W and z", "n^(A − 1)"),
         "effective_rank": Title(
-            "Effective rank", "over how many directions weights and inputs are spread alike", True
+            "Effective rank", "over how many directions weights and inputs are spread alike"
         ),
-        "output_rms": Title("RMS of W z", "without the bias", True),
-        "output_change_rms": Title("RMS of its change", "of W z − W₀ z₀", True),
+        "output_rms": Title("RMS of W z", "without the bias"),
+        "output_change_rms": Title("RMS of its change", "of W z − W₀ z₀"),
     }
 )
 

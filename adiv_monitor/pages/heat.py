@@ -4,15 +4,14 @@ Hundreds of layers by a hundred steps by every measure must stay light, and each
 as tables print it, so the texts are made here, once for each that differs, and a cell is the number
 of its text.
 
-A measure has the same colours in all runs, so that two pages compare; those of `HEALTH` have the
-colours of dashboards, by which verdicts judge, too.
+A measure has the same colours in all runs, so that two pages compare: those of dashboards, by which
+verdicts judge, too.
 """
 
 import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, value_of
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.titles import MEASURE_TITLES
-from adiv_monitor.pictures.colours import bar, painted, places
+from adiv_monitor.pictures.colours import bar, is_judged, painted, places
 from adiv_monitor.printable import printable
 from adiv_monitor.report import NO_MAPS, REALISED_MEASURES, WORST, StepReport
 from adiv_monitor.report.wording import NOT_FINITE, number
@@ -48,22 +47,6 @@ HEAT_MEASURES = (
 COLOURS = 64
 _BLANK, _BROKEN = -1, -2  # no colour, and that of what is not finite
 _BY_HEALTH, _IN_ORDER = 0, 1  # palettes
-
-
-class _Scale(NamedTuple):
-    """What the colours of a measure span that is not one of `HEALTH`."""
-
-    low: float = 0.0
-    high: float = 1.0
-    logarithmic: bool = False
-
-
-_SCALES: Mapping[str, _Scale] = MappingProxyType(
-    {
-        "interference_ratio": _Scale(0.1, 100.0, True),
-        "first_order_error": _Scale(1e-3, 10.0, True),
-    }
-)
 
 
 def heat_measures(record: Record, findings: Sequence[Finding] = ()) -> list[str]:
@@ -115,16 +98,16 @@ def _measure(name: str, record: Record, layers: Sequence[str]) -> dict[str, Any]
     packed = np.asarray(cells, dtype=f"<u{width}").tobytes()
     known = HEALTH.get(name)
     title = MEASURE_TITLES.get(name)
-    low, high, span = _ends(name)
+    meant = bar(name)
     return {
         "name": name,
         "title": title.title if title is not None else HEALTH[name].title,
         "reads": known.reads if known is not None else f"{MEASURE_TITLES[name].reads}.",
-        "palette": _BY_HEALTH if known is not None and known.knots else _IN_ORDER,
+        "palette": _BY_HEALTH if is_judged(name) else _IN_ORDER,
         "bad": WORST.get(name),
-        "low": low,
-        "high": high,
-        "span": [round(place * (COLOURS - 1)) for place in span],
+        "low": meant.ticks[meant.low],
+        "high": meant.ticks[meant.high],
+        "span": [round(place * (COLOURS - 1)) for place in (meant.low, meant.high)],
         "texts": [text for text, _ in numbers],
         "levels": [level for _, level in numbers],
         "bytes": width,
@@ -151,28 +134,10 @@ def _level(name: str, value: float) -> int:
     """The number of a value's colour; in order, 0 is the dark end, where the bad values are."""
     if math.isnan(value):
         return _BLANK
-    if name in HEALTH:
-        place = float(places(name, np.asarray(value)))
-    else:
-        low, high, logarithmic = _SCALES.get(name, _Scale())
-        value = min(max(value, low), high)
-        if logarithmic:
-            value, low, high = math.log(value), math.log(low), math.log(high)
-        place = (value - low) / (high - low)
+    place = float(places(name, np.asarray(value)))
     level = round(place * (COLOURS - 1))
-    is_reversed = WORST.get(name) == "max" and not (name in HEALTH and HEALTH[name].knots)
+    is_reversed = WORST.get(name) == "max" and not is_judged(name)
     return COLOURS - 1 - level if is_reversed else level
-
-
-def _ends(name: str) -> tuple[str, str, tuple[float, float]]:
-    """The ends of the colours in words, and their places among all colours."""
-    if name in HEALTH:
-        meant = bar(name)
-        return meant.ticks[meant.low], meant.ticks[meant.high], (meant.low, meant.high)
-    low, high, logarithmic = _SCALES.get(name, _Scale())
-    if logarithmic:
-        return f"≤ {low:g}", f"≥ {high:g}", (0.0, 1.0)
-    return f"{low:g}", f"{high:g}", (0.0, 1.0)
 
 
 def _palette(like: str) -> list[str]:

@@ -27,25 +27,32 @@ class Scale(NamedTuple):
         low: what is less has the colour of this.
         high: what is more has the colour of this.
         healthy: what the layers of 30 healthy runs read
-            (tests/benchmarks/results/separation.md), rounded.
+            (tests/benchmarks/results/separation.md), rounded; None: that is not known.
+        logarithmic: values are told apart by their ratios.
     """
 
-    low: float
-    high: float
-    healthy: tuple[float, float]
+    low: float = 0.0
+    high: float = 1.0
+    healthy: tuple[float, float] | None = None
+    logarithmic: bool = False
 
 
-# Wide enough for all of 182 runs, healthy or not; by decades where values are told apart by ratios.
+# Wide enough for all of 182 runs, healthy or not. All other measures are cosines and shares, of the
+# plain scale from 0 to 1.
 SCALES: Mapping[str, Scale] = MappingProxyType(
     {
-        "descent": Scale(1e-6, 10, (4e-4, 0.3)),
+        "descent": Scale(1e-6, 10, (4e-4, 0.3), True),
         "update_cosine": Scale(0, 1, (0.03, 0.8)),
-        "effective_lr": Scale(1e-3, 1e5, (0.2, 800)),
-        "scale_mean": Scale(1, 1e6, (3, 600)),
+        "effective_lr": Scale(1e-3, 1e5, (0.2, 800), True),
+        "scale_mean": Scale(1, 1e6, (3, 600), True),
+        "interference_ratio": Scale(0.1, 100, None, True),
+        "first_order_error": Scale(1e-3, 10, None, True),
     }
 )
-# What a measure can't be less or more than; all others are lengths, or shares of them.
-_BOUNDS = {"update_cosine": (-1.0, 1.0), "projection_cosine": (-1.0, 1.0), "idle_share": (0.0, 1.0)}
+# Cosines that may be negative; all other measures are lengths, or shares of them.
+_SIGNED = frozenset(
+    ("update_cosine", "gradient_cosine", "row_cosine_p50", "parameter_cosine", "projection_cosine")
+).union(("realised_cosine", "single_layer_share"))
 
 
 class Bar(NamedTuple):
@@ -64,35 +71,37 @@ class Bar(NamedTuple):
     healthy: tuple[float, float] | None
 
 
+def is_judged(measure: str) -> bool:
+    """Whether its colours say how healthy a value is, not just where it lies."""
+    return measure in HEALTH and bool(HEALTH[measure].knots)
+
+
 def places(measure: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Where values lie among the measure's colours, 0 to 1; NaN stays."""
-    health = HEALTH[measure]
-    if health.knots:
-        return (health.level(values) + 1) / 2
-    low, high, _ = SCALES[measure]
+    if is_judged(measure):
+        return (HEALTH[measure].level(values) + 1) / 2
+    low, high, _, logarithmic = SCALES.get(measure, Scale())
     clipped = np.clip(values, low, high)
-    if health.logarithmic:
+    if logarithmic:
         low, high, clipped = math.log(low), math.log(high), np.log(clipped)
     return np.asarray((clipped - low) / (high - low), dtype=np.float64)
 
 
 def bar(measure: str) -> Bar:
     """The measure's colours in words: the limits of healthy values, then the ends."""
-    knots = HEALTH[measure].knots
-    if knots:
-        at = {(level + 1) / 2: value for value, level in knots}
-        limits, healthy = {p: v for p, v in at.items() if p in (0.25, 0.75)}, None
-        ends = (min(at), max(at))
+    limits, healthy = {}, None
+    if is_judged(measure):
+        at = {(level + 1) / 2: value for value, level in HEALTH[measure].knots}
+        limits = {p: v for p, v in at.items() if p in (0.25, 0.75)}
     else:
-        low, high, lasting = SCALES[measure]
-        first, last = places(measure, np.asarray(lasting)).tolist()
-        limits, healthy, ends = (
-            dict(zip((first, last), lasting, strict=True)),
-            (first, last),
-            (0, 1),
-        )
-        at = {0.0: low, 1.0: high}
-    least, most = _BOUNDS.get(measure, (0.0, math.inf))
+        scale = SCALES.get(measure, Scale())
+        at = {0.0: scale.low, 1.0: scale.high}
+        if scale.healthy is not None:
+            first, last = places(measure, np.asarray(scale.healthy)).tolist()
+            limits = dict(zip((first, last), scale.healthy, strict=True))
+            healthy = first, last
+    ends = min(at), max(at)
+    least, most = _bounds(measure)
     below = "≤ " if at[ends[0]] > least else ""
     above = "≥ " if at[ends[1]] < most else ""
     ticks = {place: _shortly(value) for place, value in limits.items()}
@@ -101,9 +110,16 @@ def bar(measure: str) -> Bar:
     return Bar(*ends, ticks, healthy)
 
 
+def _bounds(measure: str) -> tuple[float, float]:
+    """What the measure can't be less or more than."""
+    least = -1.0 if measure in _SIGNED else 0.0
+    is_share = "cosine" in measure or measure.endswith(("_share", "_fraction"))
+    return least, 1.0 if is_share else math.inf
+
+
 def painted(measure: str, levels: NDArray[np.float64]) -> NDArray[np.uint8]:
     """The colours of levels, as of `places`: levels' shape × red, green and blue; NaN is white."""
-    anchors = _OF_HEALTH if HEALTH[measure].knots else _IN_ORDER
+    anchors = _OF_HEALTH if is_judged(measure) else _IN_ORDER
     at = np.linspace(0, 1, len(anchors))
     rgb = np.array([_rgb(colour) for colour in anchors])
     found = np.stack([np.interp(levels, at, rgb[:, i]) for i in range(3)], axis=-1)

@@ -141,6 +141,9 @@ def test_bars_mark_what_lies_beyond_them() -> None:
     assert bar("scale_mean").ticks[1] == "≥ 10⁶"
     assert bar("update_cosine").ticks[0] == "≤ 0" and bar("update_cosine").ticks[1] == "1"
     assert set(bar("idle_share").ticks.values()) == {"0", "0.15", "1"}
+    assert bar("gradient_cosine").ticks == {0: "≤ 0", 1: "1"}, "it may be negative"
+    assert bar("attainable_cosine").ticks == bar("harmed_fraction").ticks == {0: "0", 1: "1"}
+    assert bar("interference_ratio").ticks == {0: "≤ 0.1", 1: "≥ 100"}
 
 
 @pytest.mark.parametrize(
