@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from adiv_monitor.diagnosis import (
+from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Finding, unrefuted
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules import (
     initialisation,
     inputs,
     interference,
@@ -15,8 +17,6 @@ from adiv_monitor.diagnosis import (
     units,
     wiring,
 )
-from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Finding, unrefuted
-from adiv_monitor.diagnosis.record import Record
 
 Rule = Callable[[Record], Iterable[Finding]]
 

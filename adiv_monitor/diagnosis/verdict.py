@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from adiv_monitor.diagnosis.course import FEWEST, fell, is_long_enough, may_have_fallen
 from adiv_monitor.diagnosis.finding import STRENGTHS, Finding
-from adiv_monitor.diagnosis.initialisation import FEWEST_LAYERS
 from adiv_monitor.diagnosis.readings import by_layer, entering, maps
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.states import OF_MOVES, SPEAK_OF
+from adiv_monitor.diagnosis.rules.initialisation import FEWEST_LAYERS
+from adiv_monitor.diagnosis.rules.states import OF_MOVES, SPEAK_OF
 from adiv_monitor.diagnosis.titles import finding_title
 
 # Findings that explain what is drawn, and find no fault.

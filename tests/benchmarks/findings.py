@@ -24,19 +24,19 @@ from write_up import parser, table
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Setup
-from adiv_monitor.diagnosis import (
+from adiv_monitor.diagnosis import readings
+from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules import (
     initialisation,
     inputs,
     interference,
     optimizer,
     rates,
-    readings,
     units,
     wiring,
 )
-from adiv_monitor.diagnosis import loss as loss_rules
-from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules import loss as loss_rules
 
 HEALTHY = Case("ReLU MLP", "SGD", 0.1)
 

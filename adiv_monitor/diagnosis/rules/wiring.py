@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.initialisation import vanishing
-from adiv_monitor.diagnosis.rates import suffers
 from adiv_monitor.diagnosis.readings import maps, named, typical
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.units import ALL_DEAD, dead_share
+from adiv_monitor.diagnosis.rules.initialisation import vanishing
+from adiv_monitor.diagnosis.rules.rates import suffers
+from adiv_monitor.diagnosis.rules.units import ALL_DEAD, dead_share
 
 # Below this relative change of the loss when inputs are exchanged between samples, the model does
 # not look at them: rounding alone gives 1e-7.

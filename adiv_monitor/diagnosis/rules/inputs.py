@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.course import start
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
-from adiv_monitor.diagnosis.rates import suffers
 from adiv_monitor.diagnosis.readings import (
     Typical,
     entering,
@@ -15,7 +14,8 @@ from adiv_monitor.diagnosis.readings import (
     typical,
 )
 from adiv_monitor.diagnosis.record import InputStatistics, Record
-from adiv_monitor.diagnosis.units import DEAD_ACT, dead_share
+from adiv_monitor.diagnosis.rules.rates import suffers
+from adiv_monitor.diagnosis.rules.units import DEAD_ACT, dead_share
 
 # Standard deviation of the inputs. Initialisations assume 1; pixels in [0, 1] have about 0.3.
 LARGE_STD, SMALL_STD = 5.0, 0.2

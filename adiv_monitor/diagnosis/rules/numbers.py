@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.remedies import clip_norm
+from adiv_monitor.diagnosis.rules.remedies import clip_norm
 
 STEP = "the update"  # as what was not finite begins where the optimizer made it
 DATA = "data"  # where `Record.first_non_finite` puts what came with a batch

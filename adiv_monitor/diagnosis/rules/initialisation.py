@@ -6,12 +6,12 @@ from itertools import takewhile
 import numpy as np
 
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.inputs import LARGE_STD
-from adiv_monitor.diagnosis.rates import suffers
 from adiv_monitor.diagnosis.readings import gradients, looked_up, named
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.remedies import clip_norm
-from adiv_monitor.diagnosis.units import DEAD_ACT, dead_share
+from adiv_monitor.diagnosis.rules.inputs import LARGE_STD
+from adiv_monitor.diagnosis.rules.rates import suffers
+from adiv_monitor.diagnosis.rules.remedies import clip_norm
+from adiv_monitor.diagnosis.rules.units import DEAD_ACT, dead_share
 from adiv_monitor.report import StepReport
 
 # First loss over that of a constant prediction. Initialisations as torch has them keep it below

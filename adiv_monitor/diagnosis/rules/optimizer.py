@@ -6,7 +6,6 @@ from statistics import fmean, median
 
 from adiv_monitor.diagnosis.course import is_long_enough
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.rates import suffers
 from adiv_monitor.diagnosis.readings import (
     Typical,
     at_first,
@@ -16,7 +15,8 @@ from adiv_monitor.diagnosis.readings import (
     worst_first,
 )
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.remedies import clip_norm, less_momentum
+from adiv_monitor.diagnosis.rules.rates import suffers
+from adiv_monitor.diagnosis.rules.remedies import clip_norm, less_momentum
 
 # A share of the last direction that lasts for 40 steps; 0.9 lasts for 10.
 LONG_MOMENTUM = 0.975

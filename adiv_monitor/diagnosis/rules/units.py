@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding, Strength
-from adiv_monitor.diagnosis.rates import suffers
 from adiv_monitor.diagnosis.readings import maps, named, worst_first
 from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.rates import suffers
 from adiv_monitor.printable import layer_words
 from adiv_monitor.report.wording import listed
 

@@ -17,7 +17,7 @@ from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Str
 from adiv_monitor.diagnosis.phases import at_peak, still_rises
 from adiv_monitor.diagnosis.readings import Typical, at_first, by_layer, named, worst_first
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.remedies import own_rates
+from adiv_monitor.diagnosis.rules.remedies import own_rates
 
 # How far the loss falls at the rate as it is, over how far it falls at a better one.
 SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
