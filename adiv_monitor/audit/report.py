@@ -1,6 +1,7 @@
 """What an audit returns: its diagnosis, which it can write as pages."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
@@ -8,6 +9,7 @@ from adiv_monitor.files import write_whole
 from adiv_monitor.pages import digest, page
 
 
+@dataclass(frozen=True)
 class AuditReport(Diagnosis):
     """What an audit found.
 
