@@ -38,10 +38,12 @@ models: $(VENV)/.dev
 	mkdir -p docs
 	$(BIN)/python tests/benchmarks/covered.py --write docs/models.md
 
-# docs/report-schema.md, from the data classes of a report; what docs/findings say, for the page.
+# docs/report-schema.md, from the data classes of a report; what docs/findings say, for the page; the
+# house in CONTRIBUTING.md, from the imports.
 schema: $(VENV)/.dev
 	$(BIN)/python tests/report_schema.py
 	$(BIN)/python tests/finding_texts.py
+	$(BIN)/python tests/house.py
 
 # Which changes of the core does no test notice? FILE: one file only. Takes hours for all of them.
 mutants: $(VENV)/.mutants

@@ -1,4 +1,4 @@
-"""The monitor: when to measure, which layers, and where the reports go."""
+"""When to measure, which layers, and where the reports go: the monitor."""
 
 import atexit
 from collections import deque
