@@ -47,6 +47,7 @@ class Capture:
         begins: called when the first layer's forward pass with gradients begins.
         renew: called before a forward pass is followed; what it gives follows in place of this.
         plan: where uses are known, so that plain hooks do; None: nowhere.
+        pieces: of the parameters, that are known from earlier steps.
         calls: notes the forward passes, so that they can be run again.
         attention: gathers samples of attentions, if that is asked for.
     """
@@ -67,13 +68,14 @@ class Capture:
         begins: Callable[[], object],
         renew: Callable[[], Forwards | None] = lambda: None,
         plan: Plan | None = None,
+        pieces: Pieces | None = None,
         calls: ForwardCalls | None = None,
         attention: AttentionCalls | None = None,
     ) -> None:
         self.attention = attention
         self._selection = selection
         self._without_gradient: set[int] | None = None
-        self._origin = Origin(model, selection.parameters)
+        self._origin = Origin(model, selection.parameters, pieces)
         self._leftovers = Leftovers(selection, guard)
         self.plan = plan
         self.forwards = Forwards.of(selection, guard, renew, plan)

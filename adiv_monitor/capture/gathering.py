@@ -54,7 +54,7 @@ class Takes(Protocol):
         self,
         use: Use,
         output: Tensor,
-        path: str | None = None,
+        known: Layer | str | None = None,
         *,
         checked: bool = True,
         split: Split | None = None,
@@ -65,7 +65,7 @@ class Takes(Protocol):
         Args:
             use: the use.
             output: what the function gave.
-            path: of the layer, if that is known.
+            known: the layer, or its path, if that is known.
             checked: the use describes the output for sure.
             split: how this process's part of the call, which the use is of, and others make it.
             inputs: nodes of autograd's graph that made what it was given, but for weights; None:
@@ -151,14 +151,14 @@ class Gathering:
         self,
         use: Use,
         output: Tensor,
-        path: str | None = None,
+        known: Layer | str | None = None,
         *,
         checked: bool = True,
         split: Split | None = None,
         inputs: Collection[Any] | None = None,
     ) -> Call | None:
         """Gather rows of a use, and put a hook on its output."""
-        layer = self._layers.of(use, path)
+        layer = self._layers.of(use, known)
         if layer is None:
             return None
         if layer.path not in self._layers.rows:

@@ -112,18 +112,25 @@ class Layers:
 
     # --- finding ---------------------------------------------------------------------------------
 
-    def of(self, use: Use, path: str | None = None) -> Layer | None:
+    def of(self, use: Use, known: Layer | str | None = None) -> Layer | None:
         """The layer that a use belongs to; None if none of its parameters is measured.
 
         Args:
             use: the use.
-            path: of the layer, if that is known.
+            known: the layer, or its path, if that is known.
         """
+        if isinstance(known, Layer):
+            found = self.found.get(known.path)
+            if found is None:
+                return self._follow(known)
+            if found is known:
+                return known
+            known = known.path
         weight, bias = self._origin.source(use.weight), self._origin.source(use.bias)
         lead = weight or bias
         if lead is None:
             return None
-        names = self.names.of(use, lead) if path is None else [path]
+        names = self.names.of(use, lead) if known is None else [known]
         return self._find(names, use, weight, bias)
 
     def of_whole(self, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
@@ -155,7 +162,13 @@ class Layers:
         module = self.names.owner(place)
         if isinstance(weight, Together) and len(weight.pieces) > 1:
             module = weight.through
-        layer = Layer(path, module, use.kind, weight, bias, use.shaped, order, use.form)
+        return self._follow(
+            Layer(path, module, use.kind, weight, bias, use.shaped, order, use.form)
+        )
+
+    def _follow(self, layer: Layer) -> Layer:
+        """From now on, watch a layer that was found."""
+        path, parameter = layer.path, layer.pieces[0].parameter
         self.found[path] = layer
         self._sharing = None
         self._led[id(parameter)].append(path)

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from adiv_monitor.capture.selection import Selection
+from adiv_monitor.capture.selection import Layer, Selection
+from adiv_monitor.capture.weights.pieces import Pieces
+from adiv_monitor.features.uses import as_it_is
 
 # Steps that are watched as a whole: the first ones, and each so many.
 _FIRST, _EVERY = 2, 16
@@ -45,7 +47,7 @@ class Known:
         function: what takes its parameters, as rules know it; "": a rule of its class tells.
         args: what the function got: places of tensors, and constants.
         kwargs: see args.
-        paths: of the layers that its uses are, in their order.
+        layers: that its uses are, in their order.
     """
 
     module: nn.Module
@@ -56,7 +58,7 @@ class Known:
     function: str
     args: Sequence[object]
     kwargs: Mapping[str, object]
-    paths: Sequence[str]
+    layers: Sequence[Layer]
 
     @property
     def holds(self) -> bool:
@@ -99,7 +101,7 @@ class Called:
     kwargs: dict[str, Any]
     result: Tensor
     versions: tuple[int, ...]
-    paths: Sequence[str]
+    layers: Sequence[Layer]
 
     @classmethod
     def of(
@@ -108,17 +110,17 @@ class Called:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         result: Tensor,
-        paths: Sequence[str],
+        layers: Sequence[Layer],
     ) -> "Called":
         """The call, when it was just made."""
-        return cls(function, args, kwargs, result, _versions(args, kwargs, result), paths)
+        return cls(function, args, kwargs, result, _versions(args, kwargs, result), layers)
 
     def known(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> Known | None:
         """The module's use of its parameters, if this call is all that there is of it."""
-        if output is not self.result:
-            return None
+        if output is not self.result or any(x.shaped is not as_it_is for x in self.layers):
+            return None  # the one is another tensor, the other may hold on to tensors of this step
         if _versions(self.args, self.kwargs, self.result) != self.versions:
             return None  # a hook would come too late
         places: dict[int, object] = {
@@ -138,7 +140,7 @@ class Called:
                 self.function,
                 [_place(value, places) for value in self.args],
                 {name: _place(value, places) for name, value in self.kwargs.items()},
-                self.paths,
+                self.layers,
             )
         except LookupError:
             return None
@@ -206,7 +208,7 @@ class Record:
 def _alike(one: Known | None, other: Known | None) -> bool:
     if one is None or other is None:
         return one is other
-    names = ("settings", "function", "args", "kwargs", "paths")
+    names = ("settings", "function", "args", "kwargs", "layers")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
@@ -226,9 +228,14 @@ class Plan:
 
 
 class Trace:
-    """Learns from watched steps what plain hooks can do in later ones."""
+    """Learns from watched steps what plain hooks can do in later ones.
+
+    Attributes:
+        pieces: of the parameters, as long as the same are measured.
+    """
 
     def __init__(self) -> None:
+        self.pieces = Pieces()
         self._steps = 0
         self._doubted = True
         self._held: object = None  # the parameters that were measured
@@ -244,13 +251,11 @@ class Trace:
             selection: what is measured in it.
             suspects: paths of layers whose gradients were not those of their rows.
         """
-        due = self._steps < _FIRST or self._steps % _EVERY == 0
-        if due or self._doubted or selection.held is not self._held:
+        if not self._is_known(selection, suspects):
+            self.pieces = Pieces()
             return None
         if self._suspects is None:  # so it was when all was seen
             self._suspects = set(suspects)
-        if not self._suspects.issuperset(suspects):
-            return None
         known: dict[nn.Module, Known] = {}
         watched: list[nn.Module] = []
         for module in selection.modules:
@@ -262,6 +267,12 @@ class Trace:
                 else:
                     watched.append(module)
         return Plan(known, watched, self._outermost)
+
+    def _is_known(self, selection: Selection, suspects: Collection[str]) -> bool:
+        due = self._steps < _FIRST or self._steps % _EVERY == 0
+        if due or self._doubted or selection.held is not self._held:
+            return False
+        return self._suspects is None or self._suspects.issuperset(suspects)
 
     def learn(
         self, selection: Selection, plan: Plan | None, record: Record, unseen: set[int]

@@ -132,11 +132,11 @@ class Watching:
         with self._noting(trained), without_autocast(output):
             call, inputs = FunctionCall(output, self._origin.of_model), _made(values)
             found = uses_in(known.function, call, *given)
-            if len(found) != len(known.paths):
+            if len(found) != len(known.layers):
                 self.record.others.add(module)
                 return
-            for use, path in zip(found, known.paths, strict=True):
-                self._takes.use(use, output, path, inputs=inputs)
+            for use, layer in zip(found, known.layers, strict=True):
+                self._takes.use(use, output, layer, inputs=inputs)
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -334,11 +334,11 @@ class Watching:
                     self._repetitions.add(Repetition(use, call.result, number))
                 else:
                     taken.append(self._takes.use(use, call.result, inputs=inputs))
-            paths = [noted.layer.path for noted in taken if noted is not None]
-            if len(paths) < len(found) or is_in_place(name) or "out" in kwargs:
+            layers = [noted.layer for noted in taken if noted is not None]
+            if len(layers) < len(found) or is_in_place(name) or "out" in kwargs:
                 self._is_special()
             elif found:
-                called = Called.of(name, args, kwargs, call.result, paths)
+                called = Called.of(name, args, kwargs, call.result, layers)
                 self._forwards.forward.called.append(called)
         return used
 

@@ -170,6 +170,7 @@ class Course:
             begins=partial(self._failures.safely, self._look),
             renew=partial(self._failures.safely, self._renew),
             plan=self._plan(selection),
+            pieces=self._trace.pieces,
             calls=None if realised is None else realised.calls,
         )
         step = MeasuredStep(

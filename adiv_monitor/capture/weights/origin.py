@@ -19,6 +19,7 @@ class Origin:
     Args:
         model: the model.
         trained: the parameters to measure.
+        pieces: that are known already.
 
     Attributes:
         tape: the calls that make tensors of parameters.
@@ -26,11 +27,13 @@ class Origin:
         any_apart: processes may have parts of parameters.
     """
 
-    def __init__(self, model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, model: nn.Module, trained: Iterable[nn.Parameter], pieces: Pieces | None = None
+    ) -> None:
         self._model = model
         self._trained = {id(p): p for p in trained}
         self.any_apart = processes() > 1 or any(map(is_shard, self._trained.values()))
-        self.pieces = Pieces()
+        self.pieces = Pieces() if pieces is None else pieces
         self.start()
 
     def start(self) -> None:
