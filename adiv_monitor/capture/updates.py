@@ -9,6 +9,7 @@ So the first measured step of a layer keeps everything, and what it sees decides
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -23,15 +24,29 @@ from adiv_monitor.maths import dots
 
 # Smaller parameters go through one operation for all of them, and their products to the host whole.
 _SMALL = 8_192
-# What proves that nothing has changed the weights since the step: taken after it, and once more.
-STEPPED, APPLIED = "stepped", "applied"
 _GOLDEN = 0.6180339887498949  # of which no two multiples end alike
 _STRETCHES, _STRETCH = 16, 64
+_ByPiece = dict[int, Tensor]
+T = TypeVar("T")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# By name, by key of the piece: numbers that add up to a dot product. `a_b` is ⟨a, b⟩, with
-# w = −u, what the step took away.
-Products = dict[str, dict[int, Tensor]]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceNumbers(Generic[T]):
+    """By key of a piece, numbers that add up to a dot product, or to its square root.
+
+    `a_b` is ⟨a, b⟩, see `Dots`. What proves that nothing has changed the weights since the step is
+    taken after it, and once more: `stepped` and `applied`.
+    """
+
+    gamma_gamma: dict[int, T] = field(default_factory=dict)
+    w_w: dict[int, T] = field(default_factory=dict)
+    w_gamma: dict[int, T] = field(default_factory=dict)
+    a_a: dict[int, T] = field(default_factory=dict)
+    a_w: dict[int, T] = field(default_factory=dict)
+    a_gamma: dict[int, T] = field(default_factory=dict)
+    stepped: dict[int, T] = field(default_factory=dict)
+    applied: dict[int, T] = field(default_factory=dict)
 
 
 @dataclass
@@ -109,8 +124,8 @@ class ParameterSteps:
         self._keep_update = new or watch.weights_change
         # Until the next forward pass `.grad` may be zeroed, so then too γ has to be a copy.
         self.has_copies = copy_gradient or watch.gradient_changes or self._keep_update
-        self.products: Products = defaultdict(dict)
-        self.norms: Products = defaultdict(dict)
+        self.products: PieceNumbers[Tensor] = PieceNumbers()
+        self.norms: PieceNumbers[Tensor] = PieceNumbers()
         parameters = {id(p.parameter): p.parameter for p in every}
         self._parameters = {
             key: gradients[key] if key in gradients else gradient(p)
@@ -127,8 +142,8 @@ class ParameterSteps:
         self._gamma = grads | moving
         large = [p.key for p in self._large]
         norms = dots.norms_of([grads[key] for key in large])
-        self.norms["gamma_gamma"] |= zip(large, norms, strict=True)
-        self._multiply({"gamma_gamma": (self._gamma, self._gamma)})
+        self.norms.gamma_gamma.update(zip(large, norms, strict=True))
+        self._multiply((self.products.gamma_gamma, self._gamma, self._gamma))
         self._update: dict[int, Tensor] = {}
         self.updated = False
         self._places: dict[object, Tensor] = {}
@@ -147,7 +162,7 @@ class ParameterSteps:
         key = self._whole.get(id(parameter))
         if key is None:  # only pieces of it are measured
             return dots.norms(self._parameters[id(parameter)])
-        parts = self.norms["gamma_gamma"].get(key)
+        parts = self.norms.gamma_gamma.get(key)
         return self._gamma[key] if parts is None else parts
 
     def entries_of(self, parameter: nn.Parameter) -> Tensor:
@@ -173,29 +188,29 @@ class ParameterSteps:
         seen = attempt("step_products", before, now, self._gamma[key])
         if seen is not None:
             taken: Tensor = seen[0]
-            _, self.norms["w_w"][key], self.products["w_gamma"][key] = seen
-            self.products[STEPPED][key] = self._row_products(piece)
+            _, self.norms.w_w[key], self.products.w_gamma[key] = seen
+            self.products.stepped[key] = self._row_products(piece)
             return taken
         return exact(before).sub_(exact(now))
 
     def take_products(self, piece: Piece, taken: Tensor) -> None:
         """‖w‖ and ⟨w, γ⟩ of a large piece, from a difference that is then used up."""
         key = piece.key
-        if is_small(taken) or key in self.norms["w_w"]:
+        if is_small(taken) or key in self.norms.w_w:
             return
-        self.norms["w_w"][key] = dots.norms(taken)
+        self.norms.w_w[key] = dots.norms(taken)
         if not self._keep_update:
-            self.products[STEPPED][key] = self._row_products(piece)
+            self.products.stepped[key] = self._row_products(piece)
         spare = taken.clone() if self._keep_update else taken
-        self.products["w_gamma"][key] = spare.mul_(self._gamma[key]).sum()
+        self.products.w_gamma[key] = spare.mul_(self._gamma[key]).sum()
 
     def finish_update(self) -> Tensor:
         """All layers have their part: the small ones' products; has `.grad` changed meanwhile?
 
         By value: version counters miss what is done through .data or by fused kernels.
         """
-        update, gamma = self._update, self._gamma
-        self._multiply({"w_w": (update, update), "w_gamma": (update, gamma)})
+        update, found = self._update, self.products
+        self._multiply((found.w_w, update, update), (found.w_gamma, update, self._gamma))
         changed = self._seen.differ(_Entries(self._parameters))
         self._parameters.clear()
         if not self._keep_update:
@@ -204,23 +219,26 @@ class ParameterSteps:
 
     def applied(self) -> None:
         """The next forward begins: a's products, or where a = u is expected, what proves it."""
-        applied = self._taken_from_small()
+        applied, found = self._taken_from_small(), self.products
         if not self._keep_update:
-            self.products[STEPPED] |= self._update
-            self.products[APPLIED] |= applied
+            found.stepped.update(self._update)
+            found.applied.update(applied)
             for p in self._large:
-                self.products[APPLIED][p.key] = self._row_products(p)
+                found.applied[p.key] = self._row_products(p)
         else:
-            others = {"a_a": applied, "a_w": self._update, "a_gamma": self._gamma}
-            self._multiply({name: (applied, other) for name, other in others.items()})
+            self._multiply(
+                (found.a_a, applied, applied),
+                (found.a_w, applied, self._update),
+                (found.a_gamma, applied, self._gamma),
+            )
             for p in self._large:
                 key = p.key
                 if key not in self._update:  # its layer failed to be measured
                     continue
                 a = exact(self._before.pop(key)).sub_(exact(p.value()))
-                self.norms["a_a"][key] = dots.norms(a)
-                self.products["a_w"][key] = (a * self._update.pop(key)).sum()
-                self.products["a_gamma"][key] = a.mul_(self._gamma.pop(key)).sum()
+                self.norms.a_a[key] = dots.norms(a)
+                found.a_w[key] = (a * self._update.pop(key)).sum()
+                found.a_gamma[key] = a.mul_(self._gamma.pop(key)).sum()
         self._before.clear()
         self._gamma.clear()
         self._update.clear()
@@ -245,14 +263,14 @@ class ParameterSteps:
         keys = (p.key for p in self._small)
         return dict(zip(keys, torch._foreach_sub(before, now), strict=True))
 
-    def _multiply(self, named: Mapping[str, tuple[dict[int, Tensor], dict[int, Tensor]]]) -> None:
-        """The products of the small parameters' entries, by name, in one operation."""
+    def _multiply(self, *several: tuple[_ByPiece, _ByPiece, _ByPiece]) -> None:
+        """Puts the products of the small parameters' entries there, in one operation."""
         keys = [p.key for p in self._small]
         if keys:
-            pairs = [(exact(a[key]), exact(b[key])) for a, b in named.values() for key in keys]
+            pairs = [(exact(a[key]), exact(b[key])) for _, a, b in several for key in keys]
             found = iter(torch._foreach_mul(*map(list, zip(*pairs, strict=True))))
-            for name in named:
-                self.products[name] |= {key: next(found) for key in keys}
+            for into, _, _ in several:
+                into.update({key: next(found) for key in keys})
 
 
 class _Entries:

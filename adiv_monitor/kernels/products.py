@@ -8,7 +8,6 @@ import triton.language as tl
 from adiv_layers.kernels.launch import divide_up, power_of_two, run, workers
 from torch import Tensor
 
-_OF_SCALES = ("scale_sums", "scale_norms", "scale_largest")
 _TILE = 256  # entries of every vector that a program holds at once
 
 
@@ -121,11 +120,13 @@ def row_products(
     d_bias: Tensor | None,
     *,
     feature: float,
-) -> tuple[tuple[str, ...], dict[str, Tensor]] | None:
-    """Names of vectors; "products" (rows, k, k) of them, "scales" (rows, groups), "lengths" ‖φ_r‖.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+    """Products (rows, k, k) of the vectors, scales s (rows, groups), lengths ‖φ_r‖, and of groups.
 
-    Of several groups also "scale_sums", "scale_norms" and "scale_largest", of every row: Σ (s − p)
-    and √Σ (s − p)² over its scales, p being the first of all, and the largest.
+    The vectors are G, e, z, of several groups e's part by the row's own scale, e's part by the
+    other rows, d, and d's part by the bias, those that there are. Of several groups the last are
+    (3, rows): Σ (s − p) and √Σ (s − p)² over a row's scales, p being the first of all, and the
+    largest; else None.
 
     Args:
         phi: (rows, groups, n_feat), of the weight.
@@ -146,17 +147,9 @@ def row_products(
         return None
     phi = phi.contiguous()
     read = [t if t is None or t.stride(1) == 1 else t.contiguous() for t in vectors]
-    names = ["G", "e", "z", *(["own"] if groups > 1 else []), "rest"]
-    names += [] if d is None else ["d"]
-    names += [] if d_bias is None else ["bias"]
-    k = len(names)
-    values = {
-        "products": G.new_empty(rows, k, k),
-        "scales": G.new_empty(rows, groups),
-        "lengths": G.new_empty(rows),
-    }
-    if groups > 1:
-        values |= {name: G.new_empty(rows) for name in _OF_SCALES}
+    k = 4 + (groups > 1) + (d is not None) + (d_bias is not None)
+    products, scales = G.new_empty(rows, k, k), G.new_empty(rows, groups)
+    lengths, of_groups = G.new_empty(rows), G.new_empty(3, rows) if groups > 1 else None
     block = max(32, min(_TILE, power_of_two(width)))
     tile = min(_TILE // block, power_of_two(divide_up(rows, workers(G, rows, 1))))
     run(
@@ -167,7 +160,7 @@ def row_products(
         read[0],
         factor,
         *read[1:],
-        *(values.get(name) for name in ("products", "scales", "lengths", *_OF_SCALES)),
+        *(products, scales, lengths, *((None,) * 3 if of_groups is None else of_groups)),
         *(rows, width, groups, patch, phi.stride(0)),
         *(0 if t is None else t.stride(0) for t in read),
         feature,
@@ -177,4 +170,4 @@ def row_products(
         BLOCK=block,
         num_warps=max(1, tile * block // 64),
     )
-    return tuple(names), values
+    return products, scales, lengths, of_groups

@@ -7,8 +7,7 @@ import triton.language as tl
 from adiv_layers.kernels.launch import power_of_two, run
 from torch import Tensor
 
-# In the order in which the kernel writes them.
-_NAMES = ("G_G", "own_G", "own_own", "scale_sum", "scale_deviation", "scale_max", "weight_squares")
+_SUMS = 7
 _BLOCK = 2048
 _MOST = 2**15  # rows: one multiprocessor of many reads a layer, and with more it is the slower way
 
@@ -72,8 +71,11 @@ def totals_kernel(
 
 def totals(
     weight_square: Tensor, square: Tensor, bias_square: Tensor | None, *, bias: float
-) -> dict[str, Tensor] | None:
-    """`active` rows, the sums of `maths.totals`, each (layers, 1), and `active_scale`.
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """How many rows are active, (layers, 1); the sums over them; and their scales, NaN of others.
+
+    The sums (7, layers, 1) are Σ ‖g_r‖², Σ s_r ‖g_r‖², Σ s_r² ‖g_r‖², Σ s_r, √(Σ (s_r − mean)²),
+    the largest s_r, and Σ ‖φ_W‖² over all rows.
 
     None of very many rows, over which PyTorch's own sums are spread better.
 
@@ -90,9 +92,8 @@ def totals(
     if rows > _MOST:
         return None
     count = torch.empty((layers, 1), dtype=torch.int64, device=square.device)
-    sums, entries = square.new_empty(len(_NAMES), layers, 1), torch.empty_like(square)
+    sums, entries = square.new_empty(_SUMS, layers, 1), torch.empty_like(square)
     arguments = (weight_square, bias_square, square, bias, count, sums, entries, layers, rows)
     block = max(128, min(_BLOCK, power_of_two(rows)))
     run(totals_kernel, (layers,), square, *arguments, BLOCK=block, num_warps=8)
-    named = dict(zip(_NAMES, sums.unbind(), strict=True))
-    return {"active": count, **named, "active_scale": entries}
+    return count, sums, entries

@@ -3,11 +3,12 @@
 Layers that were looked at alike, with as many rows, are measured together.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -29,56 +30,37 @@ from adiv_monitor.maths.estimates import (
     quantiles,
     variance_share,
 )
+from adiv_monitor.maths.records import R, joined, leaves
+from adiv_monitor.maths.sums import Array, Dots, LayerSums, Moved, Vector, factor_of
 from adiv_monitor.report import QUANTILE_LEVELS
-
-Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # The quantiles that are taken: for histograms, and for p05, p50, p95.
 _PERCENTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
-# The matrices whose row products `realised` are, if it was measured what a step really did: r, and
-# b = r − 2h (see `first_order_error`).
-REALISED = ("G", "d", "r", "b")
 LEVELS = (*QUANTILE_LEVELS, *_PERCENTILES.values())
+G, E, Z, OWN, REST, D, BIAS = Vector
 # What a weight makes of a row, which grows with the row.
-_GROWING = ("d", "e", "rest", "z")
+_GROWING = (D, E, REST, Z)
 
 
-@dataclass
-class Numbers:
-    """What came from the device of one layer.
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """A layer, and how far the parameters speak for its rows.
 
     Attributes:
-        rows_seen: R.
-        rows_total: T.
-        groups: groups of the layer.
-        vectors: names of the matrices whose row products there are.
-        values: the arrays, by name.
+        layer: what is known of it.
         exact: nothing speaks against γ = c·GᵀΦ with a known c, so that what the parameters say
             holds for the rows.
         suspected: at the last measured step γ seemed to be more than c·GᵀΦ.
-        verified: γ is what these rows' calls have contributed, which needs no estimate.
-        bias_alone: no weight is trained.
-        tolerance: what rounding may do to a dot product, relative to the sum of its terms.
-        factor: c; NaN if unknown.
-        entry_rows: of which row each of `scale_entries_of_rows` is; None: all, row by row.
-        gamma_gamma: ‖γ‖²; others alike, with w = −u and a for what was applied, negative too. With
-            γ′, what the layer has contributed to γ, which differs where others use its parameters:
-            own_gamma = ⟨γ, γ′⟩ and own_w = ⟨w, γ′⟩; NaN if unknown.
+        own_gamma: ⟨γ, γ′⟩, with γ′ what the layer has contributed to γ, which differs where others
+            use its parameters; NaN if unknown.
+        own_w: ⟨w, γ′⟩ likewise.
     """
 
-    rows_seen: int
-    rows_total: int
-    groups: int
-    vectors: tuple[str, ...]
-    values: dict[str, Array]
+    layer: LayerSums[Array]
     exact: bool
-    suspected: bool
-    verified: bool
-    bias_alone: bool
-    tolerance: float
-    factor: float
-    entry_rows: Index | None
-    dots: dict[str, float] = field(default_factory=dict)
+    suspected: bool = False
+    own_gamma: float = math.nan
+    own_w: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -104,13 +86,11 @@ class Measured:
     common_unknown: bool
 
 
-def measure(layers: Mapping[str, Numbers], fail: Fail = raised) -> dict[str, Measured]:
+def measure(layers: Mapping[str, Judged], fail: Fail = raised) -> dict[str, Measured]:
     """Every measure of every layer, without those that fail; `fail` gets path and exception."""
     alike: dict[object, list[str]] = defaultdict(list)
-    for path, numbers in layers.items():
-        names = tuple(sorted(numbers.values))
-        kind = numbers.rows_seen, numbers.vectors, numbers.bias_alone, names, tuple(numbers.dots)
-        alike[kind].append(path)
+    for path, judged in layers.items():
+        alike[_kind(judged.layer)].append(path)
 
     def together(paths: Sequence[str]) -> dict[str, Measured]:
         return dict(zip(paths, _measure_alike([layers[path] for path in paths]), strict=True))
@@ -119,7 +99,18 @@ def measure(layers: Mapping[str, Numbers], fail: Fail = raised) -> dict[str, Mea
     return {path: found[path] for path in layers if path in found}
 
 
-def _stacked(arrays: Sequence[Array | Index], fill: float = np.nan) -> Array:
+def _kind(layer: LayerSums[Array]) -> object:
+    """What layers have in common that can be measured together."""
+    several = layer.totals, layer.blocks, layer.common
+    single = layer.scale, layer.realised, layer.attainable, layer.dots.w_w, layer.dots.a_w
+    return (
+        *(layer.rows.seen, layer.vectors, layer.about.bias_alone),
+        *(tuple([name for name, _ in leaves(record)]) for record in several),
+        *(number is None for number in single),
+    )
+
+
+def _filled(arrays: Sequence[Array | Index], fill: float = np.nan) -> Array:
     """All of them in one array; rows of different length are filled up."""
     if len({array.shape for array in arrays}) == 1:
         return np.stack(arrays)
@@ -129,56 +120,68 @@ def _stacked(arrays: Sequence[Array | Index], fill: float = np.nan) -> Array:
     return stacked
 
 
+def _stacked(records: Iterable[R | None]) -> R | None:
+    """One record of those of several layers that are alike, its arrays (layers, …)."""
+    present = [record for record in records if record is not None]
+    return joined(present, _filled) if present else None
+
+
 class _Together:
     """Layers that are alike, as arrays (layers, …)."""
 
-    def __init__(self, layers: Sequence[Numbers]) -> None:
-        self.layers = layers
+    def __init__(self, judged: Sequence[Judged]) -> None:
+        layers = self.layers = [x.layer for x in judged]
         first = layers[0]
-        self.values = {n: _stacked([x.values[n] for x in layers]) for n in first.values}
-        self.groups = np.array([float(x.groups) for x in layers])
-        self.dots = {n: np.array([x.dots[n] for x in layers]) for n in first.dots}
-        factor = np.array([x.factor for x in layers])
+        self.products = np.stack([x.products for x in layers])
+        self.scale = _stacked(x.scale for x in layers)
+        self.blocks = _stacked(x.blocks for x in layers)
+        self.totals = _stacked(x.totals for x in layers)
+        self.scales = None if self.totals is None else self.totals.scales
+        self.common = _stacked(x.common for x in layers)
+        self.moved = _stacked(x.realised for x in layers)
+        self.attainable = _stacked(x.attainable for x in layers)
+        self.dots = cast("Dots[PerLayer]", joined([x.dots for x in layers], np.array))
+        self.groups = np.array(
+            [1.0 if x.blocks is None else float(x.blocks.groups) for x in layers]
+        )
+        self.own_gamma = np.array([x.own_gamma for x in judged])
+        self.own_w = np.array([x.own_w for x in judged])
+        factor = np.array([factor_of(x) for x in layers])
         self.unit = np.where(np.isnan(factor), 1.0, factor)
         self.known_unit = ~np.isnan(factor)
-        self._place = {name: i for i, name in enumerate(first.vectors)}
-        total = np.array([float(x.rows_total) for x in layers])
-        self.sample = Sample(total, self.rows("G", "G") != 0)
-        expected = np.array([x.exact for x in layers])
-        self.tolerance = np.array([x.tolerance for x in layers])
-        G_G, whole = over_rows(self.rows("G", "G"), self.sample), self.whole("G_G")
-        e_G = over_rows(self.rows("e", "G"), self.sample)
-        verified = np.array([x.verified for x in layers])
+        self._place = {vector: i for i, vector in enumerate(first.vectors)}
+        total = np.array([float(x.rows.total) for x in layers])
+        self.sample = Sample(total, self.rows(G, G) != 0)
+        expected = np.array([x.exact for x in judged])
+        self.tolerance = np.array([x.evidence.tolerance for x in layers])
+        G_G, whole = over_rows(self.rows(G, G), self.sample), self.G_G
+        e_G = over_rows(self.rows(E, G), self.sample)
+        verified = np.array([x.evidence.followed and not x.evidence.reason for x in layers])
         self.holds_more = (expected & ~verified) & measures.holds_more(
             e_G if whole is None else by_ratio(e_G, G_G, whole, self.sample),
-            self.dots["own_gamma"],
-            over_rows(np.abs(self.rows("e", "G")), self.sample).total,
+            self.own_gamma,
+            over_rows(np.abs(self.rows(E, G)), self.sample).total,
             self.tolerance,
             self.sample,
         )
         if whole is not None:
             self.holds_more &= measures.represents(G_G.total, whole)
         # A sample is believed for good the second time; all rows are at once.
-        twice = np.array([x.suspected for x in layers]) | (self.sample.variance_share == 0)
+        twice = np.array([x.suspected for x in judged]) | (self.sample.variance_share == 0)
         self.suspected, self.holds_more = self.holds_more, self.holds_more & twice
         self.exact = expected & ~self.suspected
 
-    def has(self, *vectors: str) -> bool:
+    def has(self, *vectors: Vector) -> bool:
         return all(vector in self._place for vector in vectors)
 
-    def rows(self, a: str, b: str) -> PerRow:
+    def rows(self, a: Vector, b: Vector) -> PerRow:
         """a_r·b_r of the rows seen, 0 of idle ones."""
-        found: PerRow = self.values["products"][:, :, self._place[a], self._place[b]]
-        if a == b == "G":
+        found: PerRow = self.products[:, :, self._place[a], self._place[b]]
+        if a == b == G:
             return found
         return np.where(self.sample.active, found, 0.0)
 
-    def realised(self, a: str, b: str) -> PerRow:
-        """The same of what really happened."""
-        found: PerRow = self.values["realised"][:, :, REALISED.index(a), REALISED.index(b)]
-        return np.where(self.sample.active, found, 0.0)
-
-    def sum(self, a: str, b: str, exact: PerLayer | None = None) -> Sum:
+    def sum(self, a: Vector, b: Vector, exact: PerLayer | None = None) -> Sum:
         """⟨a, b⟩ over all rows: exact where that may be trusted."""
         known = None if exact is None else np.where(self.exact, exact, np.nan)
         rows = self.rows(a, b)
@@ -194,53 +197,69 @@ class _Together:
     @cached_property
     def sizes(self) -> Sizes | None:
         """‖φ_r‖² of the rows; None where no pass over all of them told their sum."""
-        total, deviation = self.whole("scale_sum", 0), self.whole("scale_deviation", 0)
-        if "scale" not in self.values or total is None or deviation is None:
+        if self.scale is None or self.scales is None:
             return None
-        rows = np.where(self.sample.active, self.values["scale"], 0.0)
+        rows = np.where(self.sample.active, self.scale, 0.0)
+        total = self.whole(self.scales.sum)
         with np.errstate(divide="ignore", invalid="ignore"):
-            squares = deviation**2 + total**2 / _active(self)
+            squares = self.whole(self.scales.deviation) ** 2 + total**2 / self.active
         return Sizes(rows, total, squares)
 
-    def growing_with_gradients(self, rows: PerRow, exact: PerLayer | None) -> Sum:
+    def growing_with_gradients(self, rows: PerRow, whole: Array | None) -> Sum:
         """The sum over all rows, exact if that is given, of what grows with ‖g_r‖²."""
-        found, concentration = over_rows(rows, self.sample, exact), self.whole("G_concentration", 0)
-        total = self.whole("G_G")
-        if exact is not None or total is None or concentration is None:
+        if whole is not None:
+            return over_rows(rows, self.sample, self.in_units(whole))
+        found = over_rows(rows, self.sample)
+        if self.totals is None or self.totals.concentration is None:
             return found
-        sizes = Sizes(self.rows("G", "G"), total, concentration * total**2)
-        return by_size(found, rows, sizes, self.sample)
+        total = self.in_units(self.totals.G_G)
+        squares = self.whole(self.totals.concentration) * total**2
+        return by_size(found, rows, Sizes(self.rows(G, G), total, squares), self.sample)
 
-    def whole(self, name: str, power: int = 2) -> PerLayer | None:
-        """What a pass over all rows summed up, in the units of the optimizer's gradient."""
-        if name not in self.values:
-            return None
-        found: PerLayer = self.values[name].reshape(len(self.layers)) * self.unit**power
-        return found
+    @cached_property
+    def active(self) -> PerLayer:
+        """How many of all rows are active; NaN where only the sample tells."""
+        if self.totals is None:
+            return np.full(len(self.layers), np.nan)
+        return self.whole(self.totals.active)
+
+    @cached_property
+    def G_G(self) -> PerLayer | None:
+        """‖G‖² of all rows, where a pass over them told."""
+        return None if self.totals is None else self.in_units(self.totals.G_G)
+
+    def whole(self, found: Array) -> PerLayer:
+        """What a pass over all rows gave, one number of each layer."""
+        return found.reshape(len(self.layers))
+
+    def in_units(self, found: Array) -> PerLayer:
+        """The same of what grows with ‖G‖², in the units of the optimizer's gradient."""
+        whole: PerLayer = self.whole(found) * self.unit**2
+        return whole
 
 
-def _measure_alike(layers: Sequence[Numbers]) -> list[Measured]:
+def _measure_alike(layers: Sequence[Judged]) -> list[Measured]:
     x = _Together(layers)
-    G_G = x.sum("G", "G", x.whole("G_G"))
-    found: dict[str, Estimate] = {"idle_share": measures.idle_share(x.sample, _active(x))}
+    G_G = x.sum(G, G, x.G_G)
+    found: dict[str, Estimate] = {"idle_share": measures.idle_share(x.sample, x.active)}
     # Both sides of a ratio must be of one kind: the parameters', or the rows'.
-    e_G, e_e = x.sum("e", "G", x.dots["own_gamma"]), x.sum("e", "e")
+    e_G, e_e = x.sum(E, G, x.own_gamma), x.sum(E, E)
     found["gradient_cosine"] = measures.gradient_cosine(e_G, e_e, G_G, x.sample)
-    if x.has("rest"):
+    if x.has(REST):
         found |= _of_scales(x)
     distributions = _scale_distribution(x)
-    if x.has("d"):
+    if x.has(D):
         found |= _of_update(x, G_G)
-        cosines = measures.row_cosines(x.rows("d", "G"), x.rows("d", "d"), x.rows("G", "G"))
+        cosines = measures.row_cosines(x.rows(D, G), x.rows(D, D), x.rows(G, G))
         found["row_cosine_mean"] = measures.row_cosine_mean(cosines, x.sample, x.tolerance)
-        if "realised" in x.values:
-            found |= _of_realised(x)
+        if x.moved is not None:
+            found |= _of_realised(x, x.moved)
         share = x.sample.share_of(~np.isnan(cosines))
         distributions["row_cosine"] = quantiles(cosines, LEVELS, share, Ends(-1, 1), x.tolerance)
     if (common := _common_share(x)) is not None:
         found["common_share"] = common
-    if "attainable_cosine" in x.values:
-        found["attainable_cosine"] = _certain(x.values["attainable_cosine"].reshape(-1))
+    if x.attainable is not None:
+        found["attainable_cosine"] = _certain(x.attainable.reshape(-1))
     found |= {name: _certain(value) for name, value in _of_parameters(x).items()}
     for name, (values, errors) in distributions.items():
         for i, suffix in enumerate(_PERCENTILES, start=len(QUANTILE_LEVELS)):
@@ -266,7 +285,7 @@ def _pick(
         idle_seen=int((~x.sample.active[i]).sum()),
         suspected=bool(x.suspected[i]),
         holds_more=bool(x.holds_more[i]),
-        common_unknown=bool("common" not in x.values and _active(x)[i] < x.sample.total[i]),
+        common_unknown=bool(x.common is None and x.active[i] < x.sample.total[i]),
     )
 
 
@@ -274,66 +293,60 @@ def _certain(value: PerLayer) -> Estimate:
     return Estimate(value, np.zeros_like(value))
 
 
-def _active(x: _Together) -> PerLayer:
-    """How many of all rows are active; NaN where only the sample tells."""
-    whole = x.whole("active", 0)
-    return np.full(len(x.layers), np.nan) if whole is None else whole
-
-
 def _of_update(x: _Together, G_G: Sum) -> dict[str, Estimate]:
-    d_d = x.sum("d", "d")
-    d_G = x.sum("d", "G", x.dots["own_w"])
-    if x.has("bias"):
-        B_B = x.sum("bias", "bias")
-        weight = x.rows("d", "d") - 2 * x.rows("d", "bias") + x.rows("bias", "bias")
+    d_d = x.sum(D, D)
+    d_G = x.sum(D, G, x.own_w)
+    if x.has(BIAS):
+        B_B = x.sum(BIAS, BIAS)
+        weight = x.rows(D, D) - 2 * x.rows(D, BIAS) + x.rows(BIAS, BIAS)
         A_A = x.growing(np.maximum(weight, 0.0))
     else:
         nothing = Sum(np.zeros_like(d_d.total), np.zeros_like(d_d.spread))
-        A_A, B_B = (nothing, d_d) if x.layers[0].bias_alone else (d_d, nothing)
+        A_A, B_B = (nothing, d_d) if x.layers[0].about.bias_alone else (d_d, nothing)
     rate = measures.effective_lr(d_G, G_G, x.sample)
     # Whatever the gradient holds besides these rows, it is part of the loss that descends.
-    descent = measures.descent(over_rows(x.rows("d", "G"), x.sample, x.dots["own_w"]), x.sample)
-    in_units = x.known_unit | ~np.isnan(x.dots["own_w"])
+    descent = measures.descent(over_rows(x.rows(D, G), x.sample, x.own_w), x.sample)
+    in_units = x.known_unit | ~np.isnan(x.own_w)
     return {
         "update_cosine": measures.update_cosine(d_G, d_d, G_G, x.sample),
         "effective_lr": Estimate(np.where(x.known_unit, rate.value, np.nan), rate.error),
-        "harmed_fraction": measures.harmed_fraction(x.rows("d", "G"), x.sample, d_d),
+        "harmed_fraction": measures.harmed_fraction(x.rows(D, G), x.sample, d_d),
         "bias_share": measures.bias_share(A_A, B_B, x.sample),
-        "update_ratio": measures.update_ratio(d_d, x.sum("z", "z"), x.sample),
+        "update_ratio": measures.update_ratio(d_d, x.sum(Z, Z), x.sample),
         "descent": Estimate(np.where(in_units, descent.value, np.nan), descent.error),
     }
 
 
-def _of_realised(x: _Together) -> dict[str, Estimate]:
-    def total(a: str, b: str) -> Sum:
-        return over_rows(x.realised(a, b), x.sample)
+def _of_realised(x: _Together, moved: Array) -> dict[str, Estimate]:
+    def total(a: Moved, b: Moved) -> Sum:
+        return over_rows(np.where(x.sample.active, moved[:, :, a, b], 0.0), x.sample)
 
-    r_r, r_G = total("r", "r"), total("r", "G")
-    G_G = x.sum("G", "G", x.whole("G_G"))
-    known = np.where(x.exact, x.dots["own_w"], np.nan)
+    r_r, r_G = total(Moved.R, Moved.R), total(Moved.R, Moved.G)
+    G_G = x.sum(G, G, x.G_G)
+    known = np.where(x.exact, x.own_w, np.nan)
     return {
         # This layer's own part of it is known exactly.
         "realised_cosine": measures.realised_cosine(
-            by_regression(r_G, total("d", "G"), known), r_r, G_G, x.sample
+            by_regression(r_G, total(Moved.D, Moved.G), known), r_r, G_G, x.sample
         ),
         "single_layer_share": measures.single_layer_share(
-            total("r", "d"), r_r, total("d", "d"), x.sample
+            total(Moved.R, Moved.D), r_r, total(Moved.D, Moved.D), x.sample
         ),
-        "first_order_error": measures.first_order_error(total("b", "b"), r_r, x.sample),
+        "first_order_error": measures.first_order_error(total(Moved.B, Moved.B), r_r, x.sample),
     }
 
 
 def _of_scales(x: _Together) -> dict[str, Estimate]:
-    if "scale" in x.values:
-        scale = np.where(x.sample.active, x.values["scale"], 0.0)
-        own_G, own_own = scale * x.rows("G", "G"), scale**2 * x.rows("G", "G")
+    if x.scale is not None:
+        scale = np.where(x.sample.active, x.scale, 0.0)
+        own_G, own_own = scale * x.rows(G, G), scale**2 * x.rows(G, G)
     else:
-        own_G, own_own = x.rows("own", "G"), x.rows("own", "own")
-    of_G = x.growing_with_gradients(own_G, x.whole("own_G"))
-    of_own = x.growing_with_gradients(own_own, x.whole("own_own"))
+        own_G, own_own = x.rows(OWN, G), x.rows(OWN, OWN)
+    of_G = x.growing_with_gradients(own_G, None if x.totals is None else x.totals.own_G)
+    of_own = x.growing_with_gradients(own_own, None if x.totals is None else x.totals.own_own)
     # Of the rows' own gradients, as these sums are, whatever the parameters' gradient holds.
-    all_G = over_rows(x.rows("G", "G"), x.sample, x.whole("G_G"))
-    ratio = measures.interference_ratio(x.sum("rest", "rest"), of_own, x.sample)
+    all_G = over_rows(x.rows(G, G), x.sample, x.G_G)
+    ratio = measures.interference_ratio(x.sum(REST, REST), of_own, x.sample)
     return {
         "diagonal_cosine": measures.diagonal_cosine(of_G, of_own, all_G, x.sample),
         "interference_ratio": Estimate(np.where(x.known_unit, ratio.value, np.nan), ratio.error),
@@ -344,11 +357,9 @@ def _of_scales(x: _Together) -> dict[str, Estimate]:
 def _of_all_scales(x: _Together) -> dict[str, Estimate]:
     """Mean, spread and largest: of all rows where a pass over them told, else from the sample."""
     groups = x.groups[:, None]
-    if (sums := x.whole("scale_sum", 0)) is not None:
-        count, deviation = _active(x), x.whole("scale_deviation", 0)
-        assert deviation is not None
-        largest = x.whole("scale_max", 0)
-        assert largest is not None
+    if x.scales is not None:
+        sums, count = x.whole(x.scales.sum), x.active
+        deviation, largest = x.whole(x.scales.deviation), x.whole(x.scales.largest)
         with np.errstate(divide="ignore", invalid="ignore"):
             return {
                 "scale_mean": _certain(sums / count),
@@ -369,36 +380,39 @@ def _of_all_scales(x: _Together) -> dict[str, Estimate]:
 
 def _scales_of_rows(x: _Together) -> tuple[PerLayer, PerRow, PerRow, PerRow]:
     """Pivot; of every row Σ (s − pivot) and Σ (s − pivot)² over its groups, and the largest."""
-    if "scale" in x.values:
-        scale = x.values["scale"]
-        pivot = scale[:, 0] if scale.shape[1] else np.zeros(len(scale))
-        shifted = scale - pivot[:, None]
-        return pivot, shifted, shifted**2, scale
-    pivot = x.values["scale_pivot"].reshape(len(x.layers), -1)
+    if x.scale is not None:
+        pivot = x.scale[:, 0] if x.scale.shape[1] else np.zeros(len(x.scale))
+        shifted = x.scale - pivot[:, None]
+        return pivot, shifted, shifted**2, x.scale
+    assert x.blocks is not None
+    pivot = x.blocks.pivot.reshape(len(x.layers), -1)
     return (
         pivot[:, 0] if pivot.shape[1] else np.zeros(len(pivot)),
-        x.values["scale_sums"],
-        x.values["scale_norms"] ** 2,
-        x.values["scale_largest"],
+        x.blocks.sums,
+        x.blocks.norms**2,
+        x.blocks.largest,
     )
 
 
 def _scale_distribution(x: _Together) -> dict[str, tuple[Array, Array]]:
-    if "scale_entries" in x.values:
-        entries = x.values["scale_entries"]
-        looked_at = np.array([float(len(layer.values["scale_entries"])) for layer in x.layers])
+    if x.scales is not None:
+        entries = x.scales.entries
+        told = [t.scales for layer in x.layers if (t := layer.totals) is not None]
+        looked_at = np.array([float(len(of.entries)) for of in told if of is not None])
         share = variance_share(looked_at, x.sample.total, (~np.isnan(entries)).sum(1))
         return {"scale": _of_entries(x, entries, share)}
-    if "scale" in x.values:
-        entries = np.where(x.sample.active, x.values["scale"], np.nan)
-    elif "scale_entries_of_rows" in x.values:
-        rows = _stacked([_rows_of_entries(layer) for layer in x.layers], fill=0)
-        active = np.take_along_axis(x.sample.active, rows.astype(np.int64), 1)
-        entries = np.where(active, x.values["scale_entries_of_rows"], np.nan)
+    if x.scale is not None:
+        entries = np.where(x.sample.active, x.scale, np.nan)
+        some = np.full(len(x.layers), float(x.sample.seen))
+    elif x.blocks is not None:
+        of_rows = [b.rows_of_entries(x.sample.seen) for layer in x.layers if (b := layer.blocks)]
+        rows = _filled(of_rows, fill=0).astype(np.int64)
+        active = np.take_along_axis(x.sample.active, rows, 1)
+        entries = np.where(active, x.blocks.entries, np.nan)
+        some = np.array([float(len(of_layer)) for of_layer in of_rows])
     else:
         return {}
     # Entries of one row may be alike, so that they count as one; of all rows' some were chosen.
-    some = np.array([float(len(_rows_of_entries(layer))) for layer in x.layers])
     share = variance_share(some, x.sample.seen * x.groups, (~np.isnan(entries)).sum(1))
     return {"scale": _of_entries(x, entries, share + x.sample.share_of(x.sample.active))}
 
@@ -407,44 +421,38 @@ def _of_entries(x: _Together, entries: Array, share: PerLayer) -> tuple[Array, A
     """Quantiles of scales, of which no row's is negative, or beyond what a pass over all tells."""
     with np.errstate(invalid="ignore"):
         mean = np.nansum(entries, axis=1) / (~np.isnan(entries)).sum(1)
-    sums, deviation = x.whole("scale_sum", 0), x.whole("scale_deviation", 0)
-    largest, count = x.whole("scale_max", 0), _active(x)
-    if x.layers[0].bias_alone:
+    if x.layers[0].about.bias_alone:
         ends = Ends(mean[:, None], mean[:, None])
-    elif sums is None or deviation is None or largest is None:
+    elif x.scales is None:
         ends = Ends(0.0, np.nan)
     else:
-        levels = np.asarray(LEVELS)
+        levels, count = np.asarray(LEVELS), x.active
         with np.errstate(invalid="ignore", divide="ignore"):
             # So far off a share of the rows may be at most (Chebyshev).
-            of_all, off = (sums / count)[:, None], (deviation**2 / count)[:, None]
+            of_all = (x.whole(x.scales.sum) / count)[:, None]
+            off = (x.whole(x.scales.deviation) ** 2 / count)[:, None]
             low = np.maximum(of_all - np.sqrt(off / levels), 0.0)
-            high = np.minimum(of_all + np.sqrt(off / (1 - levels)), largest[:, None])
+            largest = x.whole(x.scales.largest)[:, None]
+            high = np.minimum(of_all + np.sqrt(off / (1 - levels)), largest)
         ends = Ends(low, high)
     return quantiles(entries, LEVELS, share, ends, x.tolerance * np.abs(mean))
 
 
-def _rows_of_entries(layer: Numbers) -> Index:
-    if layer.entry_rows is not None:
-        return layer.entry_rows
-    return np.arange(layer.rows_seen * layer.groups) // layer.groups
-
-
 def _common_share(x: _Together) -> Estimate | None:
     """Exact where no row is idle, else from the sample; None if that was not asked to tell."""
-    active = _active(x)
     sampled = None
-    if "common" in x.values:
+    if x.common is not None:
         estimated = over_rows(x.sample.active.astype(np.float64), x.sample).total
-        count = np.where(np.isnan(active), estimated, active)
+        count = np.where(np.isnan(x.active), estimated, x.active)
         sampled = measures.common_share_of_rows(
-            x.values["common"], x.values["weight_norms"] ** 2, count, x.sample
+            x.common.products, x.common.norms**2, count, x.sample
         )
-    norm, squares = x.whole("weight_sum", 0), x.whole("weight_squares", 0)
-    if norm is None or squares is None:
+    totals = x.totals
+    if totals is None or totals.weight_sum is None or totals.weight_squares is None:
         return sampled
+    norm, squares = x.whole(totals.weight_sum), x.whole(totals.weight_squares)
     exact = measures.common_share(norm**2, x.sample.total, squares)
-    none_idle = active == x.sample.total
+    none_idle = x.active == x.sample.total
     if sampled is None:
         return _certain(np.where(none_idle, exact, np.nan))
     return Estimate(
@@ -453,17 +461,12 @@ def _common_share(x: _Together) -> Estimate | None:
 
 
 def _of_parameters(x: _Together) -> dict[str, PerLayer]:
-    dots = x.dots
-    found = {}
-    if "w_w" in dots:  # w = −u, and so is a
-        found["parameter_cosine"] = measures.parameter_cosine(
-            -dots["w_gamma"], dots["w_w"], dots["gamma_gamma"]
-        )
-    if "a_w" in dots:
-        found["projection_cosine"] = measures.projection_cosine(
-            dots["a_w"], dots["a_a"], dots["w_w"]
-        )
-        found["applied_cosine"] = measures.applied_cosine(
-            -dots["a_gamma"], dots["a_a"], dots["gamma_gamma"]
-        )
+    dots, found = x.dots, {}
+    if dots.w_w is None or dots.w_gamma is None:
+        return {}
+    # w = −u, and so is a
+    found["parameter_cosine"] = measures.parameter_cosine(-dots.w_gamma, dots.w_w, dots.gamma_gamma)
+    if dots.a_w is not None and dots.a_a is not None and dots.a_gamma is not None:
+        found["projection_cosine"] = measures.projection_cosine(dots.a_w, dots.a_a, dots.w_w)
+        found["applied_cosine"] = measures.applied_cosine(-dots.a_gamma, dots.a_a, dots.gamma_gamma)
     return found

@@ -5,7 +5,7 @@ Layers with equally many rows are taken together: many small operations cost mor
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from adiv_monitor.features.rows import to_device
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths.alike import Fail, of_alike, raised
+from adiv_monitor.maths.records import split
+from adiv_monitor.maths.sums import ScaleTotals, Totals
 
 MOST_ENTRIES = 2_048
 
@@ -28,61 +30,72 @@ class AllRows:
         bias_square: φ_b², or one number for all of them.
         square: ‖g_r‖², in the units of the gradient that backward left.
         own: where every row has several scales, Σ_i s_ri g_ri² and Σ_i s_ri² g_ri²; None: unknown.
+        weight_sum: Σ φ_W; None: unknown.
     """
 
     weight_square: Float[Tensor, " rows"] | None
     bias_square: Float[Tensor, " rows"] | float
     square: Float[Tensor, " rows"]
     own: Float[Tensor, "2 rows"] | None = None
+    weight_sum: Float[Tensor, " features"] | None = None
 
 
 def sums(
-    layers: Mapping[str, AllRows], generator: np.random.Generator, fail: Fail = raised
-) -> dict[str, dict[str, Tensor]]:
-    """By layer and name: sums over the active rows, and entries for quantiles.
+    layers: Mapping[str, AllRows],
+    generator: np.random.Generator,
+    fail: Fail = raised,
+    *,
+    across: bool = False,
+) -> dict[str, Totals[Tensor]]:
+    """By layer, what all rows say; of scales, the entries of at most 2,048 rows chosen by chance.
 
-    `active` rows, `G_G` = Σ ‖g_r‖², `own_G` = Σ s_r ‖g_r‖², `own_own` = Σ s_r² ‖g_r‖², `scale_sum`,
-    `scale_deviation` = √(Σ (s_r − mean)²), `scale_max`, `weight_squares` = Σ ‖φ_W‖² over all rows,
-    and `scale_entries`: the scales of at most 2,048 rows, chosen by chance; NaN for idle ones.
-    Without the rows' scales: `active`, `G_G` and `G_concentration` = Σ ‖g_r‖⁴ / (Σ ‖g_r‖²)², and
-    `own_G`, `own_own` where `own` is known.
-    Layers that fail are left out; `fail` gets path and exception.
+    Args:
+        layers: by path.
+        generator: the source of chance.
+        fail: gets path and exception of layers that fail, which are left out.
+        across: other processes have rows too: `weight_sum` adds up before its norm is taken.
     """
 
-    def together(paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        square = torch.stack([layers[p].square for p in paths])
-        scales = [layers[p].weight_square for p in paths]
-        known = [of_rows for of_rows in scales if of_rows is not None]
-        if not known:
-            own = [of_rows.own for p in paths if (of_rows := layers[p]).own is not None]
-            return _by_layer(paths, _of_gradients(square) | (_of_own(own) if own else {}))
-        weight_square = torch.stack(known)
-        biases = [layers[p].bias_square for p in paths]
-        several = [bias for bias in biases if isinstance(bias, Tensor)]
-        bias_square = torch.stack(several) if several else biases[0]
-        named = _of_stacked(weight_square, bias_square, square)
-        entries = named.pop("active_scale")
-        if entries.shape[1] > MOST_ENTRIES:
-            some = generator.choice(entries.shape[1], MOST_ENTRIES, replace=False)
-            entries = entries.index_select(1, to_device(some, entries.device))
-        named["scale_entries"] = entries
-        return _by_layer(paths, named)
+    def together(paths: Sequence[str]) -> dict[str, Totals[Tensor]]:
+        stacked = _of_alike([layers[path] for path in paths], generator)
+        return dict(zip(paths, split(stacked, len(paths), torch.unbind), strict=True))
 
-    return of_alike(_alike(layers), together, fail)
+    found = of_alike(_alike(layers), together, fail)
+    weights = {p: x.weight_sum for p, x in layers.items() if x.weight_sum is not None}
+    if weights and not across:
+        norms = torch._foreach_norm(list(weights.values()))
+        weights = dict(zip(weights, norms, strict=True))
+    return {path: replace(of, weight_sum=weights.get(path)) for path, of in found.items()}
 
 
-def _by_layer(paths: Sequence[str], named: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    return {
-        path: {name: values[i] for name, values in named.items()} for i, path in enumerate(paths)
-    }
+def _of_alike(layers: Sequence[AllRows], generator: np.random.Generator) -> Totals[Tensor]:
+    """The totals of layers that are alike, stacked."""
+    square = torch.stack([rows.square for rows in layers])
+    known = [rows.weight_square for rows in layers if rows.weight_square is not None]
+    if not known:
+        return _of_gradients(square, [rows.own for rows in layers if rows.own is not None])
+    several = [rows.bias_square for rows in layers if isinstance(rows.bias_square, Tensor)]
+    bias_square = torch.stack(several) if several else layers[0].bias_square
+    found = _of_stacked(torch.stack(known), bias_square, square)
+    assert found.scales is not None
+    entries = found.scales.entries
+    if entries.shape[1] > MOST_ENTRIES:
+        some = generator.choice(entries.shape[1], MOST_ENTRIES, replace=False)
+        entries = entries.index_select(1, to_device(some, entries.device))
+    return replace(found, scales=replace(found.scales, entries=entries))
 
 
-def _of_gradients(square: Float[Tensor, "layers rows"]) -> dict[str, Tensor]:
-    return {
-        "active": (square != 0).sum(-1, keepdim=True),
-        "G_G": square.sum(-1, keepdim=True),
-        "G_concentration": concentration(square),
-    }
+def _of_gradients(
+    square: Float[Tensor, "layers rows"], own: Sequence[Float[Tensor, "2 rows"]]
+) -> Totals[Tensor]:
+    sums = torch.stack([of_layer.sum(-1, keepdim=True) for of_layer in own]) if own else None
+    return Totals(
+        active=(square != 0).sum(-1, keepdim=True),
+        G_G=square.sum(-1, keepdim=True),
+        concentration=concentration(square),
+        own_G=None if sums is None else sums[:, 0],
+        own_own=None if sums is None else sums[:, 1],
+    )
 
 
 def concentration(square: Float[Tensor, "*layers rows"]) -> Float[Tensor, "*layers 1"]:
@@ -91,39 +104,39 @@ def concentration(square: Float[Tensor, "*layers rows"]) -> Float[Tensor, "*laye
     return (square / torch.where(total == 0, 1, total)).square().sum(-1, keepdim=True)
 
 
-def _of_own(own: Sequence[Float[Tensor, "2 rows"]]) -> dict[str, Tensor]:
-    sums = torch.stack([of_layer.sum(-1, keepdim=True) for of_layer in own])
-    return {"own_G": sums[:, 0], "own_own": sums[:, 1]}
-
-
 def _of_stacked(
     weight_square: Float[Tensor, "layers rows"],
     bias_square: Float[Tensor, "layers rows"] | float,
     square: Float[Tensor, "layers rows"],
-) -> dict[str, Tensor]:
+) -> Totals[Tensor]:
     several = bias_square if isinstance(bias_square, Tensor) else None
     number = float(bias_square) if several is None else 0.0
-    fused: dict[str, Tensor] | None = attempt("totals", weight_square, square, several, bias=number)
+    fused = attempt("totals", weight_square, square, several, bias=number)
     if fused is not None:
-        return fused
+        count, sums, entries = fused
+        G_G, own_G, own_own, total, deviation, largest, weight_squares = sums.unbind()
+        of_scales = ScaleTotals(total, deviation, largest, entries)
+        return Totals(count, G_G, None, own_G, own_own, of_scales, weight_squares)
     scale = weight_square + bias_square
     active = square != 0
     own = scale * square
     masked = torch.where(active, scale, 0)
     count, total = active.sum(-1, keepdim=True), masked.sum(-1, keepdim=True)
     # A pass of its own: scales that are all the same must read a spread of zero.
-    deviation = torch.where(active, scale - total / count, 0)
-    return {
-        "active": count,
-        "G_G": square.sum(-1, keepdim=True),
-        "own_G": own.sum(-1, keepdim=True),
-        "own_own": (scale * own).sum(-1, keepdim=True),
-        "scale_sum": total,
-        "scale_deviation": torch.linalg.vector_norm(deviation, dim=-1, keepdim=True),
-        "scale_max": masked.amax(-1, keepdim=True),
-        "weight_squares": weight_square.sum(-1, keepdim=True),
-        "active_scale": torch.where(active, scale, torch.nan),
-    }
+    off = torch.where(active, scale - total / count, 0)
+    return Totals(
+        active=count,
+        G_G=square.sum(-1, keepdim=True),
+        own_G=own.sum(-1, keepdim=True),
+        own_own=(scale * own).sum(-1, keepdim=True),
+        scales=ScaleTotals(
+            sum=total,
+            deviation=torch.linalg.vector_norm(off, dim=-1, keepdim=True),
+            largest=masked.amax(-1, keepdim=True),
+            entries=torch.where(active, scale, torch.nan),
+        ),
+        weight_squares=weight_square.sum(-1, keepdim=True),
+    )
 
 
 def _alike(layers: Mapping[str, AllRows]) -> Sequence[list[str]]:

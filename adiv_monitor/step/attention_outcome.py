@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.maths.attention import attention_reading
-from adiv_monitor.maths.readings import Array
+from adiv_monitor.maths.sums import Array
 from adiv_monitor.report import AttentionReading
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from adiv_monitor.capture.sampling import draw, winners
-from adiv_monitor.maths.readings import Array
+from adiv_monitor.maths.sums import Array
 from adiv_monitor.step.attention_outcome import Attended
 from adiv_monitor.step.part import Part
 

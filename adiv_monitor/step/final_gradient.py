@@ -1,6 +1,7 @@
 """What the final gradient tells of every layer: e, what is known of all rows, and what d takes."""
 
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -20,12 +21,20 @@ from adiv_monitor.features.jacobian import JacobianFeatures
 from adiv_monitor.features.rows import exact, joined, shares_memory
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.alike import Fail
-from adiv_monitor.maths.ceiling import KNOWN, Ceiling
+from adiv_monitor.maths.ceiling import KNOWN
+from adiv_monitor.maths.sums import (
+    About,
+    CeilingSums,
+    Dealt,
+    Evidence,
+    LayerSums,
+    OwnDots,
+    Sampled,
+)
 from adiv_monitor.maths.totals import AllRows
-from adiv_monitor.step.gradient_check import NOW, OWN
-from adiv_monitor.step.makings import MAKINGS, with_own_scales
+from adiv_monitor.step.makings import with_own_scales
 from adiv_monitor.step.measured_layer import MeasuredLayer, products
-from adiv_monitor.step.part import CEILING_SUMS, Looked
+from adiv_monitor.step.part import Pieces
 from adiv_monitor.step.plain_step import Change, act, changes, gram_is_less, probe
 from adiv_monitor.step.row_vectors import RowVectors
 from adiv_monitor.step.whole_rows import dealt
@@ -52,6 +61,7 @@ class FinalGradient:
 
     Attributes:
         measured: by path, the layers that have begun.
+        pieces: by path, what of their parameters' dot products counts.
         too_large: paths of layers whose sums for the ceiling can't travel.
         in_parts: paths of layers of whose rows no process has all.
         summed: paths of layers of which several passes through one graph told sums alone.
@@ -70,6 +80,7 @@ class FinalGradient:
         generator: np.random.Generator,
     ) -> None:
         self.measured: dict[str, MeasuredLayer] = {}
+        self.pieces: dict[str, Pieces] = {}
         self.too_large: list[str] = []
         self.in_parts: list[str] = []
         self.summed: list[str] = []
@@ -83,12 +94,11 @@ class FinalGradient:
         self._generator = generator
         self._shared = capture.shared(reached)
         self._all_rows: dict[str, AllRows] = {}
-        self._weight_sums: dict[str, Tensor] = {}
 
     def forget(self, path: str) -> None:
         """A layer is not measured in this step."""
-        for known in (self.measured, self._all_rows, self._weight_sums):
-            known.pop(path, None)
+        self.measured.pop(path, None)
+        self._all_rows.pop(path, None)
 
     def factors(self, layers: Iterable[Layer]) -> dict[str, Tensor]:
         """‖gradient now‖ / ‖gradient that backward left‖ of the layers where it is known."""
@@ -132,11 +142,20 @@ class FinalGradient:
         if layer.path in self._shared and self._peers is None:
             own = self._capture.own_gradient(layer)
         is_shared = layer.path in self._shared and own is None
-        looked = self._looked(layer, calls, features, sharded=bool(parts), shared=is_shared)
-        values = self._seen(layer, calls, looked)
+        sampled = Sampled(
+            seen=sum(len(call.z) for call in calls),
+            total=sum(call.total for call in calls),
+            dealt=dealt(calls, self._peers, come=self._wholes.come),
+        )
+        self.pieces[layer.path] = Pieces(
+            {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces},
+            partial=bool(parts),
+        )
+        reason = _why_from_rows(features, shared=is_shared)
+        evidence = self._evidence(layer, calls, sampled.dealt, reason, factor)
+        attainable, ceiling = self._of_ceiling(layer.path, calls, sampled.dealt)
+        about = _about(layer, features)
         self._keep_all_rows(layer.path, calls)
-        if factor is not None:
-            values["gradient_factor"] = factor
         makings = [
             (made, sum(len(call.z) for call in alike))
             for made, alike in groupby(calls, key=lambda call: call.layer)
@@ -144,30 +163,37 @@ class FinalGradient:
         gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
         if self._scale is not None:
             gamma = {key: g / self._scale for key, g in gamma.items()}
-        if own is not None:
-            values["own_gamma"] = products(own, gamma)
         # With several processes γ holds other rows, too.
-        trusted = processes() == 1 and not looked.from_rows and own is None
+        trusted = processes() == 1 and not reason and own is None
         trusted = trusted and layer.path not in self._watch.distrusted
-        if looked.rows_seen == looked.rows_total and trusted and gram_is_less(features, layer, G):
+        made = None
+        if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
             if factor is not None:
                 G, factor = G * factor.to(G), None
             e: Change = features.gram() @ G, None
-            values["probe"] = probe(layer, features, G, gamma, self._generator)
+            probed = probe(layer, features, G, gamma, self._generator)
+            evidence = replace(evidence, probe=probed)
         else:
             changed = changes(makings, gamma)
             gradients = [piece.gradient() for piece in layer.pieces]
             by_weight, by_bias = act(makings, changed, features)
             e = _apart(by_weight, gradients), _apart(by_bias, gradients)
             if not layer.is_direct:
-                looked.weight_groups = features.groups
-                features, values[MAKINGS] = with_own_scales(
-                    makings, changed, features, self._generator
-                )
-                looked.groups = features.groups
+                features, made = with_own_scales(makings, changed, features, self._generator)
+        sums = LayerSums(
+            about,
+            sampled,
+            vectors=(),
+            products=G.new_empty(0),
+            evidence=evidence,
+            attainable=attainable,
+            ceiling=ceiling,
+            own=None if own is None else OwnDots(products(own, gamma)),
+            made=made,
+        )
         vectors = RowVectors(G, factor, joined([call.z for call in calls]), e)
         places = [(call.place, call.rows) for call in calls]
-        measured = MeasuredLayer(layer, makings, looked, features, vectors, places, values, own)
+        measured = MeasuredLayer(layer, makings, features, vectors, places, own, sums)
         measured.choose_entries(self._generator)
         self.measured[layer.path] = measured
         self._capture.rows[layer.path].release()
@@ -178,102 +204,79 @@ class FinalGradient:
         Args:
             lose: called with a layer's path and the exception met.
         """
-        for path, found in totals.sums(self._all_rows, self._generator, lose).items():
-            values = self.measured[path].values
-            values |= found
-            if MAKINGS in values:  # its own scales are those of sampled rows, maybe
-                values["G_concentration"] = totals.concentration(self._all_rows[path].square)
+        across = processes() > 1
+        for path, found in totals.sums(
+            self._all_rows, self._generator, lose, across=across
+        ).items():
+            measured = self.measured[path]
+            if measured.sums.made is not None:  # its own scales are those of sampled rows, maybe
+                concentrated = totals.concentration(self._all_rows[path].square)
+                found = replace(found, concentration=concentrated)
+            measured.sums = replace(measured.sums, totals=found)
         self._all_rows.clear()
-        if self._weight_sums:
-            sums = list(self._weight_sums.values())
-            if processes() == 1:  # of several, the sums add up before their norm is taken
-                sums = list(torch._foreach_norm(sums))
-            for path, found_sum in zip(self._weight_sums, sums, strict=True):
-                self.measured[path].values["weight_sum"] = found_sum
-        self._weight_sums.clear()
 
-    def _looked(
+    def _evidence(
         self,
         layer: Layer,
         calls: Sequence[Call],
-        features: Features,
-        *,
-        sharded: bool,
-        shared: bool,
-    ) -> Looked:
-        pieces = layer.pieces
-        return Looked(
-            path=layer.path,
-            kind=layer.kind,
-            pieces=[piece.key for piece in pieces],
-            bias_alone=layer.weight is None,
-            rows_seen=sum(len(call.z) for call in calls),
-            rows_total=sum(call.total for call in calls),
-            groups=features.groups,
-            precision=max(call.precision for call in calls),
-            from_rows=_why_from_rows(features, shared=shared),
-            undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
-            features=_fan_in(features),
-            shares={p.key: 1 / holders(p.parameter) for p in pieces} if sharded else {},
-            dealt=dealt(calls, self._peers, come=self._wholes.come),
-            module=class_name(layer.module),
-        )
-
-    def _seen(self, layer: Layer, calls: Sequence[Call], looked: Looked) -> dict[str, Tensor]:
-        """What was seen of a layer while its rows were gathered."""
-        values: dict[str, Tensor] = {}
+        dealt: Dealt | None,
+        reason: str,
+        factor: Tensor | None,
+    ) -> Evidence[Tensor]:
+        """What was seen of a layer's gradient while its rows were gathered."""
         accumulated, lead = self._capture.accumulation_of(layer), layer.parameters[0]
-        since = None if processes() == 1 else accumulated.since_ended()
-        if since is not None:
-            values["since"] = since
-        # What it left of the gradient: of processes that compute the same, the first one's counts.
-        counts = looked.dealt is None or looked.dealt.place == 0 or accumulated.is_term
-        if accumulated.entries is not None and counts:
-            values["then"] = accumulated.entries
-            entries = self._wholes.entries.get(id(lead))
-            values[f"{NOW}0"] = self._steps.entries_of(lead) if entries is None else entries
         contributions = self._capture.contributions_of(layer)
         if any(contribution.is_moved for contribution in contributions):
             self.moved.append(layer.path)
-        looked.followed = bool(contributions) and layer.is_direct and processes() == 1
+        # What it left of the gradient: of processes that compute the same, the first one's counts.
+        counts = dealt is None or dealt.place == 0 or accumulated.is_term
+        now: list[Tensor | None] = [None] * max(1, len(contributions))
+        contributed: list[Tensor | None] = [None] * len(contributions)
+        then = accumulated.entries if counts else None
+        if then is not None:
+            entries = self._wholes.entries.get(id(lead))
+            now[0] = self._steps.entries_of(lead) if entries is None else entries
+        followed = bool(contributions) and layer.is_direct and processes() == 1
         for place, contribution in enumerate(contributions):
-            looked.followed &= contribution.is_known and contribution.has_rows
+            followed &= contribution.is_known and contribution.has_rows
             own = contribution.entries()
             if own is not None and counts:
-                values[f"{OWN}{place}"] = own
-                values[f"{NOW}{place}"] = self._steps.entries_of(contribution.parameter)
-        if accumulated.foreign is not None:
-            values["foreign"] = accumulated.foreign
-        rows = self._capture.rows[layer.path]
-        if rows.linear is not None:
-            values["rule_error"] = rows.linear
+                contributed[place] = own
+                now[place] = self._steps.entries_of(contribution.parameter)
         replay_errors = [call.replay_error for call in calls if call.replay_error is not None]
-        if replay_errors:
-            values["replay_error"] = torch.stack(replay_errors).amax()
-        if not (rows.ceiling_is_whole or looked.dealt is None):
-            self.in_parts.append(layer.path)
+        return Evidence(
+            precision=max(call.precision for call in calls),
+            reason=reason,
+            followed=followed,
+            factor=factor,
+            then=then,
+            now=tuple(now),
+            contributed=tuple(contributed),
+            since=None if processes() == 1 else accumulated.since_ended(),
+            foreign=accumulated.foreign,
+            rule_error=self._capture.rows[layer.path].linear,
+            replay_error=torch.stack(replay_errors).amax() if replay_errors else None,
+        )
+
+    def _of_ceiling(
+        self, path: str, calls: Sequence[Call], dealt: Dealt | None
+    ) -> tuple[Tensor | None, CeilingSums[Tensor] | None]:
+        """The cosine that is attainable, or of several processes, the sums for that."""
+        rows = self._capture.rows[path]
+        ceiling = rows.ceiling
+        if not (rows.ceiling_is_whole or dealt is None):
+            self.in_parts.append(path)
         elif isinstance(calls[0].features, KNOWN) and not rows.ceiling_is_whole:
-            self.summed.append(layer.path)
-        elif rows.ceiling is not None:
-            alike = 1 if looked.dealt is None else looked.dealt.count
-            values |= self._of_ceiling(layer.path, rows.ceiling, alike)
-        return values
-
-    def _of_ceiling(self, path: str, ceiling: Ceiling, alike: int) -> dict[str, Tensor]:
-        """What is to be known of it: its cosine, or of several processes, the sums for that.
-
-        Args:
-            path: of the layer.
-            ceiling: of all rows that this process has.
-            alike: how many processes have the same rows.
-        """
-        if processes() == 1:
-            return {"attainable_cosine": ceiling.cosine()}
-        sums = [part / alike for part in ceiling.sums()]
-        if sum(part.numel() for part in sums) > _MOST_SUMS:
+            self.summed.append(path)
+        elif ceiling is not None and processes() == 1:
+            return ceiling.cosine(), None
+        elif ceiling is not None:
+            alike = 1 if dealt is None else dealt.count  # so many have the same rows
+            sums = [part / alike for part in ceiling.sums()]
+            if sum(part.numel() for part in sums) <= _MOST_SUMS:
+                return None, CeilingSums(*sums)
             self.too_large.append(path)
-            return {}
-        return dict(zip(CEILING_SUMS, sums, strict=True))
+        return None, None
 
     def _keep_all_rows(self, path: str, calls: Sequence[Call]) -> None:
         """Keeps what one pass said of all rows, and of all their scales if it did of all calls."""
@@ -292,14 +295,17 @@ class FinalGradient:
                 squares[i] = squares[i] * all_rows.trained
         weight_squares = [w.weight_square for w in whole if w.weight_square is not None]
         bias_squares = [w.bias_square for w in whole if isinstance(w.bias_square, Tensor)]
+        sums = [w.weight_sum.flatten() for w in whole if w.weight_sum is not None]
+        if len(sums) != len(calls):
+            weight_sum = None
+        else:
+            weight_sum = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
         self._all_rows[path] = AllRows(
             joined([part.reshape(-1) for part in weight_squares]),
             joined([b.reshape(-1) for b in bias_squares]) if bias_squares else whole[0].bias_square,
             joined(squares),
+            weight_sum=weight_sum,
         )
-        sums = [w.weight_sum.flatten() for w in whole if w.weight_sum is not None]
-        if len(sums) == len(calls):
-            self._weight_sums[path] = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
 def _apart(part: Tensor | None, gradients: Iterable[Tensor]) -> Tensor | None:
@@ -309,10 +315,15 @@ def _apart(part: Tensor | None, gradients: Iterable[Tensor]) -> Tensor | None:
     return part.clone() if any(shares_memory(part, gradient) for gradient in gradients) else part
 
 
-def _fan_in(features: Features) -> int | None:
-    if isinstance(features, DenseFeatures) and features.phi is not None:
-        return features.phi.shape[-1]
-    return None
+def _about(layer: Layer, features: Features) -> About:
+    phi = features.phi if isinstance(features, DenseFeatures) else None
+    return About(
+        kind=layer.kind,
+        module=class_name(layer.module),
+        features=None if phi is None else phi.shape[-1],
+        bias_alone=layer.weight is None,
+        undefined=_WITHOUT_FEATURES if isinstance(features, JacobianFeatures) else (),
+    )
 
 
 def _why_from_rows(features: Features, *, shared: bool) -> str:

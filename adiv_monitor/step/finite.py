@@ -1,35 +1,35 @@
 """What of a layer was not finite in a step: the sums of squares that came to the host tell."""
 
-import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from adiv_monitor.capture.selection import listed
-from adiv_monitor.maths.readings import Array, Numbers
+from adiv_monitor.maths.sums import Array, LayerSums, Vector, of_rows
 from adiv_monitor.report import LayerReading
 
-# Sums over rows whose terms are squares of features.
-_OF_FEATURES = ("scale", "scale_sum", "scale_sums", "scale_norms")
 
-
-def non_finite(numbers: Numbers) -> tuple[str, ...]:
+def non_finite(layer: LayerSums[Array]) -> tuple[str, ...]:
     """Which of "inputs", "outputs", "gradient" and "update" hold NaN, infinity, or overflow.
 
     A sum of squares is finite only if each of its terms is. The features, the gradient and the
     parameters' update are summed over all rows or entries; outputs over the rows that were seen.
     """
-    found = {
-        "inputs": not _all_finite(numbers.values, _OF_FEATURES),
-        "outputs": not _of_rows_finite(numbers, "z"),
-        "gradient": not (
-            _of_rows_finite(numbers, "G")
-            and _all_finite(numbers.values, ("G_G",))
-            and math.isfinite(numbers.dots["gamma_gamma"])
-        ),
-        "update": not all(math.isfinite(numbers.dots.get(name, 0.0)) for name in ("w_w", "a_a")),
+    blocks, totals, dots = layer.blocks, layer.totals, layer.dots
+    scales = None if totals is None else totals.scales
+    of_features = (
+        layer.scale,
+        *(() if blocks is None else (blocks.sums, blocks.norms)),
+        None if scales is None else scales.sum,
+    )
+    gradient = of_rows(layer, Vector.G, Vector.G), None if totals is None else totals.G_G
+    is_broken = {
+        "inputs": _any_broken(*of_features),
+        "outputs": _any_broken(of_rows(layer, Vector.Z, Vector.Z)),
+        "gradient": _any_broken(*gradient, dots.gamma_gamma),
+        "update": _any_broken(dots.w_w, dots.a_a),
     }
-    return tuple(what for what, is_broken in found.items() if is_broken)
+    return tuple(what for what, is_so in is_broken.items() if is_so)
 
 
 def notes(readings: Mapping[str, LayerReading]) -> Iterator[str]:
@@ -40,12 +40,5 @@ def notes(readings: Mapping[str, LayerReading]) -> Iterator[str]:
             yield f"The {what} of {listed(paths)} {verb} not finite."
 
 
-def _all_finite(values: Mapping[str, Array], names: tuple[str, ...]) -> bool:
-    return all(bool(np.isfinite(values[name]).all()) for name in names if name in values)
-
-
-def _of_rows_finite(numbers: Numbers, vector: str) -> bool:
-    if vector not in numbers.vectors:
-        return True
-    place = numbers.vectors.index(vector)
-    return bool(np.isfinite(numbers.values["products"][:, place, place]).all())
+def _any_broken(*several: Array | float | None) -> bool:
+    return any(not np.isfinite(of).all() for of in several if of is not None)

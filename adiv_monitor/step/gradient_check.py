@@ -4,50 +4,26 @@ Only if it is do the parameters say exactly what would else be estimated from sa
 """
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
-from adiv_monitor.maths.readings import Array
-from adiv_monitor.step.part import Looked
+from adiv_monitor.maths.sums import Array, Evidence
 
 # The cosine of two gradients that are alike but for a factor is 1 but for rounding.
 LIKENESS_TOLERANCE = 1e-3
 # So much of the one may then be no multiple of the other: processes may exchange half precision.
 LARGEST_REST = math.sqrt(2 * LIKENESS_TOLERANCE)
 
-# What is looked at here and in the like, and is no part of any measure.
-_JUDGED = (
-    *("gradient_factor", "rule_error", "replay_error", "then", "foreign", "probe", "makings"),
-    *("since", "averaged"),
-)
-# With the place of a parameter among the layer's: some entries of what calls have contributed to
-# that one's gradient, and of the gradient as the optimizer sees it.
-OWN, NOW = "contributed_", "final_"
 # Gradients of so few entries may be multiples of each other by chance.
 _FEW = 8
 
 
-def is_of_entries(name: str) -> bool:
-    """Whether it is some entries of a gradient: as it is, was left by passes, or made by calls."""
-    return name == "then" or name.startswith((OWN, NOW))
-
-
-def is_now(name: str) -> bool:
-    """Whether it is those of the gradient that the optimizer sees, the same in all processes."""
-    return name.startswith(NOW)
-
-
-def is_judged(name: str) -> bool:
-    """Whether numbers of this name are no part of any measure."""
-    return name in _JUDGED or name.startswith((OWN, NOW))
-
-
-def by_entries(values: Mapping[str, Array], rounding: float) -> tuple[float, float]:
+def by_entries(seen: Evidence[Array]) -> tuple[float, float]:
     """How some entries of the first parameter's gradient changed since backward; `as_multiple`."""
-    if "then" not in values or len(values["then"]) != len(values[NOW + "0"]):
+    now = seen.now[0] if seen.now else None
+    if seen.then is None or now is None or len(seen.then) != len(now):
         return math.nan, math.nan
-    return as_multiple(values[NOW + "0"], values["then"], rounding)
+    return as_multiple(now, seen.then, seen.rounding)
 
 
 def as_multiple(now: Array, then: Array, rounding: float = 0.0) -> tuple[float, float]:
@@ -73,13 +49,14 @@ def as_multiple(now: Array, then: Array, rounding: float = 0.0) -> tuple[float, 
     return ratio * of_now / of_then, rest / float(np.linalg.norm(now))
 
 
-def since_backward(values: Mapping[str, Array]) -> float:
+def since_backward(seen: Evidence[Array]) -> float:
     """By what the gradient was multiplied since the last pass was over, `since_ended` of processes.
 
     NaN where it was not multiplied by one factor in all of them: then they put it together only
     after that pass.
     """
-    known = [(factor, rest) for factor, rest in values.get("since", ()) if not math.isnan(factor)]
+    told = () if seen.since is None else seen.since
+    known = [(factor, rest) for factor, rest in told if not math.isnan(factor)]
     if not known:
         return math.nan
     factors, rests = zip(*known, strict=True)
@@ -87,72 +64,67 @@ def since_backward(values: Mapping[str, Array]) -> float:
     return math.nan if differ or max(rests) > LARGEST_REST else float(factors[0])
 
 
-def speaks_against(
-    values: Mapping[str, Array], gamma: float, factor: float, seen: Looked, *, scale: float
-) -> str:
+def speaks_against(seen: Evidence[Array], gamma: float, scale: float) -> str:
     """Why γ is not c·GᵀΦ of these rows with a known c; "" if nothing is known against it.
 
     Args:
-        values: what was seen of the layer.
+        seen: what was seen of the layer.
         gamma: ‖γ‖².
-        factor: c; NaN if unknown.
-        seen: what was looked at.
         scale: what the optimizer divides `.grad` by (AMP).
     """
     if gamma == 0 or not math.isfinite(gamma):  # nothing was left to be in any units
         return ""
+    factor = math.nan if seen.factor is None else float(seen.factor)
     if math.isnan(factor):
-        return "other" if contributed(values, seen) == "more" else "unknown"
-    _, rest = by_entries(values, seen.rounding)
+        return "other" if contributed(seen) == "more" else "unknown"
+    _, rest = by_entries(seen)
     if rest > LARGEST_REST:
         return "edited"
     # The gradient as a whole is ‖γ‖; what was there before the rows is in units of its own.
-    held = float(values.get("foreign", 0.0))
+    held = 0.0 if seen.foreign is None else float(seen.foreign)
     if held > seen.rounding and held * factor > seen.tolerance * math.sqrt(gamma):
         return "more"
-    if reason := contributed(values, seen, factor * scale):
+    if reason := contributed(seen, factor * scale):
         return reason
-    if "probe" in values:
-        difference, whole = np.linalg.norm(values["probe"], axis=1)
+    if seen.probe is not None:
+        difference, whole = np.linalg.norm(seen.probe, axis=1)
         if difference > 10 * seen.tolerance * whole + factor * seen.rounding:
             return "more"
     return ""
 
 
 def contributed(
-    values: Mapping[str, Array],
-    seen: Looked,
-    factor: float = math.nan,
-    tolerance: float | None = None,
+    seen: Evidence[Array], factor: float = math.nan, tolerance: float | None = None
 ) -> str:
     """Why what the calls handed on is not the gradient, times one factor; "" if it is, or unknown.
 
     Args:
-        values: what was seen of the layer.
-        seen: what was looked at.
+        seen: what was seen of the layer.
         factor: the one; NaN if unknown.
         tolerance: how far rounding may take them apart, relative to the gradient; None: that of
             the layer.
     """
     tolerance = seen.tolerance if tolerance is None else tolerance
-    owns = {name.removeprefix(OWN): own for name, own in values.items() if name.startswith(OWN)}
-    found = {p: as_multiple(values[NOW + p], own, seen.rounding) for p, own in owns.items()}
+    pairs = enumerate(zip(seen.contributed, seen.now, strict=False))
+    known = {i: (own, now) for i, (own, now) in pairs if own is not None and now is not None}
+    found = {i: as_multiple(now, own, seen.rounding) for i, (own, now) in known.items()}
     if math.isnan(factor):
         factor = next((ratio for ratio, _ in found.values() if not math.isnan(ratio)), factor)
     for place, (ratio, rest) in found.items():
+        own, now = known[place]
         if math.isnan(ratio):
-            if _length(owns[place]) > seen.rounding:  # the gradient is zero
+            if _length(own) > seen.rounding:  # the gradient is zero
                 return "more"
             # No row speaks of this parameter, beyond rounding, and nothing else may.
             explained = 2 * factor * seen.rounding if seen.rounding else 0.0
-            if _length(values[NOW + place]) > explained:
+            if _length(now) > explained:
                 return "more"
         elif rest > tolerance:
             return "more"
         elif abs(ratio - factor) > tolerance * factor:
-            if place != "0":
+            if place:
                 return "apart"
-            return "unknown" if len(owns[place]) > _FEW else "more"
+            return "unknown" if len(own) > _FEW else "more"
     return ""
 
 

@@ -22,19 +22,11 @@ from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.made import MadeFeatures, Squared
 from adiv_monitor.features.uses import as_it_is
-from adiv_monitor.step.part import LayerPart
+from adiv_monitor.maths.sums import Array, LayerSums, Made, Vector
 from adiv_monitor.step.plain_step import Change, Making, act, added
 
-# Name of the numbers that `with_own_scales` sends: a row for each way in which a weight was made.
-MAKINGS = "makings"
 # Entries of JJᵀ below this share of the largest are held against that: they may be its rounding.
 _SMALL = 0.01
-# What a pass over all rows said of scales, and what sampled rows did.
-_SCALES_OF_ALL = ("own_G", "own_own", "scale_sum", "scale_deviation", "scale_max", "scale_entries")
-_SCALES_OF_ROWS = (
-    *("scale", "scale_pivot", "scale_sums", "scale_norms", "scale_largest"),
-    "scale_entries_of_rows",
-)
 
 
 class Gain(Enum):
@@ -50,7 +42,7 @@ def with_own_scales(
     changed: Sequence[Change],
     features: Features,
     generator: np.random.Generator,
-) -> tuple[MadeFeatures, Tensor]:
+) -> tuple[MadeFeatures, Made[Tensor]]:
     """The features with the scales that they have if each JJᵀ is a diagonal matrix.
 
     Args:
@@ -74,7 +66,7 @@ def with_own_scales(
         told.append(numbers + torch.inf if _overlap(layer.weight, layer.bias) else numbers)
     squares = features.squared() if isinstance(features, Squared) else None
     own = None if squares is None else added(*act(makings, gains, squares))
-    return MadeFeatures(features, own), torch.stack(told)
+    return MadeFeatures(features, own), Made(torch.stack(told), features.groups)
 
 
 def _probed(
@@ -117,51 +109,57 @@ def _overlap(weight: Source | None, bias: Source | None) -> bool:
     return not set(weight.pieces).isdisjoint(bias.pieces)
 
 
-def gain_of(layer: LayerPart) -> Gain:
-    """What JJᵀ is of all ways in which the layer's weight and bias were made."""
-    if MAKINGS not in layer.values:
+def gain_of(made: Made[Array] | None) -> Gain:
+    """What JJᵀ is of all ways in which a layer's weight and bias were made."""
+    if made is None:
         return Gain.ONE
-    not_one, not_diagonal, _ = layer.values[MAKINGS].max(0)
+    not_one, not_diagonal, _ = made.deviations.max(0)
     if not_one <= 1:
         return Gain.ONE
     return Gain.DIAGONAL if not_diagonal <= 1 else Gain.UNKNOWN
 
 
-def resolved(layer: LayerPart) -> LayerPart:
+def resolved(layer: LayerSums[Array]) -> LayerSums[Array]:
     """The layer with the scales that its rows have, or without any."""
-    if MAKINGS not in layer.values:
+    made, totals = layer.made, layer.totals
+    if made is None:
         return layer
-    gain = gain_of(layer)
+    gain = gain_of(made)
     if gain is Gain.ONE:
-        return _with_one_scale(layer) if layer.looked.weight_groups == 1 else layer
-    dropped = {*_SCALES_OF_ALL, *(() if reaches_all(layer) else ("attainable_cosine",))}
+        return _with_one_scale(layer) if made.groups == 1 else layer
     if gain is Gain.UNKNOWN:
-        layer, dropped = _without_own_part(layer), {*dropped, *_SCALES_OF_ROWS}
-    values = {name: v for name, v in layer.values.items() if name not in dropped}
-    return replace(layer, values=values)
+        layer = _without_own_part(layer)
+    if totals is not None:  # a pass over all rows told other scales
+        totals = replace(totals, own_G=None, own_own=None, scales=None)
+    attainable = layer.attainable if reaches_all(made) else None
+    return replace(layer, totals=totals, attainable=attainable)
 
 
-def _with_one_scale(layer: LayerPart) -> LayerPart:
+def _with_one_scale(layer: LayerSums[Array]) -> LayerSums[Array]:
     """The same for all outputs of a row, as of a weight that is a parameter."""
-    values, looked = layer.values, replace(layer.looked, groups=1, entry_rows=None)
-    if "scale_sums" not in values:
-        return replace(layer, looked=looked)
-    scale = values["scale_pivot"].reshape(-1)[:1] + values["scale_sums"] / layer.looked.groups
-    others = {name: v for name, v in values.items() if name not in _SCALES_OF_ROWS}
-    return replace(layer, values=others | {"scale": scale}, looked=looked)
+    blocks = layer.blocks
+    if blocks is None:
+        return layer
+    scale = blocks.pivot.reshape(-1)[:1] + blocks.sums / blocks.groups
+    return replace(layer, scale=scale, blocks=None)
 
 
-def _without_own_part(layer: LayerPart) -> LayerPart:
-    """Without the vectors of what a row does to itself."""
-    looked = layer.looked
-    vectors = tuple("" if name in ("own", "rest") else name for name in looked.vectors)
-    return replace(layer, looked=replace(looked, vectors=vectors, groups=looked.weight_groups))
+def _without_own_part(layer: LayerSums[Array]) -> LayerSums[Array]:
+    """Without what a row does to itself."""
+    kept = [i for i, v in enumerate(layer.vectors) if v not in (Vector.OWN, Vector.REST)]
+    return replace(
+        layer,
+        vectors=tuple(layer.vectors[i] for i in kept),
+        products=layer.products[:, kept][:, :, kept],
+        scale=None,
+        blocks=None,
+    )
 
 
-def reaches_all(layer: LayerPart) -> bool:
+def reaches_all(made: Made[Array] | None) -> bool:
     """Whether the parameters can move the weight in every direction, as far as that is known."""
-    gain = gain_of(layer)
-    if gain is Gain.DIAGONAL:
-        _, _, minus_least = layer.values[MAKINGS].max(0)
+    gain = gain_of(made)
+    if made is not None and gain is Gain.DIAGONAL:
+        _, _, minus_least = made.deviations.max(0)
         return bool(minus_least < 0)
     return gain is Gain.ONE

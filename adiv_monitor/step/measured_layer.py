@@ -1,6 +1,6 @@
-"""What is known of one layer in a measured step, on the device."""
+"""A layer between its gradient and the step: its rows, on the device, and what is known of them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,9 +14,9 @@ from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.features import Averaged, Features
 from adiv_monitor.features.rows import Index, exact, to_device
 from adiv_monitor.maths import totals
-from adiv_monitor.step.part import Looked
+from adiv_monitor.maths.sums import Blocks, Common, LayerSums
 from adiv_monitor.step.plain_step import Making
-from adiv_monitor.step.row_vectors import RowVectors, products_of
+from adiv_monitor.step.row_vectors import RowProducts, RowVectors, products_of
 
 
 def products(own: Parts, others: Parts) -> Float[Tensor, "1"]:
@@ -25,41 +25,34 @@ def products(own: Parts, others: Parts) -> Float[Tensor, "1"]:
     return torch.stack(parts).sum().reshape(1)
 
 
-@dataclass
+@dataclass(slots=True)
 class MeasuredLayer:
     """What is known of one layer so far.
 
     Attributes:
         layer: the layer.
         makings: as calls used it, with the rows of each.
-        looked: what the host must know of it.
         features: of the rows, of all calls.
         rows: what is known of the rows.
         calls: where the rows are.
-        values: name → numbers for the host.
         own: by a piece's key, the layer's part of a gradient that others have a part of; None: all
             is its own, or that is not known.
+        sums: for the host; what the rows say is missing until `finished`.
     """
 
     layer: Layer
     makings: list[Making]
-    looked: Looked
     features: Features
     rows: RowVectors
     calls: Calls
-    values: dict[str, Tensor] = field(default_factory=dict)
-    own: Parts | None = None
-    _entries: Index | None = field(default=None, init=False)
-    _weight_norms: Tensor | None = field(default=None, init=False)
+    own: Parts | None
+    sums: LayerSums[Tensor]
+    _entries: Index | None = None
 
     @property
     def size(self) -> int:
         """Entries of its largest piece."""
         return max(piece.value().numel() for piece in self.layer.pieces)
-
-    def release(self) -> None:
-        """Let go of the rows, and of what made their weights."""
-        del self.features, self.rows, self.makings, self.own
 
     def choose_entries(self, generator: np.random.Generator) -> None:
         """Which scales of a gain are to be told, one by one."""
@@ -67,40 +60,51 @@ class MeasuredLayer:
         count = len(self.rows.G) * groups
         if groups > 1 and count > totals.MOST_ENTRIES:
             self._entries = generator.choice(count, totals.MOST_ENTRIES, replace=False)
-            self.looked.entry_rows = self._entries // groups
 
-    def add_products(self) -> None:
-        """Row products of all vectors, and the rows' scales.
+    def finished(self, *, expects_idle: bool) -> LayerSums[Tensor]:
+        """The sums with the row products of all vectors, and the rows' scales.
+
+        Args:
+            expects_idle: rows may have no gradient, so that the mean feature is the sample's.
 
         Raises:
             ValueError: the features' scales are of another shape than theirs.
         """
-        found = products_of(self.rows, self.features)
-        self.looked.vectors = found.vectors
-        self.values |= found.values
-        self._weight_norms = found.weight_norms
-        if found.scale is None:
-            return
-        if found.scale.shape[1] == 1:
-            self.values["scale"] = found.scale[:, 0]
-            return
-        # Of a gain, a matrix as large as its features: of it, what is summed over the features.
-        self.values["scale_pivot"] = found.scale[:1, :1]
-        entries = found.scale.flatten()
-        if self._entries is not None:
-            entries = entries.index_select(0, to_device(self._entries, entries.device))
-        self.values["scale_entries_of_rows"] = entries
+        found, sums = products_of(self.rows, self.features), self.sums
+        is_known = sums.totals is not None and sums.totals.weight_sum is not None
+        # Rows without a gradient may be another process's.
+        asked = expects_idle or not is_known or processes() > 1
+        has_one = found.scale is not None and found.of_groups is None
+        return replace(
+            sums,
+            vectors=found.vectors,
+            products=found.products,
+            scale=found.scale[:, 0] if found.scale is not None and has_one else None,
+            blocks=self._blocks(found),
+            common=self._common(found) if asked else None,
+            asked_common=asked,
+        )
 
-    def add_common(self) -> None:
+    def _blocks(self, found: RowProducts) -> Blocks[Tensor] | None:
+        """Of a gain, a matrix as large as its features: of it, what is summed over the features."""
+        if found.scale is None or found.of_groups is None:
+            return None
+        entries, chosen = found.scale.flatten(), self._entries
+        if chosen is not None:
+            entries = entries.index_select(0, to_device(chosen, entries.device))
+        groups = found.scale.shape[1]
+        rows = None if chosen is None else chosen // groups
+        sums, norms, largest = found.of_groups
+        return Blocks(groups, found.scale[:1, :1], sums, norms, largest, entries, rows)
+
+    def _common(self, found: RowProducts) -> Common[Tensor] | None:
         """How alike the active rows are."""
-        features, self.looked.asked_common = self.features, True
+        features = self.features
         if not isinstance(features, Averaged):
-            return
-        active = self.values["products"][:, 0, 0].sign()  # of ‖g_r‖²
+            return None
+        active = found.products[:, 0, 0].sign()  # of ‖g_r‖²
         products = features.mean_products(active)
-        if products is not None:
-            self.values["common"] = products
-            norms = self._weight_norms
-            self.values["weight_norms"] = features.weight_norms() if norms is None else norms
-            if processes() > 1:
-                self.values["common_sum"] = features.weight_sum(active)
+        if products is None:
+            return None
+        norms = features.weight_norms() if found.weight_norms is None else found.weight_norms
+        return Common(products, norms, features.weight_sum(active) if processes() > 1 else None)

@@ -17,9 +17,10 @@ from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Layer, Selection, listed
-from adiv_monitor.capture.updates import ParameterSteps, Watch, weight_norms
+from adiv_monitor.capture.updates import ParameterSteps, PieceNumbers, Watch, weight_norms
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.uses import Refused
+from adiv_monitor.maths.sums import LayerSums
 from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.collectives import Agree
 from adiv_monitor.step.final_gradient import FinalGradient
@@ -27,7 +28,7 @@ from adiv_monitor.step.measured_layer import MeasuredLayer, products
 from adiv_monitor.step.part import Part, learn, make_part
 from adiv_monitor.step.plain_step import act, added, changes
 from adiv_monitor.step.realised import Realised
-from adiv_monitor.step.transfer import fetch
+from adiv_monitor.step.transfer import Flags, StepSums, fetch
 from adiv_monitor.step.whole_rows import NOT_ALIKE
 from adiv_monitor.step.wholes import WHY_NOT, Wholes, spread
 
@@ -88,7 +89,8 @@ class MeasuredStep:
         self._generator = generator
         self._gradient: FinalGradient | None = None
         self._steps: ParameterSteps | None = None
-        self._flags: dict[str, Tensor] = {}  # of the step as a whole
+        self._sums: dict[str, LayerSums[Tensor]] = {}  # by path, of layers that are finished
+        self._flags: Flags[Tensor] = Flags()
         self._notes: list[str] = []
 
     @torch.no_grad()
@@ -102,11 +104,10 @@ class MeasuredStep:
         self._gradient = None  # what an earlier attempt at this step, which raised, has left
         self._unreached.clear()
         self._cut.clear()
-        self._flags.clear()
+        self._sums.clear()
         # An optimizer that unscales AMP gradients itself writes them back.
         scale = gradient_scale if isinstance(gradient_scale, Tensor) else None
-        if scale is not None:
-            self._flags["gradient_scale"] = scale
+        self._flags = Flags(gradient_scale=scale)
         if self._realised is not None and steps:
             self._realised.step_begins()
         reached = self._reached()
@@ -140,8 +141,8 @@ class MeasuredStep:
         if self._attention is not None:
             self._attention.gradient_is_final(self._steps, updates=steps)
         if not steps:
-            for measured in list(self._measured.values()):
-                self._try(measured.layer, self._finish_rows, measured)
+            for layer in [measured.layer for measured in self._measured.values()]:
+                self._try(layer, self._finish_rows, layer.path)
 
     @property
     def _measured(self) -> dict[str, MeasuredLayer]:
@@ -186,40 +187,31 @@ class MeasuredStep:
             return
         self._steps.stepped()
         # The largest difference last, when the other layers' rows are gone: that is the peak.
-        found = {x.layer: x for x in sorted(self._measured.values(), key=attrgetter("size"))}
+        layers = [x.layer for x in sorted(self._measured.values(), key=attrgetter("size"))]
         made = partial(self._wholes.of_updates, steps=self._steps)
-
-        def measure(layer: Layer, parts: Parts) -> None:
-            self._measure_update(found[layer], parts)
-
         try:
-            self._measure(found, measure, made if self._wholes.updates() else None)
+            self._measure(layers, self._measure_update, made if self._wholes.updates() else None)
         finally:
             self._wholes.settle()
-        self._flags["gradient_changed"] = self._steps.finish_update()
+        self._flags.gradient_changed = self._steps.finish_update()
 
     @torch.no_grad()
     def applied(self) -> None:
         """The next forward pass begins, or there is none: a."""
-        if self._steps is not None and (
-            "w_w" in self._steps.products or "w_w" in self._steps.norms
-        ):
+        if self._steps is not None and (self._steps.products.w_w or self._steps.norms.w_w):
             self._steps.applied()
 
     def realise(self) -> None:
         """The weights are those of the next step: what has this one really done?"""
         realised, self._realised = self._realised, None
-        if realised is None or not self._measured:
+        if realised is None or not self._sums:
             return
         realised.run(self._capture)
-        for path, measured in self._measured.items():
-            if path in realised.products:
-                measured.values["realised"] = realised.products[path]
+        for path, found in realised.products.items():
+            if path in self._sums:
+                self._sums[path] = replace(self._sums[path], realised=found)
         if realised.loss_change is not None:
-            whole, samples = realised.loss_change
-            self._flags["loss_change"] = whole
-            if samples is not None:
-                self._flags["loss_changes"] = samples
+            self._flags.loss_change, self._flags.loss_changes = realised.loss_change
         self._notes += realised.notes
 
     def weights(self) -> list[Tensor]:
@@ -239,6 +231,7 @@ class MeasuredStep:
     def discard(self) -> None:
         """The step turned out not to be measurable."""
         self._measured.clear()
+        self._sums.clear()
         self.discarded = True
         if self._attention is not None:
             self._attention.discard()
@@ -246,32 +239,32 @@ class MeasuredStep:
     @torch.no_grad()
     def part(self) -> Part:
         """Bring everything to the host at once: what this process knows of the step."""
-        for name, flag in (("skipped", self.skipped), ("moved", self._moved)):
-            if flag is not None:
-                self._flags[name] = flag
+        self._flags.skipped, self._flags.moved = self.skipped, self._moved
         attended = {} if self._attention is None else self._attention.attended()
-        values, flags, products, of_attention = fetch(
-            {path: m.values for path, m in self._measured.items()},
-            self._flags,
-            {} if self._steps is None else self._steps.products,
-            {} if self._steps is None else self._steps.norms,
-            {path: found.values for path, found in attended.items()},
+        steps = self._steps
+        pieces = {} if self._gradient is None else self._gradient.pieces
+        found = fetch(
+            StepSums(
+                {path: self._sums[path] for path in pieces if path in self._sums},
+                self._flags,
+                PieceNumbers() if steps is None else steps.products,
+                PieceNumbers() if steps is None else steps.norms,
+                {path: found.values for path, found in attended.items()},
+            )
         )
         part = make_part(
-            {path: m.looked for path, m in self._measured.items()},
-            values,
-            flags,
-            products,
+            found,
+            pieces,
             unreached=self._unreached,
             notes=[*self._capture_notes(), *self._notes],
-            keeps_gradient=self._steps is not None and self._steps.has_copies,
+            keeps_gradient=steps is not None and steps.has_copies,
         )
         part.rows_lost |= self._refused
         learn(self._watch, part)
         calls = self._capture.attention
         if calls is not None and not part.refused:
             part.attended = {path: replace(seen, values={}) for path, seen in attended.items()}
-            part.attention, part.no_attention = of_attention, dict(calls.refused)
+            part.attention, part.no_attention = found.attention, dict(calls.refused)
         return part
 
     def _capture_notes(self) -> list[str]:
@@ -343,6 +336,7 @@ class MeasuredStep:
 
     def _lose(self, path: str, error: Exception) -> None:
         """A layer is not measured in this step."""
+        self._sums.pop(path, None)
         if self._gradient is not None:
             self._gradient.forget(path)
         if isinstance(error, Refused):
@@ -351,30 +345,31 @@ class MeasuredStep:
         else:
             self._fail(path, error)
 
-    def _measure_update(self, measured: MeasuredLayer, parts: Parts) -> None:
-        steps, layer = self._steps, measured.layer
+    def _measure_update(self, layer: Layer, parts: Parts) -> None:
+        steps, measured = self._steps, self._measured[layer.path]
         assert steps is not None
         taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
         whole = {**taken, **parts}
         changed = changes(measured.makings, whole, whole)
         measured.rows.d = act(measured.makings, changed, measured.features)
-        if measured.own is not None:
-            measured.values["own_w"] = products(measured.own, taken)
-        self._finish_rows(measured)  # first: the bias's part of d may be the difference itself
+        if measured.own is not None and measured.sums.own is not None:
+            own = replace(measured.sums.own, w=products(measured.own, taken))
+            measured.sums = replace(measured.sums, own=own)
+        del measured  # with the rows; first: the bias's part of d may be the difference itself
+        self._finish_rows(layer.path)
         for piece in layer.pieces:
             steps.take_products(piece, taken[piece.key])
 
-    def _finish_rows(self, measured: MeasuredLayer) -> None:
-        rows, values = measured.rows, measured.values
-        measured.add_products()
-        path = measured.looked.path
+    def _finish_rows(self, path: str) -> None:
+        """A layer's sums; its rows are let go."""
+        measured = self._measured[path]
+        sums = measured.finished(expects_idle=self._watch.expects_idle(path))
+        rows = measured.rows
         if self._realised is not None and rows.d is not None:
             vectors = rows.scaled(), added(*rows.d), rows.z
             self._realised.keep(path, *vectors, measured.calls)
-        expected = self._watch.expects_idle(path) or "weight_sum" not in values
-        if expected or processes() > 1:  # idle rows may be another process's
-            measured.add_common()
-        measured.release()
+        self._sums[path] = sums
+        del self._measured[path]
 
 
 def _why_unreached(layer: Layer, *, called: bool) -> str:

@@ -19,6 +19,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -120,6 +121,8 @@ def _plain(kind: Any, value: Any, arrays: list[bytes]) -> Any:
         return [[_plain(of_key, k, arrays), _plain(of_value, v, arrays)] for k, v in value.items()]
     if (hints := _annotated(kind)) is not None:
         return [_plain(of, getattr(value, name), arrays) for name, of in hints]
+    if isinstance(value, Enum) and isinstance(value, kind):
+        return value.value
     if kind is str and isinstance(value, str):
         return value
     if kind is bool and isinstance(value, bool | np.bool_):
@@ -140,6 +143,8 @@ def _typed(kind: Any, plain: Any, arrays: _Arrays) -> Any:
         if type(plain) is not kind or (kind is int and not -_LARGEST < plain < _LARGEST):
             raise Malformed(f"no {kind.__name__}")
         return plain
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(plain)
     if type(plain) is not list:
         raise Malformed("no list")
     if origin is np.ndarray:
@@ -158,17 +163,27 @@ def _typed(kind: Any, plain: Any, arrays: _Arrays) -> Any:
         raise Malformed(f"no message can hold {kind}")
     if len(plain) != len(hints):
         raise Malformed(f"as many fields as no {kind} has")
-    pairs = zip(hints, plain, strict=True)
-    return kind(**{name: _typed(of, each, arrays) for (name, of), each in pairs})
+    pairs, make = zip(hints, plain, strict=True), origin or kind
+    return make(**{name: _typed(of, each, arrays) for (name, of), each in pairs})
 
 
 @cache
 def _annotated(kind: Any) -> list[tuple[str, Any]] | None:
     """The fields of a data class, in their order, with their kinds; None: it is none."""
-    if not is_dataclass(kind):
+    origin = get_origin(kind) or kind
+    if not is_dataclass(origin):
         return None
-    hints = get_type_hints(kind)
-    return [(field.name, hints[field.name]) for field in fields(kind)]
+    hints = get_type_hints(origin)
+    named = dict(zip(getattr(origin, "__parameters__", ()), get_args(kind), strict=True))
+    return [(field.name, _filled_in(hints[field.name], named)) for field in fields(origin)]
+
+
+def _filled_in(hint: Any, named: Mapping[Any, Any]) -> Any:
+    """An annotation with kinds in place of its type variables."""
+    if isinstance(hint, TypeVar):
+        return named[hint]
+    inner = getattr(hint, "__parameters__", ())
+    return hint[tuple(named[each] for each in inner)] if inner else hint
 
 
 def _optional(kinds: Iterable[Any]) -> Any:

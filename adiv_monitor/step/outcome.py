@@ -2,20 +2,21 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from adiv_monitor.capture.selection import listed
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.maths.alike import Fail, raised
-from adiv_monitor.maths.readings import REALISED, Measured, Numbers, measure
+from adiv_monitor.maths.readings import Judged, Measured, measure
+from adiv_monitor.maths.sums import Array, LayerSums, Moved, Vector, factor_of, of_rows
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 from adiv_monitor.step import finite
 from adiv_monitor.step.attention_outcome import attention_outcome
-from adiv_monitor.step.gradient_check import is_judged, speaks_against
+from adiv_monitor.step.gradient_check import speaks_against
 from adiv_monitor.step.makings import reaches_all, resolved
-from adiv_monitor.step.part import OWN_DOTS, Facts, LayerPart, Part
+from adiv_monitor.step.part import Facts, Part
 from adiv_monitor.step.rows_together import in_units
 
 # Why what the parameters say does not hold for the rows, so that all is estimated from rows.
@@ -69,18 +70,18 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
     """
     if part.refused:
         return Outcome({}, [*part.notes, *part.refused])
-    kept, facts = {path: resolved(layer) for path, layer in part.layers.items()}, part.facts
-    numbers: dict[str, Numbers] = {}
-    reasons: dict[str, str] = {}
-    for path, layer in kept.items():
-        numbers[path], reasons[path] = _numbers(layer, facts, suspected=path in watch.suspected)
-    measured = measure(numbers, fail)
-    kept = {path: layer for path, layer in kept.items() if path in measured}
-    numbers = {path: numbers[path] for path in kept}
+    facts = part.facts
+    judged = {
+        path: _judged(resolved(layer), facts, suspected=path in watch.suspected)
+        for path, layer in part.layers.items()
+    }
+    measured = measure(judged, fail)
+    kept = {path: judged[path].layer for path in measured}
+    reasons = {path: of.layer.evidence.reason for path, of in judged.items()}
     for path, found in measured.items():
         if found.suspected:
             reasons[path] = "more" if found.holds_more else "seems"
-    readings = {p: _reading(layer, numbers[p], measured[p], facts) for p, layer in kept.items()}
+    readings = {p: _reading(layer, measured[p], facts) for p, layer in kept.items()}
     watch.distrusted |= {path for path, reason in reasons.items() if reason not in ("", "seems")}
     watch.suspected = {path for path, found in measured.items() if found.suspected}
     attention, of_attention = attention_outcome(part.attended, part.attention, part.no_attention)
@@ -91,45 +92,30 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
         *_unforeseen(facts, list(kept)),
         *_without_common(readings, kept),
         *_without_active(readings),
-        *_rounded(numbers, kept),
+        *_rounded(kept),
         *_without_ceiling(part.layers),
         *of_attention,
     ]
     return Outcome(readings, notes, attention)
 
 
-def _numbers(layer: LayerPart, facts: Facts, *, suspected: bool) -> tuple[Numbers, str]:
-    """What the measures of one layer need; and why they must rest on its rows alone, if so."""
-    seen, values, dots = layer.looked, dict(layer.values), layer.dots
-    factor = float(values.get("gradient_factor", math.nan))
-    reason = seen.from_rows or speaks_against(
-        values, dots["gamma_gamma"], factor, seen, scale=facts.gradient_scale
-    )
-    if reason == "unknown" and not math.isnan(factor):
-        values, factor = (
-            in_units(layer, 1 / factor) | {"gradient_factor": np.array(math.nan)},
-            math.nan,
-        )
-    own = {name: factor * float(values.pop(name)[0]) for name in OWN_DOTS if name in values}
-    if not own and seen.from_rows != "shared":
-        own = {"own_gamma": dots["gamma_gamma"], "own_w": dots.get("w_gamma", math.nan)}
-    dots = dots | {name: own.get(name, math.nan) for name in OWN_DOTS}
-    found = Numbers(
-        rows_seen=seen.rows_seen,
-        rows_total=seen.rows_total,
-        groups=seen.groups,
-        vectors=seen.vectors,
-        values={name: v for name, v in values.items() if not is_judged(name)},
-        exact=not reason and not facts.gradient_lost,
-        suspected=suspected,
-        verified=seen.followed and not reason,
-        bias_alone=seen.bias_alone,
-        tolerance=seen.tolerance,
-        factor=factor,
-        entry_rows=seen.entry_rows,
-        dots=dots,
-    )
-    return found, reason
+def _judged(layer: LayerSums[Array], facts: Facts, *, suspected: bool) -> Judged:
+    """A layer with the reason why its measures must rest on its rows alone, if so."""
+    seen, dots = layer.evidence, layer.dots
+    reason = seen.reason or speaks_against(seen, dots.gamma_gamma, facts.gradient_scale)
+    if reason == "unknown" and not math.isnan(factor_of(layer)):
+        layer = in_units(layer, 1 / factor_of(layer))
+        seen = replace(seen, factor=None)
+    if reason:
+        layer = replace(layer, evidence=replace(seen, reason=reason))
+    own_gamma = own_w = math.nan
+    if layer.own is not None:
+        own_gamma = factor_of(layer) * float(layer.own.gamma[0])
+        own_w = math.nan if layer.own.w is None else factor_of(layer) * float(layer.own.w[0])
+    elif seen.reason != "shared":
+        own_gamma, own_w = dots.gamma_gamma, math.nan if dots.w_gamma is None else dots.w_gamma
+    exact = not reason and not facts.gradient_lost
+    return Judged(layer, exact, suspected, own_gamma, own_w)
 
 
 def _unforeseen(facts: Facts, paths: list[str]) -> list[str]:
@@ -161,14 +147,14 @@ def _from_rows(reasons: Mapping[str, str]) -> list[str]:
 
 
 def _without_common(
-    readings: Mapping[str, LayerReading], layers: Mapping[str, LayerPart]
+    readings: Mapping[str, LayerReading], layers: Mapping[str, LayerSums[Array]]
 ) -> list[str]:
     paths = [
         path
         for path, reading in readings.items()
         if reading.idle_share and reading.common_share is None
-        if not layers[path].looked.asked_common
-        if "common_share" not in layers[path].looked.undefined
+        if not layers[path].asked_common
+        if "common_share" not in layers[path].about.undefined
     ]
     if not paths:
         return []
@@ -194,11 +180,11 @@ def _without_active(readings: Mapping[str, LayerReading]) -> list[str]:
     ]
 
 
-def _without_ceiling(layers: Mapping[str, LayerPart]) -> list[str]:
+def _without_ceiling(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
     paths = [
         path
         for path, layer in layers.items()
-        if "attainable_cosine" in layer.values and not reaches_all(layer)
+        if layer.attainable is not None and not reaches_all(layer.made)
     ]
     if not paths:
         return []
@@ -208,15 +194,14 @@ def _without_ceiling(layers: Mapping[str, LayerPart]) -> list[str]:
     ]
 
 
-def _rounded(numbers: Mapping[str, Numbers], layers: Mapping[str, LayerPart]) -> list[str]:
+def _rounded(layers: Mapping[str, LayerSums[Array]]) -> list[str]:
     paths = []
-    for path, found in numbers.items():
-        if "realised" in found.values:
-            at, of_z = REALISED.index("r"), found.vectors.index("z")
-            moved = math.sqrt(found.values["realised"][:, at, at].sum())
-            length = math.sqrt(found.values["products"][:, of_z, of_z].sum())
+    for path, layer in layers.items():
+        if layer.realised is not None:
+            moved = math.sqrt(layer.realised[:, Moved.R, Moved.R].sum())
+            length = math.sqrt(of_rows(layer, Vector.Z, Vector.Z).sum())
             # The difference of two numbers of this precision is off by 0.3 of its last digit.
-            if 0 < moved < layers[path].looked.precision * length:
+            if 0 < moved < layer.evidence.precision * length:
                 paths.append(path)
     if not paths:
         return []
@@ -226,31 +211,30 @@ def _rounded(numbers: Mapping[str, Numbers], layers: Mapping[str, LayerPart]) ->
     ]
 
 
-def _reading(layer: LayerPart, numbers: Numbers, found: Measured, facts: Facts) -> LayerReading:
-    seen = layer.looked
+def _reading(layer: LayerSums[Array], found: Measured, facts: Facts) -> LayerReading:
+    about, dots = layer.about, layer.dots
     values = dict(found.values)
-    averaged = float(layer.values.get("averaged", 1.0))  # by the backward passes themselves
     if found.common_unknown:
         values.pop("common_share", None)
     if facts.gradient_lost:  # what was read for γ is not what the optimizer saw
         for name in ("parameter_cosine", "applied_cosine", "descent"):
             values.pop(name, None)
     elif facts.updated and not facts.weights_changed and not facts.has_applied:  # a = u
-        values["projection_cosine"] = 1.0 if numbers.dots["w_w"] > 0 else math.nan
+        values["projection_cosine"] = 1.0 if (dots.w_w or 0.0) > 0 else math.nan
         values["applied_cosine"] = values["parameter_cosine"]
-    for name in seen.undefined:
+    for name in about.undefined:
         values.pop(name, None)
+    # By the backward passes themselves the gradient may have been averaged.
+    factor = factor_of(layer) / layer.evidence.averaged
     return LayerReading(
-        kind=seen.kind,
-        rows_seen=seen.rows_seen,
-        rows_total=seen.rows_total,
+        kind=about.kind,
+        rows_seen=layer.rows.seen,
+        rows_total=layer.rows.total,
         rows_without_gradient=found.idle_seen,
-        gradient_factor=(
-            numbers.factor / averaged if numbers.dots["gamma_gamma"] > 0 else math.nan
-        ),
-        features=seen.features,
-        non_finite=finite.non_finite(numbers),
-        module=seen.module,
+        gradient_factor=factor if dots.gamma_gamma > 0 else math.nan,
+        features=about.features,
+        non_finite=finite.non_finite(layer),
+        module=about.module,
         standard_error={name: error for name, error in found.errors.items() if name in values},
         scale_quantiles=found.quantiles.get("scale", ()),
         row_cosine_quantiles=found.quantiles.get("row_cosine", ()),

@@ -22,7 +22,7 @@ from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
 from adiv_monitor.maths import dots
-from adiv_monitor.maths.readings import REALISED
+from adiv_monitor.maths.sums import Moved
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Realised:
 
     Attributes:
         calls: notes the forward passes of the step.
-        products: by layer, of every row the products of the vectors `REALISED`.
+        products: by layer, of every row the products of the vectors `Moved`.
         loss_change: see `Losses.change`.
         notes: what is missing, and why.
     """
@@ -174,8 +174,9 @@ class Realised:
                 lost[str(reason)].append(path)
                 continue
             r = kept.z - z
-            vectors = {"G": kept.G, "d": kept.d, "r": r, "b": r - 2 * (kept.z - z_half)}
-            self.products[path] = dots.of_rows([vectors[name] for name in REALISED])
+            b = r - 2 * (kept.z - z_half)
+            vectors = {Moved.G: kept.G, Moved.D: kept.d, Moved.R: r, Moved.B: b}
+            self.products[path] = dots.of_rows([vectors[place] for place in Moved])
         self.notes += [
             f"What really happened to {listed(paths)} is not known: {reason}."
             for reason, paths in lost.items()

@@ -1,5 +1,6 @@
 """The vectors that every row of a layer has, and all that is asked of them: products and scales."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +9,11 @@ from torch import Tensor
 from adiv_monitor.features.features import DenseFeatures, Features
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import dots
+from adiv_monitor.maths.sums import Vector
 from adiv_monitor.step.plain_step import Change, added
 
 
-@dataclass
+@dataclass(slots=True)
 class RowVectors:
     """(rows, n_total) each; what follows from them is made when all are there.
 
@@ -34,33 +36,39 @@ class RowVectors:
         return self.G if self.factor is None else self.G * self.factor.to(self.G)
 
 
-@dataclass
+@dataclass(slots=True)
 class RowProducts:
     """What is found of them.
 
     Attributes:
-        vectors: the vectors' names; beside those of a step, "own" and "rest", e's parts by the
-            row's own scale and by the other rows, and "bias", d's part by the bias.
-        values: "products" (rows, k, k) of the vectors, and of a gain what its scales add up to.
+        vectors: those of which there are products, in their order.
+        products: (rows, k, k), of every pair of them.
         scale: (rows, groups); None: there is none.
+        of_groups: (3, rows) of rows with several scales, see `Blocks`: their sums, norms, and
+            the largest.
         weight_norms: ‖φ_W‖ of every row, if that was looked at.
     """
 
-    vectors: tuple[str, ...]
-    values: dict[str, Tensor]
-    scale: Tensor | None
+    vectors: tuple[Vector, ...]
+    products: Tensor
+    scale: Tensor | None = None
+    of_groups: Sequence[Tensor] | None = None
     weight_norms: Tensor | None = None
 
 
 def products_of(rows: RowVectors, features: Features) -> RowProducts:
-    """All of it, by one kernel where that can."""
+    """All of it, by one kernel where that can.
+
+    Raises:
+        ValueError: the features' scales are of another shape than theirs.
+    """
     return _fused(rows, features) or _plain(rows, features)
 
 
 def _plain(rows: RowVectors, features: Features) -> RowProducts:
     G, e = rows.scaled(), added(*rows.e)
-    vectors = {"G": G, "e": e, "z": rows.z}
-    values: dict[str, Tensor] = {}
+    vectors = {Vector.G: G, Vector.E: e, Vector.Z: rows.z}
+    of_groups = None
     scale = features.scale()
     if scale is not None:
         if scale.shape != (len(G), features.groups) or not scale.is_floating_point():
@@ -71,22 +79,21 @@ def _plain(rows: RowVectors, features: Features) -> RowProducts:
             )
         scale = scale.to(G.dtype)
         if scale.shape[1] == 1:
-            vectors["rest"] = torch.addcmul(e, scale, G, value=-1)
+            vectors[Vector.REST] = torch.addcmul(e, scale, G, value=-1)
         else:
             blocks = G.view(*scale.shape, G.shape[1] // scale.shape[1])
-            vectors["own"] = (scale[..., None] * blocks).flatten(1)
-            vectors["rest"] = e - vectors["own"]
+            own = vectors[Vector.OWN] = (scale[..., None] * blocks).flatten(1)
+            vectors[Vector.REST] = e - own
             shifted = scale - scale[:1, :1]
-            values["scale_sums"] = shifted.sum(1)
-            values["scale_norms"] = torch.linalg.vector_norm(shifted, dim=1)
-            values["scale_largest"] = scale.amax(1)
+            norms = torch.linalg.vector_norm(shifted, dim=1)
+            of_groups = shifted.sum(1), norms, scale.amax(1)
     if rows.d is not None:
         by_weight, by_bias = rows.d
-        vectors["d"] = added(by_weight, by_bias)
+        vectors[Vector.D] = added(by_weight, by_bias)
         if by_weight is not None and by_bias is not None:
-            vectors["bias"] = by_bias
-    values["products"] = dots.of_rows(list(vectors.values()))
-    return RowProducts(tuple(vectors), values, scale)
+            vectors[Vector.BIAS] = by_bias
+    found = dots.of_rows(list(vectors.values()))
+    return RowProducts(tuple(vectors), found, scale, of_groups)
 
 
 def _fused(rows: RowVectors, features: Features) -> RowProducts | None:
@@ -102,6 +109,8 @@ def _fused(rows: RowVectors, features: Features) -> RowProducts | None:
     found = attempt("row_products", *tensors, feature=features.bias or 0.0)
     if found is None:
         return None
-    vectors, values = found
-    scale, lengths = values.pop("scales"), values.pop("lengths")
-    return RowProducts(vectors, values, scale, lengths)
+    products, scale, lengths, of_groups = found
+    own = () if of_groups is None else (Vector.OWN,)
+    steps = [v for v, part in zip((Vector.D, Vector.BIAS), d, strict=True) if part is not None]
+    vectors = (Vector.G, Vector.E, Vector.Z, *own, Vector.REST, *steps)
+    return RowProducts(vectors, products, scale, of_groups, lengths)

@@ -2,63 +2,78 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 
 from adiv_monitor.capture.sampling import Draw, winners
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
-from adiv_monitor.maths.readings import REALISED, Array
-from adiv_monitor.step.gradient_check import as_multiple, is_now, is_of_entries
-from adiv_monitor.step.part import CEILING_SUMS, OWN_DOTS, LayerPart, Looked
-
-Values = dict[str, Array]
-
-# Numbers of every row.
-_SCALES = ("scale", "scale_sums", "scale_norms", "scale_largest")
-OF_ROWS = ("products", "realised", *_SCALES, "common", "weight_norms")
-_MATRICES = ("products", "realised")
-# What a pass over all rows summed up, where that adds up.
-_ADDED = ("active", "G_G", "own_G", "own_own", "scale_sum", "weight_squares")
-_LARGEST = ("rule_error", "replay_error")
-# Of these, processes have as many as they have rows, or chose to tell.
-_OF_SOME = (
-    *(*OF_ROWS, "makings", "since"),
-    *("scale_entries", "scale_entries_of_rows", "scale_pivot"),
+from adiv_monitor.maths.records import R, joined, leaves
+from adiv_monitor.maths.sums import (
+    Array,
+    Blocks,
+    CeilingSums,
+    Common,
+    Counted,
+    Dots,
+    Evidence,
+    LayerSums,
+    Moved,
+    OwnDots,
+    Sampled,
+    ScaleTotals,
+    Totals,
+    Vector,
+    of_rows,
 )
+from adiv_monitor.step.gradient_check import as_multiple
+
+Layer = LayerSums[Array]
+
+# Of these, processes have as many as they have rows, or chose to tell.
+_OF_SOME = {
+    *("products", "realised", "scale", "common.products", "common.norms", "made.deviations"),
+    *("evidence.since", "evidence.then", "evidence.now", "evidence.contributed"),
+    *(f"blocks.{name}" for name in ("pivot", "sums", "norms", "largest", "entries")),
+    "totals.scales.entries",
+}
 
 
-def with_common(values: Values) -> Values:
+def counted(layer: Layer) -> Layer:
     """The same, with what the rows that are there say of all of them, before some are left out."""
-    if "common" not in values:
-        return values
-    active = values["products"][:, 0, 0] != 0
-    squares = float((values["weight_norms"][active] ** 2).sum())
-    return values | {"common_of": np.array([float(active.sum()), len(active), squares])}
+    if layer.common is None:
+        return layer
+    active = of_rows(layer, Vector.G, Vector.G) != 0
+    squares = float((layer.common.norms[active] ** 2).sum())
+    of = Counted(int(active.sum()), len(active), squares)
+    return replace(layer, common=replace(layer.common, counted=of))
 
 
-def packed(values: Values) -> Values:
+def packed(layer: Layer) -> Layer:
     """The same as it travels: a product of two vectors stands in their matrix twice.
 
     And of what became of the gradient since the last pass, only the factor does; see `as_multiple`.
     """
-    found = values | {n: _triangle(values[n]) for n in _MATRICES if n in values}
-    if "since" in values:
-        found["since"] = np.array([as_multiple(*values["since"])])
-    return found
+    evidence = layer.evidence
+    if evidence.since is not None:
+        evidence = replace(evidence, since=np.array([as_multiple(*evidence.since)]))
+    return replace(
+        layer,
+        products=_triangle(layer.products),
+        realised=None if layer.realised is None else _triangle(layer.realised),
+        evidence=evidence,
+    )
 
 
 def _triangle(matrices: Array) -> Array:
     rows, columns = np.triu_indices(matrices.shape[1])
     found: Array = matrices[:, rows, columns]
     return found
-
-
-def _unpacked(values: Values) -> Values:
-    return values | {n: _whole(values[n]) for n in _MATRICES if n in values}
 
 
 def _whole(triangles: Array) -> Array:
@@ -69,47 +84,59 @@ def _whole(triangles: Array) -> Array:
     return found
 
 
-def pick(layer: LayerPart, kept: Index) -> LayerPart:
+def pick(layer: Layer, kept: Index) -> Layer:
     """The same with some of its rows."""
-    assert layer.draw is not None
-    values = layer.values | {n: layer.values[n][kept] for n in OF_ROWS if n in layer.values}
-    looked = replace(layer.looked, rows_seen=len(kept))
-    if "scale_entries_of_rows" in values:
-        rows = _entry_rows(layer)
-        among = np.isin(rows, kept)
-        values["scale_entries_of_rows"] = values["scale_entries_of_rows"][among]
-        looked.entry_rows = np.searchsorted(kept, rows[among])
-    drawn = Draw(kept, layer.draw.keys[kept], layer.draw.bound)
-    return LayerPart(looked, values, layer.dots, drawn)
+    rows, blocks, common = layer.rows, layer.blocks, layer.common
+    assert rows.keys is not None
+    if blocks is not None:
+        entry_rows = blocks.rows_of_entries(rows.seen)
+        among = np.isin(entry_rows, kept)
+        blocks = replace(
+            blocks,
+            sums=blocks.sums[kept],
+            norms=blocks.norms[kept],
+            largest=blocks.largest[kept],
+            entries=blocks.entries[among],
+            entry_rows=np.searchsorted(kept, entry_rows[among]),
+        )
+    if common is not None:
+        common = replace(common, products=common.products[kept], norms=common.norms[kept])
+    return replace(
+        layer,
+        rows=replace(rows, seen=len(kept), keys=rows.keys[kept]),
+        products=layer.products[kept],
+        scale=None if layer.scale is None else layer.scale[kept],
+        blocks=blocks,
+        common=common,
+        realised=None if layer.realised is None else layer.realised[kept],
+    )
 
 
-def is_alike(part: LayerPart, other: LayerPart) -> bool:
+def is_alike(part: Layer, other: Layer) -> bool:
     """Whether the same was looked at in both, and there are numbers of the same shapes of it."""
-    mine, others = (
-        (looked.kind, looked.groups, looked.vectors) for looked in (part.looked, other.looked)
-    )
-    shared = part.values.keys() & other.values.keys()
-    return mine == others and all(
-        _shape(name, part.values[name]) == _shape(name, other.values[name]) for name in shared
-    )
+    mine, others = ((x.about.kind, x.blocks and x.blocks.groups, x.vectors) for x in (part, other))
+    shapes, as_many = _shapes(part), _shapes(other)
+    shared = shapes.keys() & as_many.keys()
+    return mine == others and all(shapes[name] == as_many[name] for name in shared)
 
 
-def _shape(name: str, array: Array) -> tuple[int, ...]:
-    """What is the same of this array in all processes."""
-    shape: tuple[int, ...] = array.shape
-    return shape[1:] if name in _OF_SOME or is_of_entries(name) else shape
+def _shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
+    """Of all arrays, what is the same in all processes."""
+    return {
+        name: array.shape[1:] if name in _OF_SOME else array.shape for name, array in leaves(layer)
+    }
 
 
-def once(parts: Sequence[LayerPart]) -> list[LayerPart]:
+def once(parts: Sequence[LayerSums[Array]]) -> list[LayerSums[Array]]:
     """Those that make up all rows, each once; none if some of what was dealt out is missing."""
-    kept, groups = list[LayerPart](), defaultdict[int, list[LayerPart]](list)
+    kept, groups = list[LayerSums[Array]](), defaultdict[int, list[LayerSums[Array]]](list)
     for part in parts:
-        if part.looked.dealt is None:
+        if part.rows.dealt is None:
             kept.append(part)
         else:
-            groups[part.looked.dealt.first].append(part)
+            groups[part.rows.dealt.first].append(part)
     for group in groups.values():
-        shared = group[0].looked.dealt
+        shared = group[0].rows.dealt
         assert shared is not None
         if len(group) < shared.count:
             return []
@@ -117,135 +144,176 @@ def once(parts: Sequence[LayerPart]) -> list[LayerPart]:
     return kept
 
 
-def layer_together(
-    parts: Sequence[LayerPart], max_rows: int | None, generator: np.random.Generator
-) -> LayerPart:
-    """One part for all.
+def merge(parts: Sequence[Layer], max_rows: int | None, generator: np.random.Generator) -> Layer:
+    """One record for all.
 
     Args:
         parts: of one layer, from processes that train together, all alike.
         max_rows: how many rows to keep at most; None: all.
         generator: the source of chance.
     """
-    filled = [part for part in parts if part.looked.rows_total] or list(parts[:1])
-    draws = [part.draw for part in filled if part.draw is not None]
+    filled = [part for part in parts if part.rows.total] or list(parts[:1])
+    draws = [Draw(None, x.rows.keys, x.rows.bound) for x in filled if x.rows.keys is not None]
     kept = winners(draws, max_rows)
     some = [p if k is None else pick(p, k) for p, k in zip(filled, kept, strict=True)]
-    several = [_unpacked(part.values) for part in some]
-    values = {n: np.concatenate([v[n] for v in several]) for n in _in_all(OF_ROWS, several)}
-    values |= {n: _largest([v[n] for v in several]) for n in _in_all(_LARGEST, several)}
-    values |= {n: np.concatenate([v[n] for v in several]) for n in _in_all(("makings",), several)}
-    values |= _of_all_rows(several, [part.looked for part in some], generator)
-    values |= _of_entries(several)
-    if since := [part.values["since"] for part in parts if "since" in part.values]:
-        values["since"] = np.concatenate(since)
-    if all(CEILING_SUMS[0] in own for own in several):
-        sums = (sum(torch.from_numpy(own[name]) for own in several) for name in CEILING_SUMS)
-        gram, cross, square = map(torch.as_tensor, sums)
-        values["attainable_cosine"] = attainable_cosine(gram, cross, square.sqrt()).numpy()
-    values |= {n: np.sum([v[n] for v in several], axis=0) for n in _in_all(OWN_DOTS, several)}
-    looked = _looked([part.looked for part in some])
-    if "scale_pivot" in several[0]:
-        values |= _of_blocks(several, looked.groups)
-        looked.entry_rows, values["scale_entries_of_rows"] = _entries(some, generator)
-    if "common_sum" in several[0]:
-        values |= _common(several, [part.looked for part in some], values)
-    return LayerPart(looked, values, _dots(parts))
-
-
-def _dots(parts: Sequence[LayerPart]) -> dict[str, float]:
-    """All processes have the same parameters, or each a part of them."""
-    dots = parts[0].dots
-    if not parts[0].looked.shares:
-        return dots
-    shared = [name for name in dots if all(name in part.dots for part in parts)]
-    return {name: sum(part.dots[name] for part in parts) for name in shared}
-
-
-def in_units(layer: LayerPart, factor: float) -> Values:
-    """The numbers with G in the units of the optimizer's gradient.
-
-    Args:
-        layer: with G as the backward passes left it.
-        factor: ‖gradient the optimizer saw‖ / ‖gradient that backward left‖; NaN if unknown.
-    """
-    values = layer.values | {"gradient_factor": np.array(factor)}
-    c = 1.0 if math.isnan(factor) else factor
-    names = layer.looked.vectors
-    products = values["products"].copy()
-    G, e = names.index("G"), names.index("e")
-    if "rest" in names:  # e − D G, which depends on the units
-        rest = names.index("rest")
-        if "own" in names:
-            own = names.index("own")
-            own_e, own_own = products[:, own, e], products[:, own, own]
-        else:
-            own_e = values["scale"] * products[:, G, e]
-            own_own = values["scale"] ** 2 * products[:, G, G]
-        squares = products[:, e, e] - 2 * c * own_e + c**2 * own_own
-        products[:, rest, rest] = np.maximum(squares, 0.0)
-    _scale(products, [names.index(name) for name in ("G", "own") if name in names], c)
-    values["products"] = products
-    if "realised" in values:
-        values["realised"] = values["realised"].copy()
-        _scale(values["realised"], [REALISED.index("G")], c)
-    return values
-
-
-def _scale(products: Array, places: Sequence[int], factor: float) -> None:
-    for place in places:
-        products[:, place, :] *= factor
-        products[:, :, place] *= factor
-
-
-def _in_all(names: Sequence[str], several: Sequence[Values]) -> list[str]:
-    return [name for name in names if all(name in values for values in several)]
-
-
-def _largest(arrays: Sequence[Array]) -> Array:
-    return np.array(max(float(np.max(array)) for array in arrays))
-
-
-def _looked(several: Sequence[Looked]) -> Looked:
-    return replace(
-        several[0],
-        rows_seen=sum(looked.rows_seen for looked in several),
-        rows_total=sum(looked.rows_total for looked in several),
-        precision=max(looked.precision for looked in several),
-        from_rows=next((looked.from_rows for looked in several if looked.from_rows), ""),
-        asked_common=all(looked.asked_common for looked in several),
-        terms=sum(looked.terms for looked in several),
+    first, products = some[0], np.concatenate([_whole(part.products) for part in some])
+    realised, made = (_every(x.realised for x in some), _every(x.made for x in some))
+    totals, blocks = _every(x.totals for x in some), _every(x.blocks for x in some)
+    common, own = _every(x.common for x in some), _every(x.own for x in some)
+    ceiling = _every(x.ceiling for x in some)
+    seen = [part.rows for part in some]
+    return LayerSums(
+        first.about,
+        Sampled(sum(rows.seen for rows in seen), sum(rows.total for rows in seen)),
+        first.vectors,
+        products,
+        _evidence(parts, some),
+        _dots(parts),
+        scale=_concatenated(part.scale for part in some),
+        totals=None if totals is None else _totals(totals, seen, generator),
+        blocks=None if blocks is None else _blocks(blocks, seen, generator),
+        common=None if common is None else _common(common, seen, products[:, 0, 0] != 0),
+        asked_common=all(part.asked_common for part in some),
+        realised=None if realised is None else np.concatenate([_whole(of) for of in realised]),
+        attainable=None if ceiling is None else _attainable(ceiling),
+        own=None if own is None else _own(own),
+        made=None if made is None else joined(made, np.concatenate),
     )
 
 
-def _of_all_rows(
-    several: Sequence[Values], looked: Sequence[Looked], generator: np.random.Generator
-) -> Values:
-    """What passes over all rows of each said, where there was one over those of each."""
-    found: Values = {}
-    if all("weight_sum" in values for values in several):
-        found["weight_sum"] = np.array(np.linalg.norm(sum(v["weight_sum"] for v in several)))
-    if not all("G_G" in values for values in several):
-        return found
-    found |= {n: np.array([sum(float(v[n][0]) for v in several)]) for n in _in_all(_ADDED, several)}
-    if all("G_concentration" in values for values in several):
-        squares = sum(float(v["G_concentration"][0] * v["G_G"][0] ** 2) for v in several)
-        found["G_concentration"] = squares / found["G_G"] ** 2
-    if all("scale_sum" in values for values in several):
-        counts, sums, spreads = (
-            np.array([float(v[name][0]) for v in several])
-            for name in ("active", "scale_sum", "scale_deviation")
-        )
-        some = counts > 0
-        counts, sums, spreads = counts[some], sums[some], spreads[some]
-        off = sums / counts - (sums.sum() / counts.sum() if some.any() else 0.0)
-        found["scale_deviation"] = np.sqrt([(spreads**2).sum() + (counts * off**2).sum()])
-        found["scale_max"] = np.array([max(float(v["scale_max"][0]) for v in several)])
-        totals = [seen.rows_total for seen in looked]
-        places = _evenly([len(v["scale_entries"]) for v in several], totals, generator)
-        parts = [v["scale_entries"][at] for v, at in zip(several, places, strict=True)]
-        found["scale_entries"] = np.concatenate(parts)
+def _every(several: Iterable[R | None]) -> list[R] | None:
+    """All of them; None if one is missing."""
+    every = list(several)
+    present = [one for one in every if one is not None]
+    return present if len(present) == len(every) else None
+
+
+def _concatenated(several: Iterable[Array | None]) -> Array | None:
+    every = _every(several)
+    return None if every is None else np.concatenate(every)
+
+
+def _added(several: Iterable[Array | None]) -> Array | None:
+    """The sum of numbers that stand alone."""
+    every = _every(several)
+    return None if every is None else np.array([sum(float(one[0]) for one in every)])
+
+
+def _dots(parts: Sequence[Layer]) -> Dots[float]:
+    """All processes have the same parameters, or each a part of them."""
+    dots = parts[0].dots
+    if not dots.partial:
+        return dots
+
+    def added(of: Iterable[float | None]) -> float | None:
+        every = _every(of)
+        return None if every is None else sum(every)
+
+    several = [part.dots for part in parts]
+    return Dots(
+        gamma_gamma=sum(dots.gamma_gamma for dots in several),
+        w_w=added(dots.w_w for dots in several),
+        w_gamma=added(dots.w_gamma for dots in several),
+        a_a=added(dots.a_a for dots in several),
+        a_w=added(dots.a_w for dots in several),
+        a_gamma=added(dots.a_gamma for dots in several),
+        partial=True,
+    )
+
+
+def _own(several: Sequence[OwnDots[Array]]) -> OwnDots[Array]:
+    w = _every(own.w for own in several)
+    gamma = np.sum([own.gamma for own in several], axis=0)
+    return OwnDots(gamma, None if w is None else np.sum(w, axis=0))
+
+
+def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
+    added = joined(several, sum)
+    gram, cross, square = map(torch.as_tensor, (added.gram, added.cross, added.square))
+    found: Array = attainable_cosine(gram, cross, square.sqrt()).numpy()
     return found
+
+
+def _evidence(parts: Sequence[Layer], some: Sequence[Layer]) -> Evidence[Array]:
+    """What speaks against a gradient in any process.
+
+    Args:
+        parts: of all processes.
+        some: of those that have rows.
+    """
+    several = [part.evidence for part in some]
+    since = [e.since for part in parts if (e := part.evidence).since is not None]
+    foreign = [float(e.foreign) for e in several if e.foreign is not None]
+    then = _of_entries(e.then for e in several)
+    now = [_of_entries(of) for of in zip_longest(*(e.now for e in several))]
+    contributed = [_of_entries(of) for of in zip_longest(*(e.contributed for e in several))]
+    return Evidence(
+        precision=max(e.precision for e in several),
+        reason=next((e.reason for e in several if e.reason), ""),
+        terms=sum(e.terms for e in several),
+        then=sum(then, np.zeros(1)) if then else None,
+        now=tuple(of[0] if of else None for of in now),
+        contributed=tuple(sum(of, np.zeros(1)) if of else None for of in contributed),
+        since=np.concatenate(since) if since else None,
+        foreign=np.array(sum(foreign)) if foreign else None,
+    )
+
+
+def _of_entries(several: Iterable[Array | None]) -> list[Array]:
+    """What processes know of some entries of a gradient; none if these are others in each."""
+    known = [entries for entries in several if entries is not None]
+    return known if len({entries.shape for entries in known}) == 1 else []
+
+
+def _totals(
+    several: Sequence[Totals[Array]], seen: Sequence[Sampled], generator: np.random.Generator
+) -> Totals[Array]:
+    """What passes over all rows of each gave."""
+    scales = _every(totals.scales for totals in several)
+    concentrations = _every(totals.concentration for totals in several)
+    weight_sums = _every(totals.weight_sum for totals in several)
+    active = np.array([float(totals.active[0]) for totals in several])
+    G_G = np.array([float(totals.G_G[0]) for totals in several])
+    whole = np.array([sum(G_G.tolist())])
+    concentration = None
+    if concentrations is not None:
+        pairs = zip(concentrations, several, strict=True)
+        concentration = sum(float(c[0] * of.G_G[0] ** 2) for c, of in pairs) / whole**2
+    return Totals(
+        active=np.array([sum(active.tolist())]),
+        G_G=whole,
+        concentration=concentration,
+        own_G=_added(totals.own_G for totals in several),
+        own_own=_added(totals.own_own for totals in several),
+        scales=None if scales is None else _scales(scales, active, seen, generator),
+        weight_squares=_added(totals.weight_squares for totals in several),
+        weight_sum=None if weight_sums is None else np.array(np.linalg.norm(sum(weight_sums))),
+    )
+
+
+def _scales(
+    several: Sequence[ScaleTotals[Array]],
+    counts: Array,
+    seen: Sequence[Sampled],
+    generator: np.random.Generator,
+) -> ScaleTotals[Array]:
+    """Of the scales of all active rows, so many of each process."""
+    sums = np.array([float(scales.sum[0]) for scales in several])
+    spreads = np.array([float(scales.deviation[0]) for scales in several])
+    whole = np.array([sum(sums.tolist())])
+    some = counts > 0
+    counts, sums, spreads = counts[some], sums[some], spreads[some]
+    off = sums / counts - (sums.sum() / counts.sum() if some.any() else 0.0)
+    places = _evenly(
+        [len(scales.entries) for scales in several], [rows.total for rows in seen], generator
+    )
+    parts = [scales.entries[at] for scales, at in zip(several, places, strict=True)]
+    return ScaleTotals(
+        sum=whole,
+        deviation=np.sqrt([(spreads**2).sum() + (counts * off**2).sum()]),
+        largest=np.array([max(float(scales.largest[0]) for scales in several)]),
+        entries=np.concatenate(parts),
+    )
 
 
 def _evenly(
@@ -262,69 +330,52 @@ def _evenly(
     ]
 
 
-def _of_entries(several: Sequence[Values]) -> Values:
-    """What backward passes left and calls handed on of some entries; what was there before."""
-    found: Values = {}
-    for name in dict.fromkeys(name for v in several for name in v if is_of_entries(name)):
-        with_entries = [v[name] for v in several if name in v]
-        if len({entries.shape for entries in with_entries}) == 1:
-            found[name] = with_entries[0] if is_now(name) else sum(with_entries, np.zeros(1))
-    foreign = [float(v["foreign"]) for v in several if "foreign" in v]
-    if foreign:
-        found["foreign"] = np.array(sum(foreign))
-    return found
-
-
-def _of_blocks(several: Sequence[Values], groups: int) -> Values:
-    """Scales of every row and group, relative to one number for all."""
-    pivots = [float(v["scale_pivot"].reshape(-1)[0]) for v in several if v["scale_pivot"].size]
+def _blocks(
+    several: Sequence[Blocks[Array]], seen: Sequence[Sampled], generator: np.random.Generator
+) -> Blocks[Array]:
+    """Scales of every row and group, relative to one number for all; of some, of which row."""
+    groups = several[0].groups
+    pivots = [float(own.pivot.reshape(-1)[0]) for own in several if own.pivot.size]
     pivot = pivots[0] if pivots else 0.0
     sums, norms = [], []
-    for values in several:
-        own = float(values["scale_pivot"].reshape(-1)[0]) if values["scale_pivot"].size else pivot
-        off, shifted = own - pivot, values["scale_sums"]
-        sums.append(shifted + groups * off)
-        squares = values["scale_norms"] ** 2 + 2 * off * shifted + groups * off**2
+    for own in several:
+        off = (float(own.pivot.reshape(-1)[0]) if own.pivot.size else pivot) - pivot
+        sums.append(own.sums + groups * off)
+        squares = own.norms**2 + 2 * off * own.sums + groups * off**2
         norms.append(np.sqrt(np.maximum(squares, 0.0)))
-    return {
-        "scale_pivot": np.array([[pivot]]),
-        "scale_sums": np.concatenate(sums),
-        "scale_norms": np.concatenate(norms),
-    }
-
-
-def _entry_rows(layer: LayerPart) -> Index:
-    rows = layer.looked.entry_rows
-    if rows is not None:
-        return rows
-    return np.arange(layer.looked.rows_seen * layer.looked.groups) // layer.looked.groups
-
-
-def _entries(parts: Sequence[LayerPart], generator: np.random.Generator) -> tuple[Index, Array]:
-    """Some scales of blocks, and of which row each is."""
-    starts = np.cumsum([0, *(part.looked.rows_seen for part in parts)])
-    rows = [_entry_rows(part) for part in parts]
-    sizes = [float(part.looked.rows_seen * part.looked.groups) for part in parts]
-    places = _evenly([len(own) for own in rows], sizes, generator)
-    return (
-        np.concatenate(
-            [own[at] + start for own, at, start in zip(rows, places, starts, strict=False)]
-        ),
-        np.concatenate(
-            [p.values["scale_entries_of_rows"][at] for p, at in zip(parts, places, strict=True)]
-        ),
+    starts = np.cumsum([0, *(rows.seen for rows in seen)])
+    entry_rows = [own.rows_of_entries(rows.seen) for own, rows in zip(several, seen, strict=True)]
+    sizes = [float(rows.seen * groups) for rows in seen]
+    places = _evenly([len(of) for of in entry_rows], sizes, generator)
+    chosen = zip(entry_rows, places, starts, strict=False)
+    return Blocks(
+        groups,
+        pivot=np.array([[pivot]]),
+        sums=np.concatenate(sums),
+        norms=np.concatenate(norms),
+        largest=np.concatenate([own.largest for own in several]),
+        entries=np.concatenate([own.entries[at] for own, at in zip(several, places, strict=True)]),
+        entry_rows=np.concatenate([of[at] + start for of, at, start in chosen]),
     )
 
 
-def _common(several: Sequence[Values], looked: Sequence[Looked], values: Values) -> Values:
+def _common(
+    several: Sequence[Common[Array]], rows: Sequence[Sampled], is_active: Bool[np.ndarray, " rows"]
+) -> Common[Array]:
     """φ_r·Σ_k φ_k of every row, as far as the processes' own sums tell it.
 
     Of the rows of other processes only the sum is known: what a row has in common with them is
     taken to be what it has in common with its own; the sum over all rows is what it is.
     """
-    count, seen, squares = np.array([v["common_of"] for v in several]).T
-    sums = np.stack([v["common_sum"] for v in several])
-    total = np.array([float(x.rows_total) for x in looked])
+    norms = np.concatenate([common.norms for common in several])
+    products = np.concatenate([common.products for common in several])
+    known, of_each = _every(x.counted for x in several), _every(x.sum for x in several)
+    if known is None or of_each is None:
+        return Common(products, norms)
+    count = np.array([float(of.active) for of in known])
+    seen = np.array([float(of.seen) for of in known])
+    squares = np.array([of.squares for of in known])
+    sums, total = np.stack(of_each), np.array([float(x.total) for x in rows])
     with np.errstate(divide="ignore", invalid="ignore"):
         active = np.where(seen > 0, total * count / seen, 0.0)
         means = np.where(count[:, None] > 0, sums / count[:, None], 0.0)
@@ -336,12 +387,44 @@ def _common(several: Sequence[Values], looked: Sequence[Looked], values: Values)
         within = (active * (active - 1) * alone)[active > 1].sum()
         n_all = active.sum()
         pairs = (across + within) / (n_all * (n_all - 1)) if n_all > 1 else 0.0
-    is_active = values["products"][:, 0, 0] != 0
-    own_squares = values["weight_norms"] ** 2
+    own_squares = norms**2
     n = is_active.sum()
     factors = [(n - 1) / (c - 1) if c > 1 else 0.0 for c in count]
-    lengths = [len(v["common"]) for v in several]
-    products = (values["common"] - own_squares) * np.repeat(factors, lengths) + own_squares
+    lengths = [len(common.products) for common in several]
+    products = (products - own_squares) * np.repeat(factors, lengths) + own_squares
     whole = pairs * n * (n - 1) + own_squares[is_active].sum()
-    products = products + (whole - products[is_active].sum()) / max(n, 1)
-    return {"common": products}
+    return Common(products + (whole - products[is_active].sum()) / max(n, 1), norms)
+
+
+def in_units(layer: Layer, factor: float) -> Layer:
+    """The numbers with G in the units of the optimizer's gradient.
+
+    Args:
+        layer: with G as the backward passes left it.
+        factor: ‖gradient the optimizer saw‖ / ‖gradient that backward left‖; NaN if unknown.
+    """
+    c = 1.0 if math.isnan(factor) else factor
+    place = {vector: i for i, vector in enumerate(layer.vectors)}
+    products, realised = layer.products.copy(), layer.realised
+    G, e = place[Vector.G], place[Vector.E]
+    if Vector.REST in place:  # e − D G, which depends on the units
+        if Vector.OWN in place:
+            own = place[Vector.OWN]
+            own_e, own_own = products[:, own, e], products[:, own, own]
+        else:
+            assert layer.scale is not None
+            own_e, own_own = layer.scale * products[:, G, e], layer.scale**2 * products[:, G, G]
+        squares = products[:, e, e] - 2 * c * own_e + c**2 * own_own
+        products[:, place[Vector.REST], place[Vector.REST]] = np.maximum(squares, 0.0)
+    _scaled(products, [place[v] for v in (Vector.G, Vector.OWN) if v in place], c)
+    if realised is not None:
+        realised = realised.copy()
+        _scaled(realised, [Moved.G], c)
+    evidence = replace(layer.evidence, factor=np.array(factor))
+    return replace(layer, products=products, realised=realised, evidence=evidence)
+
+
+def _scaled(products: Array, places: Sequence[int], factor: float) -> None:
+    for place in places:
+        products[:, place, :] *= factor
+        products[:, :, place] *= factor

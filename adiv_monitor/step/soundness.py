@@ -4,10 +4,9 @@ Its types are those of a `Part` (`messages.py`). But its numbers index each othe
 there are of others; whether these are like other processes' is asked when they are put together.
 """
 
-from adiv_monitor.maths.readings import REALISED
+from adiv_monitor.maths.sums import Array, Blocks, LayerSums, Moved, Vector
 from adiv_monitor.step.messages import Malformed
-from adiv_monitor.step.part import LayerPart, Part
-from adiv_monitor.step.rows_together import OF_ROWS
+from adiv_monitor.step.part import Part
 
 
 def check(part: Part) -> None:
@@ -17,7 +16,7 @@ def check(part: Part) -> None:
         Malformed: it is not.
     """
     for path, layer in part.layers.items():
-        if layer.looked.path != path or not _is_sound(layer):
+        if not _is_sound(layer):
             raise Malformed(f"layer '{path}' has not as many numbers as it says")
     if part.attended.keys() != part.attention.keys():
         raise Malformed("attentions without their numbers")
@@ -29,28 +28,30 @@ def check(part: Part) -> None:
             raise Malformed(f"attention '{path}' has not as many numbers as it says")
 
 
-def _is_sound(layer: LayerPart) -> bool:
-    looked, values, drawn = layer.looked, layer.values, layer.draw
-    seen, entries = looked.rows_seen, values.get("scale_entries_of_rows")
-    of_rows = {name: values[name] for name in OF_ROWS if name in values}
-    sizes = {"products": len(looked.vectors), "realised": len(REALISED)}
-    columns = {name: (size * (size + 1) // 2,) for name, size in sizes.items()}
+def _is_sound(layer: LayerSums[Array]) -> bool:
+    rows, blocks, common = layer.rows, layer.blocks, layer.common
+    of_rows = [
+        *(rows.keys, layer.scale),
+        *(() if blocks is None else (blocks.sums, blocks.norms, blocks.largest)),
+        *(() if common is None else (common.products, common.norms)),
+    ]
+    pairs = (layer.products, len(layer.vectors)), (layer.realised, len(Moved))
+    has_own, has_rest = (vector in layer.vectors for vector in (Vector.OWN, Vector.REST))
     return (
-        0 <= seen <= looked.rows_total
-        and looked.groups > 0
-        and drawn is not None
-        and drawn.keys.shape == (seen,)
-        and "gamma_gamma" in layer.dots
-        and "products" in values
-        and all(array.shape == (seen, *columns.get(n, ())) for n, array in of_rows.items())
-        and ("scale_pivot" in values) == (entries is not None)
-        and (entries is None or _has_rows(layer, len(entries) if entries.ndim == 1 else -1))
+        0 <= rows.seen <= rows.total
+        and rows.keys is not None
+        and layer.parameters is not None
+        and all(of is None or of.shape == (rows.seen,) for of in of_rows)
+        and all(of is None or of.shape == (rows.seen, k * (k + 1) // 2) for of, k in pairs)
+        and has_own == (blocks is not None)
+        and has_rest == (blocks is not None or layer.scale is not None)
+        and (blocks is None or (blocks.groups > 0 and _has_rows(blocks, rows.seen)))
     )
 
 
-def _has_rows(layer: LayerPart, count: int) -> bool:
-    """Whether so many scales are each of one of the layer's rows."""
-    looked, rows = layer.looked, layer.looked.entry_rows
+def _has_rows(blocks: Blocks[Array], seen: int) -> bool:
+    """Whether the scales are each of one of so many rows."""
+    rows, count = blocks.entry_rows, len(blocks.entries) if blocks.entries.ndim == 1 else -1
     if rows is None:
-        return count == looked.rows_seen * looked.groups
-    return rows.shape == (count,) and bool(((rows >= 0) & (rows < looked.rows_seen)).all())
+        return count == seen * blocks.groups
+    return rows.shape == (count,) and bool(((rows >= 0) & (rows < seen)).all())

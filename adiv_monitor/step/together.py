@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from adiv_monitor.capture.sampling import Draw, draw, winners
+from adiv_monitor.maths.sums import Array, Dealt, LayerSums
 from adiv_monitor.step import rows_together
 from adiv_monitor.step.attention_together import attention_together
 from adiv_monitor.step.gradient_check import (
@@ -23,7 +24,7 @@ from adiv_monitor.step.gradient_check import (
     contributed,
     since_backward,
 )
-from adiv_monitor.step.part import Dealt, Facts, LayerPart, Part
+from adiv_monitor.step.part import Facts, Part
 
 Generator = np.random.Generator
 
@@ -42,19 +43,22 @@ def prepared(
     """
     layers = {}
     for path, layer in part.layers.items():
-        looked, dealt = layer.looked, layer.looked.dealt
-        seen, total = (dealt or looked).rows_seen, (dealt or looked).rows_total
+        dealt = layer.rows.dealt
+        seen, total = (dealt or layer.rows).seen, (dealt or layer.rows).total
         alike = generator if dealt is None else _chance_of_all(step, dealt, path)
         chosen = draw(total, None if max_rows is None else seen, np.inf, alike)
+        keys, bound = chosen.keys, chosen.bound
         if dealt is not None:
-            chosen = Draw(None, chosen.keys[dealt.place :: dealt.count], chosen.bound)
-        layer = replace(layer, values=rows_together.with_common(layer.values), draw=chosen)
+            keys = keys[dealt.place :: dealt.count]
+        layer = rows_together.counted(layer)
         if max_rows is not None and total:
             # More than this share of the sample is not one process's, or group's, but by chance.
             share = max_rows / processes * (1 if dealt is None else dealt.count)
-            bound = min(chosen.bound, (share + 4 * math.sqrt(share)) / total)
-            layer = _kept(replace(layer, draw=replace(chosen, bound=bound)), bound)
-        layers[path] = replace(layer, values=rows_together.packed(layer.values))
+            bound = min(bound, (share + 4 * math.sqrt(share)) / total)
+        layer = replace(layer, rows=replace(layer.rows, keys=keys, bound=bound))
+        kept = None if max_rows is None else winners([Draw(None, keys, bound)], None)[0]
+        layer = layer if kept is None else rows_together.pick(layer, kept)
+        layers[path] = rows_together.packed(layer)
     return replace(part, layers=layers)
 
 
@@ -105,7 +109,8 @@ def together(
     if missing and not _make_up_the_gradient(layers):
         here = ", ".join(map(str, ranks))
         notes.insert(0, f"Rows of process {here} alone: {processes} processes train together.")
-    _to_units(layers, first.facts.gradient_scale, processes, rows_lost, missing=missing)
+    scale = first.facts.gradient_scale
+    layers = _in_units(layers, scale, processes, rows_lost, missing=missing)
     changes = [part.loss_change for part in several if part.loss_change is not None]
     unmeasured = _fewest([part.unmeasured for part in several])
     recovered = sum(first.unmeasured.values()) - sum(
@@ -128,6 +133,7 @@ def together(
     return attention_together(whole, several, generator), ranks
 
 
+_OF_PARAMETERS = ("parameter_cosine", "projection_cosine", "applied_cosine", "descent")
 _INCOMPLETE = (
     "its rows were dealt out among processes that compute it together (tensor parallelism), one of "
     "which failed"
@@ -140,7 +146,7 @@ def _layer_together(
     processes: int,
     max_rows: int | None,
     generator: Generator,
-) -> tuple[LayerPart | None, bool]:
+) -> tuple[LayerSums[Array] | None, bool]:
     """A layer of all processes, None if it can't be put together; and whether no rows are lost."""
     own = [part.layers[path] for part in several if path in part.layers]
     alike = [layer for layer in own if rows_together.is_alike(own[0], layer)]
@@ -148,16 +154,27 @@ def _layer_together(
     alike = rows_together.once(alike)
     if not alike:
         return None, False
-    layer = rows_together.layer_together(alike, max_rows, generator)
-    if layer.looked.shares and len(alike) < processes:
-        layer.looked.without_parameters()
+    layer = rows_together.merge(alike, max_rows, generator)
+    if layer.dots.partial and len(alike) < processes:
+        layer = _without_parameters(layer)
     return layer, is_whole
 
 
-def _facts_together(several: Sequence[Part], layers: Mapping[str, LayerPart]) -> Facts:
+def _without_parameters(layer: LayerSums[Array]) -> LayerSums[Array]:
+    """Parts of the parameters are missing: rows alone speak, and not of these."""
+    seen, about = layer.evidence, layer.about
+    undefined = (*about.undefined, *_OF_PARAMETERS)
+    return replace(
+        layer,
+        about=replace(about, undefined=undefined),
+        evidence=replace(seen, reason=seen.reason or "processes"),
+    )
+
+
+def _facts_together(several: Sequence[Part], layers: Mapping[str, LayerSums[Array]]) -> Facts:
     """What one says of its parameters holds for all; of parts of them, each knows its own."""
     told = [part for part in several if part.layers] or [several[0]]
-    if not any(layer.looked.shares for layer in layers.values()):
+    if not any(layer.dots.partial for layer in layers.values()):
         told = told[:1]
     return replace(
         told[0].facts,
@@ -175,15 +192,10 @@ def _with_applied(part: Part) -> Part:
         return part
     layers = {}
     for path, layer in part.layers.items():
-        dots, same = layer.dots, {"a_a": "w_w", "a_w": "w_w", "a_gamma": "w_gamma"}
-        layers[path] = replace(layer, dots=dots | {a: dots[w] for a, w in same.items()})
+        dots = layer.dots
+        applied = replace(dots, a_a=dots.w_w, a_w=dots.w_w, a_gamma=dots.w_gamma)
+        layers[path] = replace(layer, parameters=applied)
     return replace(part, layers=layers, facts=replace(facts, has_applied=True))
-
-
-def _kept(layer: LayerPart, bound: float) -> LayerPart:
-    assert layer.draw is not None
-    kept = winners([replace(layer.draw, bound=bound)], None)[0]
-    return layer if kept is None else rows_together.pick(layer, kept)
 
 
 def _trains_with(first: Part, other: Part) -> bool:
@@ -193,75 +205,83 @@ def _trains_with(first: Part, other: Part) -> bool:
     common = [
         path
         for path, layer in first.layers.items()
-        if path in other.layers and not layer.looked.shares
+        if path in other.layers and not layer.dots.partial
     ]
-    pairs = [[part.layers[p].dots["gamma_gamma"] for p in common] for part in (first, other)]
+    pairs = [[part.layers[p].dots.gamma_gamma for p in common] for part in (first, other)]
     mine, others = (np.array(pair) for pair in pairs)
-    rounding = np.array([first.layers[p].looked.rounding for p in common])
+    rounding = np.array([first.layers[p].evidence.rounding for p in common])
     larger = np.maximum(mine, others)
     with np.errstate(invalid="ignore"):
         differ = np.abs(mine - others) > LIKENESS_TOLERANCE * larger
     return not bool((differ & (larger > rounding**2)).any())
 
 
-def _make_up_the_gradient(layers: Mapping[str, LayerPart]) -> bool:
+def _make_up_the_gradient(layers: Mapping[str, LayerSums[Array]]) -> bool:
     """Whether the rows that are here do: then other processes have none that add to it.
 
     They train something else, or have no rows in this step. As far as some entries tell.
     """
-    rests = [by_entries(x.values, x.looked.rounding)[1] for x in layers.values()]
+    rests = [by_entries(layer.evidence)[1] for layer in layers.values()]
     known = [rest for rest in rests if not math.isnan(rest)]
     return bool(known) and max(known) <= LARGEST_REST
 
 
-def _to_units(
-    layers: dict[str, LayerPart],
+def _in_units(
+    layers: Mapping[str, LayerSums[Array]],
     gradient_scale: float,
     processes: int,
     rows_lost: set[str],
     *,
     missing: bool,
-) -> None:
-    """Bring the rows of every layer to the units of the gradient that the optimizer saw.
+) -> dict[str, LayerSums[Array]]:
+    """The layers with rows in the units of the gradient that the optimizer saw.
 
     By what became of some entries of the gradients that the backward passes left: their sum over
     the processes, times a factor, is what the optimizer saw, if no rows are missing.
     """
     factors: dict[str, float] = {}
+    reasons: dict[str, str] = {}
     for path, layer in layers.items():
-        factor, rest = by_entries(layer.values, layer.looked.rounding)
+        seen = layer.evidence
+        factor, rest = by_entries(seen)
         if rest <= LARGEST_REST or not (missing or path in rows_lost):
             factors[path] = factor / gradient_scale
-            reason = contributed(layer.values, layer.looked, tolerance=LARGEST_REST)
+            reason = contributed(seen, tolerance=LARGEST_REST)
         else:
             reason = "processes"
-        layer.looked.from_rows = layer.looked.from_rows or reason
+        reasons[path] = seen.reason or reason
     known = [factor for factor in factors.values() if math.isfinite(factor)]
     agreed = math.nan
     if known and max(known) - min(known) <= LIKENESS_TOLERANCE * max(known):
         agreed = known[0]
+    for path in layers:
+        if math.isnan(factors.get(path, math.nan)):
+            # Entries that are all zero tell nothing; nor do they without others.
+            factors[path] = 1 / processes if missing and math.isnan(agreed) else agreed
+    averaged = _averaged(layers, factors, gradient_scale)
+    found = {}
     for path, layer in layers.items():
-        factor = factors.get(path, math.nan)
-        if math.isnan(factor):  # entries that are all zero tell nothing; nor do they without others
-            factor = 1 / processes if missing and math.isnan(agreed) else agreed
-        layer.values = rows_together.in_units(layer, factor)
-    _tell_averaged(layers, gradient_scale)
+        moved = rows_together.in_units(layer, factors[path])
+        seen = replace(moved.evidence, reason=reasons[path], averaged=averaged[path])
+        found[path] = replace(moved, evidence=seen)
+    return found
 
 
-def _tell_averaged(layers: Mapping[str, LayerPart], gradient_scale: float) -> None:
+def _averaged(
+    layers: Mapping[str, LayerSums[Array]], factors: Mapping[str, float], gradient_scale: float
+) -> dict[str, float]:
     """Part of a factor is what backward passes do themselves: they average over processes.
 
     That is not what became of the gradient after them. Of most layers it is seen, and of the others
     it is the same.
     """
-    averaged = {}
-    for path, layer in layers.items():
-        whole = float(layer.values["gradient_factor"]) * gradient_scale
-        averaged[path] = whole / (since_backward(layer.values) or math.nan)
+    averaged = {
+        path: factors[path] * gradient_scale / (since_backward(layer.evidence) or math.nan)
+        for path, layer in layers.items()
+    }
     known = [share for share in averaged.values() if math.isfinite(share)]
-    for path, layer in layers.items():
-        share = averaged[path] if math.isfinite(averaged[path]) else (known or [1.0])[0]
-        layer.values["averaged"] = np.array(share)
+    usual = (known or [1.0])[0]
+    return {p: share if math.isfinite(share) else usual for p, share in averaged.items()}
 
 
 def _losses_together(several: Sequence[Mapping[int, float]]) -> dict[int, float]:
@@ -283,7 +303,7 @@ def _fewest(several: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _unsupported(
-    several: Sequence[Part], layers: Mapping[str, LayerPart], rows_lost: set[str]
+    several: Sequence[Part], layers: Mapping[str, LayerSums[Array]], rows_lost: set[str]
 ) -> dict[str, str]:
     """Why there is no reading: what some process says, unless another has one."""
     found = {path: why for part in several for path, why in part.unsupported.items()}

@@ -1,57 +1,92 @@
 """From the device to the host: everything of a step at once."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Generic
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from adiv_monitor.maths.readings import Array
+from adiv_monitor.capture.updates import PieceNumbers
+from adiv_monitor.maths.records import leaves, mapped
+from adiv_monitor.maths.sums import Array, LayerSums, T
 
-Outer = TypeVar("Outer", str, int)
-Inner = TypeVar("Inner", str, int)
+
+@dataclass(slots=True, eq=False)
+class Flags(Generic[T]):
+    """Of the step as a whole.
+
+    Attributes:
+        gradient_scale: what a fused optimizer divided the gradients by.
+        gradient_changed: the optimizer changed `.grad` during its step.
+        skipped: > 0: a fused optimizer found inf and did nothing.
+        moved: the optimizer moved the weights before the gradient was there.
+        loss_change: how the loss really changed.
+        loss_changes: of every sample.
+    """
+
+    gradient_scale: T | None = None
+    gradient_changed: T | None = None
+    skipped: T | None = None
+    moved: T | None = None
+    loss_change: T | None = None
+    loss_changes: T | None = None
 
 
-class Transfer:
-    """Collects tensors, then brings them over by one transfer per device."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSums(Generic[T]):
+    """All numbers of a step.
 
-    def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
-        self._arrays: list[Array] = []
+    Attributes:
+        layers: by path.
+        flags: of the step as a whole.
+        products: numbers that add up to dot products of the parameters.
+        norms: norms whose squares add up to such; once on the host, they are in `products`.
+        attention: by path and name.
+    """
 
-    def add(self, named: Mapping[Outer, Mapping[Inner, Tensor]]) -> dict[Outer, dict[Inner, int]]:
-        """Take these along; gives the places under which `get` finds them."""
-        places: dict[Outer, dict[Inner, int]] = {}
-        for key, tensors in named.items():
-            first = len(self._tensors)
-            self._tensors += tensors.values()
-            places[key] = {name: first + i for i, name in enumerate(tensors)}
-        return places
+    layers: dict[str, LayerSums[T]]
+    flags: Flags[T]
+    products: PieceNumbers[T]
+    norms: PieceNumbers[T]
+    attention: dict[str, dict[str, T]]
 
-    def run(self) -> None:
-        """Bring everything over, as float64 arrays of the same shapes."""
-        self._arrays = [np.empty(0)] * len(self._tensors)
-        by_device: dict[torch.device, list[int]] = defaultdict(list)
-        for i, tensor in enumerate(self._tensors):
-            by_device[tensor.device].append(i)
-        for places in by_device.values():
-            tensors = [self._tensors[i] for i in places]
-            numbers = _packed(tensors)
-            end = 0
-            for i, tensor in zip(places, tensors, strict=True):
-                start, end = end, end + tensor.numel()
-                self._arrays[i] = numbers[start:end].reshape(tensor.shape)
-        self._tensors.clear()
 
-    def get(self, places: Mapping[Outer, Mapping[Inner, int]]) -> dict[Outer, dict[Inner, Array]]:
-        """What stood at these places."""
-        return {
-            key: {name: self._arrays[place] for name, place in named.items()}
-            for key, named in places.items()
-        }
+def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
+    """The same on the host, with the squares of norms among the products."""
+    arrays = iter(_fetched([tensor for _, tensor in leaves(step)]))
+    found: StepSums[Array] = mapped(step, lambda _: next(arrays))
+    for field in fields(found.norms):
+        norms: dict[int, Array] = getattr(found.norms, field.name)
+        getattr(found.products, field.name).update({key: part**2 for key, part in norms.items()})
+    return found
+
+
+def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
+    """The numbers of all these, end to end, by one transfer from each device."""
+    arrays = iter(_fetched([value for value in values if isinstance(value, Tensor)]))
+    found: list[float] = []
+    for value in values:
+        found += next(arrays).reshape(-1).tolist() if isinstance(value, Tensor) else [value]
+    return found
+
+
+def _fetched(tensors: Sequence[Tensor]) -> list[Array]:
+    """Float64 arrays of the same shapes, by one transfer from each device."""
+    arrays: list[Array] = [np.empty(0)] * len(tensors)
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        by_device[tensor.device].append(i)
+    for places in by_device.values():
+        numbers = _packed([tensors[i] for i in places])
+        end = 0
+        for i in places:
+            start, end = end, end + tensors[i].numel()
+            arrays[i] = numbers[start:end].reshape(tensors[i].shape)
+    return arrays
 
 
 def _packed(tensors: list[Tensor]) -> Array:
@@ -61,50 +96,3 @@ def _packed(tensors: list[Tensor]) -> Array:
         return flat.cpu().numpy().astype(np.float64)
     except torch.OutOfMemoryError:  # on the device; one by one there is nothing to make room for
         return np.concatenate([part.cpu().double().numpy().reshape(-1) for part in tensors])
-
-
-def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
-    """The numbers of all these, end to end, by one transfer from each device."""
-    transfer = Transfer()
-    tensors = {i: value for i, value in enumerate(values) if isinstance(value, Tensor)}
-    places = transfer.add({"": tensors})
-    transfer.run()
-    arrays = transfer.get(places)[""]
-    found: list[float] = []
-    for i, value in enumerate(values):
-        found += [value] if not isinstance(value, Tensor) else arrays[i].reshape(-1).tolist()
-    return found
-
-
-def fetch(
-    layers: Mapping[str, Mapping[str, Tensor]],
-    flags: Mapping[str, Tensor],
-    products: Mapping[str, Mapping[int, Tensor]],
-    norms: Mapping[str, Mapping[int, Tensor]],
-    attention: Mapping[str, Mapping[str, Tensor]],
-) -> tuple[
-    dict[str, dict[str, Array]],
-    dict[str, Array],
-    dict[str, dict[int, Array]],
-    dict[str, dict[str, Array]],
-]:
-    """Numbers of every layer, of the step as a whole, of the parameters, and of attentions.
-
-    Args:
-        layers: by path and name.
-        flags: by name.
-        products: by name and id of a parameter, numbers that add up to a dot product.
-        norms: the same as norms, whose squares add up to it; the squares are taken here.
-        attention: by path and name.
-    """
-    transfer = Transfer()
-    of_layers = transfer.add(layers)
-    of_step = transfer.add({"": flags})
-    of_parameters, of_norms = transfer.add(products), transfer.add(norms)
-    of_attention = transfer.add(attention)
-    transfer.run()
-    found = transfer.get(of_parameters)
-    for name, parts in transfer.get(of_norms).items():
-        found.setdefault(name, {}).update({key: part**2 for key, part in parts.items()})
-    layers_found, step_found = transfer.get(of_layers), transfer.get(of_step)[""]
-    return layers_found, step_found, found, transfer.get(of_attention)

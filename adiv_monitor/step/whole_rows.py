@@ -22,8 +22,8 @@ from adiv_monitor.capture.split_calls import COLUMNS, SAME, SUM, Split
 from adiv_monitor.capture.weights.shards import Peers
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import to_device
+from adiv_monitor.maths.sums import Dealt
 from adiv_monitor.step.collectives import Agree, Collectives
-from adiv_monitor.step.part import Dealt
 
 NOT_ALIKE = (
     "the processes that compute it together (tensor parallelism) have not all looked at the same "

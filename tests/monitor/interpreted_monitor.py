@@ -19,6 +19,8 @@ from adiv_monitor.features.whole import squares, squares_and_sum
 from adiv_monitor.kernels import looks, moments, products, steps, totals
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import dots
+from adiv_monitor.maths.records import leaves
+from adiv_monitor.maths.sums import Vector
 from adiv_monitor.maths.totals import _of_stacked
 from adiv_monitor.step.row_vectors import RowVectors, _fused, _plain
 
@@ -222,9 +224,11 @@ def test_row_products(case: str, bias: bool, stepped: bool) -> None:
     rows = RowVectors(torch.randn(count, width), factor, z, change(), change() if stepped else None)
     found, expected = _fused(rows, features), _plain(rows, features)
     assert found is not None and found.vectors == expected.vectors
-    assert found.values.keys() == expected.values.keys()
-    for name, value in expected.values.items():
-        close(found.values[name], value, 2e-6)
+    close(found.products, expected.products, 2e-6)
+    assert (found.of_groups is None) == (expected.of_groups is None) == (groups == 1)
+    if found.of_groups is not None and expected.of_groups is not None:
+        for value, other in zip(found.of_groups, expected.of_groups, strict=True):
+            close(value, other, 2e-6)
     close(found.scale, expected.scale)
     close(found.weight_norms, features.weight_norms())
 
@@ -237,8 +241,8 @@ def test_a_small_rest_is_not_lost() -> None:
     rows = RowVectors(G, None, torch.randn(4, 50), (e, None))
     found, expected = _fused(rows, DenseFeatures(phi)), _plain(rows, DenseFeatures(phi))
     assert found is not None
-    at = found.vectors.index("rest")
-    close(found.values["products"][:, at, at], expected.values["products"][:, at, at], 1e-3)
+    at = found.vectors.index(Vector.REST)
+    close(found.products[:, at, at], expected.products[:, at, at], 1e-3)
 
 
 def test_nan_stays_in_its_row() -> None:
@@ -246,9 +250,11 @@ def test_nan_stays_in_its_row() -> None:
     phi[2, 3] = math.nan
     rows = RowVectors(*(torch.randn(4, 6), None, torch.randn(4, 6)), (torch.randn(4, 6), None))
     found, expected = _fused(rows, DenseFeatures(phi)), _plain(rows, DenseFeatures(phi))
-    assert found is not None
-    for name, value in expected.values.items():
-        torch.testing.assert_close(found.values[name], value, equal_nan=True)
+    assert found is not None and found.of_groups is not None and expected.of_groups is not None
+    for value, other in zip(
+        (found.products, *found.of_groups), (expected.products, *expected.of_groups), strict=True
+    ):
+        torch.testing.assert_close(value, other, equal_nan=True)
 
 
 def test_what_is_not_plain_is_not_fused() -> None:
@@ -275,10 +281,9 @@ def test_totals(count: int, bias: float | str) -> None:
     found = _of_stacked(weight, several, square)
     with plain():
         expected = _of_stacked(weight, several, square)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        torch.testing.assert_close(found[name], value, equal_nan=True)
+    for (name, value), (other, told) in zip(leaves(expected), leaves(found), strict=True):
+        assert name == other and told.dtype == value.dtype
+        torch.testing.assert_close(told, value, equal_nan=True)
 
 
 def test_totals_of_very_many_rows_are_plain() -> None:
@@ -290,8 +295,9 @@ def test_totals_of_very_many_rows_are_plain() -> None:
 
 def test_scales_that_are_all_the_same_have_no_spread() -> None:
     found = _of_stacked(torch.full((1, 300), 0.3), 1.0, torch.rand(1, 300) + 1)
-    assert found["scale_deviation"].item() == 0
-    assert _of_stacked(torch.tensor([[1.0, math.nan]]), 0.0, torch.ones(1, 2))["scale_max"].isnan()
+    assert found.scales is not None and found.scales.deviation.item() == 0
+    found = _of_stacked(torch.tensor([[1.0, math.nan]]), 0.0, torch.ones(1, 2))
+    assert found.scales is not None and found.scales.largest.isnan()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

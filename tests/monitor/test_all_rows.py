@@ -1,5 +1,7 @@
 """Sums over all rows: of layers that are alike together, each gets its own."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,8 @@ from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.maths import totals
+from adiv_monitor.maths.records import leaves
+from adiv_monitor.maths.sums import ScaleTotals, Totals
 from adiv_monitor.maths.totals import MOST_ENTRIES, AllRows
 
 ROWS = 50
@@ -24,20 +28,23 @@ def layer(seed: int, rows: int = ROWS, *, bias: float | None = 1.0) -> AllRows:
     return AllRows(weight, positive() if bias is None else bias, square)
 
 
-def by_hand(rows: AllRows) -> dict[str, float]:
-    """As the docstring of `sums` says."""
+def by_hand(rows: AllRows) -> Totals[float]:
+    """As `Totals` says."""
     active = rows.square != 0
     scale, square = (rows.weight_square + rows.bias_square)[active], rows.square[active]
-    return {
-        "active": active.sum().item(),
-        "G_G": square.sum().item(),
-        "own_G": (scale * square).sum().item(),
-        "own_own": (scale**2 * square).sum().item(),
-        "scale_sum": scale.sum().item(),
-        "scale_deviation": (scale - scale.mean()).square().sum().sqrt().item(),
-        "scale_max": scale.max().item(),
-        "weight_squares": rows.weight_square.sum().item(),
-    }
+    return Totals(
+        active=active.sum().item(),
+        G_G=square.sum().item(),
+        own_G=(scale * square).sum().item(),
+        own_own=(scale**2 * square).sum().item(),
+        scales=ScaleTotals(
+            sum=scale.sum().item(),
+            deviation=(scale - scale.mean()).square().sum().sqrt().item(),
+            largest=scale.max().item(),
+            entries=math.nan,
+        ),
+        weight_squares=rows.weight_square.sum().item(),
+    )
 
 
 @pytest.mark.parametrize("bias", [0.0, 2.5, None])
@@ -47,7 +54,7 @@ def test_every_layer_gets_its_own(bias: float | None, monkeypatch: pytest.Monkey
     stacked: list[int] = []
     real = totals._of_stacked
 
-    def counted(weight_square: Tensor, *rest: Tensor | float) -> dict[str, Tensor]:
+    def counted(weight_square: Tensor, *rest: Tensor | float) -> Totals[Tensor]:
         stacked.append(len(weight_square))
         return real(weight_square, *rest)  # type: ignore[arg-type]
 
@@ -55,12 +62,15 @@ def test_every_layer_gets_its_own(bias: float | None, monkeypatch: pytest.Monkey
     found = totals.sums(layers, np.random.default_rng(0))
     assert sorted(stacked) == [1, 4]  # where that fails, they are looked at one by one
     for path, rows in layers.items():
-        for name, value in by_hand(rows).items():
-            assert found[path][name].shape == (1,)
-            assert found[path][name].item() == pytest.approx(value, rel=1e-12), name
+        expected = by_hand(rows)
+        for (name, value), (other, told) in zip(leaves(expected), leaves(found[path]), strict=True):
+            assert name == other
+            if name != "scales.entries":
+                assert told.shape == (1,)
+                assert told.item() == pytest.approx(value, rel=1e-12), name
         scale = rows.weight_square + rows.bias_square
-        expected = torch.where(rows.square != 0, scale, torch.nan)
-        torch.testing.assert_close(found[path]["scale_entries"], expected, equal_nan=True)
+        entries = torch.where(rows.square != 0, scale, torch.nan)
+        torch.testing.assert_close(found[path].scales.entries, entries, equal_nan=True)
 
 
 def test_of_very_many_scales_some_are_told() -> None:
@@ -68,7 +78,7 @@ def test_of_very_many_scales_some_are_told() -> None:
     rows = layer(0, 3 * MOST_ENTRIES)
     generator = np.random.default_rng(0)
     first, second = (
-        totals.sums({"": rows}, generator)[""]["scale_entries"].nan_to_num(-1) for _ in range(2)
+        totals.sums({"": rows}, generator)[""].scales.entries.nan_to_num(-1) for _ in range(2)
     )
     scale = torch.where(rows.square != 0, rows.weight_square + 1, -1)
     for entries in (first, second):
@@ -83,7 +93,7 @@ def test_of_very_many_scales_some_are_told() -> None:
 def test_a_layer_whose_sums_fail_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     real = totals._of_stacked
 
-    def breaks(weight_square: Tensor, *rest: Tensor | float) -> dict[str, Tensor]:
+    def breaks(weight_square: Tensor, *rest: Tensor | float) -> Totals[Tensor]:
         if (weight_square == 0).any():  # a row of zeros, which only the first layer has
             raise RuntimeError("no sums")
         return real(weight_square, *rest)  # type: ignore[arg-type]

@@ -6,24 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from adiv_monitor.maths.sums import Array, Evidence
 from adiv_monitor.step.gradient_check import (
     LARGEST_REST,
     as_multiple,
     by_entries,
     contributed,
-    is_judged,
-    is_now,
-    is_of_entries,
     speaks_against,
 )
-from adiv_monitor.step.part import Looked
-
-Values = dict[str, np.ndarray]
 
 GAMMA = np.array([3.0, -4.0, 12.0, 0.5, -1.5, 2.0, 7.0, -2.5, 1.0, 6.0])
 SHORT = GAMMA[:8]
 SQUARE = float(GAMMA @ GAMMA)
-SEEN = Looked("layer", "linear", [0], False, 4, 4, 1, 1e-7, "")
+SEEN: Evidence[Array] = Evidence(precision=1e-7)
 # As large as rounding: a gradient of 1 is summed up from terms of 1e8.
 ROUNDED = replace(SEEN, terms=1e8)
 
@@ -36,14 +31,22 @@ def across(vector: np.ndarray, length: float) -> np.ndarray:
     return other
 
 
+def handed_on(*pairs: tuple[Array, Array] | None, seen: Evidence[Array] = SEEN) -> Evidence[Array]:
+    """Of each parameter, what calls have contributed and the gradient; None: unknown."""
+    owns = tuple(None if pair is None else pair[0] for pair in pairs)
+    nows = tuple(None if pair is None else pair[1] for pair in pairs)
+    return replace(seen, contributed=owns, now=nows)
+
+
+def left(then: Array, now: Array) -> Evidence[Array]:
+    """What the backward passes left of the first parameter's gradient, and what it is now."""
+    return replace(SEEN, then=then, now=(now,))
+
+
 def against(
-    values: Values,
-    factor: float = 1.0,
-    gamma: float = SQUARE,
-    scale: float = 1.0,
-    seen: Looked = SEEN,
+    seen: Evidence[Array], factor: float = 1.0, gamma: float = SQUARE, scale: float = 1.0
 ) -> str:
-    return speaks_against(values, gamma, factor, seen, scale=scale)
+    return speaks_against(replace(seen, factor=np.array(factor)), gamma, scale)
 
 
 def test_a_multiple_is_told_with_its_factor() -> None:
@@ -67,68 +70,49 @@ def test_of_zeros_nothing_is_known(now: np.ndarray, then: np.ndarray) -> None:
 
 
 def test_entries_of_another_number_are_not_compared() -> None:
-    assert all(map(math.isnan, by_entries({"final_0": GAMMA}, 0.0)))
-    assert all(map(math.isnan, by_entries({"then": GAMMA[:3], "final_0": GAMMA}, 0.0)))
-    assert by_entries({"then": GAMMA, "final_0": 2 * GAMMA}, 0.0)[0] == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "entries", "now", "judged"),
-    [
-        ("then", True, False, True),
-        ("contributed_1", True, False, True),
-        ("final_1", True, True, True),
-        ("probe", False, False, True),
-        ("foreign", False, False, True),
-        ("G_G", False, False, False),
-    ],
-)
-def test_what_a_number_is_for(name: str, entries: bool, now: bool, judged: bool) -> None:
-    assert (is_of_entries(name), is_now(name), is_judged(name)) == (entries, now, judged)
+    assert all(map(math.isnan, by_entries(replace(SEEN, now=(GAMMA,)))))
+    assert all(map(math.isnan, by_entries(left(GAMMA[:3], GAMMA))))
+    assert by_entries(left(GAMMA, 2 * GAMMA))[0] == pytest.approx(2.0)
 
 
 def test_nothing_speaks_against_the_gradient_of_the_rows() -> None:
     probe = np.array([[0.0, 0.0], [3.0, 4.0]])
-    known: Values = {
-        "then": GAMMA,
-        "contributed_0": GAMMA,
-        "final_0": GAMMA,
-        "foreign": np.array(0),
-    }
-    assert against({}) == against({**known, "probe": probe}) == ""
+    known = replace(handed_on((GAMMA, GAMMA)), then=GAMMA, foreign=np.array(0))
+    assert against(SEEN) == against(replace(known, probe=probe)) == ""
 
 
 @pytest.mark.parametrize("gamma", [0.0, math.inf, math.nan])
 def test_of_no_gradient_nothing_is_said(gamma: float) -> None:
-    assert against({}, math.nan, gamma) == ""
+    assert against(SEEN, math.nan, gamma) == ""
 
 
 @pytest.mark.parametrize(("rest", "reason"), [(0.9, ""), (1.1, "edited")])
 def test_an_edited_gradient(rest: float, reason: str) -> None:
     # What is left of `now` is sin of the angle between the two.
     now = GAMMA + across(GAMMA, math.tan(math.asin(rest * LARGEST_REST)))
-    assert against({"then": GAMMA, "final_0": now}) == reason
+    assert against(left(GAMMA, now)) == reason
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25])
 @pytest.mark.parametrize(("share", "reason"), [(0.9, ""), (1.1, "more")])
 def test_what_was_there_before_the_rows(factor: float, share: float, reason: str) -> None:
     held = share * SEEN.tolerance * math.sqrt(SQUARE) / factor
-    assert against({"foreign": np.array(held)}, factor) == reason
+    assert against(replace(SEEN, foreign=np.array(held)), factor) == reason
 
 
 @pytest.mark.parametrize(("share", "reason"), [(0.9, ""), (1.1, "more")])
 def test_a_probe(share: float, reason: str) -> None:
     whole = np.array([3.0, 4.0])
-    assert against({"probe": np.array([10 * share * SEEN.tolerance * whole, whole])}) == reason
+    probe = np.array([10 * share * SEEN.tolerance * whole, whole])
+    assert against(replace(SEEN, probe=probe)) == reason
 
 
 @pytest.mark.parametrize(("rest", "reason"), [(0.9, ""), (1.1, "more")])
-@pytest.mark.parametrize("place", ["0", "1"])
-def test_more_than_what_calls_hand_on(place: str, rest: float, reason: str) -> None:
+@pytest.mark.parametrize("before", [(), (None,)])
+def test_more_than_what_calls_hand_on(before: tuple[None, ...], rest: float, reason: str) -> None:
     now = GAMMA + across(GAMMA, math.tan(math.asin(rest * SEEN.tolerance)))
-    found = {f"contributed_{place}": GAMMA, f"final_{place}": now}
-    assert against(found) == contributed(found, SEEN) == reason
+    found = handed_on(*before, (GAMMA, now))
+    assert against(found) == contributed(found) == reason
 
 
 @pytest.mark.parametrize(
@@ -136,49 +120,47 @@ def test_more_than_what_calls_hand_on(place: str, rest: float, reason: str) -> N
     [(0, 0, ""), (0, 1, "more"), (1, 0, "more"), (1, 1, "")],
 )
 def test_where_calls_hand_on_nothing(own: int, now: int, reason: str) -> None:
-    assert against({"contributed_0": own * GAMMA, "final_0": now * GAMMA}) == reason
+    assert against(handed_on((own * GAMMA, now * GAMMA))) == reason
 
 
 def test_what_calls_hand_on_times_another_factor() -> None:
-    assert against({"contributed_0": GAMMA, "final_0": 2 * GAMMA}) == "unknown"
+    assert against(handed_on((GAMMA, 2 * GAMMA))) == "unknown"
     # So few entries may be multiples of each other though more was added to them.
-    assert against({"contributed_0": SHORT, "final_0": 2 * SHORT}) == "more"
-    assert against({"contributed_0": GAMMA[:9], "final_0": 2 * GAMMA[:9]}) == "unknown"
+    assert against(handed_on((SHORT, 2 * SHORT))) == "more"
+    assert against(handed_on((GAMMA[:9], 2 * GAMMA[:9]))) == "unknown"
 
 
 def test_the_factor_counts_with_what_the_optimizer_divides_by() -> None:
-    found = {"contributed_0": GAMMA, "final_0": 2 * GAMMA}
+    found = handed_on((GAMMA, 2 * GAMMA))
     assert against(found, factor=0.5, scale=4.0) == against(found, factor=2.0) == ""
     assert against(found, factor=2.0, scale=4.0) == "unknown"
 
 
 @pytest.mark.parametrize(("factor", "reason"), [(1.0, ""), (1 + 5e-4, ""), (1.1, "apart")])
 def test_parameters_of_one_layer_share_their_factor(factor: float, reason: str) -> None:
-    found = {"contributed_0": GAMMA, "final_0": 2 * GAMMA}
-    found |= {"contributed_1": SHORT, "final_1": 2 * factor * SHORT}
-    assert contributed(found, SEEN) == against(found, 2.0) == reason
+    found = handed_on((GAMMA, 2 * GAMMA), (SHORT, 2 * factor * SHORT))
+    assert contributed(found) == against(found, 2.0) == reason
 
 
 def test_a_first_parameter_without_a_gradient_says_nothing_of_the_factor() -> None:
-    found = {"contributed_0": 0 * GAMMA, "final_0": 0 * GAMMA}
-    found |= {"contributed_1": GAMMA, "final_1": 3 * GAMMA}
-    assert contributed(found, SEEN) == ""
+    found = handed_on((0 * GAMMA, 0 * GAMMA), (GAMMA, 3 * GAMMA))
+    assert contributed(found) == ""
     assert against(found, 1.0) == "apart"
 
 
 def test_without_a_factor_only_more_than_the_rows_is_told() -> None:
     """Where it isn't known what became of the gradient, yet it holds more than the rows'."""
     more = GAMMA + across(GAMMA, 0.5)
-    assert against({}, math.nan) == "unknown"
-    assert against({"contributed_0": GAMMA, "final_0": 2 * GAMMA}, math.nan) == "unknown"
-    assert against({"contributed_0": GAMMA, "final_0": more}, math.nan) == "other"
+    assert against(SEEN, math.nan) == "unknown"
+    assert against(handed_on((GAMMA, 2 * GAMMA)), math.nan) == "unknown"
+    assert against(handed_on((GAMMA, more)), math.nan) == "other"
 
 
 def test_the_first_reason_is_said() -> None:
     edited = GAMMA + across(GAMMA, 0.5)
-    found = {"then": GAMMA, "final_0": edited, "contributed_0": GAMMA}
-    assert against({**found, "foreign": np.array(100)}) == "edited"
-    assert against({**found, "then": edited}) == "more"
+    found = replace(handed_on((GAMMA, edited)), then=GAMMA)
+    assert against(replace(found, foreign=np.array(100))) == "edited"
+    assert against(replace(found, then=edited)) == "more"
 
 
 def test_sums_are_rounded_by_what_they_are_summed_up_from() -> None:
@@ -194,22 +176,30 @@ OTHER = across(GAMMA, 1.0)
 @pytest.mark.parametrize(
     "found",
     [
-        {"then": GAMMA, "final_0": OTHER},
-        {"contributed_0": GAMMA, "final_0": OTHER},
-        {"contributed_1": GAMMA, "final_1": OTHER},
-        {"contributed_0": 0 * GAMMA, "final_0": OTHER},
-        {"contributed_0": GAMMA, "final_0": 0 * GAMMA},
-        {"foreign": np.array(10.0)},
-        {"probe": np.array([[30.0, 0.0], [3.0, 4.0]])},
+        left(GAMMA, OTHER),
+        handed_on((GAMMA, OTHER)),
+        handed_on(None, (GAMMA, OTHER)),
+        handed_on((0 * GAMMA, OTHER)),
+        handed_on((GAMMA, 0 * GAMMA)),
+        replace(SEEN, foreign=np.array(10.0)),
+        replace(SEEN, probe=np.array([[30.0, 0.0], [3.0, 4.0]])),
     ],
 )
-def test_of_a_gradient_that_may_be_rounding_alone_nothing_is_concluded(found: Values) -> None:
+def test_of_a_gradient_that_may_be_rounding_alone_nothing_is_concluded(
+    found: Evidence[Array],
+) -> None:
     assert against(found) != ""
-    assert against(found, seen=ROUNDED) == ""
-    much_more = {n: 1e4 * v if n.startswith("final") else v for n, v in found.items()}
-    much_more |= {n: 1e4 * v for n, v in found.items() if n in ("foreign", "probe")}
-    if not (found.keys() & {"then"} or not much_more.get("final_0", GAMMA).any()):
-        assert against(much_more, gamma=1e8 * SQUARE, seen=ROUNDED) == "more"
+    rounded = replace(found, terms=ROUNDED.terms)
+    assert against(rounded) == ""
+    much_more = replace(
+        rounded,
+        now=tuple(None if now is None else 1e4 * now for now in rounded.now),
+        foreign=None if rounded.foreign is None else 1e4 * rounded.foreign,
+        probe=None if rounded.probe is None else 1e4 * rounded.probe,
+    )
+    is_zero = any(now is not None and not now.any() for now in found.now)
+    if found.then is None and not is_zero:
+        assert against(much_more, gamma=1e8 * SQUARE) == "more"
 
 
 def test_rounding_is_taken_off_what_is_no_multiple() -> None:
@@ -223,9 +213,8 @@ def test_rounding_is_taken_off_what_is_no_multiple() -> None:
 
 def test_the_factor_comes_from_parameters_that_speak() -> None:
     """Beside a key bias whose gradient is rounding, the weight tells it."""
-    seen = replace(SEEN, terms=1.0)
-    noise = 1e-8 * GAMMA
-    found = {"contributed_0": noise, "final_0": 3e-8 * OTHER}
-    found |= {"contributed_1": GAMMA, "final_1": 2 * GAMMA}
-    assert contributed(found, seen) == against(found, 2.0, seen=seen) == ""
-    assert contributed(found | {"final_0": 1e-4 * OTHER}, seen) == "more"
+    seen, noise = replace(SEEN, terms=1.0), 1e-8 * GAMMA
+    found = handed_on((noise, 3e-8 * OTHER), (GAMMA, 2 * GAMMA), seen=seen)
+    assert contributed(found) == against(found, 2.0) == ""
+    more = handed_on((noise, 1e-4 * OTHER), (GAMMA, 2 * GAMMA), seen=seen)
+    assert contributed(more) == "more"

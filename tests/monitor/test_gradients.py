@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.updates import some
-from adiv_monitor.maths.readings import Numbers, measure
+from adiv_monitor.maths.readings import Judged, measure
+from adiv_monitor.maths.sums import About, Dots, Evidence, LayerSums, Sampled, Vector
 
 
 def test_micro_batches_are_one_batch() -> None:
@@ -482,25 +483,19 @@ def test_a_penalty_is_told_from_sampled_rows_too() -> None:
 
 def test_a_freak_of_a_sample_is_forgotten() -> None:
     """What one sample suspects counts for this report alone."""
-    layer = Numbers(
-        rows_seen=40,
-        rows_total=500,
-        groups=1,
-        vectors=("G", "e"),
-        values={"products": np.ones((40, 2, 2))},
-        exact=True,
-        suspected=False,
-        verified=False,
-        bias_alone=False,
-        tolerance=1e-9,
-        factor=1.0,
-        entry_rows=None,
-        dots={"gamma_gamma": 900.0, "own_gamma": 900.0},
+    layer = LayerSums(
+        About("linear"),
+        Sampled(40, 500),
+        (Vector.G, Vector.E),
+        np.ones((40, 2, 2)),
+        Evidence(1e-16, factor=np.array(1.0)),
+        Dots(900.0),
     )
-    first = measure({"": layer})[""]
+    judged = Judged(layer, exact=True, own_gamma=900.0)
+    first = measure({"": judged})[""]
     assert first.suspected and not first.holds_more
-    assert measure({"": replace(layer, suspected=True)})[""].holds_more
-    fits = replace(layer, dots={"gamma_gamma": 500.0, "own_gamma": 500.0}, suspected=True)
+    assert measure({"": replace(judged, suspected=True)})[""].holds_more
+    fits = replace(judged, own_gamma=500.0, suspected=True)
     found = measure({"": fits})[""]
     assert not found.suspected and not found.holds_more
 

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import dots, measures, readings
 from adiv_monitor.maths.estimates import (
@@ -18,8 +21,22 @@ from adiv_monitor.maths.estimates import (
     quantiles,
     share_error,
 )
-from adiv_monitor.maths.readings import Measured, Numbers, measure
-from adiv_monitor.step.transfer import fetch
+from adiv_monitor.maths.readings import Judged, Measured, measure
+from adiv_monitor.maths.records import leaves
+from adiv_monitor.maths.sums import (
+    About,
+    Array,
+    Blocks,
+    Dots,
+    Evidence,
+    LayerSums,
+    OwnDots,
+    Sampled,
+    ScaleTotals,
+    Totals,
+    Vector,
+)
+from adiv_monitor.step.transfer import Flags, StepSums, fetch
 
 
 def population(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -160,45 +177,46 @@ def test_sums_of_many_alike_entries_do_not_drift() -> None:
 
 def random_layer(
     random: np.random.Generator, rows: int, groups: int = 1, known: str = "nothing"
-) -> Numbers:
+) -> Judged:
     """A step whose every matrix is random, and what is known of all rows besides."""
-    names = ("G", "e", "z", "rest", "d") if groups == 1 else ("G", "e", "z", "own", "rest", "d")
-    vectors = random.normal(size=(rows, len(names), 6))
-    values = {"products": vectors @ vectors.transpose(0, 2, 1)}
+    names = [Vector.G, Vector.E, Vector.Z, Vector.OWN, Vector.REST, Vector.D]
     if groups == 1:
-        values["scale"] = random.exponential(size=rows) + 1
-    else:
-        values |= {
-            "scale_pivot": np.ones((1, 1)),
-            "scale_sums": random.exponential(size=rows),
-            "scale_norms": random.exponential(size=rows) + 1,
-            "scale_largest": random.exponential(size=rows) + 2,
-            "scale_entries_of_rows": random.exponential(size=rows * groups),
-        }
-    names_of_dots = ("gamma_gamma", "w_w", "w_gamma", "own_gamma", "own_w")
-    dots = dict(zip(names_of_dots, random.exponential(size=5), strict=True))
+        names.remove(Vector.OWN)
+    vectors = random.normal(size=(rows, len(names), 6))
+
+    def positive(size: int = 1, least: float = 0.0) -> np.ndarray:
+        return random.exponential(size=size) + least
+
+    totals: Totals[Array] | None = None
+    active = np.array([2.0 * rows])
     if known == "gradients":
-        values |= {"active": np.array([2.0 * rows]), "G_G": random.exponential(size=1) + 20}
-        values["G_concentration"] = random.uniform(1 / rows, 1, size=1)
+        concentration = random.uniform(1 / rows, 1, size=1)
+        totals = Totals(active, positive(least=20), concentration)
     elif known == "sums":
-        sums = ("G_G", "own_G", "own_own", "scale_sum", "scale_deviation", "scale_max")
-        values |= {name: random.exponential(size=1) + 20 for name in sums}
-        values |= {"active": np.array([2.0 * rows]), "weight_squares": np.array([30.0])}
-    return Numbers(
-        rows_seen=rows,
-        rows_total=3 * rows,
-        groups=groups,
-        vectors=names,
-        values=values,
-        exact=known != "nothing",
-        suspected=False,
-        verified=False,
-        bias_alone=False,
-        tolerance=1e-9,
-        factor=random.exponential(),
-        entry_rows=None,
-        dots=dots,
+        G_G, own_G, own_own, total, deviation, largest = (positive(least=20) for _ in range(6))
+        scales = ScaleTotals(total, deviation, largest, positive(rows))
+        totals = Totals(active, G_G, None, own_G, own_own, scales, np.array([30.0]))
+    blocks = Blocks(
+        groups,
+        pivot=np.ones((1, 1)),
+        sums=positive(rows),
+        norms=positive(rows, 1),
+        largest=positive(rows, 2),
+        entries=positive(rows * groups),
     )
+    layer = LayerSums(
+        About("linear"),
+        Sampled(rows, 3 * rows),
+        tuple(names),
+        vectors @ vectors.transpose(0, 2, 1),
+        Evidence(1e-16, factor=positive()[0]),
+        Dots(*positive(3).tolist()),
+        scale=positive(rows, 1) if groups == 1 else None,
+        blocks=None if groups == 1 else blocks,
+        totals=totals,
+    )
+    own_gamma, own_w = positive(2).tolist()
+    return Judged(layer, known != "nothing", own_gamma=own_gamma, own_w=own_w)
 
 
 @pytest.mark.parametrize("known", ["nothing", "gradients", "sums"])
@@ -209,7 +227,7 @@ def test_layers_measured_together_are_as_measured_alone(
     tried: list[int] = []
     real = readings._measure_alike
 
-    def counted(layers: Sequence[Numbers]) -> list[Measured]:
+    def counted(layers: Sequence[Judged]) -> list[Measured]:
         tried.append(len(layers))
         return real(layers)
 
@@ -228,19 +246,32 @@ def test_layers_measured_together_are_as_measured_alone(
 
 
 def test_what_is_fetched_belongs_to_where_it_was() -> None:
-    layers = {"x": {"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor(True)}, "y": {}}
-    products = {"w_w": {7: torch.tensor([3.0], dtype=torch.float64)}}
-    norms = {"w_w": {8: torch.tensor([2.0, 3.0])}, "a_a": {7: torch.tensor([4.0])}}
+    def of(products: Tensor, **others: Any) -> LayerSums[Tensor]:
+        evidence: Evidence[Tensor] = Evidence(1e-7, now=(None, torch.tensor([8.0])))
+        return LayerSums(About("x"), Sampled(1, 1), (Vector.G,), products, evidence, **others)
+
+    layers = {
+        "x": of(torch.tensor([[1.0, 2.0]]), realised=torch.tensor(True)),
+        "y": of(torch.tensor(7.0), own=OwnDots(torch.tensor([9.0]))),
+    }
+    products: PieceNumbers[Tensor] = PieceNumbers()
+    norms: PieceNumbers[Tensor] = PieceNumbers()
+    products.w_w[7] = torch.tensor([3.0], dtype=torch.float64)
+    norms.w_w[8], norms.a_a[7] = torch.tensor([2.0, 3.0]), torch.tensor([4.0])
     attending = {"z": {"G_G": torch.tensor([5.0, 6.0])}}
-    flags = {"skipped": torch.tensor(0.0)}
-    values, found, dot, attention = fetch(layers, flags, products, norms, attending)
-    assert values["x"]["a"].tolist() == [[1, 2]]
-    assert values["x"]["b"] == 1
-    assert values["y"] == {}
-    assert found["skipped"] == 0
-    assert attention["z"]["G_G"].tolist() == [5, 6]
-    assert {key: part.tolist() for key, part in dot["w_w"].items()} == {7: [3], 8: [4, 9]}
-    assert dot["a_a"][7].tolist() == [16]
+    flags = Flags(skipped=torch.tensor(0.0))
+    found = fetch(StepSums(layers, flags, products, norms, attending))
+    x, y = found.layers["x"], found.layers["y"]
+    assert x.products.tolist() == [[1, 2]]
+    assert x.realised == 1 and x.own is None
+    assert y.products == 7 and y.realised is None
+    assert y.own is not None and y.own.gamma.tolist() == [9] and y.own.w is None
+    assert x.evidence.now[0] is None and x.evidence.now[1].tolist() == [8]
+    assert all(array.dtype == np.float64 for _, array in leaves(found))
+    assert found.flags.skipped == 0 and found.flags.moved is None
+    assert found.attention["z"]["G_G"].tolist() == [5, 6]
+    assert {key: part.tolist() for key, part in found.products.w_w.items()} == {7: [3], 8: [4, 9]}
+    assert found.products.a_a[7].tolist() == [16]
 
 
 @pytest.mark.parametrize("count", [1, 2, 37])

@@ -21,13 +21,23 @@ from processes import loss_of, make
 from adiv_monitor import Monitor
 from adiv_monitor.capture.sampling import Draw
 from adiv_monitor.capture.updates import Watch
-from adiv_monitor.maths.readings import Array
+from adiv_monitor.maths.sums import (
+    About,
+    Array,
+    Blocks,
+    Dots,
+    Evidence,
+    LayerSums,
+    Made,
+    Sampled,
+    Vector,
+)
 from adiv_monitor.report import StepReport
 from adiv_monitor.step import assembly, ranks
 from adiv_monitor.step.description import report_of
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.messages import Malformed, decode, encode
-from adiv_monitor.step.part import Facts, LayerPart, Looked, Part
+from adiv_monitor.step.part import Facts, Part
 from adiv_monitor.step.ranks import Exchange
 from adiv_monitor.step.soundness import check
 from adiv_monitor.step.together import prepared, together
@@ -242,42 +252,44 @@ def test_a_part_is_refused_or_one_that_memory_holds(known: tuple[Part, StepRepor
     assert 0 < taken < 400
 
 
-def layer(**values: Any) -> Part:
+def layer(**changes: Any) -> Part:
     """A part with one layer of four rows."""
-    looked = Looked("x", "gain", [0], False, 4, 8, 2, 0.0, "", vectors=("G", "e"))
-    numbers = {"products": np.ones((4, 3)), "scale_pivot": np.ones((1, 1))}
-    numbers |= {"scale_sums": np.ones(4), "scale_entries_of_rows": np.ones(8)}
-    drawn = Draw(None, np.zeros(4), math.inf)
-    found = LayerPart(looked, numbers | values, {"gamma_gamma": 1.0}, drawn)
+    found: LayerSums[Array] = LayerSums(
+        About("gain"),
+        Sampled(4, 8, np.zeros(4)),
+        (Vector.G, Vector.E, Vector.OWN, Vector.REST),
+        np.ones((4, 10)),
+        Evidence(0.0),
+        Dots(1.0),
+        blocks=Blocks(2, np.ones((1, 1)), np.ones(4), np.ones(4), np.ones(4), np.ones(8)),
+    )
+    for name, value in changes.items():
+        if name in ("rows", "blocks"):
+            value = value and replace(getattr(found, name), **value)
+        found = replace(found, **{name: value})
     facts = Facts(True, 1.0, False, False, False, False)
     return Part({"x": found}, facts, [], {}, {}, set(), set(), [])
 
 
 def test_numbers_that_do_not_go_with_each_other_are_refused() -> None:
     check(layer())
-    wrong: list[dict[str, Array]] = [
-        *({"products": np.ones((4, 4))}, {"products": np.ones((5, 3))}, {"products": np.ones(4)}),
-        *({"scale_sums": np.ones(3)}, {"scale_sums": np.array(1.0)}),
-        {"scale_entries_of_rows": np.ones(7)},
+    wrong: list[dict[str, Any]] = [
+        *({"products": np.ones((4, 9))}, {"products": np.ones((5, 10))}, {"products": np.ones(4)}),
+        *({"realised": np.ones((4, 9))}, {"vectors": (Vector.G,)}, {"blocks": None}),
+        {"scale": np.ones(3)},
+        *({"blocks": {"sums": of}} for of in (np.ones(3), np.array(1.0))),
+        *({"blocks": {"entries": of}} for of in (np.ones(7), np.ones((8, 1)))),
+        *({"blocks": {"groups": groups}} for groups in (0, 2**40)),
+        *({"rows": {"seen": 3}}, {"rows": {"seen": -1}}, {"rows": {"total": 3}}),
+        *(
+            {"blocks": {"entry_rows": of}}
+            for of in (np.array([0, 1]), np.array([*range(7), 2**40]))
+        ),
+        *({"rows": {"keys": None}}, {"rows": {"keys": np.zeros(3)}}, {"parameters": None}),
     ]
-    for values in wrong:
+    for changes in wrong:
         with pytest.raises(Malformed):
-            check(layer(**values))
-    changes: list[tuple[str, Any]] = [
-        *(("rows_seen", 3), ("rows_seen", -1), ("rows_total", 3), ("groups", 0), ("groups", 2**40)),
-        *(("path", "y"), ("vectors", ("G",)), ("entry_rows", np.array([0, 1]))),
-        ("entry_rows", np.array([*range(7), 2**40])),
-    ]
-    for name, value in changes:
-        part = layer()
-        setattr(part.layers["x"].looked, name, value)
-        with pytest.raises(Malformed):
-            check(part)
-    for name, value in (("draw", None), ("draw", Draw(None, np.zeros(3), 1.0)), ("dots", {})):
-        part = layer()
-        setattr(part.layers["x"], name, value)
-        with pytest.raises(Malformed):
-            check(part)
+            check(layer(**changes))
 
 
 def test_an_attention_that_does_not_go_with_its_numbers_is_refused(
@@ -306,18 +318,10 @@ def test_an_attention_that_does_not_go_with_its_numbers_is_refused(
 
 def test_numbers_of_another_shape_are_not_put_together(known: tuple[Part, StepReport]) -> None:
     """They are sound by themselves: that process has looked at something else."""
-    own, _ = known
-    other = decode(Part, encode(own))
-    values = other.layers["head"].values
-    assert "common_sum" not in values
-    for name in ("then", "active", "G_G"):
-        values.pop(name, None)
-    values["makings"] = np.ones((3, 2))
-    own.layers["head"].values["makings"] = np.ones((1, 3))
-    try:
-        part, found = together({0: own, 1: other}, 2, 16, np.random.default_rng(0))
-    finally:
-        del own.layers["head"].values["makings"]
+    own, other = (decode(Part, encode(known[0])) for _ in range(2))
+    for of, ways in ((own, (1, 3)), (other, (3, 2))):
+        of.layers["head"] = replace(of.layers["head"], made=Made(np.ones(ways), 1))
+    part, found = together({0: own, 1: other}, 2, 16, np.random.default_rng(0))
     assert found == [0, 1]
     assert "head" in part.rows_lost
     assert "embed" not in part.rows_lost
@@ -349,20 +353,21 @@ class World:
         return self.store.num_keys() - self.empty
 
 
-@pytest.mark.parametrize("name", ["scale_sums", "products"])
+@pytest.mark.parametrize("name", ["since", "vectors"])
 def test_a_sound_part_that_fits_no_other_costs_no_report(
     name: str, known: tuple[Part, StepReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first process's rows are then reported alone, as if the other had not come."""
     own, other = (decode(Part, encode(known[0])) for _ in range(2))
-    path = next(path for path, layer in own.layers.items() if "scale_sums" in layer.values)
-    if name == "products":  # of no vectors at all
-        looked = other.layers[path].looked
-        looked.vectors = ()
-        other.layers[path].values[name] = np.ones((looked.rows_seen, 0))
-        own.layers = {p: x for p, x in own.layers.items() if p != path}
-    else:
-        del other.layers[path].values[name]
+    path, fits_not = next((p, x) for p, x in other.layers.items() if x.blocks is not None)
+    own.layers = {p: x for p, x in own.layers.items() if p != path}
+    if name == "vectors":  # of none at all
+        products = np.ones((fits_not.rows.seen, 0))
+        fits_not = replace(fits_not, vectors=(), products=products, blocks=None)
+    else:  # a factor, what is no multiple, and a number more
+        evidence = replace(fits_not.evidence, since=np.ones((1, 3)))
+        fits_not = replace(fits_not, evidence=evidence)
+    other.layers[path] = fits_not
     check(other)
     world = World(monkeypatch, 2)
     first, second = world.join(0), world.join(1)

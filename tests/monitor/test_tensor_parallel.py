@@ -19,15 +19,18 @@ from torch.nn import functional
 from adiv_monitor import Monitor
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.sampling import Draw
+from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.capture.weights.shards import Peers
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.whole import Whole
+from adiv_monitor.maths.sums import About, Array, Dealt, Evidence, LayerSums, Sampled, Vector
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import rows_together
-from adiv_monitor.step.part import Dealt, Looked, make_part
+from adiv_monitor.step.part import Pieces, make_part
 from adiv_monitor.step.together import prepared
+from adiv_monitor.step.transfer import Flags, StepSums
 from adiv_monitor.step.whole_rows import NOT_ALIKE, deal, dealt
 from adiv_monitor.step.wholes import WHY_NOT
 
@@ -550,24 +553,30 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
             group, place = divmod(rank, count)
             shared = Dealt(count * group, place, count, most, rows)
             of_each = most // count, rows // count
-            looked = Looked("x", "linear", [], False, *of_each, 1, 0.0, "", dealt=shared)
-            looked.vectors = ("G",)
-            values = {"scale": np.full(of_each[0], float(group))}
-            values["products"] = np.ones((of_each[0], 1, 1))
+            layer = LayerSums(
+                About("linear"),
+                Sampled(*of_each, dealt=shared),
+                (Vector.G,),
+                np.ones((of_each[0], 1, 1)),
+                Evidence(0.0),
+                scale=np.full(of_each[0], float(group)),
+            )
+            nothing: PieceNumbers[Array] = PieceNumbers()
             part = make_part(
-                *({"x": looked}, {"x": values}, {}, {}),
+                StepSums({"x": layer}, Flags(), nothing, nothing, {}),
+                {"x": Pieces({})},
                 unreached={},
                 notes=[],
                 keeps_gradient=True,
             )
             kept.append(prepared(part, step_number, most, world, chance).layers["x"])
-        keys = np.concatenate([layer.draw.keys for layer in kept if layer.draw is not None])
+        keys = np.concatenate([x.rows.keys for x in kept if x.rows.keys is not None])
         assert len(set(keys)) == len(keys)
-        whole = rows_together.layer_together(kept, most, chance)
-        assert whole.looked.rows_seen <= most
-        assert whole.looked.rows_total == world // count * rows
+        whole = rows_together.merge(kept, most, chance)
+        assert whole.rows.seen <= most
+        assert whole.rows.total == world // count * rows
         for group in chosen:
-            chosen[group] += int((whole.values["scale"] == group).sum())
+            chosen[group] += int((whole.scale == group).sum())
     assert sum(chosen.values()) > 0.95 * 100 * most
     assert max(chosen.values()) - min(chosen.values()) < 5 * np.sqrt(100 * most)
 

@@ -59,14 +59,14 @@ def test_a_layer_whose_measures_fail_is_the_only_one_that_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measure, measure_alike = readings.measure, readings._measure_alike
-    seen: dict[str, readings.Numbers] = {}
+    seen: dict[str, readings.Judged] = {}
 
-    def noted(layers: dict[str, readings.Numbers], *others: Any) -> dict[str, readings.Measured]:
+    def noted(layers: dict[str, readings.Judged], *others: Any) -> dict[str, readings.Measured]:
         seen.clear()
         seen.update(layers)
         return measure(layers, *others)
 
-    def fails(layers: Sequence[readings.Numbers]) -> list[readings.Measured]:
+    def fails(layers: Sequence[readings.Judged]) -> list[readings.Measured]:
         if any(numbers is seen.get("1") for numbers in layers):
             raise Fault(REASON)
         return measure_alike(layers)
