@@ -1,6 +1,6 @@
 """A layer between its gradient and the step: its rows, on the device, and what is known of them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.features import Averaged, Features
 from adiv_monitor.features.rows import Index, exact, to_device
 from adiv_monitor.maths import totals
+from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Blocks, Common, LayerSums
 from adiv_monitor.step.plain_step import Making
 from adiv_monitor.step.row_vectors import RowProducts, RowVectors, products_of
@@ -75,7 +76,7 @@ class MeasuredLayer:
         # Rows without a gradient may be another process's.
         asked = expects_idle or not is_known or processes() > 1
         has_one = found.scale is not None and found.of_groups is None
-        return replace(
+        return replaced(
             sums,
             vectors=found.vectors,
             products=found.products,

@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Generic
+from math import prod
+from typing import Generic, cast
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from adiv_monitor.capture.updates import PieceNumbers
-from adiv_monitor.maths.records import leaves, mapped
+from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.maths.sums import Array, LayerSums, T
 
 
@@ -57,8 +58,7 @@ class StepSums(Generic[T]):
 
 def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
     """The same on the host, with the squares of norms among the products."""
-    arrays = iter(_fetched([tensor for _, tensor in leaves(step)]))
-    found: StepSums[Array] = mapped(step, lambda _: next(arrays))
+    found = cast("StepSums[Array]", with_numbers(step, _fetched(numbers_of(step))))
     for field in fields(found.norms):
         norms: dict[int, Array] = getattr(found.norms, field.name)
         getattr(found.products, field.name).update({key: part**2 for key, part in norms.items()})
@@ -84,8 +84,9 @@ def _fetched(tensors: Sequence[Tensor]) -> list[Array]:
         numbers = _packed([tensors[i] for i in places])
         end = 0
         for i in places:
-            start, end = end, end + tensors[i].numel()
-            arrays[i] = numbers[start:end].reshape(tensors[i].shape)
+            shape = tensors[i].shape
+            start, end = end, end + prod(shape)
+            arrays[i] = numbers[start:end].reshape(shape)
     return arrays
 
 
