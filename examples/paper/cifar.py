@@ -11,6 +11,7 @@ import io
 import os
 import tarfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,7 +77,7 @@ def pixels(name: str, train: Tensor, dtype: torch.dtype = torch.float32) -> Pixe
         shift = train.sum(0, dtype=torch.int64).double() / len(train)
     if name == "standardised":
         squares = torch.zeros(features, dtype=torch.int64)
-        for block in train.split(5000):
+        for block in torch.split(train, 5000):
             squares += block.int().square().sum(0)
         mean = shift.view(3, -1).mean(1)
         variance = squares.double().view(3, -1).mean(1) / len(train) - mean.square()
@@ -140,15 +141,15 @@ def _from_npz(path: Path) -> Data:
 def _source(path: Path) -> tuple[Path, Read]:
     """Where exactly the data lie below a path, and what reads them."""
     if (path / "cifar-10-batches-py").is_dir():
-        return path / "cifar-10-batches-py", lambda: _from_torchvision(path)
+        return path / "cifar-10-batches-py", partial(_from_torchvision, path)
     if path.is_file() and ".tar" in path.name:
-        return path, lambda: _from_tar(path)
+        return path, partial(_from_tar, path)
     for folder in (path, path / "cifar10"):
         if (folder / "train").is_dir() and (folder / "test").is_dir():
-            return folder, lambda: _from_folders(folder)
+            return folder, partial(_from_folders, folder)
     archives = sorted(path.glob("cifar10*.tar*")) if path.is_dir() else []
     if len(archives) == 1:
-        return archives[0], lambda: _from_tar(archives[0])
+        return archives[0], partial(_from_tar, archives[0])
     raise FileNotFoundError(
         f"{path}: no CIFAR-10 there. Give --data a folder for torchvision's copy with --download, "
         "a folder with train/<class>/ and test/<class>/ of images, a tar of such, or an .npz. "
@@ -198,5 +199,5 @@ def _decode(read: Read, to: Path) -> None:
         arrays[f"{part}_labels"] = np.array([classes.index(label) for label, _, _ in images])
     to.parent.mkdir(parents=True, exist_ok=True)
     unfinished = to.with_name(f"{os.getpid()}-{to.name}")  # a name that np.savez leaves as it is
-    np.savez(unfinished, **arrays)
+    np.savez(unfinished, **arrays)  # type: ignore[arg-type]  # the stubs know no such names
     unfinished.replace(to)

@@ -16,9 +16,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from methods import METHODS, Columns, Method, Rows
+from torch import Tensor, nn
 
 ACTIVATIONS = ("tanh", "leaky")
 SLOPE = 0.01  # of the leaky ReLU for negative inputs: torch's default
@@ -36,12 +35,16 @@ class Network(NamedTuple):
 
 
 class View(NamedTuple):
-    """What the first map of some networks sees of the images of a seed."""
+    """The images of a seed as the first map of some networks sees them, but for a row's factor."""
 
     seed: int
-    method: Method
+    less_mean: bool
     columns: Columns | None
-    rows: Rows
+
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows less their mean if need be, (rows, inputs), and their squares, (rows, 1)."""
+        d = x - x.mean(-1, keepdim=True) if self.less_mean else x
+        return d, torch.linalg.vector_norm(d, dim=-1, keepdim=True).square()
 
 
 class Moments(NamedTuple):
@@ -83,7 +86,7 @@ class Ensemble:
     ) -> None:
         self.networks = sorted(networks, key=_order)
         self.seeds = sorted({network.seed for network in networks})
-        self.sizes, self.typical = list(sizes), typical
+        self.sizes = list(sizes)
         self.step_number = 0
         self._adam_step = torch.zeros((), device=device)  # exact in float32 up to 2²⁴
         initial = {seed: _initial(seed, sizes, dtype) for seed in self.seeds}
@@ -96,10 +99,11 @@ class Ensemble:
         self.views: list[View] = []
         self.banks = list(self._banks(stacked[0]))
         self._small_moments = list(self._stacks())
-        self._methods = [METHODS[network.method] for network in self.networks]
+        methods = [METHODS[network.method] for network in self.networks]
         like = self.small[0].detach()
-        self._rows = [Rows(self._methods, width, like) for width in sizes[1:-1]]
-        self._columns = [_column_ranges(self._methods, width, like) for width in sizes[1:-1]]
+        self._first_rows = Rows(methods, sizes[0], like, typical)
+        self._rows = [Rows(methods, width, like) for width in sizes[1:-1]]
+        self._columns = [_column_ranges(methods, width, like) for width in sizes[1:-1]]
         tanh = [network.activation == "tanh" for network in self.networks]
         self._tanh = torch.tensor(tanh, device=device).view(-1, 1, 1)
         of_seed = [self.seeds.index(network.seed) for network in self.networks]
@@ -116,17 +120,17 @@ class Ensemble:
         """
         self.step_number += 1
         self._adam_step += 1
-        seen, scales = [], []
+        seen, squares = [], []
         for view in self.views:
-            x = self._scaled(images[view.seed], view).unsqueeze(0)
+            x = images[view.seed]
             if view.columns is not None:
-                x = view.columns.train(x, self.step_number)
-            unit, scale = view.rows(x)
-            seen.append(unit[0])
-            scales.append(scale[0])
+                x = view.columns.train(x.unsqueeze(0), self.step_number)[0]
+            d, square = view.rows(x)
+            seen.append(d)
+            squares.append(square)
         z = self._first(seen).requires_grad_()
         target = torch.stack([labels[seed] for seed in self.seeds])[self._of_seed]
-        logits = self._rest(z, torch.stack(scales)[self._of_view], None)
+        logits = self._rest(z, torch.stack(squares), None)
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
         by_z, *by_small = torch.autograd.grad(loss / target.shape[1], [z, *self.small])
         for bank in self.banks:
@@ -147,18 +151,18 @@ class Ensemble:
         Returns:
             (networks, rows, classes).
         """
-        seen, scales = [], []
-        by_method: dict[Method, tuple[Tensor, Tensor]] = {}
+        seen, squares = [], []
+        plain: dict[bool, tuple[Tensor, Tensor]] = {}  # the same for all seeds
         for view in self.views:
-            if view.method not in by_method or view.columns is not None:
-                x = self._scaled(images, view).unsqueeze(0)
-                if view.columns is not None:
-                    x = view.columns.evaluate(x, group)
-                by_method[view.method] = view.rows(x)
-            unit, scale = by_method[view.method]
-            seen.append(unit[0])
-            scales.append(scale[0])
-        return self._rest(self._first(seen), torch.stack(scales)[self._of_view], group)
+            if view.columns is not None:
+                d, square = view.rows(view.columns.evaluate(images.unsqueeze(0), group)[0])
+            else:
+                if view.less_mean not in plain:
+                    plain[view.less_mean] = view.rows(images)
+                d, square = plain[view.less_mean]
+            seen.append(d)
+            squares.append(square)
+        return self._rest(self._first(seen), torch.stack(squares), group)
 
     def state(self) -> dict[str, object]:
         """All that training changes, for `load`."""
@@ -182,9 +186,6 @@ class Ensemble:
         rest = [each.detach()[network] for each in self.small]
         return [first, *(each[0] if each.shape[0] == 1 else each.t() for each in rest)]
 
-    def _scaled(self, images: Tensor, view: View) -> Tensor:
-        return images / self.typical if view.method.constant_scale else images
-
     def _first(self, seen: Sequence[Tensor]) -> Tensor:
         """Products of the first weights with what they see: (rows, networks · width)."""
         width = self.sizes[1]
@@ -194,15 +195,19 @@ class Ensemble:
             torch.mm(seen[bank.view], bank.moments.values[0].t(), out=columns)
         return z
 
-    def _rest(self, z: Tensor, scale: Tensor, group: int | None) -> Tensor:
-        """Logits (networks, rows, classes) of the first products and the first bias's scale."""
-        z = z.unflatten(1, (len(self.networks), -1)).transpose(0, 1)
-        z = z + scale * self.small[0]
+    def _rest(self, z: Tensor, squares: Tensor, group: int | None) -> Tensor:
+        """Logits (networks, rows, classes) of the first products, and the squares of every view.
+
+        The first map's rows are divided behind the product, which is far smaller than they are.
+        """
+        factor, of_bias = self._first_rows.factors(squares[self._of_view])
+        z = z.view(len(z), len(self.networks), -1).transpose(0, 1)
+        z = z * factor + of_bias * self.small[0]
         rest = zip(self.small[1::2], self.small[2::2], self._columns, self._rows, strict=True)
         for weight, bias, columns, rows in rest:
             h = torch.where(self._tanh, z.tanh(), F.leaky_relu(z, SLOPE))
-            x, scale = rows(self._treated(h, columns, group))
-            z = torch.baddbmm(scale * bias, x, weight)
+            x, of_bias = rows(self._treated(h, columns, group))
+            z = torch.baddbmm(of_bias * bias, x, weight)
         return z
 
     def _treated(
@@ -235,17 +240,15 @@ class Ensemble:
 
     def _banks(self, weight: Tensor) -> Iterator[Bank]:
         """Banks in the order of networks; registers the views that they need."""
-        views: dict[tuple[int, Method], int] = {}
-        for (_, seed, name, rate), start, stop in _ranges(_bank(n) for n in self.networks):
-            method = METHODS[name]._replace(rate=1.0)
-            if (seed, method) not in views:
-                views[seed, method] = len(views)
-                kind, inputs = method.columns, self.sizes[0]
-                columns = Columns(kind, 1, inputs, weight) if kind else None
-                self.views.append(View(seed, method, columns, Rows([method], inputs, weight)))
+        views: dict[tuple[int, bool, str], int] = {}
+        for (rate, *key), start, stop in _ranges(_bank(n) for n in self.networks):
+            if (key := tuple(key)) not in views:
+                seed, less_mean, kind = key
+                views[key] = len(views)
+                columns = Columns(kind, 1, self.sizes[0], weight) if kind else None
+                self.views.append(View(seed, less_mean, columns))
             values = weight[start:stop].flatten(0, 1).clone()
-            moments = _moments(rate * METHODS[name].rate, [values])
-            yield Bank(views[seed, method], start, stop, moments)
+            yield Bank(views[key], start, stop, _moments(rate, [values]))
 
     def _stacks(self) -> Iterator[tuple[tuple[int, int], Moments]]:
         """Ranges of networks with one learning rate, and views of their small parameters."""
@@ -278,15 +281,14 @@ def _initial(seed: int, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor
     return found
 
 
-def _order(network: Network) -> tuple[str, float, str, int, float, str]:
-    """Networks whose columns are treated alike lie together, and those of one learning rate."""
-    bank = _bank(network)
-    return (bank[0], _rate(network), bank[2], bank[1], bank[3], network.activation)
+def _order(network: Network) -> tuple[object, ...]:
+    """Networks whose columns are treated alike lie together, and those of one bank."""
+    return (METHODS[network.method].columns, *_bank(network), network)
 
 
-def _bank(network: Network) -> tuple[str, int, str, float]:
-    columns = METHODS[network.method].columns
-    return (columns, network.seed, network.method, network.learning_rate)
+def _bank(network: Network) -> tuple[float, int, bool, str]:
+    method = METHODS[network.method]
+    return (_rate(network), network.seed, method.less_mean, method.columns)
 
 
 def _rate(network: Network) -> float:

@@ -20,18 +20,18 @@ class Method(NamedTuple):
 
     Attributes:
         columns: "", "batchnorm" or "centred".
-        row_mean: m.
+        less_mean: whether m is 1, or 0.
         square: p; divided by the width if `by_width`.
         by_width: RMSNorm and LayerNorm.
         constant: q.
         floor: least s².
         scaled_bias: affine-like: the bias is divided too.
-        constant_scale: the network's input, and nothing else, over its root mean square length.
+        constant_scale: a network's input, and nothing else, over its root mean square length.
         rate: what multiplies the learning rate.
     """
 
     columns: str = ""
-    row_mean: float = 0.0
+    less_mean: bool = False
     square: float = 0.0
     by_width: bool = False
     constant: float = 1.0
@@ -47,7 +47,7 @@ _RMS_EPS = torch.finfo(torch.float32).eps  # torch.nn.RMSNorm's default for floa
 METHODS = {
     "standard": Method(),
     "batchnorm": Method("batchnorm"),
-    "layernorm": Method(row_mean=1.0, square=1.0, by_width=True, constant=1e-5),
+    "layernorm": Method(less_mean=True, square=1.0, by_width=True, constant=1e-5),
     "rmsnorm": Method(square=1.0, by_width=True, constant=_RMS_EPS),
     "norm-like": _NORM_LIKE,
     "norm-like-half": _NORM_LIKE._replace(rate=0.5),
@@ -65,27 +65,32 @@ class Rows:
         methods: of the networks.
         width: of the rows.
         like: a tensor of the dtype and device to compute in.
+        typical: s of the networks with a constant scale, where the rows are a network's input.
     """
 
-    def __init__(self, methods: Sequence[Method], width: int, like: Tensor) -> None:
+    def __init__(
+        self, methods: Sequence[Method], width: int, like: Tensor, typical: float = 1.0
+    ) -> None:
         def per_network(values: list[float]) -> Tensor:
             return like.new_tensor(values).view(-1, 1, 1)
 
-        self.row_mean = per_network([m.row_mean for m in methods])
+        self.less_mean = per_network([m.less_mean for m in methods])
         self.square = per_network([m.square / (width if m.by_width else 1) for m in methods])
-        self.constant = per_network([m.constant for m in methods])
+        constants = [typical**2 if m.constant_scale else m.constant for m in methods]
+        self.constant = per_network(constants)
         self.floor = per_network([m.floor for m in methods])
         self.scaled_bias = per_network([m.scaled_bias for m in methods]).bool()
-        self.trivial = all(m.square == 0 and m.row_mean == 0 for m in methods)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x̂ of x (networks, rows, width), and what multiplies the bias, (networks, rows, 1)."""
-        if self.trivial:
-            return x, torch.ones_like(x[..., :1])
-        d = x - self.row_mean * x.mean(-1, keepdim=True)
-        square = self.square * d.square().sum(-1, keepdim=True) + self.constant
-        factor = torch.maximum(square, self.floor).rsqrt()
-        return d * factor, torch.where(self.scaled_bias, factor, 1.0)
+        d = x - self.less_mean * x.mean(-1, keepdim=True)
+        factor, of_bias = self.factors(d.square().sum(-1, keepdim=True))
+        return d * factor, of_bias
+
+    def factors(self, squares: Tensor) -> tuple[Tensor, Tensor]:
+        """1/s and what multiplies the bias, of ‖d‖², all (networks, rows, 1)."""
+        factor = torch.maximum(self.square * squares + self.constant, self.floor).rsqrt()
+        return factor, torch.where(self.scaled_bias, factor, 1.0)
 
 
 class Columns:
@@ -140,7 +145,7 @@ class Columns:
         if group is None:
             return (x - self.mean) * (self.variance + self.EPS).rsqrt()
         normalised = []
-        for rows in x.split(group, -2):
+        for rows in torch.split(x, group, -2):
             _, d, variance = _deviation(rows)
             normalised.append(d * (variance + self.EPS).rsqrt())
         return torch.cat(normalised, -2)

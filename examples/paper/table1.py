@@ -10,12 +10,10 @@
 import argparse
 import itertools
 import json
-import time
 from pathlib import Path
 
-import torch
-
 import cifar
+import torch
 from ensemble import ACTIVATIONS, Network
 from methods import METHODS
 from training import Setting, runs, train
@@ -34,7 +32,7 @@ class Clock:
 
     def __init__(self, images: int, epochs: int, batch_sizes: list[int]) -> None:
         self.per_epoch = {b: images / b * (self.FIXED + b) for b in batch_sizes}
-        self.left = {b: epochs for b in batch_sizes}
+        self.left = dict.fromkeys(batch_sizes, epochs)
         self.seconds = self.work = 0.0
 
     def saw(self, batch_size: int, epoch: int, epochs: int, seconds: float) -> str:

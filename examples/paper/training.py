@@ -8,6 +8,7 @@ and number of the epoch. So results do not depend on when a run was killed.
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -15,10 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
 from cifar import Data, Pixels, pixels
 from ensemble import Ensemble, Network
+from torch import Tensor
 
 CLASSES = 10
 CHECKPOINT_EVERY = 5  # epochs
@@ -130,10 +130,10 @@ class Course:
         # Shuffled, for files come in the order of classes, and then a batch has statistics of one.
         self.test = _some(len(data.test), data.test, data.test_labels, device)
         self.subset = _some(TRAIN_SUBSET, data.train, data.train_labels, device)
-        squares = sum(
-            self.pixels(rows).square().sum(dtype=torch.float64) for rows in self.train[0].split(1000)
-        )
-        typical = float(squares / len(data.train)) ** 0.5
+        squares = 0.0
+        for rows in torch.split(self.train[0], 1000):
+            squares += self.pixels(rows).square().sum(dtype=torch.float64).item()
+        typical = math.sqrt(squares / len(data.train))
         sizes = (data.train.shape[1], *[setting.width] * setting.depth, CLASSES)
         self.ensemble = Ensemble(setting.networks, sizes, typical, device=device)
 
@@ -164,7 +164,7 @@ class Course:
         """Percent of images that every network classifies rightly."""
         rows = EVALUATED if group is None else max(EVALUATED // group, 1) * group
         right = torch.zeros(len(self.ensemble.networks), dtype=torch.long, device=images.device)
-        for some, theirs in zip(images.split(rows), labels.split(rows), strict=True):
+        for some, theirs in zip(torch.split(images, rows), torch.split(labels, rows), strict=True):
             said = self.ensemble.logits(self.pixels(some), group).argmax(-1)
             right += (said == theirs).sum(-1)
         return [round(100 * n / len(images), 4) for n in right.tolist()]
@@ -186,7 +186,7 @@ def _same_setting(course: Course, setting: Setting, data: Data, file: Path) -> N
     Raises:
         ValueError: something else is there.
     """
-    images = hashlib.sha256(memoryview(data.train.numpy())).hexdigest()
+    images = hashlib.sha256(data.train.numpy().tobytes()).hexdigest()
     networks = [list(network) for network in course.ensemble.networks]
     mine = {**setting._asdict(), "networks": networks, "images": images}
     if not file.exists():

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "paper"))
 
+from adiv_layers import AffineLikeLinear, NormLikeLinear
 from ensemble import ACTIVATIONS, Ensemble, Network
 from methods import METHODS
-
-from adiv_layers import AffineLikeLinear, NormLikeLinear
 
 SIZES = (12, 5, 7, 4)
 TYPICAL = 3.0
