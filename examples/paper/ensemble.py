@@ -241,9 +241,9 @@ class Ensemble:
     def _banks(self, weight: Tensor) -> Iterator[Bank]:
         """Banks in the order of networks; registers the views that they need."""
         views: dict[tuple[int, bool, str], int] = {}
-        for (rate, *key), start, stop in _ranges(_bank(n) for n in self.networks):
-            if (key := tuple(key)) not in views:
-                seed, less_mean, kind = key
+        for (rate, seed, less_mean, kind), start, stop in _ranges(_bank(n) for n in self.networks):
+            key = (seed, less_mean, kind)
+            if key not in views:
                 views[key] = len(views)
                 columns = Columns(kind, 1, self.sizes[0], weight) if kind else None
                 self.views.append(View(seed, less_mean, columns))

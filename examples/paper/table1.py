@@ -15,11 +15,15 @@ from pathlib import Path
 import cifar
 import torch
 from ensemble import ACTIVATIONS, Network
+from figures import plot
 from methods import METHODS
+from table import text
 from training import Setting, runs, train
 
-PAPER = ("standard", "batchnorm", "layernorm", "rmsnorm", "norm-like", "norm-like-half")
-PAPER = (*PAPER, "affine-like")
+ARMS = (
+    *("standard", "batchnorm", "layernorm", "rmsnorm", "norm-like", "norm-like-half"),
+    *("affine-like", "constant-scale"),
+)
 BATCH_SIZES = (128, 64, 32, 16, 8)  # the cheapest first
 
 
@@ -54,7 +58,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*PAPER, "constant-scale"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=ARMS)
     parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=ACTIVATIONS)
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=BATCH_SIZES)
     parser.add_argument("--width", type=int, default=32)
@@ -62,8 +66,16 @@ def main() -> None:
     parser.add_argument("--lr", nargs="+", type=float, default=[1e-3])
     parser.add_argument("--pixels", choices=cifar.PIXELS, default="unit")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="one epoch of little, for tanh")
     given = parser.parse_args()
+    if given.quick:
+        given.activations, given.batch_sizes = ["tanh"], [128, 32, 8]
+        given.seeds, given.epochs = 2, 1
+    ensembles = given.out / "runs"
+    if ensembles.exists() and not given.resume:
+        parser.error(f"{ensembles} exists: --resume goes on with it, another --out starts anew")
     torch.set_flush_denormal(True)  # saturated networks have gradients that a CPU is slow with
+    torch.set_num_threads(1)  # operations are small: threads would mostly wait for each other
     data = cifar.load(given.data, download=given.download)
     print(f"data: {data.source}", flush=True)
     networks = tuple(
@@ -80,8 +92,18 @@ def main() -> None:
             shown = clock.saw(batch_size, epoch, given.epochs, seconds)
             print(f"batch size {batch_size}, epoch {epoch}/{given.epochs}: {shown}", flush=True)
 
-        train(setting, data, given.out / "runs" / setting.name, given.epochs, given.device, tell)
-    (given.out / "table1.json").write_text(json.dumps(runs(given.out / "runs")) + "\n")
+        train(setting, data, ensembles / setting.name, given.epochs, given.device, tell)
+        write(given.out)  # what there is by now
+    print((given.out / "table1.md").read_text())
+
+
+def write(out: Path) -> None:
+    """The table, the picture and the runs themselves, of what lies in `out / "runs"`."""
+    found = runs(out / "runs")
+    (out / "table1.json").write_text("[\n" + ",\n".join(json.dumps(run) for run in found) + "\n]\n")
+    page = text(found)
+    (out / "table1.md").write_text(page)
+    plot(found, out / "table1.png")
 
 
 if __name__ == "__main__":

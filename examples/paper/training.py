@@ -106,6 +106,7 @@ def runs(folder: Path) -> list[dict[str, Any]]:
         shared = {name: setting[name] for name in ("batch_size", "width", "depth", "pixels")}
         for place, network in enumerate(setting["networks"]):
             run = {**Network(*network)._asdict(), **shared, "data": setting["source"]}
+            run["updates_per_epoch"] = -(-setting["training_images"] // setting["batch_size"])
             run["epoch"] = [line["epoch"] for line in lines]
             for name in ("train_accuracy", "test_accuracy", BY_BATCH):
                 if name in lines[0] and (name != BY_BATCH or run["method"] == "batchnorm"):
@@ -189,8 +190,9 @@ def _same_setting(course: Course, setting: Setting, data: Data, file: Path) -> N
     images = hashlib.sha256(data.train.numpy().tobytes()).hexdigest()
     networks = [list(network) for network in course.ensemble.networks]
     mine = {**setting._asdict(), "networks": networks, "images": images}
+    known = {**mine, "source": data.source, "training_images": len(data.train)}
     if not file.exists():
-        _replace(file, json.dumps({**mine, "source": data.source}, indent=1).encode())
+        _replace(file, json.dumps(known, indent=1).encode())
     theirs = json.loads(file.read_text())
     for name, value in mine.items():
         if theirs[name] != value:

@@ -10,65 +10,15 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "paper"))
 
-from adiv_layers import AffineLikeLinear, NormLikeLinear
 from ensemble import ACTIVATIONS, Ensemble, Network
 from methods import METHODS
+from plain import model, optimizer
 
 SIZES = (12, 5, 7, 4)
 TYPICAL = 3.0
 RATE = 0.01
 SEEDS = (3, 8)
 BATCHES = (6, 6, 6, 4)  # the last of an epoch is smaller
-
-
-class Centred(nn.Module):
-    """x less a running mean: the mean of all batches, after a hundred of them a forgetful one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.means: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.means.append(x.detach().mean(0))
-        assert len(self.means) <= 100
-        return x - torch.stack(self.means).mean(0)
-
-
-class Over(nn.Module):
-    """x over a constant."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / TYPICAL
-
-
-def normaliser(method: str, width: int, first: bool) -> nn.Module:
-    if method == "batchnorm":
-        return nn.BatchNorm1d(width, affine=False)
-    if method == "layernorm":
-        return nn.LayerNorm(width, elementwise_affine=False)
-    if method == "rmsnorm":
-        eps = torch.finfo(torch.float32).eps
-        return nn.RMSNorm(width, eps=eps, elementwise_affine=False)
-    if method.startswith("centred"):
-        return Centred()
-    return Over() if method == "constant-scale" and first else nn.Identity()
-
-
-def linear(method: str) -> type[nn.Linear]:
-    if method.startswith("norm-like"):
-        return NormLikeLinear
-    return AffineLikeLinear if method.endswith("affine-like") else nn.Linear
-
-
-def alone(network: Network) -> nn.Sequential:
-    """The network as anyone would write it."""
-    torch.manual_seed(network.seed)
-    layers: list[nn.Module] = []
-    for i, (n, m) in enumerate(itertools.pairwise(SIZES)):
-        layers += [normaliser(network.method, n, i == 0), linear(network.method)(n, m)]
-        layers.append(nn.Tanh() if network.activation == "tanh" else nn.LeakyReLU())
-    return nn.Sequential(*layers[:-1]).double()
 
 
 def batches(seed: int) -> list[tuple[Tensor, Tensor]]:
@@ -109,21 +59,21 @@ def test_stacked_networks_train_as_separate_ones(
     for seed in SEEDS:
         network = Network(method, activation, seed, RATE)
         place = ensemble.networks.index(network)
-        model = alone(network)
-        rate = RATE / 2 if method == "norm-like-half" else RATE
-        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-        before = [p.detach().clone() for p in model.parameters()]
+        alone = model(network, SIZES, TYPICAL).double()
+        adam = optimizer(network, alone)
+        assert adam.param_groups[0]["lr"] == (RATE / 2 if method == "norm-like-half" else RATE)
+        before = [p.detach().clone() for p in alone.parameters()]
         for (x, y), stacked in zip(batches(seed), course, strict=True):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            adam.zero_grad()
+            nn.functional.cross_entropy(alone(x), y).backward()
+            adam.step()
             torch.testing.assert_close(
-                stacked[place], [p.detach() for p in model.parameters()], rtol=1e-9, atol=1e-11
+                stacked[place], [p.detach() for p in alone.parameters()], rtol=1e-9, atol=1e-11
             )
-        for old, new in zip(before, model.parameters(), strict=True):
+        for old, new in zip(before, alone.parameters(), strict=True):
             assert (new - old).abs().max() > RATE / 2
-        model.eval()
-        torch.testing.assert_close(ensemble.logits(test)[place], model(test), rtol=1e-8, atol=1e-9)
+        alone.eval()
+        torch.testing.assert_close(ensemble.logits(test)[place], alone(test), rtol=1e-8, atol=1e-9)
 
 
 def test_batch_statistics_at_test_time(
@@ -132,9 +82,9 @@ def test_batch_statistics_at_test_time(
     ensemble, _ = trained
     test = torch.cat([x for x, _ in batches(99)])[:17]
     place = ensemble.networks.index(Network("batchnorm", "tanh", SEEDS[0], RATE))
-    model = alone(Network("batchnorm", "tanh", SEEDS[0], RATE))
+    alone = model(Network("batchnorm", "tanh", SEEDS[0], RATE), SIZES, TYPICAL).double()
     with torch.no_grad():
-        for mine, theirs in zip(model.parameters(), ensemble.parameters(place), strict=True):
+        for mine, theirs in zip(alone.parameters(), ensemble.parameters(place), strict=True):
             mine.copy_(theirs)
-    expected = torch.cat([model(rows) for rows in test.split(5)])
+    expected = torch.cat([alone(rows) for rows in test.split(5)])
     torch.testing.assert_close(ensemble.logits(test, group=5)[place], expected)
