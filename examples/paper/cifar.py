@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,8 +112,8 @@ def load(place: str, *, download: bool = False) -> Data:
     kept = cache / "adiv-monitor" / f"cifar10-{name}.npz"
     if not kept.exists():
         print(f"decoding {found} once, into {kept}", flush=True)
-        _decode(read, kept)
-    return _from_npz(kept)._replace(source=str(found))
+        _decode(read, kept, f"CIFAR-10 from {found.name}")
+    return _from_npz(kept)
 
 
 def synthetic(train: int = 2000, test: int = 500) -> Data:
@@ -134,8 +134,9 @@ def _from_npz(path: Path) -> Data:
     with np.load(path) as kept:
         names = ("train", "train_labels", "test", "test_labels")
         arrays = [torch.from_numpy(kept[name]) for name in names]
+        source = str(kept["source"])
     train, train_labels, test, test_labels = arrays
-    return Data(train, train_labels.long(), test, test_labels.long(), str(path))
+    return Data(train, train_labels.long(), test, test_labels.long(), source)
 
 
 def _source(path: Path) -> tuple[Path, Read]:
@@ -186,14 +187,14 @@ def _pixels_of(file: bytes) -> Bytes:
     return np.asarray(Image.open(io.BytesIO(file)).convert("RGB"), dtype=np.uint8)
 
 
-def _decode(read: Read, to: Path) -> None:
+def _decode(read: Read, to: Path, source: str) -> None:
     """Write all images as rows in the order of their names, classes numbered by the alphabet."""
     rows: dict[str, list[tuple[str, int, Bytes]]] = {"train": [], "test": []}
     for number, (name, image) in enumerate(read()):
         part, label, _ = name.split("/")
         rows[part].append((label, number, image.transpose(2, 0, 1).reshape(-1)))
     classes = sorted({label for label, _, _ in rows["train"]})
-    arrays = {}
+    arrays: dict[str, NDArray[Any]] = {"source": np.array(source)}
     for part, images in rows.items():
         arrays[part] = np.stack([image for _, _, image in images])
         arrays[f"{part}_labels"] = np.array([classes.index(label) for label, _, _ in images])

@@ -41,6 +41,7 @@ def plot(runs: Sequence[Run], file: Path) -> None:
     runs = with_both_tests(runs)
     activations = list(dict.fromkeys(run["activation"] for run in runs))
     updates = fewest_updates(runs)
+    several = len({run["learning_rate"] for run in runs}) > 1
     kinds: list[tuple[str, Read]] = [("equal epochs", at_the_end)]
     if any(len(arm.accuracies) > 1 for arm in arms(runs, at_updates(updates))):
         kinds.append((f"equal updates ({updates})", at_updates(updates)))
@@ -53,7 +54,7 @@ def plot(runs: Sequence[Run], file: Path) -> None:
                 colour = COLOURS[arm.method]
                 sizes = sorted(arm.accuracies)
                 means, errors = zip(*map(arm.at, sizes), strict=True)
-                label = f"{arm.method}, {arm.learning_rate:g}"
+                label = f"{arm.method}, {arm.learning_rate:g}" if several else arm.method
                 style = {"marker": "o", "linestyle": "none", "capsize": 3, "markersize": 4}
                 axes.errorbar(sizes, means, errors, color=colour, label=label, **style)
                 if (line := arm.line()) is not None:
@@ -63,6 +64,8 @@ def plot(runs: Sequence[Run], file: Path) -> None:
             axes.set(title=f"{activation}, {kind}", xlabel="batch size")
             axes.set(ylabel="test accuracy, percent")
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", title="map, learning rate")
+    figure.legend(
+        handles, labels, loc="outside right upper", title="map, learning rate" if several else "map"
+    )
     figure.suptitle(runs[0]["data"], fontsize=8)
     figure.savefig(file, dpi=110)

@@ -68,19 +68,20 @@ def at_updates(updates: float) -> Read:
     """
 
     def read(run: Run) -> float | None:
-        made = [epoch * run["updates_per_epoch"] for epoch in run["epoch"]]
+        made: list[int] = [epoch * run["updates_per_epoch"] for epoch in run["epoch"]]
         if made[-1] < 0.9 * updates or made[0] > 1.5 * updates:
             return None
         chosen = [i for i, n in enumerate(made) if 0.9 * updates < n <= updates]
         chosen = chosen or [min(range(len(made)), key=lambda i: abs(made[i] - updates))]
-        return sum(run["test_accuracy"][i] for i in chosen) / len(chosen)
+        accuracies: list[float] = run["test_accuracy"]
+        return sum(accuracies[i] for i in chosen) / len(chosen)
 
     return read
 
 
 def fewest_updates(runs: Iterable[Run]) -> int:
     """Updates that the shortest of the runs made."""
-    return min(run["epoch"][-1] * run["updates_per_epoch"] for run in runs)
+    return min(int(run["epoch"][-1] * run["updates_per_epoch"]) for run in runs)
 
 
 def with_both_tests(runs: Iterable[Run]) -> list[Run]:

@@ -53,9 +53,9 @@ def text(runs: Sequence[Run]) -> str:
     updates = fewest_updates(runs)
     shared = runs[0]
     parts = [
-        f"Data: {shared['data']}. Pixels: {shared['pixels']}. Width {shared['width']}, "
-        f"{shared['depth']} hidden layers, {' or '.join(map(str, epochs))} epochs, "
-        f"{len({run['seed'] for run in runs})} seeds. Accuracy in percent, mean of the last tenth "
+        f"Data: {shared['data']}; pixels: {shared['pixels']}; width: {shared['width']}; hidden "
+        f"layers: {shared['depth']}; epochs: {' or '.join(map(str, epochs))}; "
+        f"seeds: {len({run['seed'] for run in runs})}. Accuracy in percent, mean of the last tenth "
         "of the epochs ± standard error over seeds."
     ]
     for activation in dict.fromkeys(run["activation"] for run in runs):
@@ -63,6 +63,8 @@ def text(runs: Sequence[Run]) -> str:
         at_end = arms(mine, at_the_end)
         parts.append(f"## {activation}: test accuracy at equal epochs")
         parts.append(_table(at_end))
+        if (signs := _signs(at_end)) is not None:
+            parts.append(signs)
         parts.append(f"Less that of {REFERENCE}, seed by seed:")
         parts.append(_differences(at_end))
         parts.append(f"### {activation}: training accuracy at equal epochs")
@@ -71,14 +73,14 @@ def text(runs: Sequence[Run]) -> str:
         parts.append(f"### {activation}: test accuracy at equal updates ({updates})")
         equal = arms(mine, at_updates(updates))
         if all(len(arm.accuracies) < len(at_end[0].accuracies) for arm in equal):
-            parts.append("More epochs are needed: the smallest batches make more updates in one.")
+            parts.append("Needs more epochs: the smallest batches make more updates in one.")
         else:
             parts.append(_accuracies(equal))
     if max(epochs) < LONG:
         parts.append(
-            f"What needs more epochs than {max(epochs)}: the order of the methods. Affine-like "
-            "maps pass layer and batch normalisation between the 10th and the 20th. The signs "
-            "of the slopes for tanh are there after one."
+            "What needs more epochs: the order of the maps, for affine-like ones pass layer and "
+            "batch normalisation only between the 10th and the 20th; layer normalisation's slope, "
+            "which is near zero in the end; and the comparison at equal updates."
         )
     return "\n\n".join(parts) + "\n"
 
@@ -122,6 +124,13 @@ def _differences(found: Sequence[Arm]) -> str:
         }
         rows.append(_cells(arm._replace(accuracies=less), sizes, several, sign=True))
     return _markdown(_head(sizes), rows) if rows else "(it is not among the runs)"
+
+
+def _signs(found: Sequence[Arm]) -> str | None:
+    """How many slopes have the sign that was stated before the run."""
+    lines = [(STATED[arm.method], arm.line()) for arm in found if arm.method in STATED]
+    right = [sign * line.slope > 0 for sign, line in lines if line is not None]
+    return f"Slopes with the stated sign: {sum(right)} of {len(right)}." if right else None
 
 
 def _verdict(method: str, line: Line | None) -> str:

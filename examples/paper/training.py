@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from cifar import Data, Pixels, pixels
-from ensemble import Ensemble, Network
+from ensemble import ACTIVATIONS, Ensemble, Network
+from methods import METHODS
 from torch import Tensor
 
 CLASSES = 10
@@ -103,6 +104,8 @@ def runs(folder: Path) -> list[dict[str, Any]]:
     for file in sorted(folder.glob("*/setting.json")):
         setting = json.loads(file.read_text())
         lines = [json.loads(line) for line in _lines(file.with_name("results.jsonl"))]
+        if not lines:  # it has only begun
+            continue
         shared = {name: setting[name] for name in ("batch_size", "width", "depth", "pixels")}
         for place, network in enumerate(setting["networks"]):
             run = {**Network(*network)._asdict(), **shared, "data": setting["source"]}
@@ -112,7 +115,7 @@ def runs(folder: Path) -> list[dict[str, Any]]:
                 if name in lines[0] and (name != BY_BATCH or run["method"] == "batchnorm"):
                     run[name] = [line[name][place] for line in lines]
             found.append(run)
-    return found
+    return sorted(found, key=_place)
 
 
 class Course:
@@ -179,6 +182,12 @@ def _some(count: int, images: Tensor, labels: Tensor, device: str) -> tuple[Tens
 
 def _generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_003 * seed + epoch)
+
+
+def _place(run: dict[str, Any]) -> tuple[float, ...]:
+    """Runs in the order of activations and methods, as they are declared."""
+    kind = (ACTIVATIONS.index(run["activation"]), list(METHODS).index(run["method"]))
+    return (*kind, run["learning_rate"], run["batch_size"], run["seed"])
 
 
 def _same_setting(course: Course, setting: Setting, data: Data, file: Path) -> None:

@@ -1,18 +1,13 @@
 """The stacked networks do, step by step, what separate runs of the layers' own modules do."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "paper"))
-
 from ensemble import ACTIVATIONS, Ensemble, Network
 from methods import METHODS
 from plain import model, optimizer
+from torch import Tensor, nn
 
 SIZES = (12, 5, 7, 4)
 TYPICAL = 3.0

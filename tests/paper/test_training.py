@@ -1,15 +1,11 @@
 """Training goes on after a kill as if nothing had been."""
 
 import json
-import sys
 from itertools import product, starmap
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "paper"))
-
 import training
 from cifar import Data, synthetic
 from ensemble import Network
