@@ -131,19 +131,25 @@ class Called:
         given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         places |= {id(value): _Input(place) for place, value in given if isinstance(value, Tensor)}
         try:
-            return Known(
-                module,
-                type(module),
-                vars(module).get("forward"),
-                [(name, x) for name, x in vars(module).items() if _is_constant(x)],
-                0,
-                self.function,
-                [_place(value, places) for value in self.args],
-                {name: _place(value, places) for name, value in self.kwargs.items()},
-                self.layers,
-            )
+            took = [_place(value, places) for value in self.args]
+            named = {name: _place(value, places) for name, value in self.kwargs.items()}
         except LookupError:
             return None
+        return _known(module, self.function, took, named, self.layers)
+
+
+def _known(
+    module: nn.Module,
+    function: str,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    layers: Sequence[Layer],
+) -> Known:
+    """The module as it is now."""
+    attributes = vars(module)
+    settings = [(name, value) for name, value in attributes.items() if _is_constant(value)]
+    forward = attributes.get("forward")
+    return Known(module, type(module), forward, settings, 0, function, args, kwargs, layers)
 
 
 def _place(value: object, places: Mapping[int, object]) -> object:
@@ -182,6 +188,11 @@ class Record:
     calls: Counter[nn.Module] = field(default_factory=Counter)
     found: dict[nn.Module, Known | None] = field(default_factory=dict)
     others: set[nn.Module] = field(default_factory=set)
+
+    def ruled(self, module: nn.Module) -> None:
+        """A forward has run of a module whose class has a rule."""
+        self.calls[module] += 1
+        self.found[module] = _known(module, "", [], {}, [])
 
     def ended(
         self,

@@ -146,10 +146,11 @@ class Watching:
             if self._repetitions.among(tensors_in(args, kwargs)):
                 self.record.others.add(module)  # what becomes of them there is to be seen
             self._repetitions.forward_ends(raised=output is None)
-        if output is not None:
-            if module in self._ruled:
-                self._look_at_ruled(module, args, kwargs, output)
-            elif self._leftovers.may_be_in(module):
+        if output is not None and module in self._ruled:
+            self._look_at_ruled(module, args, kwargs, output)
+            self.record.ruled(module)
+        elif output is not None:
+            if self._leftovers.may_be_in(module):
                 self._look_at_whole(module, args, kwargs, output)
             self.record.ended(module, self._forwards.forward.called, args, kwargs, output)
         if self._calls is not None:
@@ -164,6 +165,7 @@ class Watching:
             return
         if any(map(is_nested, tensors_in(output, *args, *kwargs.values()))):
             self.refused[path] = NESTED.format("its rule")
+            self.record.others.add(module)
             return
         try:
             if not isinstance(output, Tensor):
@@ -174,6 +176,7 @@ class Watching:
                     given = _made(tensors_in(*args, *kwargs.values()))
                     self._takes.use(use, output, path, checked=False, inputs=given)
         except Exception as error:
+            self.record.others.add(module)
             self._layers.failed(path, error)
 
     def _look_at_whole(

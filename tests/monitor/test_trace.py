@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture import trace
+from adiv_monitor.features import DenseFeatures, Rows, register_features
 from adiv_monitor.report import LayerReading, StepReport
 
 Step = Callable[[int, nn.Module], None]
@@ -69,6 +70,18 @@ class Before(nn.Linear):
         return made.mul_(0.5) if self.in_features % 2 else made
 
 
+class Squared(nn.Linear):
+    """Its class has a rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x**2, self.weight, self.bias)
+
+
+@register_features(Squared)
+def squared(module: Squared, rows: Rows, x: Tensor) -> DenseFeatures:
+    return DenseFeatures(rows.take(x)[:, None] ** 2, 1.0)
+
+
 def images() -> nn.Module:
     return nn.Sequential(
         *(nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)),
@@ -100,6 +113,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "twice": Twice,
     "attends": Attends,
     "changes what it has": lambda: nn.Sequential(Before(12, 13), Before(13, 4)),
+    "a rule of its class": lambda: nn.Sequential(Squared(12, 9), nn.Tanh(), Squared(9, 4)),
     "weight norm": lambda: nn.Sequential(
         parametrizations.weight_norm(nn.Linear(12, 9)), nn.Tanh(), nn.Linear(9, 4)
     ),
