@@ -110,6 +110,26 @@ def test_a_part_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
     assert end["end"].startswith("failed: exit status -9") and other["end"].startswith("finished")
 
 
+def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
+    """A process that the part leaves holds a pipe, into which it would write later."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    left = (
+        "import time; pipe = open({!r}, 'w'); print(flush=True);"
+        " time.sleep(60); pipe.write('still here')"
+    )
+    script = (
+        "import subprocess, sys\n"
+        f"left = [sys.executable, '-c', {left.format(str(pipe))!r}]\n"
+        "subprocess.Popen(left, stdout=subprocess.PIPE).stdout.readline()\n"
+    )
+    assert gpu.run_part("rows", ["-c", script], 600, tmp_path / "gpu.jsonl")
+    os.set_blocking(reading, True)
+    with os.fdopen(reading) as file:
+        assert file.read() == ""
+
+
 def test_a_part_whose_time_is_up_is_cut(tmp_path: Path) -> None:
     long = ["-c", "import time; time.sleep(60)"]
     assert not gpu.run_part("rows", long, 0.01, tmp_path / "gpu.jsonl")

@@ -30,7 +30,7 @@ def tests(tiny: bool, emit: Emit) -> None:
                 counts[report.outcome] += 1
             if report.failed:
                 cause = str(report.longrepr).splitlines()[-1:]
-                emit(test=report.nodeid, failed=" ".join(cause).replace("|", "¦"))
+                emit(test=report.nodeid, failed=" ".join(cause))
 
     files = [str(ROOT / "tests" / name / "test_gpu.py") for name in ("layers", "monitor")]
     # A kernel that does not start warns; what torch or Python warn of here is not what is tested.
@@ -99,7 +99,7 @@ PARTS = {
 def short(cause: BaseException) -> str:
     """In one cell of a table."""
     cause = cause.__cause__ or cause
-    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}".replace("|", "¦")
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
 
 
 def machine() -> dict[str, str]:
