@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import os
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,10 @@ def main() -> None:
     parser.add_argument("--lines", type=Path, default=Path(os.devnull), help="file of the rows")
     arguments = parser.parse_args()
 
+    failed = []
+
     def emit(**cells: object) -> None:
+        failed.append(bool(cells.get("failed")))
         append(arguments.lines, part=arguments.part, run=arguments.run, **cells)
         print(*(f"{name}: {value}" for name, value in cells.items()), sep=" | ", flush=True)
 
@@ -136,6 +140,8 @@ def main() -> None:
     except Exception as cause:
         emit(failed=short(cause))
         raise
+    if any(failed):
+        sys.exit("some of it failed")
 
 
 if __name__ == "__main__":
