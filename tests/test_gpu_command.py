@@ -110,6 +110,45 @@ def test_a_part_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
     assert end["end"].startswith("failed: exit status -9") and other["end"].startswith("finished")
 
 
+def test_a_part_of_which_something_failed_has_not_gone_well(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(gpu.__file__).parent)!r})\n"
+        "import gpu_parts\n"
+        "def rows(tiny, emit):\n"
+        "    emit(kernel='gate', failed='broken|1')\n"
+        "    emit(kernel='blend', share='1.00')\n"
+        "gpu_parts.PARTS['rows'] = rows\n"
+        "gpu_parts.main()\n"
+    )
+    assert not gpu.run_part("rows", ["-c", script, "rows", "--tiny"], 600, tmp_path / "gpu.jsonl")
+    _, gate, blend, end = rows(tmp_path)["rows"]
+    assert gate["failed"] == "broken|1" and blend["share"] == "1.00"
+    assert end["end"].startswith("failed: exit status 1")
+    gpu.main(["--only", "--write", str(tmp_path)])
+    assert "| gate | broken¦1 |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
+    """A process that the part leaves holds a pipe, into which it would write later."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    left = (
+        "import time; pipe = open({!r}, 'w'); print(flush=True);"
+        " time.sleep(60); pipe.write('still here')"
+    )
+    script = (
+        "import subprocess, sys\n"
+        f"left = [sys.executable, '-c', {left.format(str(pipe))!r}]\n"
+        "subprocess.Popen(left, stdout=subprocess.PIPE).stdout.readline()\n"
+    )
+    assert gpu.run_part("rows", ["-c", script], 600, tmp_path / "gpu.jsonl")
+    os.set_blocking(reading, True)
+    with os.fdopen(reading) as file:
+        assert file.read() == ""
+
+
 def test_a_part_whose_time_is_up_is_cut(tmp_path: Path) -> None:
     long = ["-c", "import time; time.sleep(60)"]
     assert not gpu.run_part("rows", long, 0.01, tmp_path / "gpu.jsonl")

@@ -1,6 +1,7 @@
 """All that is to be measured on a GPU: parts, each in a process of its own, within one deadline.
 
-Nothing need be installed but torch with its Triton, and what adiv_monitor imports.
+Nothing need be installed but torch with its Triton, and what adiv_monitor imports; for the tests
+also pytest, for the monitor's cost torchvision.
 
     python3 tests/benchmarks/gpu.py [--only PART ...] [--minutes 30] [--write FOLDER]
         [--dry-run] [--tiny]
@@ -27,10 +28,12 @@ import datetime
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 SCRIPT = Path(__file__).with_name("gpu_parts.py")
 NOT_MEASURED = "not measured"
+PATIENCE = 5.0  # seconds for a process that was killed to be gone
 # Expected seconds of every part, by what one command of ten minutes holds.
 COMMANDS = (
     {"tests": 270, "calibration": 40, "rows": 70},
@@ -76,15 +80,27 @@ def run_part(name: str, script: Sequence[str], seconds: float, lines: Path) -> b
     }
     command = [sys.executable, *script, "--run", run, "--lines", str(lines.resolve())]
     start = time.perf_counter()
+    # In a group of its own with all that it starts: compilers, pytest's workers.
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=os.setpgrp)
     try:
-        status = subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds).returncode
+        status = process.wait(seconds)
         end = f"failed: exit status {status}" if status else "finished"
     except subprocess.TimeoutExpired:
         end = "failed: cut, the rest is " + NOT_MEASURED
+    finally:
+        kill(process)
     end += f", {time.perf_counter() - start:.0f} s"
     append(lines, part=name, run=run, end=end)
     print(f"{name}: {end}", flush=True)
     return end.startswith("finished")
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End it and all that it started and left: who works on disturbs the next part's times."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # a driver that hangs may keep it, but not us
+        process.wait(PATIENCE)
 
 
 def page(lines: Iterable[str]) -> str:
@@ -106,7 +122,7 @@ def section(run: str, records: list[Record]) -> list[str]:
     """Neighbours with the same columns are a table; what has one column is a line."""
     text = [f"{run[:16].replace('T', ' ')} UTC", ""]
     for columns, group in itertools.groupby(records, key=tuple):
-        rows = [list(map(str, record.values())) for record in group]
+        rows = [[str(v).replace("|", "¦") for v in record.values()] for record in group]
         if len(columns) == 1:
             text += [f"{columns[0]}: {value}" for (value,) in rows]
         else:
@@ -147,4 +163,6 @@ def main(given: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # Who is told to end, as by `timeout`, ends the part that runs, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import os
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def tests(tiny: bool, emit: Emit) -> None:
                 counts[report.outcome] += 1
             if report.failed:
                 cause = str(report.longrepr).splitlines()[-1:]
-                emit(test=report.nodeid, failed=" ".join(cause).replace("|", "¦"))
+                emit(test=report.nodeid, failed=" ".join(cause))
 
     files = [str(ROOT / "tests" / name / "test_gpu.py") for name in ("layers", "monitor")]
     # A kernel that does not start warns; what torch or Python warn of here is not what is tested.
@@ -99,7 +100,7 @@ PARTS = {
 def short(cause: BaseException) -> str:
     """In one cell of a table."""
     cause = cause.__cause__ or cause
-    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}".replace("|", "¦")
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
 
 
 def machine() -> dict[str, str]:
@@ -121,7 +122,10 @@ def main() -> None:
     parser.add_argument("--lines", type=Path, default=Path(os.devnull), help="file of the rows")
     arguments = parser.parse_args()
 
+    failed = []
+
     def emit(**cells: object) -> None:
+        failed.append(bool(cells.get("failed")))
         append(arguments.lines, part=arguments.part, run=arguments.run, **cells)
         print(*(f"{name}: {value}" for name, value in cells.items()), sep=" | ", flush=True)
 
@@ -136,6 +140,8 @@ def main() -> None:
     except Exception as cause:
         emit(failed=short(cause))
         raise
+    if any(failed):
+        sys.exit("some of it failed")
 
 
 if __name__ == "__main__":

@@ -96,6 +96,9 @@ def channel_cases(name, x, dtype, wide, access):
         yield f"gate, bias, {name}", 1, 0, access
     channels.gate(x, r, x, scaled=x, total=True, curve=1.0)
     yield f"gate, {name}", 2, 1, access
+    slipped = empty(x.numel() + 1, dtype=dtype)[1:].as_strided(x.shape, x.stride())
+    channels.gate(slipped, r, slipped, scaled=x, total=True, curve=1.0)
+    yield f"gate, begins anywhere, {name}", 0, 0, 0
     channels.blend(x, x, r, x, gain=-1.0)
     yield f"blend, {name}", 2, 1, access
     channels.square_sum(x, r)
