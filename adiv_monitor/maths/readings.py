@@ -30,7 +30,7 @@ from adiv_monitor.maths.estimates import (
     quantiles,
     variance_share,
 )
-from adiv_monitor.maths.records import R, joined, leaves
+from adiv_monitor.maths.records import R, joined, structure
 from adiv_monitor.maths.sums import Array, Dots, LayerSums, Moved, Vector, factor_of
 from adiv_monitor.report import QUANTILE_LEVELS
 
@@ -101,12 +101,10 @@ def measure(layers: Mapping[str, Judged], fail: Fail = raised) -> dict[str, Meas
 
 def _kind(layer: LayerSums[Array]) -> object:
     """What layers have in common that can be measured together."""
-    several = layer.totals, layer.blocks, layer.common
-    single = layer.scale, layer.realised, layer.attainable, layer.dots.w_w, layer.dots.a_w
+    several = layer.totals, layer.blocks, layer.common, layer.scale, layer.realised
     return (
         *(layer.rows.seen, layer.vectors, layer.about.bias_alone),
-        *(tuple([name for name, _ in leaves(record)]) for record in several),
-        *(number is None for number in single),
+        *(structure((*several, layer.attainable)), structure(layer.parameters)),
     )
 
 

@@ -1,79 +1,131 @@
 """Data classes that are generic in their numbers (`maths/sums.py`): all of these at once.
 
 A field holds numbers if its annotation names the type variable: one, several in a tuple or by key,
-or records of them.
+or records of them. A step has many layers with many numbers each, so that what is asked of all of
+them makes few calls.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Any, TypeVar, get_type_hints
 
 R = TypeVar("R")
 
 
-@cache
-def _of_numbers(kind: Any) -> tuple[str, ...]:
-    """The fields of a record that hold numbers."""
-    hints = get_type_hints(kind)
-    return tuple(
-        f.name
-        for f in fields(kind)
-        if isinstance(hints[f.name], TypeVar) or bool(getattr(hints[f.name], "__parameters__", ()))
-    )
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How to take values of one type apart, and to make them again.
+
+    Attributes:
+        names: of the fields that hold numbers; none of a tuple, or a dictionary.
+        take: what holds numbers in such a value.
+        make: the same value with others in their place.
+    """
+
+    names: Sequence[str]
+    take: Callable[[Any], Iterable[Any]]
+    make: Callable[[Any, list[Any]], Any]
 
 
-@cache
-def _is_record(kind: Any) -> bool:
-    return hasattr(kind, "__dataclass_fields__")
+class _Plans(dict[type, _Plan | None]):
+    """By type; None: such a value is a number itself."""
+
+    def __missing__(self, kind: type) -> _Plan | None:
+        plan = self[kind] = _of_record(kind) if is_dataclass(kind) else None
+        return plan
 
 
-def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _of_record(kind: Any) -> _Plan:
+    hints, every = get_type_hints(kind), [field.name for field in fields(kind)]
+    places = [i for i, name in enumerate(every) if _holds_numbers(hints[name])]
+    take, names = attrgetter(*every), [every[i] for i in places]
+
+    def inner(value: Any) -> list[Any]:
+        whole = take(value)
+        return [whole[i] for i in places]
+
+    def made(value: Any, others: list[Any]) -> Any:
+        whole = [*take(value)]
+        for i, other in zip(places, others, strict=True):
+            whole[i] = other
+        return kind(*whole)
+
+    return _Plan(names, inner, made)
+
+
+def _holds_numbers(hint: Any) -> bool:
+    return isinstance(hint, TypeVar) or bool(getattr(hint, "__parameters__", ()))
+
+
+_PLANS = _Plans(
+    {
+        dict: _Plan((), dict.values, lambda value, others: dict(zip(value, others, strict=True))),
+        tuple: _Plan((), tuple, lambda _, others: tuple(others)),
+    }
+)
+
+
+def numbers(record: Any) -> list[Any]:
+    """The numbers of a record, in their order."""
+    found: list[Any] = []
+    _gather([record], found)
+    return found
+
+
+def _gather(values: Iterable[Any], found: list[Any]) -> None:
+    for value in values:
+        if value is not None:
+            plan = _PLANS[value.__class__]
+            if plan is None:
+                found += (value,)
+            else:
+                _gather(plan.take(value), found)
+
+
+def named(record: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The numbers of a record, in their order, with the names of the fields that lead to them."""
-    kind: Any = type(value)
-    if value is None:
+    plan = None if record is None else _PLANS[record.__class__]
+    if plan is None:
+        yield from () if record is None else [(name, record)]
         return
-    if _is_record(kind):
-        for inner in _of_numbers(kind):
-            yield from leaves(getattr(value, inner), f"{name}.{inner}" if name else inner)
-    elif kind is dict:
-        for each in value.values():
-            yield from leaves(each, name)
-    elif kind is tuple:
-        for each in value:
-            yield from leaves(each, name)
-    else:
-        yield name, value
+    parts = list(plan.take(record))
+    for inner, part in zip(plan.names or [""] * len(parts), parts, strict=True):
+        yield from named(part, f"{name}.{inner}".strip("."))
 
 
-def mapped(value: Any, of: Callable[[Any], Any]) -> Any:
-    """The record with what a function makes of each of its numbers."""
-    kind: Any = type(value)
-    if value is None:
-        return None
-    if _is_record(kind):
-        found = {name: mapped(getattr(value, name), of) for name in _of_numbers(kind)}
-        return replace(value, **found)
-    if kind is dict:
-        return {key: mapped(each, of) for key, each in value.items()}
-    if kind is tuple:
-        return tuple([mapped(each, of) for each in value])
-    return of(value)
+def with_numbers(record: Any, others: Iterator[Any]) -> Any:
+    """The record with other numbers in place of its own, in their order."""
+    plan = _PLANS[record.__class__]
+    if plan is None:
+        return next(others)
+    made = [
+        None
+        if each is None
+        else next(others)
+        if _PLANS[each.__class__] is None
+        else with_numbers(each, others)
+        for each in plan.take(record)
+    ]
+    return plan.make(record, made)
+
+
+def structure(record: Any) -> tuple[Any, ...]:
+    """Which numbers a record has: what it has in common with those that are alike."""
+    plan = _PLANS[record.__class__]
+    parts = () if plan is None else plan.take(record)
+    kinds = [x if x is None else _PLANS[x.__class__] is None or structure(x) for x in parts]
+    return tuple(kinds)
 
 
 def joined(records: Sequence[R], of: Callable[[list[Any]], Any]) -> R:
     """The first of several records that are alike, with what a function makes of all numbers."""
-    several = [iter([number for _, number in leaves(record)]) for record in records]
-    found: R = mapped(records[0], lambda _: of([next(numbers) for numbers in several]))
+    several = zip(*map(numbers, records), strict=True)
+    found: R = with_numbers(records[0], iter([of([*each]) for each in several]))
     return found
 
 
-def split(record: R, count: int, of: Callable[[Any], Sequence[Any]]) -> list[R]:
+def split(record: R, of: Callable[[Any], Iterable[Any]]) -> list[R]:
     """Records alike, each with its part of what a function makes of every number."""
-    parts = [of(number) for _, number in leaves(record)]
-    owns = [iter([part[i] for part in parts]) for i in range(count)]
-    return [mapped(record, partial(_following, own)) for own in owns]
-
-
-def _following(numbers: Iterator[Any], _: Any) -> Any:
-    return next(numbers)
+    parts = zip(*map(of, numbers(record)), strict=True)
+    return [with_numbers(record, iter(part)) for part in parts]

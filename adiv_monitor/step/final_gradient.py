@@ -212,7 +212,7 @@ class FinalGradient:
             if measured.sums.made is not None:  # its own scales are those of sampled rows, maybe
                 concentrated = totals.concentration(self._all_rows[path].square)
                 found = replace(found, concentration=concentrated)
-            measured.sums = replace(measured.sums, totals=found)
+            measured.totals = found
         self._all_rows.clear()
 
     def _evidence(

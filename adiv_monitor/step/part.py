@@ -137,9 +137,7 @@ def make_part(
     }
     misdescribed, lost = _misdescribed(errors), _lost(found.layers)
     layers = {
-        path: _with_terms(
-            replace(layer, parameters=_dots(found.products, pieces[path], facts.gradient_scale))
-        )
+        path: _with_dots(layer, _dots(found.products, pieces[path], facts.gradient_scale))
         for path, layer in found.layers.items()
         if path not in misdescribed and path not in lost
     }
@@ -222,21 +220,21 @@ def _dots(products: PieceNumbers[Array], pieces: Pieces, gradient_scale: float) 
 
 
 @np.errstate(all="ignore")  # what is not finite has no rounding to speak of
-def _with_terms(layer: LayerSums[Array]) -> LayerSums[Array]:
-    """See `Evidence.terms`. ‖g_r φ_rᵀ‖² = (D G)_r·g_r, D the scales."""
+def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:
+    """The layer with its parameters' products and its terms: ‖g_r φ_rᵀ‖² = (D G)_r·g_r."""
     squares = of_rows(layer, Vector.G, Vector.G)
     if layer.blocks is not None:
         squares = of_rows(layer, Vector.OWN, Vector.G)
     elif layer.scale is not None:
         squares = squares * layer.scale
     else:  # ‖J_r‖ ≥ ‖J_r γ‖ / ‖γ‖, where a row is linear in the parameters by its Jacobian J_r
-        gamma_gamma = layer.dots.gamma_gamma or 1.0
+        gamma_gamma = dots.gamma_gamma or 1.0
         squares = squares * of_rows(layer, Vector.E, Vector.E) / gamma_gamma
     seen, rows = layer.evidence, layer.rows
     factor = 1.0 if seen.factor is None else float(seen.factor)
     length = np.sqrt(np.maximum(squares, 0.0)).sum() / (factor or 1.0)
     terms = float(length * rows.total / max(rows.seen, 1))
-    return replace(layer, evidence=replace(seen, terms=terms))
+    return replace(layer, parameters=dots, evidence=replace(seen, terms=terms))
 
 
 def _misdescribed(errors: Mapping[str, float]) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """From the device to the host: everything of a step at once."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Generic
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from adiv_monitor.capture.updates import PieceNumbers
-from adiv_monitor.maths.records import leaves, mapped
+from adiv_monitor.maths.records import numbers, with_numbers
 from adiv_monitor.maths.sums import Array, LayerSums, T
 
 
@@ -57,8 +56,7 @@ class StepSums(Generic[T]):
 
 def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
     """The same on the host, with the squares of norms among the products."""
-    arrays = iter(_fetched([tensor for _, tensor in leaves(step)]))
-    found: StepSums[Array] = mapped(step, lambda _: next(arrays))
+    found: StepSums[Array] = with_numbers(step, iter(_fetched(numbers(step))))
     for field in fields(found.norms):
         norms: dict[int, Array] = getattr(found.norms, field.name)
         getattr(found.products, field.name).update({key: part**2 for key, part in norms.items()})
@@ -77,15 +75,13 @@ def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
 def _fetched(tensors: Sequence[Tensor]) -> list[Array]:
     """Float64 arrays of the same shapes, by one transfer from each device."""
     arrays: list[Array] = [np.empty(0)] * len(tensors)
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for i, tensor in enumerate(tensors):
-        by_device[tensor.device].append(i)
-    for places in by_device.values():
-        numbers = _packed([tensors[i] for i in places])
-        end = 0
+    for device in {tensor.device for tensor in tensors}:
+        places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        packed, end = _packed([tensors[i] for i in places]), 0
         for i in places:
             start, end = end, end + tensors[i].numel()
-            arrays[i] = numbers[start:end].reshape(tensors[i].shape)
+            part = packed[start:end]
+            arrays[i] = part if tensors[i].ndim == 1 else part.reshape(tensors[i].shape)
     return arrays
 
 

@@ -18,7 +18,7 @@ from adiv_monitor.features.whole import squares, squares_and_sum
 from adiv_monitor.kernels import looks, moments, products, steps, totals
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import dots
-from adiv_monitor.maths.records import leaves
+from adiv_monitor.maths.records import named
 from adiv_monitor.maths.sums import Vector
 from adiv_monitor.maths.totals import _of_stacked
 from adiv_monitor.step.row_vectors import RowVectors, _fused, _plain
@@ -254,7 +254,7 @@ def test_totals(count: int, bias: float | str) -> None:
     found = _of_stacked(weight, several, square)
     with plain():
         expected = _of_stacked(weight, several, square)
-    for (name, value), (other, told) in zip(leaves(expected), leaves(found), strict=True):
+    for (name, value), (other, told) in zip(named(expected), named(found), strict=True):
         assert name == other and told.dtype == value.dtype
         torch.testing.assert_close(told, value, equal_nan=True)
 
