@@ -31,17 +31,19 @@ docs: $(VENV)/.dev
 
 # With pip install ".[peers]" in the environment, peers.py times them too.
 bench: $(VENV)/.dev
-	for name in launches monitor peers rows layers; do $(BIN)/python tests/benchmarks/$$name.py || exit; done
+	for name in host launches monitor peers rows layers; do $(BIN)/python tests/benchmarks/$$name.py || exit; done
 
 # docs/models.md: how much of which models is measured, as what, at what cost.
 models: $(VENV)/.dev
 	mkdir -p docs
 	$(BIN)/python tests/benchmarks/covered.py --write docs/models.md
 
-# docs/report-schema.md, from the data classes of a report; what docs/findings say, for the page.
+# docs/report-schema.md, from the data classes of a report; what docs/findings say, for the page; the
+# house in CONTRIBUTING.md, from the imports.
 schema: $(VENV)/.dev
 	$(BIN)/python tests/report_schema.py
 	$(BIN)/python tests/finding_texts.py
+	$(BIN)/python tests/house.py
 
 # Which changes of the core does no test notice? FILE: one file only. Takes hours for all of them.
 mutants: $(VENV)/.mutants
@@ -51,9 +53,10 @@ $(VENV)/.demo: EXTRAS = lightning,tensorboard,audit,examples
 $(VENV)/.dev: EXTRAS = dev
 $(VENV)/.mutants: EXTRAS = dev,mutants
 
-# All that is to be measured on a GPU, into tests/benchmarks/results/gpu.md; PART=rows: this alone.
-gpu: $(VENV)/.dev
-	$(BIN)/python tests/benchmarks/gpu.py $(if $(PART),--only $(PART))
+# All that is to be measured on a GPU, with the Python that is there (of .venv, if it exists) and its
+# torch: nothing is installed. PART="layers monitor": these alone; see tests/benchmarks/gpu.py.
+gpu:
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tests/benchmarks/gpu.py $(if $(PART),--only $(PART))
 
 # The stamps are touched last: an interrupted installation is done again, a finished one is not.
 $(VENV)/.demo $(VENV)/.dev $(VENV)/.mutants: pyproject.toml $(CONSTRAINTS)

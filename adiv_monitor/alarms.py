@@ -10,16 +10,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
+from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.report import (
     ALIGNMENT_MEASURES,
     ATTENTION_MEASURES,
     MEASURES,
+    NO_MAPS,
     Alarm,
     LayerReading,
     StepReport,
 )
-from adiv_monitor.sinks.health import HEALTH
-from adiv_monitor.sinks.scalars import NO_MAPS
 
 _COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 _RULE = re.compile(

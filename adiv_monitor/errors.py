@@ -1,4 +1,4 @@
-"""The exceptions of our own."""
+"""The package's own exceptions."""
 
 from adiv_monitor.report import StepReport
 

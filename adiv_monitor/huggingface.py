@@ -5,15 +5,18 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import update_wrapper
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from adiv_monitor.alarms import Rules
-from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.callback_monitor import CallbackMonitor, tell_why
-from adiv_monitor.capture.again.losses import LossOf
+from adiv_monitor.callback_monitor import (
+    CallbackMonitor,
+    Options,
+    all_options,
+    tell_why,
+    with_options,
+)
 from adiv_monitor.capture.selection import LayerChoice
 from adiv_monitor.errors import AlarmError
 from adiv_monitor.monitor import Monitor
@@ -44,6 +47,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
+    from typing_extensions import Unpack
 
 
 class DivergenceTrainerCallback(TrainerCallback, ExportableState):
@@ -70,31 +74,22 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
     Args:
         every_n_steps: measure every so many optimizer steps, the first included; None follows
             `TrainingArguments(logging_steps=…)`.
-        max_overhead: the share of the training time that the monitor may take, as in `Monitor`.
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
-        layers_per_step: measure the layers of so many modules in one step, in turn, as in
-            `Monitor`; None: all, always.
-        max_rows: rows to look at per layer and step; None: all of them.
-        attainable: measure the ceiling too, which looks at all rows.
-        attention: measure what the step does to attention scores too.
-        realised: find out what each measured step really did, as in `Monitor`; with
-            `lambda output: output["loss"]` also how the loss changed.
-        alarms: rules over measures, or "default", as in `Monitor`.
-        on_alarm: "warn"; or "stop": `control.should_training_stop` is set, in all processes at the
-            same step, once the history has a report with alarms, and one line of the logger
-            `adiv_monitor` says why.
         measures: what is logged; None: in the history one per question, elsewhere a few.
         scalars: "few": products get the summary and blocks of layers; "all": every layer, too.
         separator: stands for the slash in the names of all metrics, such as "_" where they become
             names of files; dashboards that group by the slash don't group them then. TensorBoard's
             names keep it.
         sinks: further sinks, which stay open; only the first process writes to them.
-        on_error: what an error inside the monitor does: "warn" and go on, or "raise".
-        seed: of the choice of rows.
+        **options: of `Monitor`, as it explains them: `max_overhead`, `layers_per_step`, `max_rows`,
+            `attainable`, `attention`, `realised` (with `lambda output: output["loss"]` also how the
+            loss changed), `alarms`, `on_alarm`, `on_error` and `seed`. With `on_alarm="stop"`
+            `control.should_training_stop` is set, in all processes at the same step, once the
+            history has a report with alarms, and one line of the logger `adiv_monitor` says why.
 
     Raises:
         ImportError: without transformers or accelerate.
-        TypeError: when a sink is none.
+        TypeError: when a sink is none, or an option.
         ValueError: when there is no measure of that name; when training begins, and there is no
             interval to follow, no such layer, no such metric, or a callback that can't see it.
 
@@ -102,40 +97,21 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         monitor: of the present or last training; None before the first.
     """
 
+    @with_options
     def __init__(
         self,
         every_n_steps: int | None = None,
         *,
-        max_overhead: float | None = None,
         layers: LayerChoice = None,
-        layers_per_step: int | None = None,
-        max_rows: int | None = DEFAULT_MAX_ROWS,
-        attainable: bool = False,
-        attention: bool = False,
-        realised: bool | LossOf = False,
-        alarms: Rules = (),
-        on_alarm: Literal["warn", "stop"] = "warn",
         measures: Iterable[str] | None = None,
         scalars: Scalars = "few",
         separator: str = "/",
         sinks: Sequence[Sink] = (),
-        on_error: Literal["warn", "raise"] = "warn",
-        seed: int = 0,
+        **options: "Unpack[Options]",
     ) -> None:
         self._every_n_steps = every_n_steps
         self._layers = layers
-        self._options: dict[str, Any] = {
-            "max_overhead": max_overhead,
-            "layers_per_step": layers_per_step,
-            "max_rows": max_rows,
-            "attainable": attainable,
-            "attention": attention,
-            "realised": realised,
-            "alarms": alarms,
-            "on_alarm": on_alarm,
-            "on_error": on_error,
-            "seed": seed,
-        }
+        self._options = all_options("DivergenceTrainerCallback", options)
         self._logged = None if measures is None else known_measures(measures)
         self._measures = self._logged or DEFAULT_MEASURES  # what callbacks may follow
         self._scalars = known_scalars(scalars)

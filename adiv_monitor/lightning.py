@@ -6,17 +6,20 @@ installed: the two packages hold equal but different classes.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adiv_monitor.alarms import Rules
 from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.callback_monitor import CallbackMonitor, tell_why
-from adiv_monitor.capture.again.losses import LossOf
+from adiv_monitor.callback_monitor import (
+    CallbackMonitor,
+    Options,
+    all_options,
+    tell_why,
+    with_options,
+)
 from adiv_monitor.capture.selection import LayerChoice, is_chosen, named_modules
 from adiv_monitor.errors import AlarmError
 from adiv_monitor.lightning_base import Callback
@@ -38,6 +41,7 @@ from adiv_monitor.sinks.scalars import (
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
+    from typing_extensions import Unpack
 
 
 _NAME = "optimizer_"
@@ -67,19 +71,8 @@ class DivergenceCallback(Callback):
     Args:
         every_n_steps: measure every so many optimizer steps, the first included; None follows
             `Trainer(log_every_n_steps=…)`.
-        max_overhead: the share of the training time that a monitor may take, as in `Monitor`.
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
-        layers_per_step: measure the layers of so many modules in one step, in turn, as in
-            `Monitor`; None: all, always.
-        max_rows: rows to look at per layer and step; None: all of them.
-        attainable: measure the ceiling too, which looks at all rows.
-        attention: measure what the step does to attention scores too.
-        realised: find out what each measured step really did, as in `Monitor`.
         alignment: the batch on which alignments are read, as in `Monitor`.
-        alarms: rules over measures, or "default", as in `Monitor`.
-        on_alarm: "warn"; or "stop": `trainer.should_stop` is set, in all processes at the same
-            batch, once the loggers have a report with alarms, and one line of the logger
-            `adiv_monitor` says why. What `min_epochs` and `min_steps` ask for is trained first.
         measures: what goes to loggers and callbacks; None: a few to loggers, to callbacks one per
             question.
         scalars: "few": loggers get the summary and blocks of layers; "all": every layer, too.
@@ -88,12 +81,15 @@ class DivergenceCallback(Callback):
             them then. TensorBoard's names keep it.
         sinks: further sinks, which stay open; only rank zero writes to them.
         prog_bar: show the worst value of the first of the measures in the progress bar.
-        on_error: what an error inside the monitor does: "warn" and go on, or "raise".
-        seed: of the choice of rows.
+        **options: of `Monitor`, as it explains them: `max_overhead`, `layers_per_step`, `max_rows`,
+            `attainable`, `attention`, `realised`, `alarms`, `on_alarm`, `on_error` and `seed`. With
+            `on_alarm="stop"` `trainer.should_stop` is set, in all processes at the same batch, once
+            the loggers have a report with alarms, and one line of the logger `adiv_monitor` says
+            why. What `min_epochs` and `min_steps` ask for is trained first.
 
     Raises:
         ImportError: without Lightning.
-        TypeError: when a sink is none.
+        TypeError: when a sink is none, or an option.
         ValueError: when there is no measure of that name; at the beginning of the fit, when there
             is nowhere to write to, no interval to follow, no optimizer, or no such layer.
 
@@ -104,43 +100,23 @@ class DivergenceCallback(Callback):
         monitors: of the present or last fit, by the name of the optimizer ("" if there is one).
     """
 
+    @with_options
     def __init__(
         self,
         every_n_steps: int | None = None,
         *,
-        max_overhead: float | None = None,
         layers: LayerChoice = None,
-        layers_per_step: int | None = None,
-        max_rows: int | None = DEFAULT_MAX_ROWS,
-        attainable: bool = False,
-        attention: bool = False,
-        realised: bool | LossOf = False,
-        alarms: Rules = (),
-        on_alarm: Literal["warn", "stop"] = "warn",
         alignment: Probe | None = None,
         measures: Iterable[str] | None = None,
         scalars: Scalars = "few",
         separator: str = "/",
         sinks: Sequence[Sink] = (),
         prog_bar: bool = False,
-        on_error: Literal["warn", "raise"] = "warn",
-        seed: int = 0,
+        **options: "Unpack[Options]",
     ) -> None:
         self._every_n_steps = every_n_steps
         self._layers = layers
-        self._options: dict[str, Any] = {
-            "max_overhead": max_overhead,
-            "layers_per_step": layers_per_step,
-            "max_rows": max_rows,
-            "attainable": attainable,
-            "attention": attention,
-            "realised": realised,
-            "alarms": alarms,
-            "on_alarm": on_alarm,
-            "alignment": alignment,
-            "on_error": on_error,
-            "seed": seed,
-        }
+        self._options = all_options("DivergenceCallback", options) | {"alignment": alignment}
         self._logged = None if measures is None else known_measures(measures)
         self._measures = self._logged or DEFAULT_MEASURES  # what callbacks may follow
         self._scalars = known_scalars(scalars)

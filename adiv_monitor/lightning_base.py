@@ -1,4 +1,4 @@
-"""The class that callbacks of Lightning are made of, whichever of its packages is installed."""
+"""The class that Lightning's callbacks derive from, whichever of its packages is installed."""
 
 from contextlib import suppress
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The monitor: when to measure, which layers, and where the reports go."""
+"""When to measure, which layers, and where the reports go: the monitor."""
 
 import atexit
 from collections import deque
@@ -27,7 +27,7 @@ from adiv_monitor.capture.again.surroundings import version
 from adiv_monitor.capture.guard import ThreadState, call_all
 from adiv_monitor.capture.hook import Hook, take_off
 from adiv_monitor.capture.loss_hook import LossHook
-from adiv_monitor.capture.selection import LayerChoice, Selection, select
+from adiv_monitor.capture.selection import LayerChoice, Selection, select, structure
 from adiv_monitor.errors import AdivError, AlarmError
 from adiv_monitor.outlet import Outlet
 from adiv_monitor.report import StepReport, Turn
@@ -198,6 +198,7 @@ class Monitor:
         )
         self._state: Literal["new", "attached", "stopped", "closed"] = "new"
         self._hooks: list[Hook] = []  # on the optimizer
+        self._selected: tuple[object, Selection] | None = None  # of which structure
         self.step = 0
         selection = self._select()
         check_choice(selection, model, layers)
@@ -284,7 +285,8 @@ class Monitor:
                 "Monitor: got a copy, or a pickle, of a monitor that is attached, expected none: "
                 "it holds hooks on its model; give the copy of the model a Monitor of its own"
             )
-        return {**vars(self), "_hooks": []}  # they are of the optimizer that was followed
+        # They are of the optimizer that was followed, and of the model that was selected from.
+        return {**vars(self), "_hooks": [], "_selected": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -515,8 +517,13 @@ class Monitor:
         raise error
 
     def _select(self) -> Selection:
-        held = held_parameters(self._model, self._optimizer)  # groups may be added while training
-        return select(self._model, held, self._choice)
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        held = {id(p): p for group in groups for p in group["params"]}  # more may be added
+        now = structure(self._model, held)
+        if self._selected is None or now is None or now != self._selected[0]:
+            every = held_parameters(self._model, self._optimizer)
+            self._selected = now, select(self._model, every, self._choice)
+        return self._selected[1]
 
     def _select_due(self) -> tuple[Selection, Turn | None]:
         return self._turns.next(self._select())

@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from adiv_monitor.alarms import Alarms, Rules
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import Alarm, StepReport
 from adiv_monitor.sinks.conclusion import conclude
-from adiv_monitor.sinks.running import Running
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.failures import Failures
 

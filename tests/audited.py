@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.audit.audit import adamw
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.diagnosis.record import Record
 
 Batch = tuple[Tensor, Tensor]
 

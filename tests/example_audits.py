@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from adiv_monitor import Monitor
-from adiv_monitor.audit.finding import Advice, Evidence, Finding, Trial
-from adiv_monitor.audit.record import (
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Trial
+from adiv_monitor.diagnosis.record import (
+    Alternative,
     Facts,
     InputStatistics,
     Record,
@@ -17,10 +19,8 @@ from adiv_monitor.audit.record import (
     WeightStatistics,
     Wiring,
 )
-from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.what_if import Alternative
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import QUANTILE_LEVELS, LayerReading, StepReport
-from adiv_monitor.sinks.running import Running
 
 ALTERNATIVES = (
     *("as it is", "affine-like", "norm-like", "layer norm", "rms norm", "batch norm"),

@@ -8,7 +8,7 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "findings"
-ASSET = ROOT / "adiv_monitor" / "audit" / "page" / "assets" / "findings.json"
+ASSET = ROOT / "adiv_monitor" / "pages" / "assets" / "findings.json"
 # Headings of a page, and what stands in their place.
 SECTIONS = {"What it means": "means", "Why it hurts": "hurts", "Known problems": "problems"}
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from adiv_monitor.audit.finding import Trial
-from adiv_monitor.audit.record import (
+from adiv_monitor.diagnosis.finding import Trial
+from adiv_monitor.diagnosis.record import (
     Facts,
     InputStatistics,
     Record,

@@ -7,15 +7,16 @@ from dataclasses import fields
 from pathlib import Path
 
 from adiv_monitor import AlignmentReading, AttentionReading, LayerReading, StepReport
-from adiv_monitor.audit import AuditReport, finding, record, what_if
-from adiv_monitor.audit.report import SCHEMA
+from adiv_monitor.audit import AuditReport
+from adiv_monitor.diagnosis import finding, record
+from adiv_monitor.diagnosis.diagnosis import SCHEMA
 from adiv_monitor.report import Alarm, Turn
 
 PAGE = Path(__file__).parent.parent / "docs" / "report-schema.md"
 CLASSES = (
     *(AuditReport, finding.Finding, finding.Evidence, finding.Advice, finding.Trial),
     *(record.Record, record.Facts, record.InputStatistics, record.UnitStatistics),
-    *(record.WeightStatistics, record.Wiring, what_if.Alternative),
+    *(record.WeightStatistics, record.Wiring, record.Alternative),
     *(StepReport, LayerReading, AttentionReading, AlignmentReading, Alarm, Turn),
 )
 COMPUTED = {

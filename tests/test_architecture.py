@@ -1,154 +1,105 @@
 """Imports point down: maths knows no hooks, hooks know no sinks, layers know no monitor."""
 
 import ast
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import house
 import pytest
+from house import ROOT
 
-ROOT = Path(__file__).parent.parent
-
-# What each room of `adiv_monitor` may import of ours, besides its own neighbours in a folder.
-MAY_IMPORT = {
-    "report": {"sinks"},  # for `print`, notebooks and `plot`, where that is asked for: see below
-    "errors": {"report"},
-    "files": set(),
-    "printable": set(),
-    "alarms": {"report", "sinks"},
-    "kernels": {"adiv_layers"},
-    "features": {"adiv_layers", "kernels"},
-    "maths": {"features", "kernels", "report"},
-    "capture": {"adiv_layers", "features", "kernels", "maths"},
-    "step": {
-        *{"adiv_layers", "alignment", "capture", "errors", "features", "kernels", "maths"},
-        *{"printable", "report"},
-    },
-    "sinks": {
-        "audit",
-        "files",
-        "printable",
-        "report",
-    },  # what the audit's rules and page are made of: see LOWER
-    "alignment": {"capture", "errors", "features", "files", "printable", "report"},
-    "max_lr": {
-        *{"alignment", "capture", "errors", "lightning_base", "printable", "report", "step"},
-    },
-    "arguments": {"alignment", "capture", "sinks", "step"},
-    "outlet": {"alarms", "report", "sinks", "step"},
-    "monitor": {
-        *{"alarms", "alignment", "arguments", "capture", "errors", "outlet", "report", "sinks"},
-        "step",
-    },
-    "callback_monitor": {"errors", "monitor", "printable"},
-    "lightning_base": set(),
-    "lightning": {
-        *{"alarms", "alignment", "arguments", "callback_monitor", "capture", "errors"},
-        *{"lightning_base", "monitor", "report", "sinks"},
-    },
-    "huggingface": {
-        *{"alarms", "arguments", "callback_monitor", "capture", "errors", "monitor", "sinks"},
-    },
-    "audit": {
-        *{"adiv_layers", "arguments", "capture", "errors", "features", "maths", "monitor"},
-        *{"alarms", "alignment", "files", "printable", "report", "sinks", "step"},
-    },
-    "__init__": {"audit", "errors", "monitor", "report"},
-    "__main__": {"audit"},
+# From the ground: a room imports of its own stack what stands before it, and of the stacks that
+# its own stands on all that it likes.
+STACKS: Mapping[str, Sequence[str]] = {
+    "ground": ("adiv_layers", "lightning_base", "moved", "files", "printable", "report", "errors"),
+    "measuring": ("kernels", "features", "maths", "capture", "alignment", "step"),
+    "showing": ("diagnosis", "alarms", "pictures", "pages", "sinks"),
+    "using": (
+        *("max_lr", "arguments", "outlet", "monitor", "callback_monitor", "lightning"),
+        *("huggingface", "audit", "__init__", "__main__"),
+    ),
 }
-# Of the audit, what sinks may import: pure functions of reports, which know no sink but its words.
-LOWER = ("audit.diagnosis", "audit.finding", "audit.page", "audit.record")
-# What each room of the audit may import of its others.
-IN_THE_AUDIT = {
-    "record": {"finding"},
-    "diagnosis": {"finding", "record"},
-    "training": set(),
-    "seen": {"diagnosis", "hidden", "record", "training"},
-    "what_if": {"training"},
-    "trials": {"diagnosis", "finding", "record", "seen", "training", "what_if"},
-    "report": {"finding", "page", "plain", "record", "what_if"},
-    "page": {"diagnosis", "hidden", "finding", "record", "report", "what_if"},
-    "arguments": set(),
-    "audit": {
-        *{"arguments", "diagnosis", "finding", "record", "report", "seen", "training", "trials"},
-        "what_if",
-    },
-    "sources": {"command", "training"},
-    "command": {"audit", "finding", "hidden", "page", "report", "sources", "training"},
-    "finding": set(),
-    "hidden": set(),
-    "plain": set(),
-    "__init__": {"audit", "report"},
+STANDS_ON: Mapping[str, Sequence[str]] = {
+    "ground": (),
+    "measuring": ("ground",),
+    "showing": ("ground",),
+    "using": ("ground", "measuring", "showing"),
 }
+# The rooms of the audit, from the ground; the first hold old import paths alone.
+IN_THE_AUDIT = (
+    *("finding", "record", "diagnosis", "page"),
+    *("training", "what_if", "seen", "trials", "report", "arguments", "audit", "__init__"),
+    *("options", "sources", "command"),
+)
 # What the audit needs only for what it is asked to do, so not when the package is imported.
 LATE = {"jinja2", "matplotlib", "rich", "safetensors", "timm", "torchvision"}
 LATE |= {"transformers", "yaml", "sklearn", "tensorboard"}
 # Pure maths on the host: no tensors, no torch.
 PURE = ("maths/attention.py", "maths/estimates.py", "maths/measures.py", "maths/readings.py")
 
-
-def imports(path: Path) -> set[str]:
-    """Rooms of `adiv_monitor`, and `adiv_layers`, that a file imports."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = [node.module]
-            if node.module == "adiv_monitor":
-                names = [f"adiv_monitor.{alias.name}" for alias in node.names]
-        for name in names:
-            top, _, rest = name.partition(".")
-            if top == "adiv_layers":
-                found.add(top)
-            elif top == "adiv_monitor":
-                found.add(rest.partition(".")[0] or "__init__")
-    return found
+MODULES = house.modules()
 
 
-FILES = sorted((ROOT / "adiv_monitor").rglob("*.py"))
+def may_import(room: str) -> set[str]:
+    """The rooms below a room."""
+    stack = next(name for name, rooms in STACKS.items() if room in rooms)
+    own = STACKS[stack][: STACKS[stack].index(room)]
+    return {*own, *(other for below in STANDS_ON[stack] for other in STACKS[below])}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    room = path.relative_to(ROOT / "adiv_monitor").parts[0].removesuffix(".py")
-    assert imports(path) - {room} <= MAY_IMPORT[room]
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    room = house.room(module)
+    assert {house.room(name) for name in house.imports()[module]} - {room} <= may_import(room)
 
 
-def modules(path: Path) -> set[str]:
-    """Our own modules that a file imports, by what follows the package's name."""
-    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
-    names = {f"{n.module}.{alias.name}" for n in nodes for alias in n.names}
-    return {name.partition(".")[2] for name in names if name.startswith("adiv_monitor.")}
+def room_of_the_audit(module: str) -> str:
+    inside = module.removeprefix("adiv_monitor.audit")
+    return inside.strip(".").partition(".")[0] or "__init__"
 
 
-AUDIT = ROOT / "adiv_monitor" / "audit"
+@pytest.mark.parametrize("module", [name for name in MODULES if house.room(name) == "audit"])
+def test_the_audits_imports_point_down(module: str) -> None:
+    names = {name for name in house.imports()[module] if house.room(name) == "audit"}
+    room = room_of_the_audit(module)
+    below = IN_THE_AUDIT[: IN_THE_AUDIT.index(room)]
+    assert {room_of_the_audit(name) for name in names} - {room} <= {*below}
 
 
-@pytest.mark.parametrize(
-    "path", sorted(AUDIT.rglob("*.py")), ids=lambda p: str(p.relative_to(AUDIT))
-)
-def test_the_audits_imports_point_down(path: Path) -> None:
-    room = path.relative_to(AUDIT).parts[0].removesuffix(".py")
-    names = {name.split(".")[1] for name in modules(path) if name.startswith("audit.")}
-    assert names & IN_THE_AUDIT.keys() - {room} <= IN_THE_AUDIT[room]
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert not house.circle(house.imports())
 
 
-def test_sinks_know_of_the_audit_only_what_lies_below_them() -> None:
-    folder = ROOT / "adiv_monitor"
-    for path in (folder / "sinks").glob("*.py"):
-        audits = {name for name in modules(path) if name.startswith("audit")}
-        assert all(name.startswith(LOWER) for name in audits), path
-    lower = [file for name in LOWER for file in folder.glob(name.replace(".", "/") + "*")]
-    files = [f for found in lower for f in ([found] if found.is_file() else found.rglob("*.py"))]
-    assert len(files) > 20
-    for path in files:
-        known = {name for name in modules(path) if name.startswith("sinks")}
-        # Words, colours, and what healthy layers read, by which rules judge, too.
-        below = (
-            *("sinks.blocks", "sinks.colours", "sinks.health", "sinks.heat", "sinks.picture"),
-            *("sinks.scalars", "sinks.wording"),
-        )
-        assert all(name.startswith(below) for name in known), path
+def test_no_rooms_import_each_other_in_a_circle() -> None:
+    assert not house.circle(house.between(house.room))
+
+
+def test_a_circle_is_found_wherever_an_import_stands(tmp_path: Path) -> None:
+    sources = {
+        "a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import p.b",
+        "b": "from p import c",
+        "c": "def f():\n    from p.a import g",
+        "d": "from p.a import g",
+    }
+    known = {f"p.{name}": tmp_path / f"{name}.py" for name in sources} | {"p": tmp_path / "p.py"}
+    for name, path in known.items():
+        path.write_text(sources.get(name.removeprefix("p."), ""))
+    graph = {name: set(house.imported(path, known)) for name, path in known.items()}
+    assert house.circle(graph) == ["p.a", "p.b", "p.c"]
+    assert not house.circle(graph | {"p.c": set()})
+
+
+def test_no_module_hides_what_it_imports() -> None:
+    """Imports by a name in a text are of other packages."""
+    hidden = re.compile(r"import_module\(\s*f?[\"']adiv_")
+    assert not [name for name, path in MODULES.items() if hidden.search(path.read_text())]
+
+
+def test_the_picture_of_the_house_is_drawn_from_the_imports() -> None:
+    page = house.PAGE.read_text(encoding="utf-8")
+    assert house.picture() in page, "it has changed: `make schema`"
+    assert house.drawn() == page
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -163,7 +114,7 @@ def test_the_layers_know_nothing_of_the_monitor() -> None:
     files = sorted((ROOT / "layers" / "adiv_layers").rglob("*.py"))
     assert files
     for path in files:
-        assert not imports(path) - {"adiv_layers"}, path
+        assert set(house.imported(path, MODULES)) <= {"adiv_layers"}, path
 
 
 def at_the_top(path: Path) -> list[str]:
@@ -175,11 +126,6 @@ def at_the_top(path: Path) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return found
-
-
-def test_reports_know_of_sinks_only_when_they_are_shown() -> None:
-    for path in (ROOT / "adiv_monitor" / "report").glob("*.py"):
-        assert not [name for name in at_the_top(path) if "sinks" in name], path
 
 
 def test_importing_the_package_is_light() -> None:

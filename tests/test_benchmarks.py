@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import covered
+import host
 import launches
 import least_work
 import mode
@@ -22,7 +23,7 @@ from uses import Uses
 
 
 @pytest.mark.parametrize(
-    "script", [launches, mode, monitor, peers, pictures, rows], ids=lambda s: s.__name__
+    "script", [host, launches, mode, monitor, peers, pictures, rows], ids=lambda s: s.__name__
 )
 def test_runs_and_writes_what_it_found(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]

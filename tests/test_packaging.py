@@ -31,7 +31,7 @@ def test_the_wheel_installs_two_packages_and_nothing_else(tmp_path: Path) -> Non
     scripts = archive.read(f"adiv_monitor-{adiv_monitor.__version__}.dist-info/entry_points.txt")
     assert b"adiv-audit = adiv_monitor.audit.command.cli:main" in scripts
     assert b"adiv-monitor = adiv_monitor.audit.command.monitor:main" in scripts
-    page = Path("adiv_monitor/audit/page")
+    page = Path("adiv_monitor/pages")
     parts = [*ROOT.glob(f"{page}/templates/*"), *ROOT.glob(f"{page}/assets/*")]
     assert len(parts) > 3
     assert {str(part.relative_to(ROOT)) for part in parts} <= set(names)

@@ -16,15 +16,15 @@ from adiv_monitor.alignment.slopes import LayerWidths
 from adiv_monitor.alignment.width import described
 from adiv_monitor.audit.command import terminal
 from adiv_monitor.audit.command.cli import main
-from adiv_monitor.audit.finding import Advice, Finding
-from adiv_monitor.audit.record import Record
+from adiv_monitor.diagnosis.finding import Advice, Finding
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.printable import printable
 from adiv_monitor.report import Alarm, StepReport
+from adiv_monitor.report.wording import listed
 from adiv_monitor.sinks import HtmlSink, TableSink
 from adiv_monitor.sinks.board import alarms_text, findings_text, worst_layers
-from adiv_monitor.sinks.running import Running
 from adiv_monitor.sinks.tensorboard import _bullets, _not_measured
-from adiv_monitor.sinks.wording import listed
 from adiv_monitor.step.failures import Failures
 
 for package in ("rich", "jinja2", "matplotlib", "markdown_it", "tensorboard"):
@@ -131,7 +131,7 @@ def test_nothing_that_steers_is_in_what_the_audit_prints(
 
 @pytest.mark.parametrize("name", STEERING, ids=ascii)
 def test_nothing_that_steers_is_in_a_page(name: str, tmp_path: Path) -> None:
-    from adiv_monitor.audit.page import compare, page
+    from adiv_monitor.pages import compare, page
 
     made = made_up([name, "b"], 2)
     made = replace(made, findings=(found(name),), record=replace(made.record, notes=(name,)))

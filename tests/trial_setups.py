@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.diagnosis.record import Record
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:

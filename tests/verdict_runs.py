@@ -15,10 +15,10 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.pictures.picture import Picture
 from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
-from adiv_monitor.sinks import heat as heat_module
-from adiv_monitor.sinks.picture import Picture
-from adiv_monitor.sinks.running import Running
+from adiv_monitor.sinks import board as board_module
 
 STEPS, EVERY, SIZE, CLASSES, WIDTH = 60, 6, 32, 4, 16
 BREAKS = 40  # the step from which on the loss of a run is not finite; it is not a measured one
@@ -201,7 +201,7 @@ def seen(state: State, loop: str, folder: Path) -> Seen:
         *(listener, memory, JsonlSink(folder / "run.jsonl"), HtmlSink(folder / "run.html")),
         TensorBoardSink(folder / "board", histograms=False),
     ]
-    overview, heat = heat_module.overview_picture, heat_module.heat_picture
+    overview, heat = board_module.overview_picture, board_module.heat_picture
     draws = loop == "plain"  # one drawing takes as long as the whole training
 
     def drawn(grids: Any, headline: str, paragraphs: list[str], named: Any) -> Picture:
@@ -218,8 +218,8 @@ def seen(state: State, loop: str, folder: Path) -> Seen:
     try:
         with (
             warnings.catch_warnings(record=True) as warned,
-            mock.patch.object(heat_module, "overview_picture", drawn),
-            mock.patch.object(heat_module, "heat_picture", heat_drawn),
+            mock.patch.object(board_module, "overview_picture", drawn),
+            mock.patch.object(board_module, "heat_picture", heat_drawn),
         ):
             warnings.simplefilter("always")
             LOOPS[loop](state, sinks, folder)

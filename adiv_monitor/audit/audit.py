@@ -11,16 +11,15 @@ from torch.optim import Optimizer
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit import trials
 from adiv_monitor.audit.arguments import check_arguments
-from adiv_monitor.audit.diagnosis import diagnose
-from adiv_monitor.audit.finding import Finding
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.training.batches import called, taken
 from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, seeded
 from adiv_monitor.audit.training.train import Progress
-from adiv_monitor.audit.what_if import Alternative
 from adiv_monitor.audit.what_if import what_if as alternatives
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.record import Alternative, Record
 
 
 def audit(

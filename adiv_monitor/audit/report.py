@@ -1,26 +1,16 @@
-"""The audit's report: plain data, as JSON and back."""
+"""What an audit returns: its diagnosis, which it can write as pages."""
 
-import json
-import math
 import os
-import reprlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from adiv_monitor.audit.finding import NO_TIME, WIRING, Finding, Strength
-from adiv_monitor.audit.plain import to_json, to_plain
-from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.what_if import Alternative
+from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.files import write_whole
-from adiv_monitor.report.written import read
-
-SCHEMA = 1  # of `AuditReport.to_dict`; see docs/report-schema.md
+from adiv_monitor.pages import digest, page
 
 
 @dataclass(frozen=True)
-class AuditReport:
+class AuditReport(Diagnosis):
     """What an audit found.
 
     Attributes:
@@ -29,124 +19,11 @@ class AuditReport:
         what_if: layer → alternative ("as it is", "affine-like", …) → how its step would be.
     """
 
-    findings: tuple[Finding, ...]
-    record: Record
-    what_if: Mapping[str, Mapping[str, Alternative]] = field(default_factory=dict)
-
-    @property
-    def worst(self) -> Strength | None:
-        """The strength of the strongest finding; None: there is none."""
-        return self.findings[0].strength if self.findings else None
-
-    @property
-    def verdict(self) -> str:
-        """What it comes to, in one or two sentences."""
-        if not self.record.is_audited:
-            from adiv_monitor.audit.page.verdict import running_headline
-
-            return f"{running_headline(self.findings, self.record)}."
-        act = [f for f in self.findings if f.strength == "act"]
-        clock = (
-            " The time for trials (try_seconds) cut some short or left them out: this depends on "
-            "the clock."
-        ) * self.hurried
-        if not act:
-            return self._nothing() + clock
-        first = act[0]
-        said = first.summary or f"{first.name}: {', '.join(first.layers) or 'the whole model'}."
-        others = f" And {_count(len(act) - 1, 'more finding')} to act on." * (len(act) > 1)
-        return said + _fixed(act) + others + clock
-
-    @property
-    def hurried(self) -> bool:
-        """Whether the time for trials cut one short or left one out: more of it may say more."""
-        advice = [each for finding in self.findings for each in finding.advice]
-        tried = [*self.record.rates.values(), self.record.overfit, *(a.trial for a in advice)]
-        return (
-            self.record.hurried
-            or any(trial.hurried for trial in tried if trial is not None)
-            or any(each.untried == NO_TIME for each in advice)
-        )
-
-    def _nothing(self) -> str:
-        """That nothing costs the run its training, unless its loss says that something does."""
-        rest = f" {_count(len(self.findings), 'lesser finding')} below." * bool(self.findings)
-        stuck = next((f for f in self.findings if f.name == "loss-stuck"), None)
-        if stuck is not None and stuck.strength == "watch":
-            return f"{stuck.summary} What was looked for does not say why.{rest}"
-        if stuck is not None:  # it can't be told
-            return f"{stuck.summary} Nothing else was found that costs this run its training."
-        untried = " Other learning rates were not tried." * (not self.record.rates)
-        return f"Nothing was found that costs this run its training.{untried}{rest}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as nested plain data; docs/report-schema.md says what is where."""
-        return {"schema": SCHEMA, "verdict": self.verdict, "worst": self.worst, **to_plain(self)}
-
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> "AuditReport":
-        """The report that `to_dict` made a record of, exactly.
-
-        Raises:
-            ValueError: it is of another schema, or something does not fit: where, what is there,
-                and what is expected.
-        """
-        if not isinstance(record, Mapping) or record.get("schema") != SCHEMA:
-            got = record.get("schema") if isinstance(record, Mapping) else type(record).__name__
-            raise ValueError(
-                f"AuditReport.from_dict: got schema {reprlib.repr(got)}, expected {SCHEMA}: the "
-                "report.json of an audit by this version"
-            )
-        return read(AuditReport, record)
-
-    def to_json(self) -> str:
-        """As strict JSON: what is not finite is "NaN", "Infinity" or "-Infinity"."""
-        return to_json(self.to_dict())
-
-    @staticmethod
-    def from_json(text: str) -> "AuditReport":
-        """The report that `to_json` wrote, exactly.
-
-        Raises:
-            ValueError: it is no JSON, or no report of this schema.
-        """
-        try:
-            record = json.loads(text)
-        except RecursionError:
-            raise ValueError("AuditReport.from_json: got text that is nested too deeply") from None
-        return AuditReport.from_dict(record)
-
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write report.html, report.json and report.md, all whole or none; folders are made.
 
         Raises:
             OSError: the folder can't be made, or not be written to.
         """
-        from adiv_monitor.audit.page import digest, page  # the page needs matplotlib and jinja2
-
         texts = {"html": page(self), "json": self.to_json(), "md": digest(self)}
         write_whole({Path(folder) / f"report.{ending}": text for ending, text in texts.items()})
-
-
-def _fixed(act: Sequence[Finding]) -> str:
-    """How the first is fixed; if nothing that was tried for it helps, what does for another."""
-    finding = act[0]
-    if not finding.advice:
-        return ""
-    first, tried = finding.advice[0], any(each.trial for each in finding.advice)
-    if first.trial is not None and first.trial.helps:
-        return f" To fix it: {first}."
-    if finding.name in WIRING:  # which is so, whatever a short run gives
-        return f" What to do: {first.text if tried else first}."
-    if not tried:
-        return f" To try first: {first}."
-    others = [a for each in act[1:] for a in each.advice if a.trial and a.trial.helps]
-    if others:
-        best = min(others, key=lambda advice: advice.trial.loss if advice.trial else math.inf)
-        return f" No fix of it that was tried helps; what does: {best}."
-    to_try = f"; to try next: {first}" * (first.trial is None)
-    return f" No fix of it that was tried helps{to_try}."
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"

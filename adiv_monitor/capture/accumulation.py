@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.contributions import Contribution
 from adiv_monitor.capture.guard import call_all, surely
-from adiv_monitor.capture.hook import take_off
+from adiv_monitor.capture.hook import ON_ACCUMULATION, ON_GRADIENT, take_off
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import is_small, some
 from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart, part_of
@@ -44,18 +44,29 @@ class Accumulated(Protocol):
         """A gradient is accumulated."""
 
 
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
+class Owner(Protocol):
+    """Whose accumulations these are: it knows the layers."""
 
+    def users(self, parameter: nn.Parameter) -> Sequence[Accumulated]:
+        """What follows a parameter's gradient."""
 
-def _on(register: Callable[..., Any], hook: Callable[..., None]) -> RemovableHandle:
-    handle: RemovableHandle = register(hook)
-    return handle
+    def was_zeroed(self, now: Tensor, left: Tensor) -> bool:
+        """Whether it was, since the last pass left it: by ‖.grad‖ now, and as that left it."""
+
+    def shards_were_zeroed(self) -> bool:
+        """Whether those of all sharded parameters were."""
+
+    def accumulates(self) -> None:
+        """A pass accumulates a gradient."""
+
+    def hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Callable[..., None]:
+        """A hook on a parameter of which this is the body."""
 
 
 def _goes_first(handle: RemovableHandle) -> None:
     """Torch runs hooks in the order in which they came into the dictionary."""
     hooks = handle.hooks_dict_ref()
-    if hooks is not None:
+    if hooks is not None and len(hooks) > 1:
         others = {key: hook for key, hook in hooks.items() if key != handle.id}
         surely(_put_behind, hooks, others)
 
@@ -76,24 +87,16 @@ class Accumulation:
 
     Args:
         parameter: the parameter.
-        users: what follows it.
-        zeroed: (‖.grad‖ now, as the last pass left it) → whether it was zeroed since.
-        accumulates: called when a pass accumulates a gradient.
-        guard: wraps the hooks.
+        owner: knows the layers, and whose parameter it is.
+        of: the parameter that it is known as; None: as itself.
     """
 
     def __init__(
-        self,
-        parameter: nn.Parameter,
-        users: Callable[[], Sequence[Accumulated]],
-        zeroed: Callable[[Tensor, Tensor], bool],
-        accumulates: Callable[[], None],
-        guard: Guard,
+        self, parameter: nn.Parameter, owner: Owner, of: nn.Parameter | None = None
     ) -> None:
         self._parameter = parameter
-        self._users = users
-        self._zeroed = zeroed
-        self._accumulates = accumulates
+        self._owner = owner
+        self._known_as = parameter if of is None else of
         self._left: Tensor | None = None  # .grad as the last pass left it, or norms of its parts
         self._left_norm: Tensor | None = None  # and its norm
         self._entries: Tensor | None = None  # some of its entries
@@ -105,20 +108,28 @@ class Accumulation:
         self.is_term = False  # processes have terms of what passes leave
         self.foreign: Tensor | None = None  # ‖.grad‖ that was there before any row was seen
         self._ended: Tensor | None = None  # some entries of `.grad` when the last pass was over
-        self._hooks = [guard(body) for body in (self._before_hooks, self._before, self._after)]
+        self._hooks: list[tuple[Callable[..., None], Sequence[str]]] = []
 
     def attach(self) -> None:
         """Put the hooks on; whatever comes of that, `remove` takes them off."""
         parameter = self._parameter
-        before_hooks, before, after = self._hooks
+        on_gradient, after = parameter.register_hook, parameter.register_post_accumulate_grad_hook
         if parameter._backward_hooks:  # they may change the gradient: look at it before the first
-            _goes_first(_on(parameter.register_hook, before_hooks))
-        _on(parameter.register_hook, before)
-        _goes_first(_on(parameter.register_post_accumulate_grad_hook, after))
+            _goes_first(self._put_on(on_gradient, ON_GRADIENT, self._before_hooks))
+        self._put_on(on_gradient, ON_GRADIENT, self._before)
+        _goes_first(self._put_on(after, ON_ACCUMULATION, self._after))
+
+    def _put_on(
+        self, register: Callable[..., Any], where: Sequence[str], body: Callable[..., None]
+    ) -> RemovableHandle:
+        hook = self._owner.hook(self._known_as, body)
+        self._hooks.append((hook, where))  # known before it is on, which may be interrupted
+        handle: RemovableHandle = register(hook)
+        return handle
 
     def remove(self) -> None:
         """Take the hooks off."""
-        call_all(*(partial(take_off, self._parameter, hook) for hook in self._hooks))
+        call_all(*(partial(take_off, self._parameter, *hook) for hook in self._hooks))
 
     def left(self) -> Tensor | None:
         """As long as the gradient that backward left: itself, or norms of its parts; None: unknown.
@@ -166,7 +177,7 @@ class Accumulation:
 
     def _before(self, gradient: Tensor) -> None:
         """Just before a gradient is accumulated, or returned by `autograd.grad`."""
-        for rows in self._users():
+        for rows in self._owner.users(self._known_as):
             rows.settle()
         self.is_term = is_sum(gradient)
         held = self._parameter.grad
@@ -176,7 +187,7 @@ class Accumulation:
         self._arriving = weakref.ref(gradient), gradient._version
         if self._raw is not None:  # the rows have what came before the user's hooks
             factor = _ratio(dots.norm(self._part(gradient)), self._raw)
-            for rows in self._users():
+            for rows in self._owner.users(self._known_as):
                 rows.rescale_arrived(factor)
             self._raw = None
 
@@ -184,7 +195,7 @@ class Accumulation:
         """A gradient was accumulated."""
         if parameter.grad is None:  # another hook came first, and took it away
             return
-        self._accumulates()
+        self._owner.accumulates()
         task, held, touched = self._held
         left = factor = None
         if task != torch._C._current_graph_task_id():
@@ -193,13 +204,13 @@ class Accumulation:
             # Only where something wrote to it, as far as torch notes that, is it worth waiting for
             # the device.
             left = self._left_norm
-            if (touched or held.is_cpu) and self._zeroed(held, left):
+            if (touched or held.is_cpu) and self._owner.was_zeroed(held, left):
                 held = None
             elif processes() == 1 and not (held.is_cpu and held == left):
                 factor = _ratio(held, left)  # of several processes it is what all of them left
         elif held is not None:
             self.foreign = held
-        for rows in self._users():
+        for rows in self._owner.users(self._known_as):
             if held is None:
                 rows.reset()
             elif factor is not None:
@@ -222,7 +233,8 @@ class Accumulation:
     @property
     def _is_followed(self) -> bool:
         """Whether what calls hand on will tell all that some entries could."""
-        followed = (user for user in self._users() if isinstance(user, Contribution))
+        users = self._owner.users(self._known_as)
+        followed = (user for user in users if isinstance(user, Contribution))
         known = (user.is_known and user.parameter is self._parameter for user in followed)
         return processes() == 1 and any(known)
 

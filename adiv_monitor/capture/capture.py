@@ -23,6 +23,7 @@ from adiv_monitor.capture.layer_rows import Chooser, LayerRows
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import Layer, Selection, listed
+from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.pieces import Pieces
@@ -45,6 +46,8 @@ class Capture:
         guard: is told of what fails besides; from then on nothing is watched any more.
         begins: called when the first layer's forward pass with gradients begins.
         renew: called before a forward pass is followed; what it gives follows in place of this.
+        plan: where uses are known, so that plain hooks do; None: nowhere.
+        pieces: of the parameters, that are known from earlier steps.
         calls: notes the forward passes, so that they can be run again.
         attention: gathers samples of attentions, if that is asked for.
     """
@@ -64,15 +67,18 @@ class Capture:
         guard: Guard,
         begins: Callable[[], object],
         renew: Callable[[], Forwards | None] = lambda: None,
+        plan: Plan | None = None,
+        pieces: Pieces | None = None,
         calls: ForwardCalls | None = None,
         attention: AttentionCalls | None = None,
     ) -> None:
         self.attention = attention
         self._selection = selection
         self._without_gradient: set[int] | None = None
-        self._origin = Origin(model, selection.parameters)
+        self._origin = Origin(model, selection.parameters, pieces)
         self._leftovers = Leftovers(selection, guard)
-        self.forwards = Forwards.of(selection, guard, renew)
+        self.plan = plan
+        self.forwards = Forwards.of(selection, guard, renew, plan)
         names = Names(model, selection, self.forwards)
         shared = None if selection.peers is None else (step, selection.peers.first)
         self._layers = Layers(
@@ -154,6 +160,13 @@ class Capture:
         """Whether a use of it that is not measured had a gradient."""
         return self._leftovers.has(id(parameter))
 
+    def tell(self, trace: Trace) -> None:
+        """What uses were seen, for later steps; once hooks are off."""
+        held = {id(p) for layer in self.layers.values() for p in layer.parameters}
+        without = self._without_gradient or set()
+        unseen = {id(p) for p in self._selection.due_parameters} - held - without
+        trace.learn(self._selection, self.plan, self._watching.record, unseen)
+
     def notes(self) -> list[str]:
         """What a reader must know about which uses of parameters are measured."""
         notes = []
@@ -196,6 +209,11 @@ class Capture:
             reason = found
         elif (ended := self._origin.tape.ended_in(parameter)) and not self._layers.have(parameter):
             reason = f"it went through torch's {ended}, whose result no function was seen to use"
+        elif self.plan is not None:
+            reason = (
+                "it has a gradient, but where it was used before it was not seen used: at the next "
+                "measured step all functions are watched again"
+            )
         else:
             reason = (
                 "it has a gradient, but no function was seen to use it inside the forward of a "

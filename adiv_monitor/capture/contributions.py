@@ -131,7 +131,10 @@ def _times(entries: Tensor, factor: Tensor) -> Tensor:
     return entries * factor.to(entries.dtype)
 
 
-Arrive = Callable[[Contribution, int, Sequence[Any], Sequence[Tensor | None], object], None]
+# What a node hands on: to the gradient of which parameter, by which of its edges, and the nodes
+# that move it on the way (see `Edge`).
+Handed = list[tuple[Contribution, int, Sequence[Any]]]
+Arrive = Callable[[Handed, Sequence[Tensor | None], object], None]
 
 
 def follow(
@@ -146,28 +149,39 @@ def follow(
         outputs: what the call gave.
         inputs: the nodes that made what it was given, but for weights.
         contributions: to the gradients of its parameters; they become unknown if it hands on none.
-        arrive: gets all that a node hands on, with what it is part of, by which of its edges, and
-            the nodes that move it on the way (see `Edge`); its last argument is the call, those
-            before tell the layer.
+        arrive: gets what a node hands on, and to where; of its arguments the first is the layer.
     """
-    missing = {id(found.parameter): found for found in contributions}
-    wanted, handles = dict(missing), []
+    wanted = {id(found.parameter): found for found in contributions}
+    nodes: dict[Any, Handed] = {}
+    reached = set[int]()
     for edge in edges_to_leaves(outputs, inputs):
         contribution = wanted.get(id(edge.leaf))
-        if contribution is None:
-            continue
-        missing.pop(id(edge.leaf), None)
-        # It must not hold the node, which holds it.
-        hook = partial(arrive, contribution, edge.number, edge.moves)
-        handle = edge.node.register_hook(hook)
-        hooks = (handle.hooks_dict_ref() or {}).values()
-        others = [other for other in hooks if other is not hook and isinstance(other, partial)]
-        same = [other for other in others if other.args[-3:-1] == (contribution, edge.number)]
-        if same:
-            handle.remove()
-            contribution.is_joint |= any(other.args[:-4] != hook.args[:-4] for other in same)
-        else:
-            handles.append(handle)
-    for contribution in missing.values():
-        contribution.is_known = False
+        if contribution is not None:
+            reached.add(id(edge.leaf))
+            nodes.setdefault(edge.node, []).append((contribution, edge.number, edge.moves))
+    handles = []
+    for node, handed in nodes.items():
+        hook = _Following(arrive, handed)  # it must not hold the node, which holds it
+        handle = node.register_hook(hook)
+        hooks = handle.hooks_dict_ref()
+        if len(hooks) > 1:
+            for other in hooks.values():
+                if type(other) is _Following and other is not hook:
+                    hook.leave_to(other)
+        handles.append(handle)
+    for key, contribution in wanted.items():
+        if key not in reached:
+            contribution.is_known = False
     return handles
+
+
+class _Following(partial[None]):
+    """The hook of a call on a node: what to call, and what the node hands on."""
+
+    def leave_to(self, other: "_Following") -> None:
+        """What another call's hook on the same node looks at is looked at once."""
+        mine: Handed = self.args[-1]
+        theirs = [(contribution, number) for contribution, number, _ in other.args[-1]]
+        for entry in [entry for entry in mine if entry[:2] in theirs]:
+            mine.remove(entry)
+            entry[0].is_joint |= self.args[0] != other.args[0]

@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from types import FrameType, FunctionType
@@ -31,6 +31,7 @@ from adiv_monitor.capture.guard import (
 from adiv_monitor.capture.hook import Hook, ModuleHook, is_aside, is_replaying, trains
 from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
+from adiv_monitor.capture.trace import Called, Known, Plan
 from adiv_monitor.capture.weights.shards import gives_back
 
 Function = Callable[..., Any]
@@ -107,6 +108,7 @@ class Forward:
         random: the random numbers.
         written: by id, what tensors were that were written to since.
         number: of the forwards that began, the last one has the highest.
+        called: the calls in it that take trained parameters, but for those in forwards inside.
     """
 
     module: nn.Module
@@ -115,6 +117,7 @@ class Forward:
     random: Randomness
     written: dict[int, Tensor]
     number: int
+    called: list[Called] = field(default_factory=list)
 
 
 class _Running(threading.local):
@@ -125,6 +128,7 @@ class _Running(threading.local):
         self.mode: _Mode | None = None
         self.inside = ""  # which function was opened
         self.closed: tuple[nn.Module, _Mode] | None = None
+        self.plain: nn.Module | None = None  # what a plain hook is on that runs
 
 
 class Watcher(Protocol):
@@ -136,6 +140,12 @@ class Watcher(Protocol):
 
     def begins(self, forward: Forward) -> None:
         """A module's forward begins."""
+        ...
+
+    def plain(
+        self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """A forward has run whose use of parameters is known; `output` is None if it raised."""
         ...
 
     def ends(
@@ -159,6 +169,7 @@ class Forwards:
         devices: on which forwards may draw random numbers.
         guard: is told of what fails.
         renew: called before a forward pass is followed; what it gives follows in place of this.
+        plan: where uses are known, so that plain hooks do; None: nowhere.
         levels: how deep the modules are inside each other.
         repeated: watch repetitions of forward passes, and nothing but these.
 
@@ -173,6 +184,7 @@ class Forwards:
         devices: Collection[torch.device],
         guard: Guard,
         renew: Callable[[], "Forwards | None"] = lambda: None,
+        plan: Plan | None = None,
         *,
         levels: int = 1,
         repeated: bool = False,
@@ -183,6 +195,7 @@ class Forwards:
         self._repeated = repeated
         self._modules = modules
         self._closed = closed
+        self._plan = plan
         self._running = _Running()
         self._devices = devices
         self._active = True
@@ -199,6 +212,7 @@ class Forwards:
         selection: Selection,
         guard: Guard,
         renew: Callable[[], "Forwards | None"] = lambda: None,
+        plan: Plan | None = None,
         *,
         repeated: bool = False,
     ) -> "Forwards":
@@ -206,7 +220,7 @@ class Forwards:
         devices = {p.device for p in selection.parameters} | {torch.device("cpu")}
         levels = 2 + max((path.count(".") for path in selection.modules.values()), default=0)
         return cls(
-            *(selection.modules, selection.closed, devices, guard, renew),
+            *(selection.modules, selection.closed, devices, guard, renew, plan),
             levels=levels,
             repeated=repeated,
         )
@@ -214,9 +228,17 @@ class Forwards:
     def watch(self, watcher: Watcher) -> None:
         """Put the hooks on, for this watcher; whatever comes of that, `remove` takes them off."""
         self._watcher = watcher
+        plan = self._plan
+        watched, plain = (self._modules, ()) if plan is None else (plan.watched, plan.known)
+        if plan is not None:
+            begin = Hook(self._guarded, self._begin)
+            self._hooks += [ModuleHook(m, begin, before=True) for m in plan.outermost]
+            take = Hook(self._guarded, self._take)
+            # While the output is what the function gave.
+            self._hooks += [ModuleHook(m, take, before=False, first=True) for m in plain]
         for modules, enter, leave in (
-            (self._modules, self._enter, self._leave),
-            (self._closed, self._close, self._reopen),
+            (watched, self._enter, self._leave),
+            ([*self._closed, *plain] if watched else (), self._close, self._reopen),
         ):
             before, after = Hook(self._guarded, enter), Hook(self._guarded, leave)
             for module in modules:
@@ -231,8 +253,15 @@ class Forwards:
 
     @property
     def innermost(self) -> nn.Module:
-        """The module whose forward runs."""
-        return self.forward.module
+        """The module whose forward runs, or has just run where a plain hook is on it."""
+        plain = self._running.plain
+        return self.forward.module if plain is None else plain
+
+    @property
+    def number(self) -> int:
+        """Of its forward; of none that is watched, the first number."""
+        forwards = self._running.forwards
+        return forwards[-1].number if forwards else 0
 
     @property
     def forward(self) -> Forward:
@@ -349,6 +378,28 @@ class Forwards:
         if self._is_watching:
             with torch._C.DisableTorchFunction():
                 self._watcher.begins(forward)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plain hooks are on modules inside: no function is watched here."""
+        if not (is_replaying() or self._running.forwards) and self._may_begin(args):
+            self._hands_over(module, args, kwargs)
+
+    def _take(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if is_replaying() or not (self._is_watching and torch.is_grad_enabled()):
+            return
+        known = None if self._plan is None else self._plan.known.get(module)
+        if known is None:
+            self.strangers = True
+            return
+        running = self._running
+        running.plain = module
+        try:
+            with torch._C.DisableTorchFunction():
+                self._watcher.plain(known, args, kwargs, output)
+        finally:
+            running.plain = None
 
     def _may_begin(self, args: tuple[Any, ...]) -> bool:
         return self._active and torch.is_grad_enabled() and trains(args)

@@ -24,10 +24,10 @@ from adiv_monitor.capture.again.leftovers import Leftovers
 from adiv_monitor.capture.again.outputs import Outputs
 from adiv_monitor.capture.again.replay import Arguments
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
-from adiv_monitor.capture.contributions import Contribution, follow
+from adiv_monitor.capture.contributions import Handed, follow
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import call_all
-from adiv_monitor.capture.hook import TensorHook
+from adiv_monitor.capture.hook import TensorHook, has_data
 from adiv_monitor.capture.jagged import NESTED, is_nested
 from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
@@ -54,7 +54,7 @@ class Takes(Protocol):
         self,
         use: Use,
         output: Tensor,
-        path: str | None = None,
+        known: Layer | str | None = None,
         *,
         checked: bool = True,
         split: Split | None = None,
@@ -65,7 +65,7 @@ class Takes(Protocol):
         Args:
             use: the use.
             output: what the function gave.
-            path: of the layer, if that is known.
+            known: the layer, or its path, if that is known.
             checked: the use describes the output for sure.
             split: how this process's part of the call, which the use is of, and others make it.
             inputs: nodes of autograd's graph that made what it was given, but for weights; None:
@@ -151,18 +151,18 @@ class Gathering:
         self,
         use: Use,
         output: Tensor,
-        path: str | None = None,
+        known: Layer | str | None = None,
         *,
         checked: bool = True,
         split: Split | None = None,
         inputs: Collection[Any] | None = None,
     ) -> Call | None:
         """Gather rows of a use, and put a hook on its output."""
-        layer = self._layers.of(use, path)
+        layer = self._layers.of(use, known)
         if layer is None:
             return None
         if layer.path not in self._layers.rows:
-            self._layers.pass_by(layer, self._forwards.forward.number)
+            self._layers.pass_by(layer, self._forwards.number)
             self._follow(layer, [output], None)
             return None
         z = use.layout(part_of(output))
@@ -203,7 +203,7 @@ class Gathering:
             if layer.path in self._layers.rows:
                 calls[use.part] = self._new_call(layer, (made.rows,), made.input.device)
             else:
-                self._layers.pass_by(layer, self._forwards.forward.number)
+                self._layers.pass_by(layer, self._forwards.number)
         if not calls:
             return used
         returned = Returned.of(made, outputs)
@@ -276,7 +276,7 @@ class Gathering:
         Raises:
             Refused: one of these calls uses what the module does not hold.
         """
-        inside = self._layers.calls_since(self._forwards.forward.number)
+        inside = self._layers.calls_since(self._forwards.number)
         moving, others = set(parameters), list[Call | Passing]()
         while found := [c for c in inside if not moving.isdisjoint(c.layer.parameters)]:
             inside = [call for call in inside if call not in found]
@@ -310,28 +310,32 @@ class Gathering:
             for contribution in contributions:
                 contribution.is_known = False
         elif contributions:
-            arrive = partial(self._layers.guard, self._on_handed, layer.path, call)
+            arrive = partial(self._layers.guarded, [layer.path], self._on_handed, layer.path, call)
             self._followed += follow(outputs, inputs, contributions, arrive)
 
     def _on_handed(
         self,
         path: str,
         call: Call | None,
-        contribution: Contribution,
-        edge: int,
-        moves: Sequence[Any],
+        handed: Handed,
         gradients: Sequence[Tensor | None],
         of_outputs: object,
     ) -> None:
-        """A node hands on gradients, by one of its edges to a parameter."""
-        if call is None or not call.comes:
-            contribution.has_rows = False
-        own = self._layers.own_contribution(path, contribution.parameter)
-        told = [contribution] if own is None else [contribution, own]
-        self._layers.guarded([path], partial(_arrive, told, moves), gradients[edge])
+        """A node hands on gradients to parameters."""
+        has_rows = call is not None and call.comes
+        for contribution, edge, moves in handed:
+            contribution.has_rows &= has_rows
+            gradient = gradients[edge]
+            if gradient is None or not has_data(gradient):
+                continue
+            for move in moves:
+                gradient = move(gradient)
+            own = self._layers.own_contribution(path, contribution.parameter)
+            for told in (contribution,) if own is None else (contribution, own):
+                told.arrive(gradient)
 
     def _new_call(self, layer: Layer, shape: tuple[int, ...], device: torch.device) -> Call:
-        return self._layers.new_call(layer, shape, device, self._forwards.forward.number)
+        return self._layers.new_call(layer, shape, device, self._forwards.number)
 
     def _look(self, call: Call, use: Use, z: Tensor) -> Features:
         """Gather the rows of a call; their features, trained or not."""
@@ -413,13 +417,6 @@ def _seen(call: Call, gradient: Tensor) -> tuple[Tensor, Tensor]:
     if seen is not None:
         return seen[2], seen[0][None]
     return rows.take(gradient), squares(gradient).reshape(1, -1)
-
-
-def _arrive(told: Sequence[Contribution], moves: Sequence[Any], gradient: Tensor) -> None:
-    for move in moves:
-        gradient = move(gradient)
-    for contribution in told:
-        contribution.arrive(gradient)
 
 
 def reproduces(use: Use, features: Features, z: Tensor) -> Tensor:

@@ -38,12 +38,14 @@ class Guard:
         """Run the body of a hook."""
         if self.broken:
             return
+        state = ThreadState()
         try:
-            with ThreadState():
-                body(*args)
+            body(*args)
         except Exception as error:
+            state.put_back()
             self.failed(error)
         except BaseException:
+            state.put_back()
             self.broken = True
             raise
 
@@ -57,21 +59,27 @@ class ThreadState:
     """How torch is set in this thread, to be put back where an interrupt kept a `with` from it.
 
     As a context: put back if an exception leaves it.
+
+    Args:
+        whole: what autocast is set to is kept where it is off, too: forward passes are repeated in
+            the autocast that they had, and nothing else of ours turns it on.
     """
 
     __slots__ = ("_autocast", "_caches", "_dual_level", "_gradients", "_nesting", "_overrides")
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole: bool = False) -> None:
         self._gradients = torch.is_grad_enabled()
         self._overrides = torch._C._is_torch_function_enabled()
-        # Also where it is off: forward passes that are repeated are in the autocast that they had.
+        self._dual_level = forward_ad._current_level
+        self._autocast: list[tuple[str, bool, torch.dtype]] | None = None
+        if not whole and not torch._C._is_any_autocast_enabled():
+            return
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in _KINDS
         ]
         self._caches = torch.is_autocast_cache_enabled()
         _, self._nesting = map(_CALL, _NESTING)
-        self._dual_level = forward_ad._current_level
 
     def __enter__(self) -> None:
         pass
@@ -85,12 +93,13 @@ class ThreadState:
         torch._C._set_grad_enabled(self._gradients)
         if self._overrides and not torch._C._is_torch_function_enabled():
             _ENABLED.__exit__(None, None, None)
-        for kind, enabled, dtype in self._autocast:
+        for kind, enabled, dtype in self._autocast or ():
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self._caches)
-        while [*map(_CALL, _NESTING)][1] > self._nesting:  # else what it caches would stay
-            torch.autocast_decrement_nesting()
+        if self._autocast is not None:
+            torch.set_autocast_cache_enabled(self._caches)
+            while [*map(_CALL, _NESTING)][1] > self._nesting:  # else what it caches would stay
+                torch.autocast_decrement_nesting()
         while forward_ad._current_level > self._dual_level:
             forward_ad.exit_dual_level()  # type: ignore[no-untyped-call]
 

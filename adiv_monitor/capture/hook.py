@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,36 +34,40 @@ class Hook(partial[Any]):
 # Where torch keeps hooks by their numbers, and after each what else it keeps by the same numbers.
 # Left in a copy of a module, an entry of those would change how a later hook of that number is
 # called.
+_BEFORE_MODULE = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"
+_AFTER_MODULE = "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
+ON_GRADIENT = ("_backward_hooks",)
+ON_ACCUMULATION = ("_post_accumulate_grad_hooks",)
 _TABLES = (
-    ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    ("_backward_hooks",),
-    ("_post_accumulate_grad_hooks",),
-    ("_optimizer_step_pre_hooks",),
-    ("_optimizer_step_post_hooks",),
-    ("_global_optimizer_pre_hooks",),  # of all optimizers
-    ("_global_optimizer_post_hooks",),
+    *(_BEFORE_MODULE, _AFTER_MODULE, ON_GRADIENT, ON_ACCUMULATION),
+    *(("_optimizer_step_pre_hooks",), ("_optimizer_step_post_hooks",)),
+    *(("_global_optimizer_pre_hooks",), ("_global_optimizer_post_hooks",)),  # of all optimizers
 )
 
 
-def take_off(owner: object, hook: object) -> None:
+def take_off(owner: object, hook: object, *where: Sequence[str]) -> None:
     """Take a hook off a module, tensor or optimizer, be it on it or not, or only half.
 
     It is found by itself, where torch keeps it, not by what putting it on gave: an exception may
     come before that is known. If this is interrupted, it can be done again.
+
+    Args:
+        owner: what it is on.
+        hook: the hook.
+        where: the tables in which it may be; none: any.
     """
-    for names in _TABLES:
+    for names in where or _TABLES:
         hooks = getattr(owner, names[0], None)
-        if hooks is None:
+        if not hooks:
+            continue
+        numbers = [number for number, other in hooks.items() if other is hook]
+        if not numbers:
             continue
         tables = [getattr(owner, name) for name in names]
-        for number in [number for number, other in hooks.items() if other is hook]:
-            for table in reversed(tables):  # the hook itself last: by it all is found
+        for table in reversed(tables):  # the hook itself last: by it all is found
+            for number in numbers:
                 table.pop(number, None)
-        if Hook not in map(type, dict.values(hooks)):  # dict's own: ours hide in the table's
-            for table in tables:
-                vars(table).pop("__reduce_ex__", None)
-                vars(table).pop("values", None)
+        _show(tables)
 
 
 class TensorHook:
@@ -89,9 +93,10 @@ class TensorHook:
 
     def remove(self) -> None:
         """Take it off."""
-        take_off(self._tensor(), self._hook())
         if self._handle is not None:  # the graph keeps hooks of a tensor that is gone
             self._handle.remove()
+        else:
+            take_off(self._tensor(), self._hook(), ON_GRADIENT)
 
 
 class ModuleHook:
@@ -131,15 +136,19 @@ class ModuleHook:
             self._handle = module.register_forward_hook(
                 hook, prepend=self._first, with_kwargs=True, always_call=self._always
             )
-        hooks, *others = (getattr(module, name) for name in _TABLES[not self._before])
+        names = _BEFORE_MODULE if self._before else _AFTER_MODULE
+        hooks, *others = [getattr(module, name) for name in names]
         for table in (*others, hooks):
             _hide(table, hooks)
 
     def remove(self) -> None:
         """Take it off; the module is then as it was."""
-        take_off(self._module, self._hook)
-        if self._handle is not None:  # somebody may have cleared the hooks alone
-            self._handle.remove()
+        names = _BEFORE_MODULE if self._before else _AFTER_MODULE
+        if self._handle is None:
+            take_off(self._module, self._hook, names)
+        else:
+            self._handle.remove()  # from all tables: somebody may have cleared the hooks alone
+            _show([getattr(self._module, name) for name in names])
 
 
 class NextForward:
@@ -247,6 +256,17 @@ class _Others:
         return others.__reduce_ex__(*protocol) if protocol else others.values()
 
 
+def _show(tables: Sequence[dict[int, Any]]) -> None:
+    """Let tables be as they were, if none of ours is among the hooks, which the first one holds."""
+    hooks = tables[0]
+    if hooks and Hook in map(type, dict.values(hooks)):  # dict's own: ours hide in the table's
+        return
+    for table in tables:
+        if attributes := table.__dict__:
+            attributes.pop("__reduce_ex__", None)
+            attributes.pop("values", None)
+
+
 def _hide(table: dict[int, Any], hooks: dict[int, Any]) -> None:
     """Let those who copy, pickle or list a module's table of hooks find it without ours.
 
@@ -265,7 +285,7 @@ def trains(value: object) -> bool:
     of `torch.func` or a batched gradient, a trace, an export, or a run without data (fake and meta
     tensors).
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or _is_traced():
         return False
@@ -276,15 +296,17 @@ def has_data(value: object) -> bool:
     """Whether a value is no stand-in for a tensor."""
     if not isinstance(value, Tensor):
         return not isinstance(value, Proxy)
+    if type(value) not in _PLAIN:
+        return torch._C._has_storage(value) and not value.is_meta and not is_fake(value)
     if not torch._C._has_storage(value) or value.is_meta:
         return False
-    if type(value) in _PLAIN and not torch._is_functional_tensor(value):
-        return not torch._C._functorch.is_functorch_wrapped_tensor(value)
-    return not is_fake(value)
+    if torch._is_functional_tensor(value):
+        return not is_fake(value)
+    return not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _is_traced() -> bool:
     """Whether a mode is on under which tensors are stand-ins, or what is done is written down."""
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING
+    )

@@ -4,7 +4,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -113,18 +112,25 @@ class Layers:
 
     # --- finding ---------------------------------------------------------------------------------
 
-    def of(self, use: Use, path: str | None = None) -> Layer | None:
+    def of(self, use: Use, known: Layer | str | None = None) -> Layer | None:
         """The layer that a use belongs to; None if none of its parameters is measured.
 
         Args:
             use: the use.
-            path: of the layer, if that is known.
+            known: the layer, or its path, if that is known.
         """
+        if isinstance(known, Layer):
+            found = self.found.get(known.path)
+            if found is None:
+                return self._follow(known)
+            if found is known:
+                return known
+            known = known.path
         weight, bias = self._origin.source(use.weight), self._origin.source(use.bias)
         lead = weight or bias
         if lead is None:
             return None
-        names = self.names.of(use, lead) if path is None else [path]
+        names = self.names.of(use, lead) if known is None else [known]
         return self._find(names, use, weight, bias)
 
     def of_whole(self, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
@@ -156,7 +162,13 @@ class Layers:
         module = self.names.owner(place)
         if isinstance(weight, Together) and len(weight.pieces) > 1:
             module = weight.through
-        layer = Layer(path, module, use.kind, weight, bias, use.shaped, order, use.form)
+        return self._follow(
+            Layer(path, module, use.kind, weight, bias, use.shaped, order, use.form)
+        )
+
+    def _follow(self, layer: Layer) -> Layer:
+        """From now on, watch a layer that was found."""
+        path, parameter = layer.path, layer.pieces[0].parameter
         self.found[path] = layer
         self._sharing = None
         self._led[id(parameter)].append(path)
@@ -169,13 +181,10 @@ class Layers:
         return layer
 
     def _accumulation(self, parameter: nn.Parameter) -> Accumulation:
-        users, guard = partial(self._rows_of, parameter), partial(self._hook, parameter)
         stand_in = self._origin.stand_in(parameter)
-        ends = self._await_end
         if stand_in is None:
-            return Accumulation(parameter, users, self._was_zeroed, ends, guard)
-        zeroed, waiting = self._shards_were_zeroed, self._origin.waiting(parameter)
-        return ShardAccumulation(parameter, stand_in, users, zeroed, waiting, ends, guard)
+            return Accumulation(parameter, self)
+        return ShardAccumulation(parameter, stand_in, self, self._origin.waiting(parameter))
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -265,7 +274,9 @@ class Layers:
 
     def contributions_of(self, layer: Layer) -> list[Contribution]:
         """To the gradients of the layer's parameters; none where processes have parts of them."""
-        if any(is_shard(p) or self._origin.stand_in(p) is not None for p in layer.parameters):
+        if self._origin.any_apart and any(
+            is_shard(p) or self._origin.stand_in(p) is not None for p in layer.parameters
+        ):
             return []
         # They are accumulated, and zeroed, as that of the first one is.
         known = self._contributed[id(layer.parameters[0])]
@@ -306,8 +317,8 @@ class Layers:
             found[piece.key] = piece.of(entries.view(piece.parameter.shape))
         return found
 
-    def _rows_of(self, parameter: nn.Parameter) -> list[Accumulated]:
-        """Rows of the layers whose gradient is told by this parameter's."""
+    def users(self, parameter: nn.Parameter) -> list[Accumulated]:
+        """What follows a parameter's gradient: rows of layers, and what their calls hand on."""
         found: list[Accumulated] = [
             self.rows[path] for path in self._led[id(parameter)] if path in self.rows
         ]
@@ -318,8 +329,9 @@ class Layers:
             found += self._attention.rows_of(parameter)
         return found
 
-    def _hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Hook:
-        return Hook(partial(self.guarded, self._led[id(parameter)], function))
+    def hook(self, parameter: nn.Parameter, function: Callable[..., None]) -> Hook:
+        """See `Owner`."""
+        return Hook(self.guarded, self._led[id(parameter)], function)
 
     def guarded(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
         """Run a hook's body for some layers, which are not watched any more if it fails.
@@ -334,14 +346,24 @@ class Layers:
         watched = [path for path in paths if path in self.rows]
         if not watched:
             return
+        gradients = torch.is_grad_enabled()
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunction(), without_autocast(args[-1]):
-                function(*args)
+            if gradients:
+                torch._C._set_grad_enabled(False)
+            with torch._C.DisableTorchFunction():
+                if torch._C._is_any_autocast_enabled():
+                    with without_autocast(self.found[watched[0]].parameters[0]):
+                        function(*args)
+                else:
+                    function(*args)
         except Exception as error:
             for path in watched:
                 self.failed(path, error)
+        finally:
+            if gradients:
+                torch._C._set_grad_enabled(True)
 
-    def _await_end(self) -> None:
+    def accumulates(self) -> None:
         """A pass accumulates gradients: look at them once processes have averaged them in it."""
         task = torch._C._current_graph_task_id()
         if processes() == 1 or self._awaited == task:
@@ -355,7 +377,7 @@ class Layers:
         for key, accumulation in self._accumulated.items():
             self.guarded(self._led[key], accumulation.pass_ended, accumulation.held)
 
-    def _was_zeroed(self, now: Tensor, left: Tensor) -> bool:
+    def was_zeroed(self, now: Tensor, left: Tensor) -> bool:
         """Whether `.grad` was zeroed in place: at one parameter of every pass, the device tells.
 
         At the first whose gradient was not zero anyway.
@@ -368,7 +390,7 @@ class Layers:
             self._verdict = task, is_zero
         return self._verdict[1]
 
-    def _shards_were_zeroed(self) -> bool:
+    def shards_were_zeroed(self) -> bool:
         """Whether `.grad` of all sharded parameters was zeroed in place, before this pass."""
         task = torch._C._current_graph_task_id()
         if self._verdict_of_shards[0] != task:

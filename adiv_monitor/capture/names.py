@@ -1,6 +1,7 @@
 """What layers are called in reports: as the modules that hold what they train."""
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 from itertools import count, takewhile
 
 from torch import nn
@@ -18,7 +19,12 @@ _MADE = ("FSDP", "Parametrized", "Replicate", "DDP")
 
 def class_name(module: nn.Module) -> str:
     """Name of a module's class, without what torch makes of it: "Linear" of an `FSDPLinear`."""
-    kind = type(module)
+    kind: type = type(module)
+    return _name_of(kind)
+
+
+@cache
+def _name_of(kind: type) -> str:
     while own := next((b for b in kind.__bases__ if kind.__name__ in _made_of(b)), None):
         kind = own
     return kind.__name__

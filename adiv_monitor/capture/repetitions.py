@@ -165,7 +165,7 @@ class Repetitions:
 
     def forward_ends(self, *, raised: bool) -> None:
         """A module's forward ends: what was made in it, and that nothing took, is an offset."""
-        number = self._forwards.forward.number
+        number = self._forwards.number
         every = dict.fromkeys(repetition for _, repetition in self.shown.values())
         for repetition in every:
             if repetition.forward == number and not repetition.known and not raised:

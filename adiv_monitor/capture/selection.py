@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Source, Together, covered
 from adiv_monitor.capture.weights.shards import (
     Peers,
@@ -20,7 +21,7 @@ from adiv_monitor.capture.weights.shards import (
     peers,
     why_unusable,
 )
-from adiv_monitor.features.registry import Rule, find_rule
+from adiv_monitor.features.registry import Rule, find_rule, known_rules
 from adiv_monitor.features.uses import as_it_is
 
 LayerChoice = Sequence[str] | Callable[[str, nn.Module], bool] | None
@@ -31,6 +32,7 @@ _WRAPPERS = (
     "_checkpoint_wrapped_module",
     "_forward_module",  # Fabric
 )
+_MOST_MODULES = 10**6
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -201,8 +203,11 @@ class Selection:
 
     def knows(self, parameters: Iterable[Tensor]) -> bool:
         """Whether none of these is trained now but those that were when they were looked at."""
-        known = set(map(id, self.trained))
-        return all(id(p) in known for p in parameters if p.requires_grad)
+        return self._trained_ids.issuperset([id(p) for p in parameters if p.requires_grad])
+
+    @cached_property
+    def _trained_ids(self) -> set[int]:
+        return set(map(id, self.trained))
 
     def stepped(self, parameters: Iterable[Tensor]) -> "Selection":
         """With those as trained that a step has moved: it leaves alone what was frozen since.
@@ -210,16 +215,16 @@ class Selection:
         Args:
             parameters: all that the optimizer holds.
         """
-        return replace(
-            self, trained=[p for p in parameters if p.requires_grad or p.grad is not None]
-        )
+        trained = [p for p in parameters if p.requires_grad or p.grad is not None]
+        same = [*map(id, trained)] == [*map(id, self.trained)]
+        return self if same else replace(self, trained=trained)
 
     def unmeasured(self, measured: Iterable[Layer]) -> dict[str, int]:
         """Elements of the trained parameters that were asked for and lie in no measured layer."""
         missing = self._missing(measured)
         return {self.names[key]: n for key, n in missing.items() if key in self.names}
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Of all parameters that are trained, those whose turn it is."""
         return sum(map(_elements, self._trained_now))
@@ -234,8 +239,15 @@ class Selection:
         for layer in measured:
             for piece in layer.pieces:
                 pieces[id(piece.parameter)].append(piece)
-        counts = ((p, _elements(p) - covered(p, pieces[id(p)])) for p in self._trained_now)
-        return {id(p): count for p, count in counts if count or is_lazy(p)}
+        found = {}
+        for p in self._trained_now:
+            of_parameter = pieces.get(id(p), ())
+            if of_parameter and of_parameter[0].view is None:  # all of it
+                continue
+            count = _elements(p) - covered(p, of_parameter)
+            if count or is_lazy(p):
+                found[id(p)] = count
+        return found
 
     def unexplained(
         self, told: Iterable[Layer], known: Collection[str], why: Callable[[nn.Parameter], str]
@@ -296,6 +308,26 @@ def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     """Every trainable parameter of the model, tied ones once."""
     held = held_in_place_of(model)
     return (held.get(id(p), p) for p in model.parameters() if p.requires_grad)
+
+
+def structure(model: nn.Module, held: Mapping[int, Tensor] | None) -> object:
+    """What `select` goes by: equal as long as nothing is added, replaced, frozen or unfrozen.
+
+    None, which is to be asked anew each time, where modules hold other parameters by turns.
+    """
+    if processes() > 1:
+        return None
+    modules, found = [model], list[object](known_rules())
+    for module in modules:  # which grows meanwhile
+        found += (id(module), type(module), *module._modules)
+        for name, p in module._parameters.items():
+            if p is not None:
+                found += (name, id(p), type(p), p.requires_grad, p.dtype, p.device)
+        modules += [child for child in module._modules.values() if child is not None]
+        if len(modules) > _MOST_MODULES:  # one that holds itself has no end
+            return None
+    every = () if held is None else held.values()
+    return found, [part for p in every for part in (id(p), p.requires_grad)]
 
 
 def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerChoice) -> Selection:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.accumulation import Accumulated, Accumulation, Guard
+from adiv_monitor.capture.accumulation import Accumulation, Owner
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import some
 from adiv_monitor.capture.weights.shards import part_of
@@ -24,26 +24,19 @@ class ShardAccumulation(Accumulation):
     Args:
         parameter: the sharded one.
         stand_in: what is used in its place.
-        users: what follows it.
-        zeroed: whether the gradients of the sharded parameters were zeroed since the last pass.
+        owner: knows the layers.
         waiting: whether earlier passes left some that has not come to the sharded one.
-        accumulates: called when a pass accumulates a gradient.
-        guard: wraps the hooks.
     """
 
     def __init__(
         self,
         parameter: nn.Parameter,
         stand_in: nn.Parameter,
-        users: Callable[[], Sequence[Accumulated]],
-        zeroed: Callable[[], bool],
+        owner: Owner,
         waiting: Callable[[], bool],
-        accumulates: Callable[[], None],
-        guard: Guard,
     ) -> None:
-        super().__init__(stand_in, users, lambda now, left: False, accumulates, guard)
+        super().__init__(stand_in, owner, parameter)
         self._sharded = parameter
-        self._are_zeroed = zeroed
         self._is_waiting = waiting
         self._arrived: tuple[int, Tensor] | None = None  # graph task, some entries
         self._waits = False  # what earlier passes left was not averaged yet
@@ -69,16 +62,16 @@ class ShardAccumulation(Accumulation):
         """A gradient was accumulated."""
         if self._arrived is None or self._arrived[0] != torch._C._current_graph_task_id():
             return
-        self._accumulates()
+        self._owner.accumulates()
         entries, self._arrived = self._arrived[1], None
         held = self._sharded.grad
-        is_kept = self._waits or (held is not None and not self._are_zeroed())
+        is_kept = self._waits or (held is not None and not self._owner.shards_were_zeroed())
         if not is_kept:
             self._entries = self.foreign = None
         elif self._entries is None and held is not None:
             # As far as it is here: processes' own add up, and are divided by their number.
             self.foreign = dots.norm(part_of(held)) * processes()
-        for rows in self._users():
+        for rows in self._owner.users(self._known_as):
             if not is_kept:
                 rows.reset()
             rows.fold()

@@ -16,10 +16,12 @@ from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
 from adiv_monitor.capture.gathering import Takes
 from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.jagged import NESTED, is_nested, uses_of_packed
+from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.repetitions import Repetition, Repetitions
 from adiv_monitor.capture.selection import Place, Selection
 from adiv_monitor.capture.split_calls import Split, uses_of_parts
+from adiv_monitor.capture.trace import Called, Known, Record
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, tensors_in, values_in
@@ -51,6 +53,7 @@ class Watching:
         repeated: what runs are repetitions of forward passes.
 
     Attributes:
+        record: what uses were seen where.
         refused: path of a module → why functions that it calls can't be measured.
     """
 
@@ -68,6 +71,7 @@ class Watching:
         *,
         repeated: bool = False,
     ) -> None:
+        self.record = Record()
         self.refused: dict[str, str] = {}
         self._selection = selection
         self._owners = set(selection.owners)
@@ -95,23 +99,59 @@ class Watching:
         if self._attention is not None:
             self._attention.begins(forward)
         if forward.module in self._owners:
-            begins, self._first_begins = self._first_begins, lambda: None
-            begins()
+            self._layer_begins()
+        if self._forwards.is_outermost:
+            self.record.outermost[forward.module] = None
         if self._calls is not None:
             around = self._forwards.around
             self._calls.began(forward.module, forward.args, forward.kwargs, around)
+
+    def _layer_begins(self) -> None:
+        begins, self._first_begins = self._first_begins, lambda: None
+        begins()
+
+    def plain(
+        self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """A module's forward has run whose use of parameters is known."""
+        module = known.module
+        if not isinstance(output, Tensor) or not output.requires_grad or not trains(output):
+            return
+        self._layer_begins()
+        self.record.calls[module] += 1
+        if not known.function:
+            self._look_at_ruled(module, args, kwargs, output)
+            return
+        given = known.given(args, kwargs)
+        values = [] if given is None else values_in(known.function, *given)
+        trained: list[Tensor] = [value for value in values if isinstance(value, nn.Parameter)]
+        if given is None or not trained:
+            self.record.others.add(module)
+            return
+        self._leftovers.account(map(id, trained))
+        with self._noting(trained), without_autocast(output):
+            call, inputs = FunctionCall(output, self._origin.of_model), _made(values)
+            found = uses_in(known.function, call, *given)
+            if len(found) != len(known.layers):
+                self.record.others.add(module)
+                return
+            for use, layer in zip(found, known.layers, strict=True):
+                self._takes.use(use, output, layer, inputs=inputs)
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """A module's forward has run; `output` is None if it raised."""
         if self._repetitions.shown:
+            if self._repetitions.among(tensors_in(args, kwargs)):
+                self.record.others.add(module)  # what becomes of them there is to be seen
             self._repetitions.forward_ends(raised=output is None)
         if output is not None:
             if module in self._ruled:
                 self._look_at_ruled(module, args, kwargs, output)
             elif self._leftovers.may_be_in(module):
                 self._look_at_whole(module, args, kwargs, output)
+            self.record.ended(module, self._forwards.forward.called, args, kwargs, output)
         if self._calls is not None:
             self._calls.ended(module, output, self._forwards.around)
 
@@ -151,6 +191,7 @@ class Watching:
             tensors = outputs.of(output)
             names = self._leftovers.claim(module, tensors, inputs) if tensors else []
             if names:
+                self.record.others.update(module.modules())
                 with torch.no_grad():
                     given = _made(inputs)
                     self._takes.whole(module, names, (args, kwargs), outputs, tensors, given)
@@ -231,8 +272,10 @@ class Watching:
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
         gradients = self._looks_for_uses()
         if gradients and name in _OPENED:
+            self._is_special()
             return self._forwards.opened(to_call)
         if gradients and function in RECURRENT:
+            self._is_special()
             return self._recurrent(to_call, trained, data)
         origin, begun, inputs = self._origin, None, set[Any]()
         # No change can be followed through what is retyped.
@@ -257,6 +300,8 @@ class Watching:
         if begun is not None:
             with self._noting(trained):
                 origin.tape.end(begun, () if used else tensors_in(result))
+        if (gradients and not used) or kept is not args:
+            self._is_special()
         if is_data or used:
             self._explain(name, trained if gradients else [], used, made)
             origin.spend(made, written=bool(args) and made is args[0])
@@ -275,19 +320,31 @@ class Watching:
     ) -> list[Tensor]:
         """Hand on the uses in a call; the tensors that they account for."""
         if self._is_off(trained):
+            self._is_special()
             return trained
         with self._noting(trained) as used, without_autocast(call.result):
             found, split = self._uses_in(name, call, args, kwargs)
+            taken: list[Call | None] = []
             for use in found:
                 used += [t for t in trained if _is_of(t, use.weight) or _is_of(t, use.bias)]
                 if split is not None:
                     self._takes.use(use, call.result, split=split, inputs=inputs)
                 elif name in REPEATING:
-                    number = self._forwards.forward.number
+                    number = self._forwards.number
                     self._repetitions.add(Repetition(use, call.result, number))
                 else:
-                    self._takes.use(use, call.result, inputs=inputs)
+                    taken.append(self._takes.use(use, call.result, inputs=inputs))
+            layers = [noted.layer for noted in taken if noted is not None]
+            if len(layers) < len(found) or is_in_place(name) or "out" in kwargs:
+                self._is_special()
+            elif found:
+                called = Called.of(name, args, kwargs, call.result, layers)
+                self._forwards.forward.called.append(called)
         return used
+
+    def _is_special(self) -> None:
+        """What the module that runs does with parameters no plain hook can tell."""
+        self.record.others.add(self._forwards.innermost)
 
     def _uses_in(
         self, name: str, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -326,6 +383,7 @@ class Watching:
         return _Noting(trained, self._failed)
 
     def _failed(self, trained: list[Tensor], error: Exception) -> None:
+        self._is_special()
         place = self._place(trained[0])
         if isinstance(error, Refused):
             self.refused[place.path] = str(error)

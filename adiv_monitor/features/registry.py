@@ -124,6 +124,11 @@ def register_features(
     return decorate
 
 
+def known_rules() -> list[Rule]:
+    """All that there are now."""
+    return list(_RULES.values())
+
+
 def find_rule(module: nn.Module) -> Rule | str | None:
     """The rule of the module's class or of its nearest base class, or why it refuses; None: none.
 

@@ -96,7 +96,8 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 def exact(tensor: Tensor) -> Tensor:
     """The tensor in the precision of the measures: float32, or float64 if it already is."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    dtype = tensor.dtype
+    return tensor if dtype is torch.float32 or dtype is torch.float64 else tensor.float()
 
 
 def precise(tensor: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ class Whole:
 
     def restrict(self, *, weight: bool, bias: bool) -> "Whole":
         """Of the trained parameters alone."""
+        if weight and bias:
+            return self
         return replace(
             self,
             weight_square=self.weight_square if weight else None,

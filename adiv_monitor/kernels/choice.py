@@ -1,7 +1,8 @@
 """Whether a kernel does the work: asked here, for all of them. See `attempt`."""
 
-import importlib
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,13 +11,6 @@ from adiv_layers.kernels.launch import KernelError
 from torch import Tensor
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32}
-_ROOMS = {
-    "look": "looks",
-    "normalised_rows": "moments",
-    "row_products": "products",
-    "step_products": "steps",
-    "totals": "totals",
-}
 
 
 def counts_launches(*tensors: Tensor | None) -> bool:
@@ -40,6 +34,17 @@ def attempt(name: str, *tensors: Tensor | None, **settings: Any) -> Any:
     if not counts_launches(*tensors):
         return None
     with suppress(KernelError):
-        room = importlib.import_module(f"adiv_monitor.kernels.{_ROOMS[name]}")
-        return getattr(room, name)(*tensors, **settings)
+        return _launchers()[name](*tensors, **settings)
     return None
+
+
+@cache
+def _launchers() -> dict[str, Callable[..., Any]]:
+    """By name. They need Triton, so they are imported where kernels run, not before."""
+    from adiv_monitor.kernels import looks, moments, products, steps, totals
+
+    of_each = (
+        *(looks.look, moments.normalised_rows, products.row_products, steps.step_products),
+        totals.totals,
+    )
+    return {launcher.__name__: launcher for launcher in of_each}

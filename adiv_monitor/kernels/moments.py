@@ -9,7 +9,8 @@ from torch import Tensor
 
 from adiv_monitor.kernels.views import as_images
 
-_TILE, _MOST_PARTS = 2048, 64
+_TILE, _MOST_PARTS = 2048, 256  # two programs on every multiprocessor, should one column be all
+_AT_ONCE = 64  # parts that are added up at once
 
 
 @triton.jit
@@ -28,27 +29,38 @@ def moments_kernel(
     POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Σ (x − p) and Σ (x − p)² of a program's share of positions; p: a channel's pivot."""
-    part = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     among = channel < width
     own = x + channel.to(tl.int64) * x_channel
     pivot = pivot_of(x, pivots, channel, x_channel, among)
     total = tl.zeros((POSITIONS, CHANNELS), tl.float32)
     square = tl.zeros((POSITIONS, CHANNELS), tl.float32)
-    step = part
-    while step < steps:
-        image = step // tiles
-        position = (step % tiles) * POSITIONS + tl.arange(0, POSITIONS)
+    for step in tl.range(part, steps, tl.num_programs(0), num_stages=3):
+        image = (step // tiles).to(tl.int64)
+        position = (step % tiles).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
         mask = (position < positions)[:, None] & among[None, :]
-        place = image * x_image + position.to(tl.int64) * x_position
+        place = image * x_image + position * x_position
         value = tl.load(own[None, :] + place[:, None], mask=mask, other=0.0).to(tl.float32)
         shifted = tl.where(mask, value - pivot[None, :], 0.0)
         total += shifted
         square += shifted * shifted
-        step += tl.num_programs(0)
-    tl.store(sums + part * width + channel, tl.sum(total, 0), mask=among)
-    place = (tl.num_programs(0) + part) * width + channel
-    tl.store(sums + place, tl.sum(square, 0), mask=among)
+    sums += part.to(tl.int64) * width
+    tl.store(sums + channel, tl.sum(total, 0), mask=among)
+    sums += tl.num_programs(0).to(tl.int64) * width
+    tl.store(sums + channel, tl.sum(square, 0), mask=among)
+
+
+@triton.jit
+def added_up(sums, parts, width, channel, among, PARTS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Sums of some channels from the parts of them, PARTS at once."""
+    total = tl.zeros((PARTS, CHANNELS), tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        place = part.to(tl.int64)[:, None] * width + channel[None, :]
+        mask = (part < parts)[:, None] & among[None, :]
+        total += tl.load(sums + place, mask=mask, other=0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -59,12 +71,9 @@ def normalised_rows_kernel(
     """x̂ = (x − mean) / √(var + ε) of some rows, from the moments' parts."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     among = channel < width
-    part = tl.arange(0, PARTS)
-    place = part[:, None] * width + channel[None, :]
-    mask = (part < parts)[:, None] & among[None, :]
-    shift = tl.sum(tl.load(sums + place, mask=mask, other=0.0), 0) / total
-    place += parts * width
-    square = tl.sum(tl.load(sums + place, mask=mask, other=0.0), 0) / total
+    shift = added_up(sums, parts, width, channel, among, PARTS, CHANNELS) / total
+    sums += tl.cast(width, tl.int64) * parts
+    square = added_up(sums, parts, width, channel, among, PARTS, CHANNELS) / total
     factor = tl.rsqrt(square - shift * shift + eps)
     own = x + channel.to(tl.int64) * x_channel
     pivot = pivot_of(x, pivots, channel, x_channel, among)
@@ -122,6 +131,6 @@ def normalised_rows(
         *view.stride(),
         ROWS=few,
         CHANNELS=64,
-        PARTS=power_of_two(parts),
+        PARTS=min(_AT_ONCE, power_of_two(parts)),
     )
     return unit

@@ -67,7 +67,7 @@ def row_products_kernel(
         column = start + first
         mask = inside & (column < width)
         if GROUPED:
-            group = column // outputs
+            group = (column // outputs).to(tl.int64)
             square = square_of(phi, row * phi_row + group * patch, patch, mask)
             scale = square + feature * feature
             lead = mask & (column % outputs == 0)

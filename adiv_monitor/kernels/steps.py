@@ -41,7 +41,8 @@ def step_products(
     """
     if not lies_alike(before, now, gamma):
         return None
-    taken = before if before.dtype == torch.float32 else torch.empty_like(before).float()
+    float32 = before.dtype == torch.float32
+    taken = before if float32 else torch.empty_like(before, dtype=torch.float32)
     parts = divide_up(before.numel(), _CHUNK)
     norms, products = (taken.new_empty(parts) for _ in range(2))
     run(

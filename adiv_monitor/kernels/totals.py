@@ -9,6 +9,7 @@ from torch import Tensor
 
 _SUMS = 7
 _BLOCK = 2048
+_MOST = 2**15  # rows: one multiprocessor of many reads a layer, and with more it is the slower way
 
 
 @triton.jit
@@ -62,8 +63,10 @@ def totals_kernel(
     tl.store(count + layer, many.to(tl.int64))
     found = (tl.sum(G_G, 0), tl.sum(own_G, 0), tl.sum(own_own, 0), sum_of_scales,
              tl.sqrt(tl.sum(spread, 0)), top, tl.sum(weights, 0))  # fmt: skip
+    place = layer
     for i in tl.static_range(7):
-        tl.store(sums + i * layers + layer, found[i])
+        tl.store(sums + place, found[i])
+        place += layers
 
 
 def totals(
@@ -73,6 +76,8 @@ def totals(
 
     The sums (7, layers, 1) are Σ ‖g_r‖², Σ s_r ‖g_r‖², Σ s_r² ‖g_r‖², Σ s_r, √(Σ (s_r − mean)²),
     the largest s_r, and Σ ‖φ_W‖² over all rows.
+
+    None of very many rows, over which PyTorch's own sums are spread better.
 
     Args:
         weight_square: (layers, rows).
@@ -84,6 +89,8 @@ def totals(
     if any(t.dtype != torch.float32 or not t.is_contiguous() for t in given):
         return None
     layers, rows = square.shape
+    if rows > _MOST:
+        return None
     count = torch.empty((layers, 1), dtype=torch.int64, device=square.device)
     sums, entries = square.new_empty(_SUMS, layers, 1), torch.empty_like(square)
     arguments = (weight_square, bias_square, square, bias, count, sums, entries, layers, rows)

@@ -30,7 +30,7 @@ from adiv_monitor.maths.estimates import (
     quantiles,
     variance_share,
 )
-from adiv_monitor.maths.records import R, joined, structure
+from adiv_monitor.maths.records import R, joined, present
 from adiv_monitor.maths.sums import Array, Dots, LayerSums, Moved, Vector, factor_of
 from adiv_monitor.report import QUANTILE_LEVELS
 
@@ -101,10 +101,12 @@ def measure(layers: Mapping[str, Judged], fail: Fail = raised) -> dict[str, Meas
 
 def _kind(layer: LayerSums[Array]) -> object:
     """What layers have in common that can be measured together."""
-    several = layer.totals, layer.blocks, layer.common, layer.scale, layer.realised
+    several = layer.totals, layer.blocks, layer.common
+    single = layer.scale, layer.realised, layer.attainable, layer.dots.w_w, layer.dots.a_w
     return (
         *(layer.rows.seen, layer.vectors, layer.about.bias_alone),
-        *(structure((*several, layer.attainable)), structure(layer.parameters)),
+        *(present(record) for record in several),
+        *(number is None for number in single),
     )
 
 
@@ -120,8 +122,8 @@ def _filled(arrays: Sequence[Array | Index], fill: float = np.nan) -> Array:
 
 def _stacked(records: Iterable[R | None]) -> R | None:
     """One record of those of several layers that are alike, its arrays (layers, …)."""
-    present = [record for record in records if record is not None]
-    return joined(present, _filled) if present else None
+    some = [record for record in records if record is not None]
+    return joined(some, _filled) if some else None
 
 
 class _Together:

@@ -1,131 +1,150 @@
 """Data classes that are generic in their numbers (`maths/sums.py`): all of these at once.
 
 A field holds numbers if its annotation names the type variable: one, several in a tuple or by key,
-or records of them. A step has many layers with many numbers each, so that what is asked of all of
-them makes few calls.
+or records of them; None where there are none.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from functools import cache
 from operator import attrgetter
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+__all__ = ["R", "joined", "leaves", "numbers_of", "present", "replaced", "split", "with_numbers"]
 
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How to take values of one type apart, and to make them again.
+class _Kind:
+    """How records of one class are taken apart and put together, with few calls.
+
+    Args:
+        kind: the class.
 
     Attributes:
-        names: of the fields that hold numbers; none of a tuple, or a dictionary.
-        take: what holds numbers in such a value.
-        make: the same value with others in their place.
+        names: of its fields, in the order of its constructor.
+        values: a record's, in this order.
+        numbers: the places of those that hold numbers.
     """
 
-    names: Sequence[str]
-    take: Callable[[Any], Iterable[Any]]
-    make: Callable[[Any, list[Any]], Any]
+    def __init__(self, kind: Any) -> None:
+        hints = get_type_hints(kind)
+        self.names = [f.name for f in fields(kind)]
+        self.values: Callable[[Any], Sequence[Any]] = attrgetter(*self.names)
+        self.numbers = [
+            place
+            for place, name in enumerate(self.names)
+            if isinstance(hints[name], TypeVar) or bool(getattr(hints[name], "__parameters__", ()))
+        ]
 
 
-class _Plans(dict[type, _Plan | None]):
-    """By type; None: such a value is a number itself."""
-
-    def __missing__(self, kind: type) -> _Plan | None:
-        plan = self[kind] = _of_record(kind) if is_dataclass(kind) else None
-        return plan
+def _learnt(kind: Any) -> _Kind | None:
+    return _Kind(kind) if hasattr(kind, "__dataclass_fields__") else None
 
 
-def _of_record(kind: Any) -> _Plan:
-    hints, every = get_type_hints(kind), [field.name for field in fields(kind)]
-    places = [i for i, name in enumerate(every) if _holds_numbers(hints[name])]
-    take, names = attrgetter(*every), [every[i] for i in places]
-
-    def inner(value: Any) -> list[Any]:
-        whole = take(value)
-        return [whole[i] for i in places]
-
-    def made(value: Any, others: list[Any]) -> Any:
-        whole = [*take(value)]
-        for i, other in zip(places, others, strict=True):
-            whole[i] = other
-        return kind(*whole)
-
-    return _Plan(names, inner, made)
+_kind_of: Callable[[Any], _Kind | None] = cache(_learnt)  # None: no record
 
 
-def _holds_numbers(hint: Any) -> bool:
-    return isinstance(hint, TypeVar) or bool(getattr(hint, "__parameters__", ()))
-
-
-_PLANS = _Plans(
-    {
-        dict: _Plan((), dict.values, lambda value, others: dict(zip(value, others, strict=True))),
-        tuple: _Plan((), tuple, lambda _, others: tuple(others)),
-    }
-)
-
-
-def numbers(record: Any) -> list[Any]:
-    """The numbers of a record, in their order."""
+def numbers_of(record: object) -> list[Any]:
+    """All numbers of a record, in their order; a number alone is all there is."""
     found: list[Any] = []
-    _gather([record], found)
+    _collect((record,), found)
     return found
 
 
-def _gather(values: Iterable[Any], found: list[Any]) -> None:
-    for value in values:
-        if value is not None:
-            plan = _PLANS[value.__class__]
-            if plan is None:
-                found += (value,)
-            else:
-                _gather(plan.take(value), found)
+def _collect(value: Any, found: list[Any]) -> None:
+    kind = _kind_of(type(value))
+    if kind is not None:
+        values = kind.values(value)
+        parts: Any = [values[place] for place in kind.numbers]
+    else:
+        parts = value.values() if type(value) is dict else value
+    for part in parts:
+        if part is None:
+            continue
+        if type(part) in (dict, tuple) or _kind_of(type(part)) is not None:
+            _collect(part, found)
+        else:
+            found += (part,)
 
 
-def named(record: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The numbers of a record, in their order, with the names of the fields that lead to them."""
-    plan = None if record is None else _PLANS[record.__class__]
-    if plan is None:
-        yield from () if record is None else [(name, record)]
-        return
-    parts = list(plan.take(record))
-    for inner, part in zip(plan.names or [""] * len(parts), parts, strict=True):
-        yield from named(part, f"{name}.{inner}".strip("."))
+def with_numbers(record: R, numbers: Sequence[Any]) -> R:
+    """The record with other numbers, in the order of `numbers_of`."""
+    made: R = _put((record,), numbers, 0)[0][0]
+    return made
 
 
-def with_numbers(record: Any, others: Iterator[Any]) -> Any:
-    """The record with other numbers in place of its own, in their order."""
-    plan = _PLANS[record.__class__]
-    if plan is None:
-        return next(others)
-    made = [
-        None
-        if each is None
-        else next(others)
-        if _PLANS[each.__class__] is None
-        else with_numbers(each, others)
-        for each in plan.take(record)
-    ]
-    return plan.make(record, made)
+def _put(value: Any, numbers: Sequence[Any], at: int) -> tuple[Any, int]:
+    """The value with numbers from a place on, and the place after them."""
+    kind = _kind_of(type(value))
+    if kind is not None:
+        parts: Any = list(kind.values(value))
+        places: Any = kind.numbers
+    else:
+        parts = dict(value) if type(value) is dict else list(value)
+        places = parts if type(value) is dict else range(len(parts))
+    for place in places:
+        part = parts[place]
+        if part is None:
+            continue
+        if type(part) in (dict, tuple) or _kind_of(type(part)) is not None:
+            parts[place], at = _put(part, numbers, at)
+        else:
+            parts[place] = numbers[at]
+            at += 1
+    if kind is not None:
+        return type(value)(*parts), at
+    return (parts if type(value) is dict else tuple(parts)), at
 
 
-def structure(record: Any) -> tuple[Any, ...]:
-    """Which numbers a record has: what it has in common with those that are alike."""
-    plan = _PLANS[record.__class__]
-    parts = () if plan is None else plan.take(record)
-    kinds = [x if x is None else _PLANS[x.__class__] is None or structure(x) for x in parts]
-    return tuple(kinds)
+if TYPE_CHECKING:  # which fields there are, and of which types, is checked of that function alone
+    from dataclasses import replace as replaced
+else:
+
+    def replaced(record: R, **values: object) -> R:
+        """The record with other values of some fields; as `dataclasses.replace`, in fewer calls."""
+        kind = _kind_of(type(record))
+        every = list(kind.values(record))
+        for name, value in values.items():
+            every[kind.names.index(name)] = value
+        return type(record)(*every)
+
+
+def leaves(record: object, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The numbers of a record with the names of the fields that lead to them."""
+    kind = _kind_of(type(record))
+    if kind is not None:
+        for place in kind.numbers:
+            inner = kind.names[place]
+            yield from leaves(getattr(record, inner), f"{name}.{inner}" if name else inner)
+    elif isinstance(record, dict | tuple):
+        for part in record.values() if isinstance(record, dict) else record:
+            yield from leaves(part, name)
+    elif record is not None:
+        yield name, record
+
+
+def present(record: object) -> tuple[object, ...]:
+    """Equal for records that have the same numbers."""
+    kind = _kind_of(type(record))
+    if kind is None:
+        return (record is None,)
+    values = kind.values(record)
+    return tuple(
+        [
+            part is None if _kind_of(type(part)) is None else present(part)
+            for part in [values[place] for place in kind.numbers]
+        ]
+    )
 
 
 def joined(records: Sequence[R], of: Callable[[list[Any]], Any]) -> R:
     """The first of several records that are alike, with what a function makes of all numbers."""
-    several = zip(*map(numbers, records), strict=True)
-    found: R = with_numbers(records[0], iter([of([*each]) for each in several]))
-    return found
+    several = zip(*map(numbers_of, records), strict=True)
+    return with_numbers(records[0], [of(list(numbers)) for numbers in several])
 
 
-def split(record: R, of: Callable[[Any], Iterable[Any]]) -> list[R]:
+def split(record: R, count: int, of: Callable[[Any], Sequence[Any]]) -> list[R]:
     """Records alike, each with its part of what a function makes of every number."""
-    parts = zip(*map(of, numbers(record)), strict=True)
-    return [with_numbers(record, iter(part)) for part in parts]
+    parts = [of(number) for number in numbers_of(record)]
+    return [with_numbers(record, [part[i] for part in parts]) for i in range(count)]

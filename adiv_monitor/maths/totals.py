@@ -58,7 +58,7 @@ def sums(
 
     def together(paths: Sequence[str]) -> dict[str, Totals[Tensor]]:
         stacked = _of_alike([layers[path] for path in paths], generator)
-        return dict(zip(paths, split(stacked, torch.unbind), strict=True))
+        return dict(zip(paths, split(stacked, len(paths), torch.unbind), strict=True))
 
     found = of_alike(_alike(layers), together, fail)
     weights = {p: x.weight_sum for p, x in layers.items() if x.weight_sum is not None}

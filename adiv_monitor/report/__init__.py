@@ -1,4 +1,4 @@
-"""What the monitor says: plain, frozen data, no tensors and nothing to compute.
+"""What the monitor reports, as plain, frozen data: no tensors, and nothing to compute.
 
 A measure is a float. NaN means "no direction" (a zero vector has none; it is shown as "–"), None
 means "not asked for, or not defined for this layer". The definitions are in `maths/measures.py`.
@@ -9,17 +9,19 @@ from adiv_monitor.report.attention import ATTENTION_MEASURES, AttentionReading
 from adiv_monitor.report.extremes import Extreme, MeasureSummary, smallest
 from adiv_monitor.report.layer import (
     MEASURES,
+    NO_MAPS,
     QUANTILE_LEVELS,
     REALISED_MEASURES,
     WORST,
     LayerReading,
 )
-from adiv_monitor.report.step_report import Alarm, StepReport, Turn
+from adiv_monitor.report.step_report import Alarm, StepReport, Turn, taken
 
 __all__ = [
     "ALIGNMENT_MEASURES",
     "ATTENTION_MEASURES",
     "MEASURES",
+    "NO_MAPS",
     "QUANTILE_LEVELS",
     "REALISED_MEASURES",
     "WORST",
@@ -32,4 +34,5 @@ __all__ = [
     "StepReport",
     "Turn",
     "smallest",
+    "taken",
 ]

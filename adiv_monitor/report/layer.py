@@ -1,11 +1,16 @@
 """What is said of one layer, and which measures there are."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from adiv_monitor.report.written import read
+
+# Kinds of layers that hold no map from features to features: gains and offsets of normalisations,
+# and look-up tables. Their scales and steps are not comparable with those of the maps.
+NO_MAPS = ("gain", "offset", "embedding")
 
 # Equally spaced levels, 0 to 1, at which the distributions over rows are kept for histograms.
 QUANTILE_LEVELS = tuple(i / 32 for i in range(33))
@@ -93,6 +98,12 @@ class LayerReading:
         record |= {"non_finite": list(self.non_finite)} if self.non_finite else {}
         record |= {**self.measures(), "standard_error": dict(self.standard_error)}
         return record | {n: list(getattr(self, n)) for n in _QUANTILES} if quantiles else record
+
+    def lean(self) -> "LayerReading":
+        """The reading without its distributions over rows."""
+        bare = copy(self)  # a third of the time that `replace` takes
+        vars(bare).update(dict.fromkeys(_QUANTILES, ()))
+        return bare
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "LayerReading":

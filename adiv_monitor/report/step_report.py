@@ -1,9 +1,10 @@
 """All that is said of one step."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adiv_monitor.report.alignment import ALIGNMENT_MEASURES, AlignmentReading
 from adiv_monitor.report.attention import ATTENTION_MEASURES, AttentionReading
@@ -13,6 +14,22 @@ from adiv_monitor.report.written import read
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+class Ways(NamedTuple):
+    """How reports are shown, by what lies above plain data; see `show_by`."""
+
+    text: Callable[["StepReport"], str]
+    html: Callable[["StepReport"], str]
+    figure: Callable[["StepReport"], "Figure"]
+
+
+_ways: list[Ways] = []  # one, as soon as the package is imported
+
+
+def show_by(ways: Ways) -> None:
+    """Have `print`, notebooks and `plot` show all reports so."""
+    _ways[:] = [ways]
 
 
 @dataclass(frozen=True)
@@ -124,15 +141,11 @@ class StepReport:
         return f"<StepReport: {', '.join(said)}>"
 
     def __str__(self) -> str:
-        from adiv_monitor.sinks.table import table_text
-
-        return table_text(self)
+        return _ways[0].text(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from adiv_monitor.sinks.notebook import report_html
-
-        return report_html(self)
+        return _ways[0].html(self)
 
     def plot(self) -> "Figure":
         """The layers of this step by measures, as colours; a figure that is not shown.
@@ -141,9 +154,17 @@ class StepReport:
             ImportError: without the package matplotlib.
             ValueError: there is nothing to draw.
         """
-        from adiv_monitor.sinks.plots import step_figure
+        return _ways[0].figure(self)
 
-        return step_figure(self)
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: the fields, not what was made of them."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @cached_property
+    def lean(self) -> "StepReport":
+        """The report without distributions over rows: what histories keep, each the same one."""
+        layers = {path: reading.lean() for path, reading in self.layers.items()}
+        return replace(self, layers=layers)
 
     @property
     def loss(self) -> float | None:
@@ -274,6 +295,17 @@ class StepReport:
             for path, reading in self.readings(measure).items()
             if (value := getattr(reading, measure)) is not None and not math.isnan(value)
         ]
+
+
+def taken(report: StepReport, measures: Iterable[str]) -> tuple[str, ...]:
+    """Those of the measures that some layer of the report has, be it as NaN."""
+    return tuple(
+        measure
+        for measure in measures
+        if any(
+            getattr(reading, measure) is not None for reading in report.readings(measure).values()
+        )
+    )
 
 
 def _broken(layers: Iterable[tuple[str, LayerReading]], *kinds: str) -> Iterator[tuple[str, str]]:

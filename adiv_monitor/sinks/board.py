@@ -4,21 +4,20 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
+from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.health import HEALTH, OVERVIEW, is_told
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.running import Raised, Running
+from adiv_monitor.diagnosis.titles import finding_title
+from adiv_monitor.diagnosis.verdict import running_headline, untold
+from adiv_monitor.pictures.heat import Grid, grid, heat_picture, overview_picture
+from adiv_monitor.pictures.picture import Picture
 from adiv_monitor.printable import markdown, printable
 from adiv_monitor.report import WORST, StepReport
-from adiv_monitor.sinks.blocks import common_stem
+from adiv_monitor.report.blocks import common_stem
+from adiv_monitor.report.wording import listed
 from adiv_monitor.sinks.budget import Budget
-from adiv_monitor.sinks.health import HEALTH, OVERVIEW, is_told
-from adiv_monitor.sinks.running import Raised, Running
-from adiv_monitor.sinks.wording import listed
-
-if TYPE_CHECKING:
-    from adiv_monitor.audit.finding import Finding
-    from adiv_monitor.audit.record import Record
-    from adiv_monitor.sinks.heat import Grid
-    from adiv_monitor.sinks.picture import Picture
 
 NO_PICTURES = (
     'Heat maps of layers by steps are not drawn: they need matplotlib (pip install "adiv-monitor'
@@ -87,15 +86,15 @@ class Board:
         return self._running.alarms
 
     @property
-    def record(self) -> "Record":
+    def record(self) -> Record:
         """The training as its reports tell of it."""
         return self._running.record()
 
-    def findings(self) -> tuple["Finding", ...]:
+    def findings(self) -> tuple[Finding, ...]:
         """What the audit's rules find in the reports; strongest first."""
         return self._running.findings()
 
-    def pictures(self, findings: Iterable["Finding"], name: str = "") -> dict[str, bytes]:
+    def pictures(self, findings: Iterable[Finding], name: str = "") -> dict[str, bytes]:
         """Tag → PNG: `adiv/overview`, and `adiv/per_layer/<measure>` of each that tells something.
 
         Args:
@@ -103,8 +102,6 @@ class Board:
             name: tells several monitors of one run apart: `adiv/overview/<name>` and so on, so
                 that the overviews of all come first.
         """
-        from adiv_monitor.sinks.heat import grid, heat_picture
-
         record = self._running.record()
         grids = {m: g for m in HEALTH if (g := grid(record, m)) is not None}
         found = tuple(findings)
@@ -120,11 +117,8 @@ class Board:
         return pictures
 
 
-def overview(record: "Record", findings: Sequence["Finding"], name: str = "") -> "Picture | None":
+def overview(record: Record, findings: Sequence[Finding], name: str = "") -> Picture | None:
     """What to know of a training in one picture; None where no layer has anything to draw."""
-    from adiv_monitor.audit.page.verdict import running_headline
-    from adiv_monitor.sinks.heat import grid, overview_picture
-
     grids = {m: g for m in HEALTH if (g := grid(record, m)) is not None}
     panels = _panels(grids, findings)
     if not panels:
@@ -138,10 +132,10 @@ def overview(record: "Record", findings: Sequence["Finding"], name: str = "") ->
     return overview_picture(rows, whose, _said(findings), named)
 
 
-def _panels(grids: Mapping[str, "Grid"], findings: Iterable["Finding"]) -> tuple[str, ...]:
+def _panels(grids: Mapping[str, Grid], findings: Iterable[Finding]) -> tuple[str, ...]:
     """Measures of the overview: those in front, the last of which give way to what findings name.
 
-    >>> from adiv_monitor.audit.finding import Evidence, Finding
+    >>> from adiv_monitor.diagnosis.finding import Evidence, Finding
     >>> scale = Finding("input-scale", (), "act", (Evidence("scale_mean", 1e6),), ())
     >>> _panels(dict.fromkeys(HEALTH), [scale])
     ('update_ratio', 'gradient', 'idle_share', 'scale_mean')
@@ -158,11 +152,8 @@ def alarms_text(alarms: Iterable[object]) -> str:
     return "\n".join(["### Alarms\n", *lines, "", ""]) if lines else ""
 
 
-def findings_text(findings: Iterable["Finding"], record: "Record") -> str:
+def findings_text(findings: Iterable[Finding], record: Record) -> str:
     """Findings as Markdown: verdict, where, evidence, fixes; what reports can't tell."""
-    from adiv_monitor.audit.page.titles import finding_title
-    from adiv_monitor.audit.page.verdict import running_headline, untold
-
     found = tuple(findings)
     parts = [f"### {running_headline(found, record)}"]
     for finding in found:
@@ -180,10 +171,8 @@ def findings_text(findings: Iterable["Finding"], record: "Record") -> str:
     return "\n\n".join([*parts, f"Can't tell from reports:\n\n{told}"])
 
 
-def _said(findings: Iterable["Finding"]) -> list[str]:
+def _said(findings: Iterable[Finding]) -> list[str]:
     """What, where and what to do, a paragraph for each finding."""
-    from adiv_monitor.audit.page.titles import finding_title
-
     said: list[str] = []
     for finding in findings:
         where = f": {listed(list(finding.layers))}" if finding.layers else ""

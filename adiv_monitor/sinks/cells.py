@@ -1,19 +1,23 @@
-"""Cells of tables as people read them: which rows, what is in a cell, what its marks mean."""
+"""A report as people read it, whatever shows it: its tables, cell by cell, and the lines around."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, zip_longest
+from typing import NamedTuple
 
 from adiv_monitor.report import (
+    ALIGNMENT_MEASURES,
     ATTENTION_MEASURES,
+    MEASURES,
     REALISED_MEASURES,
     WORST,
     AlignmentReading,
     AttentionReading,
     LayerReading,
     StepReport,
+    taken,
 )
-from adiv_monitor.sinks.wording import NOT_FINITE, number, percent, trained
+from adiv_monitor.report.wording import NOT_FINITE, not_measured, number, percent, trained
 
 # As many as fit a terminal of 120 columns beside a short name; then those that were asked for.
 TABLE_MEASURES: tuple[str, ...] = (
@@ -34,7 +38,6 @@ TABLE_MEASURES: tuple[str, ...] = (
 MOST_ROWS = 30
 MOST_LINES = 10  # of its alarms, and of its notes
 
-
 MARKS: Mapping[str, str] = {
     "*": "the worst layer, where the errors tell which that is",
     "≈0": "nearer to zero than its standard error",
@@ -44,15 +47,103 @@ MARKS: Mapping[str, str] = {
 }
 
 Reading = LayerReading | AttentionReading | AlignmentReading
+_KINDS = (MEASURES, ATTENTION_MEASURES, ALIGNMENT_MEASURES)  # each has tables of its own
 
 
-def head(report: StepReport) -> str:
+class Row(NamedTuple):
+    """A row of a table: the path, how many rows or samples were looked at, and the measures."""
+
+    path: str
+    seen: str
+    cells: tuple[str, ...]
+
+
+class Table(NamedTuple):
+    """The measures of one kind.
+
+    Attributes:
+        titles: of the first two columns.
+        measures: of the others.
+        rows: in the network's order.
+        more: how many rows are left out; "" where all are there.
+    """
+
+    titles: tuple[str, str]
+    measures: tuple[str, ...]
+    rows: tuple[Row, ...]
+    more: str
+
+    def columns(self, first: int, last: int) -> "Table":
+        """The table with some of its measures."""
+        rows = tuple(row._replace(cells=row.cells[first:last]) for row in self.rows)
+        return self._replace(measures=self.measures[first:last], rows=rows)
+
+
+class Shown(NamedTuple):
+    """What there is to read in a report, in its order.
+
+    Attributes:
+        head: the line above all.
+        tables: of each kind of measures that was taken.
+        legend: what the marks mean; no news if it was read before.
+        realised: how the loss changed; "" where that is not known.
+        not_measured: what was not measured, and why; no news if it was read before.
+        said: alarms and notes.
+    """
+
+    head: str
+    tables: tuple[Table, ...]
+    legend: tuple[str, ...]
+    realised: str
+    not_measured: tuple[str, ...]
+    said: tuple[str, ...]
+
+
+def shown(
+    report: StepReport, measures: Iterable[str], rows: int | None = None, lines: int | None = None
+) -> Shown:
+    """A report in words.
+
+    Args:
+        report: what to show.
+        measures: the columns.
+        rows: of each table, at most; None: all.
+        lines: alarms, and notes, at most; None: all.
+    """
+    columns = taken(report, measures)
+    of_kinds = [tuple(measure for measure in columns if measure in kind) for kind in _KINDS]
+    return Shown(
+        _head(report),
+        tuple(_table(report, of_kind, rows) for of_kind in of_kinds if of_kind),
+        tuple(_legend(report, columns)),
+        _realised_words(report),
+        tuple(f"not measured: {line}" for line in not_measured(report)),
+        (*_some(report.alarms, "alarm", lines), *_some(report.notes, "note", lines)),
+    )
+
+
+def _table(report: StepReport, measures: tuple[str, ...], most: int | None) -> Table:
+    readings, worst = report.readings(measures[0]), _worst_paths(report)
+    rows = tuple(
+        Row(
+            path,
+            _rows_words(readings[path]),
+            tuple(_cell(readings[path], m, path == worst.get(m)) for m in measures),
+        )
+        for path in _picked(report, measures, most)
+    )
+    attends = measures[0] in ATTENTION_MEASURES
+    titles = ("attention", "samples") if attends else ("layer", "rows")
+    return Table(titles, measures, rows, _more_words(report, measures, most))
+
+
+def _head(report: StepReport) -> str:
     """What stands above the tables."""
     loss = "" if report.loss is None else f" · loss {number(report.loss)}"
     return f"step {report.step} · {percent(report.coverage)} of {trained(report)} measured{loss}"
 
 
-def realised_words(report: StepReport) -> str:
+def _realised_words(report: StepReport) -> str:
     """How the loss changed beside how it should have; "" where that is not known."""
     if report.realised_loss_change is None or report.descent is None:
         return ""
@@ -60,7 +151,7 @@ def realised_words(report: StepReport) -> str:
     return f"the batch's loss really changed by {real}, to first order by {expected}"
 
 
-def worst_paths(report: StepReport) -> dict[str, str | None]:
+def _worst_paths(report: StepReport) -> dict[str, str | None]:
     """The worst layer of every measure that has a bad end, where it is told which that is."""
     return {
         measure: summary.min_layer if WORST[measure] == "min" else summary.max_layer
@@ -69,7 +160,7 @@ def worst_paths(report: StepReport) -> dict[str, str | None]:
     }
 
 
-def cell(reading: Reading, measure: str, starred: bool) -> str:
+def _cell(reading: Reading, measure: str, starred: bool) -> str:
     """The value and its mark, as short as can be; "" where it was not taken."""
     value = getattr(reading, measure)
     if value is None:
@@ -79,7 +170,7 @@ def cell(reading: Reading, measure: str, starred: bool) -> str:
     return number(value, reading.standard_error.get(measure, 0.0)) + "*" * starred
 
 
-def rows_words(reading: Reading) -> str:
+def _rows_words(reading: Reading) -> str:
     """How many rows, or samples, were looked at."""
     if isinstance(reading, AttentionReading):
         seen, total = reading.samples_seen, reading.samples_total
@@ -90,11 +181,11 @@ def rows_words(reading: Reading) -> str:
     return f"{total:,}" if seen == total else f"{seen:,} of {total:,}"
 
 
-def legend(report: StepReport, measures: Iterable[str]) -> Iterator[str]:
+def _legend(report: StepReport, measures: Iterable[str]) -> Iterator[str]:
     """What the marks in the report's tables mean."""
-    worst = worst_paths(report)
+    worst = _worst_paths(report)
     cells = [
-        cell(reading, measure, path == worst.get(measure))
+        _cell(reading, measure, path == worst.get(measure))
         for measure in measures
         for path, reading in report.readings(measure).items()
     ]
@@ -103,7 +194,7 @@ def legend(report: StepReport, measures: Iterable[str]) -> Iterator[str]:
             yield f"{mark}: {meaning}"
 
 
-def picked(report: StepReport, measures: Iterable[str], most: int | None) -> list[str]:
+def _picked(report: StepReport, measures: Iterable[str], most: int | None) -> list[str]:
     """The rows of a table of these measures, in the network's order; `most` of them at most.
 
     Those with values that are not finite come first, then the worst of each measure that has a bad
@@ -126,17 +217,17 @@ def _worst_first(readings: Mapping[str, Reading], measure: str) -> list[str]:
     return sorted(known, key=lambda path: values[path], reverse=WORST[measure] == "max")
 
 
-def more_words(report: StepReport, measures: Iterable[str], most: int | None) -> str:
+def _more_words(report: StepReport, measures: Iterable[str], most: int | None) -> str:
     """How many rows a table of these measures leaves out; "" where it has all."""
     chosen = tuple(measures)
     readings = report.readings(chosen[0])
-    left = len(readings) - len(picked(report, chosen, most))
+    left = len(readings) - len(_picked(report, chosen, most))
     if not left:
         return ""
     return f"… {left:,} more of {len(readings):,}: shown are those at the bad ends of the measures"
 
 
-def some(lines: Iterable[object], what: str, most: int | None) -> list[str]:
+def _some(lines: Iterable[object], what: str, most: int | None) -> list[str]:
     """So many lines at most, and how many more there are."""
     found = [f"{what}: {line}" for line in lines]
     if most is None or len(found) <= most:

@@ -2,14 +2,13 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.diagnosis.titles import finding_title
+from adiv_monitor.diagnosis.verdict import running_headline
 from adiv_monitor.printable import printable, quoted
-from adiv_monitor.sinks.running import Running
-from adiv_monitor.sinks.wording import listed
-
-if TYPE_CHECKING:
-    from adiv_monitor.audit.finding import Finding
+from adiv_monitor.report.wording import listed
 
 _logger = logging.getLogger("adiv_monitor")
 _MOST = 2  # findings that are named
@@ -36,21 +35,17 @@ def _place(sink: object) -> str:
     return str(getattr(getattr(sink, "lent", sink), "place", "") or "")
 
 
-def _headline(running: Running, findings: "Sequence[Finding]") -> str:
-    from adiv_monitor.audit.page.verdict import running_headline
-
+def _headline(running: Running, findings: Sequence[Finding]) -> str:
     headline = running_headline(findings, running.record())
     return headline[:1].lower() + headline[1:]
 
 
-def _named(found: "Sequence[Finding]") -> str:
+def _named(found: Sequence[Finding]) -> str:
     said = "; ".join(map(_said, found[:_MOST]))
     return said + f"; and {len(found) - _MOST} more" * (len(found) > _MOST)
 
 
-def _said(finding: "Finding") -> str:
-    from adiv_monitor.audit.page.titles import finding_title
-
+def _said(finding: Finding) -> str:
     since = "" if finding.since is None else f" since step {finding.since:,}"
     where = f" ({listed([*map(quoted, finding.layers)])})" if finding.layers else ""
     title = finding_title(finding.name)

@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.files import file_path, write_whole
+from adiv_monitor.pages import beside, is_ours, running_files
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.budget import Budget
-from adiv_monitor.sinks.running import Running
 
 _BESIDE = (".json", ".md")
 _FIRST = 1.5  # seconds, on the slower of two processors: imports and the page of a small net
@@ -77,8 +77,6 @@ class HtmlSink:
         self.flush()
 
     def _check_beside(self) -> None:
-        from adiv_monitor.audit.page import beside, is_ours
-
         for other in (beside(self._path, ending) for ending in _BESIDE):
             if not is_ours(other):
                 raise FileExistsError(
@@ -87,12 +85,9 @@ class HtmlSink:
                 )
 
     def _write_page(self) -> None:
-        from adiv_monitor.audit.page import beside, running_files
-
         with self._budget.spending():
-            running, record = self._running, self._running.record()
-            record = replace(record, reports=(*record.reports[:-1], running.last))
-            texts = running_files(record, running.findings(), running.count, running.alarms)
+            run = self._running
+            texts = running_files(run.record(), run.findings(), run.count, run.alarms)
             files = {self._path: texts[".html"]}
             if self._path.is_file() or not self._path.exists():
                 files |= {beside(self._path, ending): texts[ending] for ending in _BESIDE}

@@ -3,25 +3,9 @@
 from html import escape
 
 from adiv_monitor.printable import printable
-from adiv_monitor.report import ATTENTION_MEASURES, StepReport
-from adiv_monitor.sinks.cells import (
-    MARKS,
-    MOST_LINES,
-    MOST_ROWS,
-    TABLE_MEASURES,
-    cell,
-    head,
-    legend,
-    more_words,
-    picked,
-    realised_words,
-    rows_words,
-    some,
-    worst_paths,
-)
-from adiv_monitor.sinks.scalars import taken
-from adiv_monitor.sinks.table import KINDS
-from adiv_monitor.sinks.wording import NOT_FINITE, not_measured
+from adiv_monitor.report import StepReport
+from adiv_monitor.report.wording import NOT_FINITE
+from adiv_monitor.sinks.cells import MARKS, MOST_LINES, MOST_ROWS, TABLE_MEASURES, Table, shown
 
 # Nobody knows whether a notebook is light or dark: letters keep its colour, grounds shine through.
 _WORST = "background:rgba(220,38,38,.22);font-weight:700"
@@ -38,39 +22,27 @@ def report_html(report: StepReport) -> str:
 
     `MOST_ROWS` rows at most, as `print` shows them.
     """
-    shown = taken(report, TABLE_MEASURES)
-    parts = [f"<div><strong>{_text(head(report))}</strong></div>"]
-    for kind in KINDS:
-        if of_kind := tuple(measure for measure in shown if measure in kind):
-            parts.append(_table(report, of_kind))
-    said = [*legend(report, shown), realised_words(report)]
-    said += [f"not measured: {line}" for line in not_measured(report)]
-    said += [*some(report.alarms, "alarm", MOST_LINES), *some(report.notes, "note", MOST_LINES)]
-    parts += [f'<div style="font-size:90%">{_text(line)}</div>' for line in said if line]
+    found = shown(report, TABLE_MEASURES, MOST_ROWS, MOST_LINES)
+    parts = [f"<div><strong>{_text(found.head)}</strong></div>", *map(_table, found.tables)]
+    lines = [*found.legend, found.realised, *found.not_measured, *found.said]
+    parts += [f'<div style="font-size:90%">{_text(line)}</div>' for line in lines if line]
     return f'<div style="{_FRAME}">{"".join(parts)}</div>'
 
 
-def _table(report: StepReport, measures: tuple[str, ...]) -> str:
-    readings, worst = report.readings(measures[0]), worst_paths(report)
-    attends = measures[0] in ATTENTION_MEASURES
-    titles = ("attention", "samples") if attends else ("layer", "rows")
-    heads = [_cell(titles[0], f"{_NAME};{_HEAD}", "th")]
-    heads += [_cell(_broken(t), f"{_NUMBER};{_HEAD}", "th") for t in (titles[1], *measures)]
-    rows = ["".join(heads)]
-    for path in picked(report, measures, MOST_ROWS):
-        reading = readings[path]
-        name = _text(path) if path else "<i>the model itself</i>"
-        cells = [_cell(name, _NAME, "th"), _cell(rows_words(reading), _NUMBER)]
-        cells += [
-            _value(cell(reading, measure, path == worst.get(measure))) for measure in measures
-        ]
-        rows.append("".join(cells))
-    body = "".join(f"<tr>{row}</tr>" for row in rows[1:])
-    table = (
-        f'<table style="{_TABLE}"><thead><tr>{rows[0]}</tr></thead><tbody>{body}</tbody></table>'
-    )
-    more = more_words(report, measures, MOST_ROWS)
-    return table + (f'<div style="font-size:90%">{_text(more)}</div>' if more else "")
+def _table(table: Table) -> str:
+    heads = [_cell(table.titles[0], f"{_NAME};{_HEAD}", "th")]
+    heads += [
+        _cell(_broken(title), f"{_NUMBER};{_HEAD}", "th")
+        for title in (table.titles[1], *table.measures)
+    ]
+    body = ""
+    for row in table.rows:
+        name = _text(row.path) if row.path else "<i>the model itself</i>"
+        cells = [_cell(name, _NAME, "th"), _cell(row.seen, _NUMBER), *map(_value, row.cells)]
+        body += f"<tr>{''.join(cells)}</tr>"
+    head = f"<thead><tr>{''.join(heads)}</tr></thead>"
+    more = f'<div style="font-size:90%">{_text(table.more)}</div>' if table.more else ""
+    return f'<table style="{_TABLE}">{head}<tbody>{body}</tbody></table>{more}'
 
 
 def _value(text: str) -> str:

@@ -2,16 +2,16 @@
 
 from typing import TYPE_CHECKING
 
+from adiv_monitor.diagnosis.health import HEALTH
+from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.pictures.heat import grid, heat_picture, step_picture
+from adiv_monitor.pictures.picture import Picture
 from adiv_monitor.report import StepReport
+from adiv_monitor.report.wording import non_finite_words
 from adiv_monitor.sinks.board import overview
-from adiv_monitor.sinks.health import HEALTH
-from adiv_monitor.sinks.running import Running
-from adiv_monitor.sinks.wording import non_finite_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from adiv_monitor.sinks.picture import Picture
 
 
 def run_figure(running: Running, measure: str | None = None) -> "Figure":
@@ -26,8 +26,6 @@ def run_figure(running: Running, measure: str | None = None) -> "Figure":
     if not running.count:
         raise ValueError("plot: there is no report yet; one is complete when the next step begins")
     _check_installed()
-    from adiv_monitor.sinks.heat import grid, heat_picture
-
     record, findings = running.record(), running.findings()
     if measure is None:
         return _figure(overview(record, findings), "layers in reports")
@@ -44,8 +42,6 @@ def step_figure(report: StepReport) -> "Figure":
         ValueError: there is nothing to draw.
     """
     _check_installed()
-    from adiv_monitor.sinks.heat import grid, step_picture
-
     running = Running()
     running.add(report)
     record = running.record()
@@ -67,8 +63,8 @@ def _check_installed() -> None:
         ) from error
 
 
-def _figure(picture: "Picture | None", what: str) -> "Figure":
-    from adiv_monitor.sinks.figure import PictureFigure
+def _figure(picture: Picture | None, what: str) -> "Figure":
+    from adiv_monitor.pictures.figure import PictureFigure
 
     if picture is None:
         raise ValueError(f"plot: there are no {what}")

@@ -9,10 +9,11 @@ from adiv_monitor.report import (
     ALIGNMENT_MEASURES,
     ATTENTION_MEASURES,
     MEASURES,
+    NO_MAPS,
     REALISED_MEASURES,
     StepReport,
 )
-from adiv_monitor.sinks.blocks import blocks
+from adiv_monitor.report.blocks import blocks
 
 # Few: the summary over layers, and the front measures of each block; all: every layer, too.
 Scalars = Literal["few", "all"]
@@ -83,17 +84,6 @@ def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def taken(report: StepReport, measures: Iterable[str]) -> tuple[str, ...]:
-    """Those of the measures that some layer of the report has, be it as NaN."""
-    return tuple(
-        measure
-        for measure in measures
-        if any(
-            getattr(reading, measure) is not None for reading in report.readings(measure).values()
-        )
-    )
-
-
 def asked_for(measures: Iterable[str], options: Mapping[str, object]) -> tuple[str, ...]:
     """Those of the measures that a monitor with these options may take."""
     absent = {
@@ -135,9 +125,6 @@ def block_scalars(report: StepReport, measures: Iterable[str]) -> dict[str, floa
                 told = [value for value in values if not math.isnan(value)]
                 found[f"adiv.{measure}/{block}"] = median(told) if told else math.nan
     return found
-
-
-NO_MAPS = ("gain", "offset", "embedding")
 
 
 def known_scalars(scalars: str) -> Scalars:

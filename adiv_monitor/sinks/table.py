@@ -5,29 +5,14 @@ from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING
 
 from adiv_monitor.printable import printable
-from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES, StepReport
-from adiv_monitor.sinks.cells import (
-    MOST_LINES,
-    MOST_ROWS,
-    TABLE_MEASURES,
-    cell,
-    head,
-    legend,
-    more_words,
-    picked,
-    realised_words,
-    rows_words,
-    some,
-    worst_paths,
-)
-from adiv_monitor.sinks.scalars import known_measures, taken
-from adiv_monitor.sinks.wording import not_measured
+from adiv_monitor.report import StepReport
+from adiv_monitor.sinks.cells import MOST_LINES, MOST_ROWS, TABLE_MEASURES, Shown, Table, shown
+from adiv_monitor.sinks.scalars import known_measures
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as Drawn
 
-KINDS = (MEASURES, ATTENTION_MEASURES, ALIGNMENT_MEASURES)  # each has tables of its own
 _ENDLESS = 10_000  # characters
 
 
@@ -64,7 +49,7 @@ class TableSink:
     def write(self, report: StepReport) -> None:
         """Print the report."""
         try:
-            _show(report, self._measures, self._console, self._said)
+            _print(shown(report, self._measures), self._console, self._said)
         except OSError:  # the disk is full, the pipe closed: what waits to be printed is given up
             self._console = _console(self._file)
             raise
@@ -85,53 +70,32 @@ def table_text(report: StepReport) -> str:
     console = Console(
         file=text, width=width, color_system=None, force_jupyter=False, highlight=False
     )
-    _show(report, TABLE_MEASURES, console, set(), MOST_ROWS, MOST_LINES)
+    _print(shown(report, TABLE_MEASURES, MOST_ROWS, MOST_LINES), console, set())
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def _show(
-    report: StepReport,
-    measures: Iterable[str],
-    console: "Console",
-    said: set[str],
-    rows: int | None = None,
-    lines: int | None = None,
-) -> None:
-    """Print a report, with so many rows of each table, and lines of each kind, at most.
-
-    Args:
-        report: what to print.
-        measures: the columns.
-        console: where.
-        said: lines that are not news any more; those that are printed here are added.
-        rows: None: all.
-        lines: None: all.
-    """
+def _print(found: Shown, console: "Console", said: set[str]) -> None:
+    """Print a report, without the lines that were said before; those of this one join them."""
     from rich.text import Text
 
-    def say(found: Iterable[str]) -> None:
-        for line in found:
+    def say(lines: Iterable[str]) -> None:
+        for line in lines:
             if line:
                 console.print(Text(printable(line)))
 
-    def say_once(found: Iterable[str]) -> None:
-        for line in found:
-            if line not in said:
-                say([line])
-                said.add(line)
+    def say_once(lines: tuple[str, ...]) -> None:
+        say(line for line in lines if line not in said)
+        said.update(lines)
 
-    say([head(report)])
-    shown = taken(report, measures)
-    for kind in KINDS:
-        if of_kind := tuple(measure for measure in shown if measure in kind):
-            for table in _tables(report, of_kind, picked(report, of_kind, rows), console):
-                console.print(table)
-            say([more_words(report, of_kind, rows)])
-    say_once(legend(report, shown))
-    say([realised_words(report)])
-    say_once(f"not measured: {line}" for line in not_measured(report))
-    say(some(report.alarms, "alarm", lines))
-    say(some(report.notes, "note", lines))
+    say([found.head])
+    for table in found.tables:
+        for drawn in _tables(table, console):
+            console.print(drawn)
+        say([table.more])
+    say_once(found.legend)
+    say([found.realised])
+    say_once(found.not_measured)
+    say(found.said)
 
 
 def _console(file: IO[str] | None) -> "Console":
@@ -150,48 +114,39 @@ def _console(file: IO[str] | None) -> "Console":
     return console
 
 
-def _tables(
-    report: StepReport, measures: tuple[str, ...], paths: list[str], console: "Console"
-) -> Iterator["Table"]:
+def _tables(table: Table, console: "Console") -> Iterator["Drawn"]:
     """One table where it fits the console, else the measures in as few as do."""
-    worst = worst_paths(report)
     unbounded = console.options.update(width=_ENDLESS)
-    while measures:
-        count = len(measures)
-        table = _table(report, measures, paths, worst)
-        while count > 1 and console.measure(table, options=unbounded).maximum > console.width:
-            count -= 1
-            table = _table(report, measures[:count], paths, worst)
-        yield table
-        measures = measures[count:]
+    first, last = 0, len(table.measures)
+    while first < last:
+        end = last
+        drawn = _drawn(table.columns(first, end))
+        while end > first + 1 and console.measure(drawn, options=unbounded).maximum > console.width:
+            end -= 1
+            drawn = _drawn(table.columns(first, end))
+        yield drawn
+        first = end
 
 
-def _table(
-    report: StepReport,
-    measures: tuple[str, ...],
-    paths: list[str],
-    worst: dict[str, str | None],
-) -> "Table":
+def _drawn(table: Table) -> "Drawn":
     from rich import box
-    from rich.table import Table
+    from rich.table import Table as Drawn
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    readings = {path: report.readings(measures[0])[path] for path in paths}
-    attends = measures[0] in ATTENTION_MEASURES
-    table.add_column("\nattention" if attends else "\nlayer", overflow="fold")
-    table.add_column("\nsamples" if attends else "\nrows", justify="right", no_wrap=True)
+    drawn = Drawn(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    drawn.add_column(f"\n{table.titles[0]}", overflow="fold")
+    drawn.add_column(f"\n{table.titles[1]}", justify="right", no_wrap=True)
     columns = []
-    for measure in measures:
+    for i, measure in enumerate(table.measures):
         titles = [f"{word} " for word in measure.rsplit("_", 1)]
-        cells = [_padded(cell(r, measure, p == worst.get(measure))) for p, r in readings.items()]
+        cells = [_padded(row.cells[i]) for row in table.rows]
         width = max(map(len, [*titles, *cells]))
         # Aligned here: rich would take the blanks off that keep decimal points below each other.
-        table.add_column("\n".join(word.rjust(width) for word in titles), no_wrap=True)
+        drawn.add_column("\n".join(word.rjust(width) for word in titles), no_wrap=True)
         columns.append([Text(c.rjust(width), "bold red" if "*" in c else "") for c in cells])
-    for (path, reading), *row in zip(readings.items(), *columns, strict=True):
-        table.add_row(Text(printable(path)), rows_words(reading), *row)
-    return table
+    for row, *cells in zip(table.rows, *columns, strict=True):
+        drawn.add_row(Text(printable(row.path)), row.seen, *cells)
+    return drawn
 
 
 def _padded(text: str) -> str:

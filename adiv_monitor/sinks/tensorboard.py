@@ -7,10 +7,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Union
 from weakref import WeakKeyDictionary
 
+from adiv_monitor.diagnosis.health import how_to_read
 from adiv_monitor.printable import markdown
-from adiv_monitor.report import StepReport
+from adiv_monitor.report import StepReport, taken
+from adiv_monitor.report.wording import not_measured, percent, trained
 from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text, worst_layers
-from adiv_monitor.sinks.health import how_to_read
 from adiv_monitor.sinks.scalars import (
     DEFAULT_MEASURES,
     FRONT_MEASURES,
@@ -19,9 +20,7 @@ from adiv_monitor.sinks.scalars import (
     known_measures,
     known_scalars,
     summary_tags,
-    taken,
 )
-from adiv_monitor.sinks.wording import not_measured, percent, trained
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -19,7 +19,9 @@ from adiv_monitor.capture.forwards import Forwards, unwatched
 from adiv_monitor.capture.guard import Guard, call_all, surely
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.loss_hook import LossHook
+from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Selection, trainable
+from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.report import AlignmentReading, StepReport, Turn
 from adiv_monitor.step.assembly import Assembly
@@ -93,6 +95,7 @@ class Course:
         self._losses = losses
         self._loss = loss
         self._watch = Watch()
+        self._trace = Trace()
         self._assembly = Assembly(
             asked.max_rows, generator, self._complete, report, at_once=asked.stops
         )
@@ -166,6 +169,8 @@ class Course:
             guard=guard,
             begins=partial(self._failures.safely, self._look),
             renew=partial(self._failures.safely, self._renew),
+            plan=self._plan(selection),
+            pieces=self._trace.pieces,
             calls=None if realised is None else realised.calls,
         )
         step = MeasuredStep(
@@ -183,6 +188,13 @@ class Course:
             self._optimizer, selection.parameters, self._awaits_step, self._failures.safely
         )
         return Armed(capture, step, selection, turn, guard, realised, others, self._loss)
+
+    def _plan(self, selection: Selection) -> Plan | None:
+        """What plain hooks can do of the coming step."""
+        asked = self._asked
+        if asked.attention or asked.realised is not False or processes() > 1:
+            return None  # all functions are watched, or run again
+        return self._trace.plan(selection, self._watch.distrusted | self._watch.suspected)
 
     def _awaits_step(self) -> bool:
         """Whether layers were called, and the optimizer that is followed is yet to step."""
@@ -318,6 +330,7 @@ class Course:
     def _stepped(self, armed: Armed, number: int) -> None:
         """The parameters have moved: measure that, then wait for the next forward pass."""
         self.disarm()
+        armed.capture.tell(self._trace)
         if armed.attempts > 1:
             self._failures.notes.append(
                 "The optimizer's step raised before it was taken: what was done before it raised "

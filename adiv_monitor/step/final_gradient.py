@@ -1,7 +1,6 @@
 """What the final gradient tells of every layer: e, what is known of all rows, and what d takes."""
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -22,6 +21,7 @@ from adiv_monitor.features.rows import exact, joined, shares_memory
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.alike import Fail
 from adiv_monitor.maths.ceiling import KNOWN
+from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import (
     About,
     CeilingSums,
@@ -172,7 +172,7 @@ class FinalGradient:
                 G, factor = G * factor.to(G), None
             e: Change = features.gram() @ G, None
             probed = probe(layer, features, G, gamma, self._generator)
-            evidence = replace(evidence, probe=probed)
+            evidence = replaced(evidence, probe=probed)
         else:
             changed = changes(makings, gamma)
             gradients = [piece.gradient() for piece in layer.pieces]
@@ -211,8 +211,8 @@ class FinalGradient:
             measured = self.measured[path]
             if measured.sums.made is not None:  # its own scales are those of sampled rows, maybe
                 concentrated = totals.concentration(self._all_rows[path].square)
-                found = replace(found, concentration=concentrated)
-            measured.totals = found
+                found = replaced(found, concentration=concentrated)
+            measured.sums = replaced(measured.sums, totals=found)
         self._all_rows.clear()
 
     def _evidence(

@@ -10,7 +10,6 @@ host, so that no device is waited for.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import Enum
 
 import numpy as np
@@ -22,6 +21,7 @@ from adiv_monitor.capture.weights.pieces import Source
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.made import MadeFeatures, Squared
 from adiv_monitor.features.uses import as_it_is
+from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array, LayerSums, Made, Vector
 from adiv_monitor.step.plain_step import Change, Making, act, added
 
@@ -130,9 +130,9 @@ def resolved(layer: LayerSums[Array]) -> LayerSums[Array]:
     if gain is Gain.UNKNOWN:
         layer = _without_own_part(layer)
     if totals is not None:  # a pass over all rows told other scales
-        totals = replace(totals, own_G=None, own_own=None, scales=None)
+        totals = replaced(totals, own_G=None, own_own=None, scales=None)
     attainable = layer.attainable if reaches_all(made) else None
-    return replace(layer, totals=totals, attainable=attainable)
+    return replaced(layer, totals=totals, attainable=attainable)
 
 
 def _with_one_scale(layer: LayerSums[Array]) -> LayerSums[Array]:
@@ -141,13 +141,13 @@ def _with_one_scale(layer: LayerSums[Array]) -> LayerSums[Array]:
     if blocks is None:
         return layer
     scale = blocks.pivot.reshape(-1)[:1] + blocks.sums / blocks.groups
-    return replace(layer, scale=scale, blocks=None)
+    return replaced(layer, scale=scale, blocks=None)
 
 
 def _without_own_part(layer: LayerSums[Array]) -> LayerSums[Array]:
     """Without what a row does to itself."""
     kept = [i for i, v in enumerate(layer.vectors) if v not in (Vector.OWN, Vector.REST)]
-    return replace(
+    return replaced(
         layer,
         vectors=tuple(layer.vectors[i] for i in kept),
         products=layer.products[:, kept][:, :, kept],

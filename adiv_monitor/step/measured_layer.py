@@ -1,6 +1,6 @@
 """A layer between its gradient and the step: its rows, on the device, and what is known of them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,8 +13,9 @@ from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.features import Averaged, Features
 from adiv_monitor.features.rows import Index, exact, to_device
-from adiv_monitor.maths.sums import Blocks, Common, LayerSums, Totals
-from adiv_monitor.maths.totals import MOST_ENTRIES
+from adiv_monitor.maths import totals
+from adiv_monitor.maths.records import replaced
+from adiv_monitor.maths.sums import Blocks, Common, LayerSums
 from adiv_monitor.step.plain_step import Making
 from adiv_monitor.step.row_vectors import RowProducts, RowVectors, products_of
 
@@ -38,7 +39,6 @@ class MeasuredLayer:
         own: by a piece's key, the layer's part of a gradient that others have a part of; None: all
             is its own, or that is not known.
         sums: for the host; what the rows say is missing until `finished`.
-        totals: what all rows say, if a pass over them told.
     """
 
     layer: Layer
@@ -48,7 +48,6 @@ class MeasuredLayer:
     calls: Calls
     own: Parts | None
     sums: LayerSums[Tensor]
-    totals: Totals[Tensor] | None = None
     _entries: Index | None = None
 
     @property
@@ -60,8 +59,8 @@ class MeasuredLayer:
         """Which scales of a gain are to be told, one by one."""
         groups = self.features.groups
         count = len(self.rows.G) * groups
-        if groups > 1 and count > MOST_ENTRIES:
-            self._entries = generator.choice(count, MOST_ENTRIES, replace=False)
+        if groups > 1 and count > totals.MOST_ENTRIES:
+            self._entries = generator.choice(count, totals.MOST_ENTRIES, replace=False)
 
     def finished(self, *, expects_idle: bool) -> LayerSums[Tensor]:
         """The sums with the row products of all vectors, and the rows' scales.
@@ -72,14 +71,13 @@ class MeasuredLayer:
         Raises:
             ValueError: the features' scales are of another shape than theirs.
         """
-        found, totals = products_of(self.rows, self.features), self.totals
-        is_known = totals is not None and totals.weight_sum is not None
+        found, sums = products_of(self.rows, self.features), self.sums
+        is_known = sums.totals is not None and sums.totals.weight_sum is not None
         # Rows without a gradient may be another process's.
         asked = expects_idle or not is_known or processes() > 1
         has_one = found.scale is not None and found.of_groups is None
-        return replace(
-            self.sums,
-            totals=totals,
+        return replaced(
+            sums,
             vectors=found.vectors,
             products=found.products,
             scale=found.scale[:, 0] if found.scale is not None and has_one else None,

@@ -20,6 +20,7 @@ from adiv_monitor.capture.selection import Layer, Selection, listed
 from adiv_monitor.capture.updates import ParameterSteps, PieceNumbers, Watch, weight_norms
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.uses import Refused
+from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import LayerSums
 from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.collectives import Agree
@@ -209,7 +210,7 @@ class MeasuredStep:
         realised.run(self._capture)
         for path, found in realised.products.items():
             if path in self._sums:
-                self._sums[path] = replace(self._sums[path], realised=found)
+                self._sums[path] = replaced(self._sums[path], realised=found)
         if realised.loss_change is not None:
             self._flags.loss_change, self._flags.loss_changes = realised.loss_change
         self._notes += realised.notes
@@ -353,8 +354,8 @@ class MeasuredStep:
         changed = changes(measured.makings, whole, whole)
         measured.rows.d = act(measured.makings, changed, measured.features)
         if measured.own is not None and measured.sums.own is not None:
-            own = replace(measured.sums.own, w=products(measured.own, taken))
-            measured.sums = replace(measured.sums, own=own)
+            own = replaced(measured.sums.own, w=products(measured.own, taken))
+            measured.sums = replaced(measured.sums, own=own)
         del measured  # with the rows; first: the bias's part of d may be the difference itself
         self._finish_rows(layer.path)
         for piece in layer.pieces:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from adiv_monitor.capture.selection import listed
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.maths.alike import Fail, raised
 from adiv_monitor.maths.readings import Judged, Measured, measure
+from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array, LayerSums, Moved, Vector, factor_of, of_rows
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 from adiv_monitor.step import finite
@@ -105,9 +106,9 @@ def _judged(layer: LayerSums[Array], facts: Facts, *, suspected: bool) -> Judged
     reason = seen.reason or speaks_against(seen, dots.gamma_gamma, facts.gradient_scale)
     if reason == "unknown" and not math.isnan(factor_of(layer)):
         layer = in_units(layer, 1 / factor_of(layer))
-        seen = replace(seen, factor=None)
+        seen = replaced(seen, factor=None)
     if reason:
-        layer = replace(layer, evidence=replace(seen, reason=reason))
+        layer = replaced(layer, evidence=replaced(seen, reason=reason))
     own_gamma = own_w = math.nan
     if layer.own is not None:
         own_gamma = factor_of(layer) * float(layer.own.gamma[0])

@@ -1,11 +1,12 @@
 """What one process knows of a measured step: numbers alone, which can travel to another one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from adiv_monitor.capture.updates import PieceNumbers, Watch
+from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array, Dots, LayerSums, Vector, of_rows
 from adiv_monitor.report import AlignmentReading, Turn
 from adiv_monitor.step.attention_outcome import Attended
@@ -221,7 +222,10 @@ def _dots(products: PieceNumbers[Array], pieces: Pieces, gradient_scale: float) 
 
 @np.errstate(all="ignore")  # what is not finite has no rounding to speak of
 def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:
-    """The layer with its parameters' products and its terms: ‖g_r φ_rᵀ‖² = (D G)_r·g_r."""
+    """With its parameters' products, and `Evidence.terms`: ‖g_r φ_rᵀ‖² = (D G)_r·g_r.
+
+    D are the scales.
+    """
     squares = of_rows(layer, Vector.G, Vector.G)
     if layer.blocks is not None:
         squares = of_rows(layer, Vector.OWN, Vector.G)
@@ -234,7 +238,7 @@ def _with_dots(layer: LayerSums[Array], dots: Dots[float]) -> LayerSums[Array]:
     factor = 1.0 if seen.factor is None else float(seen.factor)
     length = np.sqrt(np.maximum(squares, 0.0)).sum() / (factor or 1.0)
     terms = float(length * rows.total / max(rows.seen, 1))
-    return replace(layer, parameters=dots, evidence=replace(seen, terms=terms))
+    return replaced(layer, parameters=dots, evidence=replaced(seen, terms=terms))
 
 
 def _misdescribed(errors: Mapping[str, float]) -> dict[str, str]:

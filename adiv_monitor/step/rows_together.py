@@ -13,7 +13,7 @@ from jaxtyping import Bool
 from adiv_monitor.capture.sampling import Draw, winners
 from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.ceiling import attainable_cosine
-from adiv_monitor.maths.records import R, joined, named
+from adiv_monitor.maths.records import R, joined, leaves
 from adiv_monitor.maths.sums import (
     Array,
     Blocks,
@@ -123,7 +123,7 @@ def is_alike(part: Layer, other: Layer) -> bool:
 def _shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
     """Of all arrays, what is the same in all processes."""
     return {
-        name: array.shape[1:] if name in _OF_SOME else array.shape for name, array in named(layer)
+        name: array.shape[1:] if name in _OF_SOME else array.shape for name, array in leaves(layer)
     }
 
 

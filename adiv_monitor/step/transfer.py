@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Generic
+from math import prod
+from typing import Generic, cast
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from adiv_monitor.capture.updates import PieceNumbers
-from adiv_monitor.maths.records import numbers, with_numbers
+from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.maths.sums import Array, LayerSums, T
 
 
@@ -56,7 +57,7 @@ class StepSums(Generic[T]):
 
 def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
     """The same on the host, with the squares of norms among the products."""
-    found: StepSums[Array] = with_numbers(step, iter(_fetched(numbers(step))))
+    found = cast("StepSums[Array]", with_numbers(step, _fetched(numbers_of(step))))
     for field in fields(found.norms):
         norms: dict[int, Array] = getattr(found.norms, field.name)
         getattr(found.products, field.name).update({key: part**2 for key, part in norms.items()})
@@ -79,9 +80,10 @@ def _fetched(tensors: Sequence[Tensor]) -> list[Array]:
         places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
         packed, end = _packed([tensors[i] for i in places]), 0
         for i in places:
-            start, end = end, end + tensors[i].numel()
+            shape = tensors[i].shape
+            start, end = end, end + prod(shape)
             part = packed[start:end]
-            arrays[i] = part if tensors[i].ndim == 1 else part.reshape(tensors[i].shape)
+            arrays[i] = part if len(shape) == 1 else part.reshape(shape)
     return arrays
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from adiv_monitor import Monitor, StepReport
+from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.report import QUANTILE_LEVELS
-from adiv_monitor.sinks.health import HEALTH
 
 BATCH, RATE = 64, 0.1
 BLUE, GREY, RED, GREEN = "#0072b2", "#555555", "#c1440e", "#1b8a5a"

@@ -3,10 +3,8 @@
 import json
 import math
 import re
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import finding_texts
@@ -19,9 +17,10 @@ from torch import nn
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.audit import AuditReport
-from adiv_monitor.audit.finding import NO_TIME, Advice, Evidence, Finding, Trial, outcome
-from adiv_monitor.audit.page.titles import FINDING_TITLES
-from adiv_monitor.audit.what_if import Alternative
+from adiv_monitor.audit import report as report_module
+from adiv_monitor.diagnosis.finding import NO_TIME, Advice, Evidence, Finding, Trial, outcome
+from adiv_monitor.diagnosis.record import Alternative
+from adiv_monitor.diagnosis.titles import FINDING_TITLES
 from adiv_monitor.sinks import JsonlSink
 
 HARD = {"update_cosine": math.nan, "scale_mean": math.inf, "descent": -math.inf, "scale_cv": None}
@@ -240,10 +239,8 @@ def test_a_trial_in_words(loss: float, without: float, said: str) -> None:
 
 
 def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = SimpleNamespace(
-        page=lambda report: f"<p>{report.verdict}</p>", digest=lambda report: report.verdict
-    )
-    monkeypatch.setitem(sys.modules, "adiv_monitor.audit.page", page)
+    monkeypatch.setattr(report_module, "page", lambda report: f"<p>{report.verdict}</p>")
+    monkeypatch.setattr(report_module, "digest", lambda report: report.verdict)
     report = audited()
     report.write(tmp_path / "new" / "folder")
     folder = tmp_path / "new" / "folder"

@@ -15,7 +15,7 @@ import torch
 from audit import command_models
 
 from adiv_monitor.audit.command.cli import main
-from adiv_monitor.audit.command.config import Config, load
+from adiv_monitor.audit.options.config import Config, load
 from adiv_monitor.audit.report import AuditReport
 
 HERE = "audit.command_models"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from adiv_monitor.audit.command.config import NAMES, Config, dumped, load, read
-from adiv_monitor.audit.command.usage import UsageError
+from adiv_monitor.audit.options.config import NAMES, Config, dumped, load, read
+from adiv_monitor.audit.options.usage import UsageError
 
 pytest.importorskip("yaml")
 

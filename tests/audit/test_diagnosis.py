@@ -20,18 +20,18 @@ from made_records import (
     trials,
 )
 
-from adiv_monitor.audit.diagnosis import diagnose
-from adiv_monitor.audit.diagnosis.course import fell
-from adiv_monitor.audit.diagnosis.diagnose import RULES
-from adiv_monitor.audit.finding import Finding, Trial
-from adiv_monitor.audit.page.titles import FINDING_TITLES
-from adiv_monitor.audit.record import (
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.course import fell
+from adiv_monitor.diagnosis.diagnose import RULES
+from adiv_monitor.diagnosis.finding import Finding, Trial
+from adiv_monitor.diagnosis.record import (
     ActivatedOutput,
     Record,
     UnitStatistics,
     WeightStatistics,
     Wiring,
 )
+from adiv_monitor.diagnosis.titles import FINDING_TITLES
 from adiv_monitor.report import LayerReading, StepReport
 
 ROOT = Path(__file__).parents[2]
@@ -417,7 +417,7 @@ def test_modules_that_never_ran_are_worth_watching() -> None:
 
 def test_every_finding_has_its_page() -> None:
     names = set()
-    for path in (ROOT / "adiv_monitor" / "audit" / "diagnosis").glob("*.py"):
+    for path in (ROOT / "adiv_monitor" / "diagnosis" / "rules").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
                 assert isinstance(node.args[0], ast.Constant)

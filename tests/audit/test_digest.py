@@ -8,11 +8,11 @@ import example_audits
 import pytest
 from example_reports import reading, report
 
-from adiv_monitor.audit.finding import Advice, Evidence, Finding
-from adiv_monitor.audit.page import digest
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
+from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.pages import digest
 from adiv_monitor.report import Alarm
-from adiv_monitor.sinks.running import Running
 
 LAYERS = [f"blocks.{i}.linear" for i in range(300)]
 

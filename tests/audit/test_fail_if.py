@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from adiv_monitor.audit.command.fail_if import Rule, hits, parse
-from adiv_monitor.audit.command.usage import UsageError
-from adiv_monitor.audit.finding import Finding
-from adiv_monitor.audit.record import Facts, Record
+from adiv_monitor.audit.options.fail_if import Rule, hits, parse
+from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.record import Facts, Record
 from adiv_monitor.report import LayerReading, StepReport
 
 

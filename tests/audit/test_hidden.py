@@ -11,8 +11,8 @@ from audited import mlp, seen
 from torch import nn
 
 from adiv_monitor.audit.command.cli import main
-from adiv_monitor.audit.command.config import Config, load
-from adiv_monitor.audit.hidden import HIDDEN, hidden_keys, without_secrets
+from adiv_monitor.audit.options.config import Config, load
+from adiv_monitor.diagnosis.hidden import HIDDEN, hidden_keys, without_secrets
 
 HERE = "audit.command_models"
 SECRETS: dict[str, Any] = {

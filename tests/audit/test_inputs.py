@@ -6,7 +6,7 @@ import torch
 from audited import batches, cross_entropy, seen
 from torch import Tensor, nn
 
-from adiv_monitor.audit.record import InputStatistics
+from adiv_monitor.diagnosis.record import InputStatistics
 
 
 def expected(x: np.ndarray, features: np.ndarray) -> InputStatistics:

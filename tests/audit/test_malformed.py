@@ -16,15 +16,15 @@ from example_audits import findings, record, trial, what_if
 from example_reports import attention, reading, report
 
 from adiv_monitor.audit.command.cli import main
-from adiv_monitor.audit.record import ActivatedOutput
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.diagnosis.record import ActivatedOutput
 from adiv_monitor.report import Alarm, AlignmentReading, StepReport, Turn
 from adiv_monitor.sinks import TableSink
 
 pytest.importorskip("rich")
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
-from adiv_monitor.audit.page import compare, page
+from adiv_monitor.pages import compare, page
 
 ABSENT = object()
 WRONG = (
@@ -146,7 +146,7 @@ def test_what_is_read_is_shown(part: int, monkeypatch: pytest.MonkeyPatch) -> No
         ("report_page", "loss_picture"),
         ("compare_page", "two_losses"),
     ):
-        name = f"adiv_monitor.audit.page.{module}"
+        name = f"adiv_monitor.pages.{module}"
         monkeypatch.setattr(sys.modules[name], picture, lambda *_: None)
     base, count = plain(), 0
     for at in list(places(base))[1 + part :: 40]:

@@ -11,7 +11,8 @@ from example_audits import made_up
 from rich.console import Console
 
 from adiv_monitor.audit.command.terminal import show
-from adiv_monitor.audit.finding import (
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.diagnosis.finding import (
     HIGHER_RATES,
     LOWER_RATES,
     NO_TIME,
@@ -20,8 +21,7 @@ from adiv_monitor.audit.finding import (
     Trial,
     outcome,
 )
-from adiv_monitor.audit.page import page
-from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.pages import page
 
 SMALL = made_up(["stem", "head"], 3)
 

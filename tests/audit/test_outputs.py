@@ -8,9 +8,9 @@ from audited import batches, cross_entropy, sgd
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.audit.record import ActivatedOutput
 from adiv_monitor.audit.seen.outputs import activated_output, descent_share
 from adiv_monitor.audit.training.setup import Loss, Setup
+from adiv_monitor.diagnosis.record import ActivatedOutput
 
 
 def setup(model: nn.Module, loss: Loss = cross_entropy, **given: object) -> Setup:

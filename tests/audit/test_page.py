@@ -10,25 +10,25 @@ from pathlib import Path
 import pytest
 
 import adiv_monitor
-from adiv_monitor.audit.finding import Evidence, Finding, Trial
-from adiv_monitor.audit.page.chain import chain, mean_chain
-from adiv_monitor.audit.page.findings import checks
-from adiv_monitor.audit.page.heat import HEAT_MEASURES, heat_map, heat_measures
-from adiv_monitor.audit.page.multiples import HEIGHT, WIDTH, Axis, bar, distribution
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.diagnosis.finding import Evidence, Finding, Trial
+from adiv_monitor.diagnosis.health import GRADIENT
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.pages.chain import chain, mean_chain
+from adiv_monitor.pages.findings import checks
+from adiv_monitor.pages.heat import HEAT_MEASURES, heat_map, heat_measures
+from adiv_monitor.pages.multiples import HEIGHT, WIDTH, Axis, bar, distribution
 from adiv_monitor.printable import printable
 from adiv_monitor.report import QUANTILE_LEVELS, AlignmentReading, LayerReading, StepReport
-from adiv_monitor.sinks.health import GRADIENT
-from adiv_monitor.sinks.running import Running
-from adiv_monitor.sinks.wording import number
+from adiv_monitor.report.wording import number
 
 pytest.importorskip("jinja2", reason="makes the page")
 pytest.importorskip("matplotlib", reason="draws its pictures")
 
 import example_audits
 
-from adiv_monitor.audit.page import compare, page
+from adiv_monitor.pages import compare, page
 
 
 class Elements(HTMLParser):
@@ -56,7 +56,7 @@ class Elements(HTMLParser):
             self.wrong.append(tag)
 
 
-ASSETS = Path(adiv_monitor.__file__).parent / "audit" / "page" / "assets"
+ASSETS = Path(adiv_monitor.__file__).parent / "pages" / "assets"
 
 
 def small(layers: tuple[str, ...] = ("stem", "head"), steps: int = 3) -> AuditReport:
@@ -345,7 +345,7 @@ def test_alignments_have_a_table_where_they_were_asked_for() -> None:
 def known_by_reports(losses: dict[int, float], lr: float = 0.1) -> AuditReport:
     from example_reports import report as step_report
 
-    from adiv_monitor.sinks.running import Running
+    from adiv_monitor.diagnosis.running import Running
 
     running = Running()
     for step in (0, 500):

@@ -12,7 +12,7 @@ import example_audits
 import page as benchmark
 from audit.browser import Browser, chromium
 
-from adiv_monitor.audit.page import compare, page
+from adiv_monitor.pages import compare, page
 
 COLUMN = "#layer-table thead tr:last-child th:nth-child({}) button"
 LAYERS = ["encoder.0", "encoder.1", "encoder.10", "head"]

@@ -12,8 +12,8 @@ from audit import command_models
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adiv_monitor.audit.command.config import Config
-from adiv_monitor.audit.command.usage import UsageError
+from adiv_monitor.audit.options.config import Config
+from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.sources import checkpoints, losses, models, optimizers, random_data
 from adiv_monitor.audit.sources.data import Data, data
 from adiv_monitor.audit.sources.imported import imported

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from trial_setups import batches, loss, mlp, record, setup, sgd
 
-from adiv_monitor.audit.finding import Advice, Finding, Trial
 from adiv_monitor.audit.training.samples import first, joined
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
@@ -19,6 +18,7 @@ from adiv_monitor.audit.trials import overfit, rate_trials, tried
 from adiv_monitor.audit.trials.mended import Bench
 from adiv_monitor.audit.trials.mends import MENDS, Mend
 from adiv_monitor.audit.trials.trial import compared, plain_losses
+from adiv_monitor.diagnosis.finding import Advice, Finding, Trial
 
 
 def finding(*mends: str | None, name: str = "something", strength: Any = "act") -> Finding:

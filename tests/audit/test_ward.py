@@ -13,7 +13,7 @@ from audit.ward.page import page
 from audit.ward.reports import reported
 from audit.ward.run import BATCHES
 
-from adiv_monitor.audit.page.verdict import NOTHING
+from adiv_monitor.diagnosis.verdict import NOTHING
 
 ILL = (
     "regression-sgd: one feature × 100",

@@ -12,7 +12,8 @@ from trial_setups import batches, cnn, images, loss, sgd
 
 from adiv_monitor import Monitor
 from adiv_monitor.audit.training.setup import Setup, seeded
-from adiv_monitor.audit.what_if import Alternative, what_if
+from adiv_monitor.audit.what_if import what_if
+from adiv_monitor.diagnosis.record import Alternative
 
 NAMES = {
     "as it is",

@@ -32,10 +32,10 @@ sys.path.append(str(Path(__file__).parents[1]))  # where the package of the brow
 
 from audit.browser import Browser, chromium
 
-from adiv_monitor.audit.page.verdict import running_headline
+from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.diagnosis.verdict import running_headline
 from adiv_monitor.lightning import DivergenceCallback
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.sinks.running import Running
 
 Batch = tuple[Tensor, Tensor]
 Groups = Callable[[nn.Module], list[dict[str, Any]]]

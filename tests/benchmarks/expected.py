@@ -1,20 +1,26 @@
-"""What the corrected linear layers must cost on a GPU at least, from bytes and operations.
+"""What the corrected linear layers must cost on a GPU at least, from bytes, operations, launches.
 
 x, y, w: bytes of input, output and weight. A plain layer costs its three products and one pass over
 the output's gradient for its bias. Dividing the input reads x, writes x̂, reads u and x̂ and writes
 the input's gradient: 5x. The affine-like bias rides in the product as one more column, at the price
 of a copy of the weight, 2w, and of one more step of the product's sum; or is added behind it, 2y.
-Its gradient's pass over y is the plain layer's own. Dividing the output costs 4x + 4y.
+Its gradient's pass over y is the plain layer's own. Dividing the output costs 4x + 4y. Every kernel
+beyond those of the plain layer takes a launch, also one that moves next to nothing: the sum of
+partial sums of a bias's gradient.
 
 With products of cuBLAS none of the 5x can go: the forward product needs x̂ in memory, and a row's
 u·x̂, without which no part of its gradient is known, is complete only after the product that made u.
-Less takes products of one's own, which scale what they load and what they store: x + y.
+Less takes products of one's own, which scale what they load and what they store: x + y. `par` says
+how fast these would have to be.
 
     python tests/benchmarks/expected.py > tests/benchmarks/results/expected-gpu.md
 """
 
 STEP = 64  # inputs that a product sums over at once
 FLOPS, BANDWIDTH, CACHE = 790e12, 4.3e12, 50 * 2**20  # assumed of an H200, bf16
+LAUNCH = 2e-6  # assumed: begin and end of a kernel, in which nothing else runs
+# By way, kernels beyond those of the plain layer (tests/layers/test_launches.py).
+LAUNCHES = {"norm-like": 2, "column": 4, "pass": 4, "output": 4, "own products": 0}
 GOALS = {(8192, 4096, 4096): 1.06, (8192, 1024, 4096): 1.06, (65536, 768, 3072): 1.10}
 
 
@@ -26,6 +32,7 @@ def ratio(
     *,
     flops: float = FLOPS,
     bandwidth: float = BANDWIDTH,
+    launch: float = LAUNCH,
     itemsize: int = 2,
     cached: int = 0,
 ) -> float:
@@ -39,6 +46,7 @@ def ratio(
             "own products" (x + y).
         flops: operations per second of the products.
         bandwidth: bytes per second of a copy, read and written.
+        launch: seconds of a kernel that moves nothing.
         itemsize: bytes of a number.
         cached: passes over the input that the L2 cache spares.
     """
@@ -47,38 +55,58 @@ def ratio(
     moved |= {"output": 4 * x + 4 * y, "own products": x + y}
     step = 2 * rows * STEP * n_out / flops if way == "column" else 0.0
     plain = 6 * rows * n_in * n_out / flops + y / bandwidth
-    return 1.0 + ((moved[way] - cached * x) / bandwidth + step) / plain
+    more = (moved[way] - cached * x) / bandwidth + step + LAUNCHES[way] * launch
+    return 1.0 + more / plain
+
+
+def par(rows: int, n_in: int, n_out: int, way: str) -> float:
+    """Share of cuBLAS's rate at which products of one's own cost as much as this; bytes alone."""
+    products = 6 * rows * n_in * n_out / FLOPS
+    plain = products + 2 * rows * n_out / BANDWIDTH
+    one, own = (ratio(rows, n_in, n_out, w, launch=0.0) for w in (way, "own products"))
+    return products / (products + (one - own) * plain)
 
 
 TEXT = f"""\
-# What the bytes allow on a GPU
+# What bytes and launches allow on a GPU
 
 Computed, not measured: forward and backward in bf16 at {FLOPS / 1e12:.0f} TFLOP/s and
-{BANDWIDTH / 1e12:.1f} TB/s, nothing overlapping, as a multiple of `nn.Linear`. Why these bytes and
-not less: tests/benchmarks/expected.py.
+{BANDWIDTH / 1e12:.1f} TB/s, {1e6 * LAUNCH:.0f} µs for every kernel beyond the plain layer's,
+nothing overlapping, as a multiple of `nn.Linear`. Why these bytes and not less:
+tests/benchmarks/expected.py. `gpu.py --only calibration` measures the three rates and computes
+this anew.
 
-- u from L2: the product that makes u leaves all of it in a cache of {CACHE >> 20} MiB, and the next
-  kernel finds it there. A dash: u is larger than that.
-- Own products: norm and scaling inside the products' loops, at the rate of cuBLAS: the least that
-  is possible without a cache.
+u from L2: the product that makes u leaves all of it in a cache of {CACHE >> 20} MiB, and the next
+kernel finds it there. A dash: u is larger than that.
 
-| rows, n_in → n_out | goal | norm-like | u from L2 | affine-like | u from L2 | own products |
-| --- | --- | --- | --- | --- | --- | --- |
+| rows, n_in → n_out | goal | norm-like | u from L2 | affine-like | u from L2 |
+| --- | --- | --- | --- | --- | --- |
+"""
+OWN = """
+Products of our own, with norm and scaling inside, would move x + y instead of 5x or more. They are
+not worth it: all three would have to reach this share of cuBLAS's rate to cost no more than its
+products with kernels around them, which is what there is.
+
+| rows, n_in → n_out | own products at cuBLAS's rate | to beat norm-like | to beat affine-like |
+| --- | --- | --- | --- |
 """
 
 
 def table() -> str:
-    """What the goals ask for and what the bytes allow."""
-    lines = []
+    """What the goals ask for and what is possible, with cuBLAS's products and with one's own."""
+    lines, own = [], []
     for shape, goal in GOALS.items():
         rows, n_in, n_out = shape
-        cells = [f"{rows}, {n_in} → {n_out}", f"{goal:.2f}"]
+        title = f"{rows}, {n_in} → {n_out}"
+        cells = [title, f"{goal:.2f}"]
         for way in ("norm-like", "column"):
             fits = 2 * rows * n_in <= CACHE
             cells += [f"{ratio(*shape, way):.3f}"]
             cells += [f"{ratio(*shape, way, cached=1):.3f}" if fits else "–"]
-        lines.append(f"| {' | '.join(cells)} | {ratio(*shape, 'own products'):.3f} |")
-    return TEXT + "\n".join(lines) + "\n"
+        lines.append(f"| {' | '.join(cells)} |")
+        shares = [f"{100 * par(*shape, way):.0f} %" for way in ("norm-like", "column")]
+        own.append(f"| {title} | {ratio(*shape, 'own products'):.3f} | {' | '.join(shares)} |")
+    return "\n".join([TEXT + "\n".join(lines), OWN + "\n".join(own)]) + "\n"
 
 
 if __name__ == "__main__":

@@ -22,21 +22,21 @@ from torch.optim import SGD
 from write_up import parser, table
 
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.diagnosis import (
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.diagnosis import readings
+from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules import (
     initialisation,
     inputs,
     interference,
     optimizer,
     rates,
-    readings,
     units,
     wiring,
 )
-from adiv_monitor.audit.diagnosis import loss as loss_rules
-from adiv_monitor.audit.finding import Finding
-from adiv_monitor.audit.record import Record
-from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.diagnosis.rules import loss as loss_rules
 
 HEALTHY = Case("ReLU MLP", "SGD", 0.1)
 

@@ -1,162 +1,147 @@
-"""All that is to be measured on a GPU, one part after the other, into one results file.
+"""All that is to be measured on a GPU: parts, each in a process of its own, within one deadline.
 
-Nothing stops it: a part that fails or runs out of its ten minutes says so in its section, and the
-next one runs. A part run alone replaces its own section of the file.
+Nothing need be installed but torch with its Triton, and what adiv_monitor imports.
 
-    python tests/benchmarks/gpu.py [--only PART ...] [--dry] [--write FILE]
+    python3 tests/benchmarks/gpu.py [--only PART ...] [--minutes 30] [--write FOLDER]
+        [--dry-run] [--tiny]
+
+A row is written to FOLDER/gpu.jsonl as soon as it is known, so a part that fails or is cut leaves
+what it measured, and the others run. FOLDER/gpu.md is made of these lines, of a part that ran more
+than once of the last time; lines of several machines can be put into one file, and `--only` without
+a part makes the page of it. What a part prints goes to the terminal. --dry-run says what is run, in
+which order, and how long that is expected to take; where a command may take ten minutes, these:
+
+    python3 tests/benchmarks/gpu.py --minutes 9.5 --only tests calibration rows
+    python3 tests/benchmarks/gpu.py --minutes 9.5 --only layers layers-compiled
+    python3 tests/benchmarks/gpu.py --minutes 9.5 --only monitor monitor-compiled layers-graph
+
+Other libraries' layers take part where they can be imported, and read "not measured" elsewhere.
+Without a registry they come as wheels, of another machine's `pip download`:
+
+    python3 -m pip install --no-index --no-deps --target site wheels/*.whl
+    PYTHONPATH=site python3 tests/benchmarks/gpu.py --only layers
 """
 
 import argparse
 import datetime
+import itertools
+import json
 import os
-import platform
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import torch
-from gpu_kernels import calibration, row_kernels
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "tests" / "benchmarks" / "results" / "gpu.md"
-MINUTES = 9.5  # of every part
+RESULTS = ROOT / "tests" / "benchmarks" / "results"
+SCRIPT = Path(__file__).with_name("gpu_parts.py")
 NOT_MEASURED = "not measured"
+# Expected seconds of every part, by what one command of ten minutes holds.
+COMMANDS = (
+    {"tests": 270, "calibration": 40, "rows": 70},
+    {"layers": 90, "layers-compiled": 330},
+    {"monitor": 150, "monitor-compiled": 270, "layers-graph": 90},
+)
+PARTS = {name: seconds for parts in COMMANDS for name, seconds in parts.items()}
+
+Record = dict[str, Any]
 
 
-def command(*arguments: str) -> list[str]:
-    """What a Python script printed, as far as it came."""
+def plan() -> str:
+    """What is run, in which order, and how long it is expected to take."""
+    lines = []
+    for parts in COMMANDS:
+        lines.append(f"python3 tests/benchmarks/gpu.py --minutes 9.5 --only {' '.join(parts)}")
+        lines += [f"  {name:<18}{seconds:>5} s" for name, seconds in parts.items()]
+        lines.append(f"  {'':<18}{sum(parts.values()):>5} s")
+    total = sum(PARTS.values())
+    return "\n".join([*lines, f"{'all':<20}{total:>5} s, {total / 60:.0f} minutes"])
+
+
+def append(lines: Path, **record: object) -> None:
+    """Write one record, so that it is there whatever happens next."""
+    with lines.open("a") as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def run_part(name: str, script: Sequence[str], seconds: float, lines: Path) -> bool:
+    """Run the process of a part for at most so many seconds; whether all of it went well."""
+    run = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
+    paths = [str(ROOT), str(ROOT / "layers"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "layers"), *sys.path]),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
     }
-    shown = "python " + " ".join(arguments)
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=MINUTES * 60)
-        end = "" if process.returncode == 0 else f"failed: exit status {process.returncode}"
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, errors = process.communicate()
-        end = f"failed: not finished after {MINUTES} minutes; the rest is {NOT_MEASURED}"
-    # Headings of its own become deeper ones, as sections begin with two signs.
-    lines = [f"`{shown}`", "", *(re.sub("^#", "###", line) for line in output.splitlines())]
-    if end:
-        lines += ["", end, "", "```", *errors.splitlines()[-40:], "```"]
-    return lines
-
-
-def tests(dry: bool) -> list[str]:
-    how = ("-qq", "--collect-only") if dry else ("-q", "-ra")
-    files = ("tests/layers/test_gpu.py", "tests/monitor/test_gpu.py")
-    return fenced(command("-m", "pytest", *how, *files))
-
-
-def layers(dry: bool) -> list[str]:
-    return _layers("eager,graph", dry)
-
-
-def layers_compiled(dry: bool) -> list[str]:
-    return _layers("eager,compiled", dry)
-
-
-def _layers(modes: str, dry: bool) -> list[str]:
-    options = ("--device", "cuda", "--modes", modes)
-    if not dry:
-        return command("tests/benchmarks/layers.py", *options)
-    if torch.cuda.is_available():
-        return command("tests/benchmarks/layers.py", "--quick", *options)
-    return command("tests/benchmarks/layers.py", *options)  # says what is not measured
-
-
-def monitor(dry: bool) -> list[str]:
-    options = ("--help",) if dry else ("--rounds", "30", "--threads", "1")
-    return command("tests/benchmarks/monitor.py", *options)
-
-
-def demo(dry: bool) -> list[str]:
-    return fenced(command("examples/demo.py", *(("--help",) if dry else ())))
-
-
-def fenced(lines: list[str]) -> list[str]:
-    return [*lines[:2], "```", *lines[2:], "```"]
-
-
-PARTS: dict[str, Callable[[bool], list[str]]] = {
-    "tests": tests,
-    "calibration": calibration,
-    "rows": row_kernels,
-    "layers": layers,
-    "layers-compiled": layers_compiled,
-    "monitor": monitor,
-    "demo": demo,
-}
-
-
-def device() -> str:
-    if not torch.cuda.is_available():
-        return f"no GPU: {NOT_MEASURED}"
-    found = torch.cuda.get_device_properties(0)
-    return f"{found.name}, {found.multi_processor_count} multiprocessors"
-
-
-def versions() -> str:
-    try:
-        import triton
-
-        compiler = f"Triton {triton.__version__}"
-    except ImportError:
-        compiler = "no Triton"
-    cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    return f"Python {platform.python_version()}, torch {torch.__version__}, {compiler}, {cuda}"
-
-
-def section(name: str, dry: bool) -> tuple[str, bool]:
-    """The section of one part, and whether all went well."""
+    command = [sys.executable, *script, "--run", run, "--lines", str(lines.resolve())]
     start = time.perf_counter()
     try:
-        lines = PARTS[name](dry)
-    except Exception as cause:  # whatever it is, the other parts are to run
-        lines = [f"failed: {cause!r}"]
-    seconds = time.perf_counter() - start
-    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    kind = "dry run" if dry else "run"
-    head = f"{stamp}, {kind} of {seconds:.0f} s; {device()}; {versions()}."
-    good = not any(line.startswith("failed: ") for line in lines)
-    return "\n".join([f"## {name}", "", head, "", *lines]), good
+        status = subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds).returncode
+        end = f"failed: exit status {status}" if status else "finished"
+    except subprocess.TimeoutExpired:
+        end = "failed: cut, the rest is " + NOT_MEASURED
+    end += f", {time.perf_counter() - start:.0f} s"
+    append(lines, part=name, run=run, end=end)
+    print(f"{name}: {end}", flush=True)
+    return end.startswith("finished")
 
 
-def merged(old: str, new: dict[str, str]) -> str:
-    """The results file with new sections, and of the other parts those that it had."""
-    found = {s.split("\n", 1)[0].removeprefix("## "): s for s in re.split(r"\n(?=## )", old)}
-    known = {name: text.strip() for name, text in found.items()} | new
-    sections = (known.get(name, f"## {name}\n\n{NOT_MEASURED}") for name in PARTS)
-    return "\n\n".join(["# Measured on a GPU", *sections]) + "\n"
+def page(lines: Iterable[str]) -> str:
+    """Of every part the last run, as Markdown."""
+    runs: dict[str, dict[str, list[Record]]] = {name: {} for name in PARTS}
+    for line in lines:
+        record = json.loads(line)
+        part, run = record.pop("part"), record.pop("run")
+        runs[part].setdefault(run, []).append(record)
+    text = ["# Measured on a GPU", ""]
+    for name, found in runs.items():
+        text += [f"## {name}", ""]
+        last = max(found, default=None)
+        text += section(last, found[last]) if last else [NOT_MEASURED, ""]
+    return "\n".join(text).rstrip() + "\n"
 
 
-def main() -> None:
+def section(run: str, records: list[Record]) -> list[str]:
+    """Neighbours with the same columns are a table; what has one column is a line."""
+    text = [f"{run[:16].replace('T', ' ')} UTC", ""]
+    for columns, group in itertools.groupby(records, key=tuple):
+        rows = [list(map(str, record.values())) for record in group]
+        if len(columns) == 1:
+            text += [f"{columns[0]}: {value}" for (value,) in rows]
+        else:
+            table = [columns, ["---"] * len(columns), *rows]
+            text += ["| " + " | ".join(cells) + " |" for cells in table]
+        text.append("")
+    return text
+
+
+def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be repeated")
-    parser.add_argument("--dry", action="store_true", help="try everything, measure nothing")
-    parser.add_argument("--write", type=Path, help=f"results file; {RESULTS.name} unless dry")
-    arguments = parser.parse_args()
-    target = arguments.write or (None if arguments.dry else RESULTS)
+    parser.add_argument("--only", nargs="*", choices=PARTS, metavar="PART", default=list(PARTS))
+    parser.add_argument("--minutes", type=float, default=30, help="of all parts together")
+    parser.add_argument("--write", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--dry-run", action="store_true", help="what would be run, for how long")
+    parser.add_argument("--tiny", action="store_true", help="sizes of a trial, without a GPU too")
+    arguments = parser.parse_args(given)
+    if arguments.dry_run:
+        print(plan())
+        return
+    arguments.write.mkdir(parents=True, exist_ok=True)
+    lines = arguments.write / "gpu.jsonl"
+    lines.touch()
+    deadline = time.monotonic() + 60 * arguments.minutes
     failed = []
-    for name in arguments.only or PARTS:
-        text, good = section(name, arguments.dry)
-        print(text, flush=True)
-        failed += [] if good else [name]
-        if target is not None:
-            target.write_text(merged(target.read_text() if target.exists() else "", {name: text}))
+    chosen = [name for name in PARTS if name in arguments.only]
+    for place, name in enumerate(chosen):
+        # What is left is shared by what is expected: a slow part leaves the later ones their time.
+        share = PARTS[name] / sum(PARTS[later] for later in chosen[place:])
+        script = [str(SCRIPT), name, *(["--tiny"] if arguments.tiny else [])]
+        if not run_part(name, script, share * (deadline - time.monotonic()), lines):
+            failed.append(name)
+        (arguments.write / "gpu.md").write_text(page(lines.read_text().splitlines()))
+    if not chosen:
+        (arguments.write / "gpu.md").write_text(page(lines.read_text().splitlines()))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -1,153 +1,182 @@
-"""Rates of a GPU, and of the kernels on it: a copy's bandwidth, a plain layer's operations."""
+"""Rates of a GPU, and of the kernels on it: a copy's bandwidth, a plain layer's operations.
 
-import contextlib
+All data are random: products of zeros run faster. What could stay in the L2 cache, or takes no
+longer than its launch, is timed in a CUDA graph that goes through several sets of data.
+"""
+
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from expected import GOALS, ratio
+from timing import Step, copies, here, in_a_graph, seconds, take_turns
 from torch import Tensor
 
-ROUNDS, CALLS = 15, 20
+ROUNDS, SMALL = 15, 100  # SMALL: launches of nearly nothing, one after the other
 
 
-def calibration(dry: bool) -> list[str]:
+def calibration(tiny: bool, emit: Callable[..., None]) -> None:
     """Bandwidth of a copy, rate of a plain layer, and what the corrected layers then must cost."""
-    with on_device(dry) as device:
-        x, y = (torch.empty(2**27, device=device, dtype=torch.bfloat16) for _ in range(2))
-        copy = seconds(lambda: y.copy_(x))
-        times = {shape: seconds(plain_step(*shape, device)) for shape in GOALS}
-    lines = ["| what | measured |", "| --- | --- |"]
-    if dry:
-        return [*lines, *(f"| Linear {shape} | not measured |" for shape in times)]
-    bandwidth = 4 * x.numel() / statistics.median(copy)
-    lines.append(f"| copy of 256 MiB, read and written | {bandwidth / 1e12:.2f} TB/s |")
+    device = here()
+    x = torch.randn(2**10 if tiny else 2**27, device=device).bfloat16()
+    y = torch.empty_like(x)
+    bandwidth = 4 * x.numel() / middle(lambda: y.copy_(x), device)
+    size = f"copy of {2 * x.numel() / 2**20:.0f} MiB, read and written"
+    emit(what=size, measured=f"{bandwidth / 1e12:.2f} TB/s")
     rates = {}
-    for shape, taken in times.items():
-        rows, n_in, n_out = shape
+    for shape in GOALS:
+        rows, n_in, n_out = (n // 128 for n in shape) if tiny else shape
+        taken = middle(plain_step(rows, n_in, n_out, device), device)
         # less the bias's own pass over the output's gradient
-        products = statistics.median(taken) - 2 * rows * n_out / bandwidth
+        products = taken - 2 * rows * n_out / bandwidth
         rates[shape] = 6 * rows * n_in * n_out / products
-        shown = f"{1e6 * statistics.median(taken):.0f} µs, {rates[shape] / 1e12:.0f} TFLOP/s"
-        lines.append(f"| nn.Linear {shape} bf16, forward and backward | {shown} |")
-    lines += [
-        "",
-        "At these rates, nothing overlapping, as a multiple of nn.Linear (expected.py):",
-        "",
-    ]
-    lines += ["| rows, n_in, n_out | norm-like | affine-like | its bias by a pass of its own |"]
-    lines += ["| --- | --- | --- | --- |"]
+        shown = f"{1e6 * taken:.0f} µs, {rates[shape] / 1e12:.0f} TFLOP/s"
+        emit(what=f"nn.Linear {shape} bf16, forward and backward", measured=shown)
+    little = torch.zeros(32, device=device)
+    launch = middle(in_a_graph([lambda: little.add_(1)] * SMALL), device) / SMALL
+    emit(what="launch of nearly nothing, in a graph", measured=f"{1e6 * launch:.2f} µs")
     for shape, flops in rates.items():
-        ways = ("norm-like", "column", "pass")
-        costs = (ratio(*shape, way, flops=flops, bandwidth=bandwidth) for way in ways)
-        lines.append(f"| {shape} | " + " | ".join(f"{cost:.3f}" for cost in costs) + " |")
-    return lines
+        given = {"flops": flops, "bandwidth": bandwidth, "launch": launch}
+        ways = {"norm-like": "norm-like", "affine-like": "column", "its bias by a pass": "pass"}
+        costs = {name: f"{ratio(*shape, way, **given):.3f}" for name, way in ways.items()}
+        emit(**{"then expected of": str(shape)}, **costs)
 
 
-def plain_step(rows: int, n_in: int, n_out: int, device: str) -> Callable[[], None]:
-    """Forward and backward of `nn.Linear` in bf16."""
-    options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    x, w, b = (torch.empty(s, **options) for s in ((rows, n_in), (n_out, n_in), (n_out,)))
-    g = torch.empty(rows, n_out, device=device, dtype=torch.bfloat16)
-
-    def step() -> None:
-        torch.autograd.grad(F.linear(x, w, b), (x, w, b), g)
-
-    return step
-
-
-def row_kernels(dry: bool) -> list[str]:
-    """Every kernel's bandwidth as a share of a copy's: median over rounds [quartiles]."""
-    lines = ["| kernel | on | share of a copy's bandwidth |", "| --- | --- | --- |"]
-    with on_device(dry) as device:
-        for title, name, moved, step in kernel_steps(device):
-            if name == "copy":
-                reference = [moved / t for t in seconds(step)]
-            shares = [moved / t / r for t, r in zip(seconds(step), reference, strict=True)]
-            low, middle, high = statistics.quantiles(shares, n=4)
-            share = "not measured" if dry else f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-            lines.append(f"| {name} | {title} | {share} |")
-    return lines
-
-
-Step = tuple[str, str, int, Callable[[], object]]
-
-
-def kernel_steps(device: str) -> Iterator[Step]:
-    """Title of the data, kernel, bytes that it must move, and the call; a copy comes first."""
-    from adiv_layers.kernels import channels, rows
-
-    for count, width in ((16384, 4096), (65536, 1000), (65536, 1001)):
-        title = f"{count} × {width} bf16"
-        x, y, room = (
-            torch.empty(count, w, device=device, dtype=torch.bfloat16)
-            for w in (width, width, 8 * (width // 8 + 1))
-        )
-        f = torch.ones(count, device=device)
-        size = 2 * x.numel()
-        form = {"gain": 1.0, "constant": 1.0, "floor": 1e-24}
-        yield title, "copy", 2 * size, partial(y.copy_, x)
-        yield title, "unit_rows", 2 * size, partial(rows.unit_rows, x, f, y, **form)
-        column = partial(rows.unit_rows, x, f, room, column=1.0, **form)
-        yield title, "unit_rows with a column", 2 * size, column
-        settings = {"share": 1.0, "limit": 0.0, "is_unit": True}
-        backward = partial(rows.unit_rows_backward, x, y, f, None, x, **settings)
-        yield title, "unit_rows_backward", 3 * size, backward
-        yield from channel_steps(title, x.t().unsqueeze(0), channels)
-    for size in (32, 14, 7):
-        for last in (False, True):
-            x = torch.empty(512, 256, size, size, device=device, dtype=torch.bfloat16)
-            x = x.to(memory_format=torch.channels_last) if last else x
-            title = f"512 × 256 × {size}×{size} bf16, channels {'last' if last else 'first'}"
-            y = torch.empty_like(x)
-            yield title, "copy", 4 * x.numel(), partial(y.copy_, x)
-            yield from channel_steps(title, x.flatten(2), channels)
-
-
-def channel_steps(title: str, x: Tensor, channels: Any) -> Iterator[Step]:
-    """The kernels over channels, (images, channels, positions)."""
-    f = torch.ones(x.shape[0], 1, x.shape[2], device=x.device)
-    other, scaled = torch.empty_like(x), torch.empty_like(x)
-    bias = torch.empty(1, x.shape[1], 1, device=x.device, dtype=x.dtype).expand_as(x)
-    size = 2 * x.numel()
-    yield title, "gate of a bias", size, partial(channels.gate, x, f, bias, total=True)
-    settings = {"scaled": scaled, "total": True, "curve": 1.0}
-    yield title, "gate", 3 * size, partial(channels.gate, x, f, other, **settings)
-    yield title, "blend", 3 * size, partial(channels.blend, scaled, scaled, f, other)
-    yield title, "square_sum", size, partial(channels.square_sum, x, f)
-
-
-def seconds(step: Callable[[], object]) -> list[float]:
-    """Times of one call, one per round; without a GPU the step is only called."""
+def middle(step: Step, device: str) -> float:
+    """Median time of one call."""
     step()
-    if not torch.cuda.is_available():
-        return [1.0] * ROUNDS
-    times = []
-    for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(CALLS):
-            step()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / CALLS / 1e3)
-    return times
+    return statistics.median(seconds(step, device) for _ in range(ROUNDS))
 
 
-@contextlib.contextmanager
-def on_device(dry: bool) -> Iterator[str]:
-    """The GPU; without one a dry run makes no data and starts no kernel."""
-    if torch.cuda.is_available():
-        yield "cuda"
-    elif not dry:
-        raise RuntimeError("no GPU here: not measured")
-    else:
-        from adiv_layers.kernels import channels, rows
+def plain_step(rows: int, n_in: int, n_out: int, device: str) -> Step:
+    """Forward and backward of `nn.Linear` in bf16."""
 
-        nothing = {"run": lambda *_, **__: None}
-        with mock.patch.multiple(channels, **nothing), mock.patch.multiple(rows, **nothing):
-            yield "meta"
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).bfloat16()
+
+    x, w, b = (random(*s).requires_grad_() for s in ((rows, n_in), (n_out, n_in), (n_out,)))
+    g = random(rows, n_out)
+    return lambda: torch.autograd.grad(F.linear(x, w, b), (x, w, b), g)
+
+
+def row_kernels(tiny: bool, emit: Callable[..., None]) -> None:
+    """Every kernel's bandwidth as a share of a copy's: median over rounds [quartiles]."""
+    device = here()
+    for title, kernels in kernels_by_data(device, tiny):
+        steps, moved = {}, {}
+        for name, (size, make) in kernels.items():
+            sets = copies(size)
+            try:
+                steps[name] = in_a_graph([make() for _ in range(sets)])
+            except Exception as cause:  # of one kernel: the others may be measured all the same
+                emit(kernel=name, on=title, failed=repr(cause.__cause__ or cause)[:300])
+                continue
+            moved[name] = size * sets
+        times = take_turns(steps, 2 if tiny else ROUNDS, device)
+        reference = [moved["copy"] / t for t in times["copy"]]
+        for name, taken in times.items():
+            rates = [moved[name] / t for t in taken]
+            shares = [rate / copy for rate, copy in zip(rates, reference, strict=True)]
+            low, mid, high = statistics.quantiles(shares, n=4)
+            emit(
+                kernel=name,
+                on=title,
+                **{"TB/s": f"{statistics.median(rates) / 1e12:.2f}"},
+                **{"share of a copy's bandwidth": f"{mid:.2f} [{low:.2f}, {high:.2f}]"},
+            )
+
+
+# By kernel: bytes that it must move, and what makes one set of data and the call.
+Kernels = dict[str, tuple[int, Callable[[], Step]]]
+
+
+def kernels_by_data(device: str, tiny: bool) -> Iterator[tuple[str, Kernels]]:
+    """Title of the data, and the kernels on it; first a copy."""
+    shapes = ((16384, 4096), (65536, 1000), (65536, 1001))
+    for count, width in ((8, 16), (8, 17)) if tiny else shapes:
+        yield f"{count} × {width} bf16", row_steps(count, width, device)
+    images, channels = (2, 16) if tiny else (512, 256)
+    for size in (3,) if tiny else (32, 14, 7):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            shape = (images, channels, size, size)
+
+            def make(shape: Any = shape, layout: Any = layout) -> Tensor:
+                x = torch.randn(shape, device=device).bfloat16()
+                return x.to(memory_format=layout).flatten(2)
+
+            order = "last" if layout == torch.channels_last else "first"
+            title = f"{images} × {channels} × {size}×{size} bf16, channels {order}"
+            yield title, channel_steps(2 * math.prod(shape), make)
+
+
+def row_steps(count: int, width: int, device: str) -> Kernels:
+    """The kernels over rows, and those over channels of the same numbers."""
+    from adiv_layers.kernels import rows
+
+    def x() -> Tensor:
+        return torch.randn(count, width, device=device).bfloat16()
+
+    def room() -> Tensor:
+        return torch.empty(count, 8 * (width // 8 + 1), device=device).bfloat16()
+
+    def factor() -> Tensor:
+        return torch.rand(count, device=device)
+
+    form = {"gain": 1.0, "constant": 1.0, "floor": 1e-24}
+    back = {"share": 1.0, "limit": 0.0, "is_unit": True}
+
+    def backward() -> Step:
+        return partial(rows.unit_rows_backward, x(), x(), factor(), None, x(), **back)
+
+    size = 2 * count * width
+    kernels = channel_steps(size, lambda: x().t().unsqueeze(0))
+    return kernels | {
+        "unit_rows": (2 * size, lambda: partial(rows.unit_rows, x(), factor(), x(), **form)),
+        "unit_rows with a column": (
+            2 * size,
+            lambda: partial(rows.unit_rows, x(), factor(), room(), column=1.0, **form),
+        ),
+        "unit_rows_backward": (3 * size, backward),
+    }
+
+
+def channel_steps(size: int, make: Callable[[], Tensor]) -> Kernels:
+    """A copy, and the kernels over channels: (images, channels, positions), of so many bytes."""
+    from adiv_layers.kernels import channels
+
+    def factor(x: Tensor) -> Tensor:
+        return torch.rand(x.shape[0], 1, x.shape[2], device=x.device)
+
+    def copy() -> Step:
+        x = make()
+        return partial(torch.empty_like(x).copy_, x)
+
+    def gate_of_a_bias() -> Step:
+        x = make()
+        bias = torch.randn(1, x.shape[1], 1, device=x.device).to(x.dtype).expand_as(x)
+        return partial(channels.gate, x, factor(x), bias, total=True)
+
+    def gate() -> Step:
+        x = make()
+        settings = {"scaled": torch.empty_like(x), "total": True, "curve": 1.0}
+        return partial(channels.gate, x, factor(x), make(), **settings)
+
+    def blend() -> Step:
+        x = make()
+        return partial(channels.blend, x, torch.empty_like(x), factor(x), make())
+
+    def square_sum() -> Step:
+        x = make()
+        return partial(channels.square_sum, x, factor(x))
+
+    return {
+        "copy": (2 * size, copy),
+        "gate of a bias": (size, gate_of_a_bias),
+        "gate": (3 * size, gate),
+        "blend": (3 * size, blend),
+        "square_sum": (size, square_sum),
+    }

@@ -4,6 +4,7 @@ Data are random: what a step costs does not depend on them (`rows.py`, where rea
 its own).
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -57,11 +58,13 @@ class GPT(nn.Module):
 class ViT(nn.Module):
     """A vision transformer; the mean over the tokens is classified."""
 
-    def __init__(self, side: int, patch: int, channels: int, width: int, depth: int) -> None:
+    def __init__(
+        self, side: int, patch: int, channels: int, width: int, depth: int, heads: int = 4
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(channels, width, patch, stride=patch)
         self.position = nn.Embedding((side // patch) ** 2, width)
-        self.blocks = nn.Sequential(*(Block(width, 4, causal=False) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 10)
 
@@ -97,6 +100,7 @@ class Task:
     title: str
     model: Callable[[], nn.Module]
     batch: Callable[[], Batch]
+    is_half: bool = False  # the forward pass in bfloat16, by autocast
 
 
 vision = torchvision.models
@@ -110,6 +114,16 @@ TASKS = {
         "ResNet-18, 32×3×224×224",
         lambda: vision.resnet18(num_classes=10),
         lambda: images(32, 3, 224, 224),
+    ),
+    "resnet18-160": Task(
+        "ResNet-18, 16×3×160×160",
+        lambda: vision.resnet18(num_classes=10),
+        lambda: images(16, 3, 160, 160),
+    ),
+    "layers": Task(
+        "60 × Linear(32), batch 64",
+        lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(60))),
+        lambda: (torch.randn(64, 32), torch.randint(10, (64,))),
     ),
     "mlp": Task(
         "MLP 3072-512-512-512-10, batch 128",
@@ -145,12 +159,24 @@ class Trainer:
     Args:
         task: equal ones give equal models and data.
         monitor: what a `Monitor` is given besides model and optimizer; None: there is no monitor.
+        device: model and data are made there.
+        backend: of `torch.compile`; None: the model runs eagerly.
     """
 
-    def __init__(self, task: Task, monitor: dict[str, object] | None = None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        monitor: dict[str, object] | None = None,
+        device: str = "cpu",
+        backend: str | None = None,
+    ) -> None:
         torch.manual_seed(0)
-        self.model = task.model()
-        self.x, self.y = task.batch()
+        with torch.device(device):
+            self.model = task.model()
+            self.x, self.y = task.batch()
+        self._run = torch.compile(self.model, backend=backend) if backend else self.model
+        autocast = torch.autocast(device, dtype=torch.bfloat16)
+        self._precision = autocast if task.is_half else contextlib.nullcontext()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.monitor: Monitor | None = None
         if monitor is not None:
@@ -159,7 +185,9 @@ class Trainer:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        cross_entropy(self.model(self.x), self.y).backward()
+        with self._precision:
+            loss = cross_entropy(self._run(self.x), self.y)
+        loss.backward()
         self.optimizer.step()
 
     def close(self) -> None:

@@ -9,7 +9,8 @@ the two matrix products that e and d are; with the copy and subtraction of the w
 products; with one pass over inputs and output gradients.
 "its operations alone" are those that a measured step dispatches, the model's and the optimizer's
 included, called once more, one after the other: the step as it would be if nothing ran in between.
-Memory is counted exactly: the peak of the bytes in live tensor storages during a step, over plain.
+Memory is counted exactly: the peak of the bytes in live tensor storages during a step, over plain
+(on a GPU: the allocator's). gpu.py runs large models on a GPU, compiled ones too.
 
 A model takes rounds until there are `--rounds` of them, or, when at least three are done, until
 `--seconds` have passed; results are written after every model, so what was measured is kept when a
@@ -18,8 +19,8 @@ run is cut short.
 Before, with numerator and norms from 1,024 rows (two threads): ResNet-18 at 16×3×64×64 1.98, the
 MLP 2.69, MobileNetV3-small 3.1. The bounds in the table were set then.
 
-    python tests/benchmarks/monitor.py [--models resnet18 mlp] [--rounds 60] [--seconds 300]
-        [--least-rows 128] [--threads 2] [--write FILE]
+    python tests/benchmarks/monitor.py [--models resnet18 mlp] [--device cuda] [--rounds 60]
+        [--seconds 300] [--least-rows 128] [--threads 2] [--write FILE]
 """
 
 import gc
@@ -27,7 +28,7 @@ import random
 import statistics
 import time
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from least_work import LeastWork
@@ -103,9 +104,9 @@ class Operations(TorchDispatchMode):
         self._noted.clear()
 
 
-def operations_of(task: Task) -> Operations:
+def operations_of(task: Task, device: str) -> Operations:
     """Those of the fifth step of a run in which each is measured."""
-    trainer = Trainer(task, {"every_n_steps": 1})
+    trainer = Trainer(task, {"every_n_steps": 1}, device)
     for _ in range(4):
         trainer.step()
     with Operations() as operations:
@@ -114,25 +115,58 @@ def operations_of(task: Task) -> Operations:
     return operations
 
 
-def timed(trainer: Trainer | Operations) -> float:
+class Subject(Protocol):
+    """What takes steps."""
+
+    def step(self) -> None:
+        """One step."""
+
+    def close(self) -> None:
+        """No more of them."""
+
+
+def timed(trainer: Subject, device: str) -> float:
+    """Seconds of one step, the device's work included."""
+    wait(device)
     start = time.perf_counter()
     trainer.step()
+    wait(device)
     return time.perf_counter() - start
 
 
-def ratios(task: Task, rounds: int, seconds: float, least_rows: int) -> dict[str, list[float]]:
-    """By variant, its steps' times over those of the plain steps around them."""
-    plain = Trainer(task)
-    variants: dict[str, Trainer | Operations] = {
-        "plain again": Trainer(task),
-        "not measured": Trainer(task, {"every_n_steps": 10**9}),
-        "measured": Trainer(task, {"every_n_steps": 1}),
-        "measured, 64 rows": Trainer(task, {"every_n_steps": 1, "max_rows": 64}),
-        "measured: its operations alone": operations_of(task),
+def wait(device: str) -> None:
+    """Until the device has done all its work."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def variants(task: Task, least_rows: int, device: str) -> dict[str, Subject]:
+    """What is compared with the plain step."""
+    found: dict[str, Subject] = {
+        "plain again": Trainer(task, None, device),
+        "not measured": Trainer(task, {"every_n_steps": 10**9}, device),
+        "measured": Trainer(task, {"every_n_steps": 1}, device),
+        "measured, 64 rows": Trainer(task, {"every_n_steps": 1, "max_rows": 64}, device),
+        "measured: its operations alone": operations_of(task, device),
     }
     for stage, name in enumerate(STAGES):
-        variants[f"least work: {name}"] = trainer = Trainer(task)
+        found[f"least work: {name}"] = trainer = Trainer(task, None, device)
         LeastWork(trainer.model, trainer.optimizer, max_rows=least_rows, stage=stage)
+    return found
+
+
+def ratios(
+    plain: Subject, variants: dict[str, Subject], rounds: int, seconds: float, device: str
+) -> dict[str, list[float]]:
+    """By variant, its steps' times over those of the plain steps around them; and closes all.
+
+    Args:
+        plain: what the variants are compared with.
+        variants: by name.
+        rounds: so many, or fewer, but at least three, if the time is up.
+        seconds: the time.
+        device: of all of them.
+    """
     for trainer in (plain, *variants.values()):
         for _ in range(3):
             trainer.step()
@@ -142,10 +176,10 @@ def ratios(task: Task, rounds: int, seconds: float, least_rows: int) -> dict[str
     for done in range(rounds):
         if done >= 3 and time.perf_counter() > end:
             break
-        before = timed(plain)
+        before = timed(plain, device)
         for name in shuffle.sample(list(variants), len(variants)):
-            taken = timed(variants[name])
-            after = timed(plain)
+            taken = timed(variants[name], device)
+            after = timed(plain, device)
             found[name].append(taken / ((before + after) / 2))
             before = after
     for trainer in variants.values():
@@ -153,28 +187,48 @@ def ratios(task: Task, rounds: int, seconds: float, least_rows: int) -> dict[str
     return found
 
 
-def peak(task: Task, monitor: dict[str, object] | None) -> int:
-    """Peak bytes of the fourth step."""
-    trainer = Trainer(task, monitor)
+def spread(values: list[float]) -> str:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def peak(task: Task, monitor: dict[str, object] | None, device: str = "cpu") -> int:
+    """Peak bytes of the fourth and fifth step.
+
+    On a GPU those that its allocator held, model and optimizer included; on a CPU those of tensors
+    that the steps made.
+    """
+    gc.collect()
+    held = torch.cuda.memory_allocated() if device == "cuda" else 0
+    trainer = Trainer(task, monitor, device)
     for _ in range(3):
         trainer.step()
     gc.collect()
-    with PeakMemory() as memory:
-        trainer.step()
-        trainer.step()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            trainer.step()
+        found = torch.cuda.max_memory_allocated() - held
+    else:
+        with PeakMemory() as memory:
+            trainer.step()
+            trainer.step()
+        found = memory.peak
     trainer.close()
-    return memory.peak
+    return found
 
 
-def memory_row(task: Task) -> tuple[str, str, str]:
+def memory_row(task: Task, device: str) -> tuple[str, str, str]:
     size = sum(p.numel() * p.element_size() for p in task.model().parameters())
-    extra = peak(task, {"every_n_steps": 1}) - peak(task, None)
+    extra = peak(task, {"every_n_steps": 1}, device) - peak(task, None, device)
     return task.title, f"{size / 2**20:.1f}", f"{extra / 2**20:.1f}"
 
 
 def main(given: list[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument("--models", nargs="+", choices=TASKS)
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--rounds", type=int, default=60)
     made.add_argument("--seconds", type=float, default=300, help="for each model")
     made.add_argument("--least-rows", type=int, default=128, help="rows of the least work")
@@ -189,16 +243,16 @@ def main(given: list[str] | None = None) -> None:
     text = ""
     for name in chosen:
         task = TASKS[name]
-        for variant, values in ratios(
-            task, arguments.rounds, arguments.seconds, arguments.least_rows
-        ).items():
-            low, middle, high = statistics.quantiles(values, n=4)
+        device = arguments.device
+        compared = variants(task, arguments.least_rows, device)
+        found = ratios(
+            Trainer(task, None, device), compared, arguments.rounds, arguments.seconds, device
+        )
+        for variant, values in found.items():
             goal = EXPECTED.get((name, variant), "")
-            ratio = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
-            times.append((task.title, variant, ratio, len(values), goal))
-        memory.append(memory_row(task))
-        found = [*lines, *table(TIMES, times), *table(MEMORY, memory)]
-        text = write(found, arguments.write)
+            times.append((task.title, variant, spread(values), len(values), goal))
+        memory.append(memory_row(task, device))
+        text = write([*lines, *table(TIMES, times), *table(MEMORY, memory)], arguments.write)
     print(text)
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import example_audits
 from audit.browser import chromium
 
-from adiv_monitor.audit.page import page
+from adiv_monitor.pages import page
 
 _TIMES = (
     "const [page] = performance.getEntriesByType('navigation');"

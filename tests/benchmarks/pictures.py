@@ -32,11 +32,11 @@ sys.path.append(str(Path(__file__).parents[1]))  # where the reports of an examp
 from example_reports import reading, report
 
 from adiv_monitor import Monitor
+from adiv_monitor.diagnosis.running import MOST_REPORTS
 from adiv_monitor.sinks import HtmlSink, MemorySink, TensorBoardSink
 from adiv_monitor.sinks import board as board_module
 from adiv_monitor.sinks.board import Board
 from adiv_monitor.sinks.products import Product, ProductSink
-from adiv_monitor.sinks.running import MOST_REPORTS
 
 SINKS = {
     "none": "no sink",

@@ -26,12 +26,12 @@ sys.path.append(str(Path(__file__).parents[1]))  # where the package of the ward
 from audit.ward.cases import CASES, HEALTHY
 from audit.ward.run import STEPS
 
-from adiv_monitor.audit.diagnosis import diagnose
-from adiv_monitor.audit.diagnosis.readings import by_layer
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.seen.observe import observe
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.readings import by_layer
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import MEASURES
-from adiv_monitor.sinks.running import Running
 
 ENDS = {"smallest": min, "median": median, "largest": max}
 Ends = dict[tuple[str, str], float]

@@ -27,11 +27,12 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from write_up import heading, parser, table, write
 
-from adiv_monitor.audit.diagnosis import course, initialisation, optimizer, readings
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import train
+from adiv_monitor.diagnosis import course, readings
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules import initialisation, optimizer
 
 STEPS, BATCH = 60, 64
 Batch = tuple[Tensor, Tensor]

@@ -136,7 +136,7 @@ def _caches(modules: int) -> list[Any]:
 @contextmanager
 def afterwards_clean() -> Iterator[None]:
     """What one trial leaves behind must not show in the next."""
-    state = ThreadState()
+    state = ThreadState(whole=True)
     try:
         yield
     finally:

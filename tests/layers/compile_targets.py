@@ -1,27 +1,21 @@
 """Compile every kernel as its launcher would start it, for a GPU that need not be there.
 
 Takes the target, and of how many cases to compile one, besides the first of each kernel. Prints
-one JSON object: for each case registers, spilled bytes or registers, how many loads and stores of
-full width there are and at least have to be, on NVIDIA's how many 2-byte ones have no neighbour in
-the next thread, and instructions per element. Run by test_targets.py, not interpreted.
+one JSON object: for each case what `compiled_code` reads in it, how many loads and stores of full
+width there are and at least have to be, and instructions per element. Run by test_targets.py, not
+interpreted.
 """
 
 import itertools
 import json
-import math
-import re
-import subprocess
 import sys
-import tempfile
-from collections import Counter
-from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 from adiv_layers.forms import Correction
 from adiv_layers.kernels import channels, launch, patch, rows, small
-from adiv_layers.kernels.launch import divide_up
+from compiled_code import amd_usage, narrow_products, nvidia_usage
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -112,11 +106,13 @@ def channel_cases(name, x, dtype, wide, access):
 
 def patch_cases(wide):
     """Launch the box filters; they move too little to ask for wide loads."""
-    q, geometry = empty(128, 1, 1, 32, 32, dtype=wide), [1, 3, 3, 1, 1, 1, 0, 1, 1, 1, 1, 1]
-    patch.box(q, q, geometry, gain=1.0, constant=1.0, floor=1e-24)
-    yield "box", 0, 0, 0
-    patch.box_transposed(q, q, geometry)
-    yield "box_transposed", 0, 0, 0
+    q = empty(128, 1, 1, 32, 32, dtype=wide)
+    # kernel size, stride, padding, dilation
+    for geometry in ((1, 3, 3, 1, 1, 1, 0, 1, 1, 1, 1, 1), (2, 3, 3, 2, 2, 2, 1, 4, 4, 2, 2, 2)):
+        patch.box(q, q, list(geometry), gain=1.0, constant=1.0, floor=1e-24)
+        yield f"box {geometry}", 0, 0, 0
+        patch.box_transposed(q, q, list(geometry))
+        yield f"box_transposed {geometry}", 0, 0, 0
 
 
 def small_cases(dtype):
@@ -174,67 +170,6 @@ def build(kernel, arguments, options, target):
     return triton.compile(source, target, settings)
 
 
-def nvidia_usage(compiled):
-    import triton.backends.nvidia
-
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = [str(tool), "-res-usage", "-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    ptx = compiled.asm["ptx"]
-    singles = accesses(ptx, "ld")[2] + accesses(ptx, "st")[2]
-    return {
-        "registers": used["REG"],
-        "spilled": used["STACK"] + used["LOCAL"],
-        "loads": accesses(ptx, "ld"),
-        "stores": accesses(ptx, "st"),
-        "instructions": len(re.findall(r"^\s+/\*[\da-f]{4}\*/\s+(?!NOP)", text, re.MULTILINE)),
-        "apart": max(0, singles - neighbours(compiled.asm["ttgir"])),
-    }
-
-
-def neighbours(code):
-    """How many elements a thread loads or stores singly, whose neighbours are other threads'."""
-    layout = r"(#\w+) = #ttg.blocked<{sizePerThread = \[([\d, ]+)\].*? order = \[(\d)"
-    side_by_side = {
-        name: int(sizes.split(", ")[int(fast)]) for name, sizes, fast in re.findall(layout, code)
-    }
-    threads = 32 * int(re.search(r'"ttg.num-warps" = (\d+)', code)[1])
-    found = 0
-    access = r"tt\.(?:load|store) .*tensor<([\dx]+)x!tt.ptr<\w+>, (#ttg.slice|#\w+)"
-    for shape, name in re.findall(access, code):
-        sizes = [int(size) for size in shape.split("x")]
-        if name == "#ttg.slice":
-            found += math.prod(sizes)  # a number per row
-        elif side_by_side[name] == 1 or sizes[-1] == 16:  # the edges of a row
-            found += divide_up(math.prod(sizes), threads)
-    return found
-
-
-def accesses(ptx, kind):
-    """How many bytes of global memory a thread moves in one instruction: how often it does."""
-    found = re.findall(rf"{kind}\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
-    return Counter(int(count or 1) * int(bits) // 8 for count, bits in found)
-
-
-def amd_usage(compiled):
-    text = compiled.asm["amdgcn"]
-    used = {key: int(n) for key, n in re.findall(r"\.(vgpr_count|\w+_spill_count):\s*(\d+)", text)}
-    sizes = {"dwordx4": 16, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2, "short_d16": 2}
-    moved = {
-        kind: Counter(sizes.get(size, 0) for size in re.findall(rf"_{kind}_(\w+)", text))
-        for kind in ("load", "store")
-    }
-    return {
-        "registers": used["vgpr_count"],
-        "spilled": used["vgpr_spill_count"] + used["sgpr_spill_count"],
-        "loads": moved["load"],
-        "stores": moved["store"],
-    }
-
-
 def main(name, each):
     target, usage = TARGETS[name], nvidia_usage if name.startswith("sm") else amd_usage
     found, numbers, known = {}, itertools.count(), set()
@@ -248,14 +183,20 @@ def main(name, each):
             threads = target.warp_size * options.get("num_warps", 4)
             elements = torch.Size(shape).numel() / threads
             moved = int(elements * dtype.itemsize)
-            used = usage(build(kernel, arguments, options, target))
+            compiled = build(kernel, arguments, options, target)
+            used = usage(compiled)
+            copies = used.pop("copies", {access: 0})[access]
+            ahead = kernel is channels.gate_kernel and access >= 8
             found[f"{case}, {dtype}"] = used | {
-                "loads": used["loads"][access],
+                "loads": used["loads"][access] + copies,
                 "stores": used["stores"][access],
+                "copies": copies,
+                "least_copies": loads * moved // access if ahead else 0,
                 "least_loads": loads * moved // max(access, 1),
                 "least_stores": stores * moved // max(access, 1),
                 "instructions": used.get("instructions", 0) / elements,
                 "threads": threads,
+                "narrow_products": narrow_products(compiled.asm["ttir"]),
             }
     print(json.dumps(found))
 

@@ -4,6 +4,7 @@ Import it before anything of `adiv_layers.kernels`, with TRITON_INTERPRET=1 in t
 """
 
 import contextlib
+import mmap
 import os
 
 import torch
@@ -70,6 +71,16 @@ def poisoned(monkeypatch):
         for name in ("new_empty", "new_empty_strided"):
             patch.setattr(torch.Tensor, name, full(name))
         yield
+
+
+def far_apart(values, strides):
+    """The values with strides of any length, in memory that is there only where it is touched."""
+    last = sum((n - 1) * stride for n, stride in zip(values.shape, strides, strict=True))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, (last + 1) * values.element_size(), flags)
+    return (
+        torch.frombuffer(memory, dtype=values.dtype).as_strided(values.shape, strides).copy_(values)
+    )
 
 
 def relative_error(actual, expected):

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="without Triton there are no kernels")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("part", ["rows", "patches", "operators", "forms"])
+@pytest.mark.parametrize("part", ["rows", "patches", "operators", "forms", "strides"])
 def test_in_the_interpreter(part, request):
     whole = ["--whole"] if request.config.getoption("whole") else []
     finished = subprocess.run(

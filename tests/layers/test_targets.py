@@ -1,7 +1,8 @@
 """Every kernel compiles for the GPUs it is meant for, without one: no spills, wide accesses.
 
 An access takes 16 bytes whatever a row's width; over channels as many as the sizes divide: 8 at
-14×14, 2 at 7×7 and 1,001. Where it takes 2, the next thread takes the next 2.
+14×14, 2 at 7×7 and 1,001. Where it takes 2, the next thread takes the next 2. Kernels that walk
+over tiles copy the next ones while they work on one, and no offset is multiplied in 32 bits.
 """
 
 import inspect
@@ -46,7 +47,9 @@ def test_kernels_compile_well(target, each, tmp_path, request):
         assert few or usage["registers"] <= (128 if target[:2] == "sm" else 160), (case, usage)
         assert usage["loads"] >= usage["least_loads"], (case, usage)
         assert usage["stores"] >= usage["least_stores"], (case, usage)
+        assert usage["narrow_products"] == [], case
         if target[:2] == "sm":
+            assert usage["copies"] >= usage["least_copies"], (case, usage)
             assert usage["apart"] == 0, (case, usage)
     if target == "sm_90":
         cases = {

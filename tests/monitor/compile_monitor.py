@@ -1,25 +1,28 @@
 """Compile every kernel of the monitor as its launcher would start it, for an H100 that isn't there.
 
-Prints one JSON object: for each case registers, spilled bytes and threads. Run by
-test_fused_kernels.py, not interpreted.
+Prints one JSON object: for each case registers, spilled bytes, threads of a program, programs,
+copies ahead and offsets that are multiplied in 32 bits. Run by test_fused_kernels.py, not
+interpreted.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from adiv_layers.kernels import launch
-from compile_targets import TARGETS, build, nvidia_usage
+from compile_targets import TARGETS, build
+from compiled_code import narrow_products, nvidia_usage
 from torch import Tensor
 
 from adiv_monitor.kernels import looks, moments, products, steps, totals
 
-launches: list[tuple[Any, Any, Any]] = []
+launches: list[tuple[Any, Any, Any, Any]] = []
 
 
 def record(kernel: Any, grid: Any, anchor: Tensor, *arguments: Any, **options: Any) -> None:
-    launches.append((kernel, arguments, options))
+    launches.append((kernel, grid, arguments, options))
 
 
 for room in (looks, moments, products, steps, totals):
@@ -39,7 +42,8 @@ def cases() -> Iterator[str]:
     for name, x in (("rows", empty(2048, 1024)), ("images", nchw)):
         looks.look(x, chosen=chosen, rows=128, squares=True)
         yield f"look, gradient, {name}"
-    for name, x, pivots in (("images", nchw, None), ("odd", odd, empty(33))):
+    rows = empty(200_704, 64)
+    for name, x, pivots in (("images", nchw, None), ("odd", odd, empty(33)), ("rows", rows, None)):
         moments.normalised_rows(x, pivots, chosen=chosen, rows=128, eps=1e-5)
         yield f"moments, {name}"
         yield f"normalised rows, {name}"
@@ -66,7 +70,7 @@ def cases() -> Iterator[str]:
         yield f"row products, {rows} x {groups} x {outputs}"
     products.row_products(phi, G, None, G, None, G, None, None, feature=0.0)
     yield "row products, no step"
-    rows_of = empty(3, 401_408)
+    rows_of = empty(3, 32_768)
     totals.totals(rows_of, rows_of, None, bias=1.0)
     yield "totals"
     totals.totals(rows_of, rows_of, rows_of, bias=0.0)
@@ -76,10 +80,17 @@ def cases() -> Iterator[str]:
 def main() -> None:
     found = {}
     for case in list(cases()):
-        kernel, arguments, options = launches.pop(0)
-        used = nvidia_usage(build(kernel, arguments, options, TARGETS["sm_90"]))
-        threads = 32 * options.get("num_warps", 4)
-        found[case] = {**{k: used[k] for k in ("registers", "spilled")}, "threads": threads}
+        kernel, grid, arguments, options = launches.pop(0)
+        compiled = build(kernel, arguments, options, TARGETS["sm_90"])
+        used = nvidia_usage(compiled)
+        found[case] = {
+            "registers": used["registers"],
+            "spilled": used["spilled"],
+            "threads": 32 * options.get("num_warps", 4),
+            "programs": math.prod(grid),
+            "copies": used["copies"].total(),
+            "narrow_products": narrow_products(compiled.asm["ttir"]),
+        }
     print(json.dumps(found))
 
 

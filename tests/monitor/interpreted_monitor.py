@@ -9,8 +9,9 @@ import pytest
 import torch
 from adiv_layers.kernels import launch
 from fused_runs import alike, trained
-from interpreted import plain, relative_error
+from interpreted import far_apart, plain, relative_error
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import Rows
@@ -18,7 +19,7 @@ from adiv_monitor.features.whole import squares, squares_and_sum
 from adiv_monitor.kernels import looks, moments, products, steps, totals
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import dots
-from adiv_monitor.maths.records import named
+from adiv_monitor.maths.records import leaves
 from adiv_monitor.maths.sums import Vector
 from adiv_monitor.maths.totals import _of_stacked
 from adiv_monitor.step.row_vectors import RowVectors, _fused, _plain
@@ -169,6 +170,32 @@ def test_a_first_entry_far_from_the_mean() -> None:
     close(found, expected, 2e-6)
 
 
+def test_moments_of_many_parts(monkeypatch: Patch) -> None:
+    """More of them than are added up at once, in the same order every time."""
+    monkeypatch.setattr(launch, "_multiprocessors", lambda _: 50)
+    monkeypatch.setattr(moments, "_TILE", 32)
+    x = 3 * torch.randn(1700, 3) + 40
+    variance, mean = torch.var_mean(x.double(), 0, correction=0)
+    expected = (x.double() - mean) / (variance + 1e-3).sqrt()
+    found = attempt("normalised_rows", x, chosen=None, rows=1700, eps=1e-3)
+    close(found, expected, 2e-5)
+    assert torch.equal(found, attempt("normalised_rows", x, chosen=None, rows=1700, eps=1e-3))
+
+
+@pytest.mark.parametrize("strides", [(2**31, 4, 1), (2**32, 1, 3), (0, 2**31, 1), (0, 1, 2**30)])
+def test_what_lies_far_apart(strides: tuple[int, ...]) -> None:
+    """Images, positions and channels, past offsets of 32 bits."""
+    near = torch.randn(1 if strides[0] == 0 else 2, 3, 4).to(BFLOAT16)
+    x, rows = far_apart(near, strides), near.double().reshape(-1, 4)
+    squares, sums, taken = attempt("look", x, rows=len(rows), squares=True, sums=True)
+    close(squares, rows.square().sum(1))
+    close(sums, rows.sum(0))
+    close(taken, rows, 0.0)
+    variance, mean = torch.var_mean(rows, 0, correction=0)
+    found = attempt("normalised_rows", x, chosen=None, rows=len(rows), eps=1e-3)
+    close(found, (rows - mean) / (variance + 1e-3).sqrt(), 2e-5)
+
+
 # Rows, groups, features of a group, outputs of a group.
 ROWS = {
     "linear": (5, 1, 33, 20),
@@ -254,9 +281,16 @@ def test_totals(count: int, bias: float | str) -> None:
     found = _of_stacked(weight, several, square)
     with plain():
         expected = _of_stacked(weight, several, square)
-    for (name, value), (other, told) in zip(named(expected), named(found), strict=True):
+    for (name, value), (other, told) in zip(leaves(expected), leaves(found), strict=True):
         assert name == other and told.dtype == value.dtype
         torch.testing.assert_close(told, value, equal_nan=True)
+
+
+def test_totals_of_very_many_rows_are_plain() -> None:
+    """One program, that is one multiprocessor, would read all rows of a layer."""
+    for rows, fused in ((2**15, True), (2**15 + 1, False)):
+        square = torch.rand(2, rows)
+        assert (attempt("totals", square, square, None, bias=1.0) is not None) is fused
 
 
 def test_scales_that_are_all_the_same_have_no_spread() -> None:
@@ -280,6 +314,14 @@ def test_step_products(shape: tuple[int, ...], dtype: torch.dtype, last: bool) -
     close(taken, expected)
     close(torch.linalg.vector_norm(norms), expected.norm())
     assert abs(parts.sum() - product) <= 1e-5 * expected.norm() * gamma.double().norm()
+
+
+def test_what_a_step_took_is_written_by_one_kernel_alone(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(steps, "run", lambda *_, **__: None)  # the interpreter copies, too
+    before, now = torch.randn(64).to(BFLOAT16), torch.randn(64).to(BFLOAT16)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        steps.step_products(before, now, now)
+    assert "aten::_to_copy" not in {event.name for event in profiler.events()}
 
 
 def test_what_lies_in_another_order_is_plain() -> None:

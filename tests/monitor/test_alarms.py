@@ -13,9 +13,9 @@ from torch import nn
 
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.alarms import Alarms
+from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.report import Alarm, LayerReading
 from adiv_monitor.sinks import JsonlSink, TableSink, TensorBoardSink
-from adiv_monitor.sinks.health import HEALTH
 from adiv_monitor.sinks.scalars import summary_scalars
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 from adiv_monitor.maths import totals
-from adiv_monitor.maths.records import named
+from adiv_monitor.maths.records import leaves
 from adiv_monitor.maths.sums import ScaleTotals, Totals
 from adiv_monitor.maths.totals import MOST_ENTRIES, AllRows
 
@@ -63,7 +63,7 @@ def test_every_layer_gets_its_own(bias: float | None, monkeypatch: pytest.Monkey
     assert sorted(stacked) == [1, 4]  # where that fails, they are looked at one by one
     for path, rows in layers.items():
         expected = by_hand(rows)
-        for (name, value), (other, told) in zip(named(expected), named(found[path]), strict=True):
+        for (name, value), (other, told) in zip(leaves(expected), leaves(found[path]), strict=True):
             assert name == other
             if name != "scales.entries":
                 assert told.shape == (1,)

@@ -2,6 +2,7 @@
 
 import io
 import math
+import pickle
 import warnings
 from dataclasses import replace
 from itertools import pairwise
@@ -15,21 +16,21 @@ from audited import batches, cross_entropy, mlp, seen, sgd
 from example_reports import LAYERS, reading, report
 from torch import nn
 
-from adiv_monitor.audit.diagnosis import diagnose
-from adiv_monitor.audit.diagnosis.diagnose import SYMPTOMS
-from adiv_monitor.audit.page.verdict import NOTHING
-from adiv_monitor.audit.record import Record
-from adiv_monitor.report import Alarm, LayerReading, StepReport
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.diagnose import SYMPTOMS
+from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, value_of
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.running import MOST_REPORTS, Running
+from adiv_monitor.diagnosis.verdict import NOTHING
+from adiv_monitor.report import Alarm, LayerReading, StepReport, Turn
 from adiv_monitor.sinks import TensorBoardSink
 from adiv_monitor.sinks import board as board_module
 from adiv_monitor.sinks import budget as budget_module
 from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
-from adiv_monitor.sinks.health import GRADIENT, HEALTH, value_of
 from adiv_monitor.sinks.products import Product, ProductSink
-from adiv_monitor.sinks.running import MOST_REPORTS, Running
 
 pytest.importorskip("matplotlib")
-from adiv_monitor.sinks.heat import grid, heat_picture
+from adiv_monitor.pictures.heat import grid, heat_picture
 
 
 def running(*reports: StepReport) -> Running:
@@ -65,11 +66,29 @@ def test_the_beginning_the_end_and_every_so_many_are_kept(count: int) -> None:
     assert len(steps) >= min(count, MOST_REPORTS // 2)
 
 
-def test_distributions_are_not_kept() -> None:
-    (kept,) = running(report()).reports
-    assert all(not r.scale_quantiles and not r.row_cosine_quantiles for r in kept.layers.values())
-    original, lean = report().layers[LAYERS[0]], kept.layers[LAYERS[0]]
-    assert lean.measures() == original.measures()
+def test_distributions_are_kept_of_the_last_report_alone() -> None:
+    first, last = running(report(0), report(1)).reports
+    assert last == report(1)
+    kept = first.layers.values()
+    assert kept and not any(r.scale_quantiles or r.row_cosine_quantiles for r in kept)
+    assert first.layers[LAYERS[0]].measures() == report(0).layers[LAYERS[0]].measures()
+
+
+def test_histories_share_what_they_keep_of_a_report() -> None:
+    """Reports are hundreds of layers large, and of one run there are several histories."""
+    given = [report(0), report(1)]
+    one, other = running(*given).reports, running(*given).reports
+    assert all(a is b for a, b in zip(one, other, strict=True))
+    assert pickle.loads(pickle.dumps(given[0])) == given[0]
+    assert "lean" not in vars(pickle.loads(pickle.dumps(given[0])))
+
+
+def test_an_alarm_of_a_turn_is_counted_once() -> None:
+    alarms = [(Alarm(f"rule {i}", "a"),) for i in range(2)]
+    turns = [Turn(1, 1, 2), Turn(2, 2, 2)]
+    history = running(*(report(i, alarms=alarms[i], turn=turns[i]) for i in range(2)))
+    assert history.count == 1
+    assert [raised.times for raised in history.alarms] == [1, 1]
 
 
 # Findings

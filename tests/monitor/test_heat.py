@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from example_reports import reading, report
 
-from adiv_monitor.audit.finding import Evidence, Finding
-from adiv_monitor.audit.record import Record
+from adiv_monitor.diagnosis.finding import Evidence, Finding
+from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, OVERVIEW
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.pictures.colours import SCALES, bar, painted, places
 from adiv_monitor.report import LayerReading
 from adiv_monitor.sinks.board import Board, _panels
-from adiv_monitor.sinks.colours import SCALES, bar, painted, places
-from adiv_monitor.sinks.health import GRADIENT, HEALTH, OVERVIEW
-from adiv_monitor.sinks.running import Running
 
 pytest.importorskip("matplotlib")
-from adiv_monitor.sinks.heat import Grid, grid, heat_picture, overview_picture
-from adiv_monitor.sinks.picture import Font, Picture
+from adiv_monitor.pictures.heat import Grid, grid, heat_picture, overview_picture
+from adiv_monitor.pictures.picture import Font, Picture
 
 PATHS = {
     "short": "{}",
@@ -141,6 +141,9 @@ def test_bars_mark_what_lies_beyond_them() -> None:
     assert bar("scale_mean").ticks[1] == "≥ 10⁶"
     assert bar("update_cosine").ticks[0] == "≤ 0" and bar("update_cosine").ticks[1] == "1"
     assert set(bar("idle_share").ticks.values()) == {"0", "0.15", "1"}
+    assert bar("gradient_cosine").ticks == {0: "≤ 0", 1: "1"}, "it may be negative"
+    assert bar("attainable_cosine").ticks == bar("harmed_fraction").ticks == {0: "0", 1: "1"}
+    assert bar("interference_ratio").ticks == {0: "≤ 0.1", 1: "≥ 100"}
 
 
 @pytest.mark.parametrize(

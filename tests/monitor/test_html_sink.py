@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from example_reports import LAYERS, attention, reading, report
 
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.sinks import HtmlSink
 from adiv_monitor.sinks import budget as budget_module
 from adiv_monitor.sinks import html as html_module
 from adiv_monitor.sinks.lent import lent
-from adiv_monitor.sinks.running import Running
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
-from adiv_monitor.audit.page.titles import FINDING_TITLES
-from adiv_monitor.audit.page.verdict import looked_for, loss_words
+from adiv_monitor.diagnosis.titles import FINDING_TITLES
+from adiv_monitor.diagnosis.verdict import looked_for, loss_words
 
 FILES = ["run.html", "run.json", "run.md"]
 
@@ -73,15 +73,14 @@ def test_pages_take_a_twentieth_of_the_time_at_most(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.html"
-    from adiv_monitor.audit import page
 
-    whole = page.running_files
+    whole = html_module.running_files
 
     def slow(*given: object) -> Mapping[str, str]:
         clock[0] += 2.0  # seconds
         return whole(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(page, "running_files", slow)
+    monkeypatch.setattr(html_module, "running_files", slow)
     sink = HtmlSink(path)
     sink.write(report(0))
     clock[0] = 59.9
@@ -149,7 +148,6 @@ def test_a_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_page_that_fails_is_not_tried_at_every_report(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from adiv_monitor.audit import page
 
     tried = []
 
@@ -158,7 +156,7 @@ def test_a_page_that_fails_is_not_tried_at_every_report(
         clock[0] += 2.0  # seconds
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(page, "running_files", slow)
+    monkeypatch.setattr(html_module, "running_files", slow)
     sink = HtmlSink(tmp_path / "run.html")
     sink.write(report(0))
     clock[0] = 61.0

@@ -22,7 +22,7 @@ from adiv_monitor.maths.estimates import (
     share_error,
 )
 from adiv_monitor.maths.readings import Judged, Measured, measure
-from adiv_monitor.maths.records import named
+from adiv_monitor.maths.records import leaves
 from adiv_monitor.maths.sums import (
     About,
     Array,
@@ -267,7 +267,7 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     assert y.products == 7 and y.realised is None
     assert y.own is not None and y.own.gamma.tolist() == [9] and y.own.w is None
     assert x.evidence.now[0] is None and x.evidence.now[1].tolist() == [8]
-    assert all(array.dtype == np.float64 for _, array in named(found))
+    assert all(array.dtype == np.float64 for _, array in leaves(found))
     assert found.flags.skipped == 0 and found.flags.moved is None
     assert found.attention["z"]["G_G"].tolist() == [5, 6]
     assert {key: part.tolist() for key, part in found.products.w_w.items()} == {7: [3], 8: [4, 9]}

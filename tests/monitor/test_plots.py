@@ -9,14 +9,14 @@ import torch
 from example_reports import reading, report
 
 from adiv_monitor import Monitor
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.sinks.board import overview
-from adiv_monitor.sinks.running import Running
 
 pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from adiv_monitor.sinks.heat import grid, heat_picture
+from adiv_monitor.pictures.heat import grid, heat_picture
 from adiv_monitor.sinks.plots import run_figure
 
 

@@ -17,8 +17,9 @@ import pytest
 from example_reports import LAYERS, attention, reading, report
 
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES, StepReport
+from adiv_monitor.report.blocks import blocks
+from adiv_monitor.report.wording import not_measured, percent
 from adiv_monitor.sinks import HtmlSink, JsonlSink, MemorySink, Sink, TableSink, TensorBoardSink
-from adiv_monitor.sinks.blocks import blocks
 from adiv_monitor.sinks.scalars import (
     BLOCK_MEASURES,
     DEFAULT_MEASURES,
@@ -29,7 +30,6 @@ from adiv_monitor.sinks.scalars import (
     summary_scalars,
 )
 from adiv_monitor.sinks.table import TABLE_MEASURES
-from adiv_monitor.sinks.wording import not_measured, percent
 
 GOLDEN = Path(__file__).parent / "golden" / "table.txt"
 

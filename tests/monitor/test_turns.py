@@ -19,9 +19,9 @@ from zoo import ZOO, Specimen, Training, seed
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.alignment import Probe
 from adiv_monitor.capture.selection import select
+from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import Turn
 from adiv_monitor.sinks import HtmlSink, TableSink, TensorBoardSink
-from adiv_monitor.sinks.running import Running
 from adiv_monitor.step.turns import Turns
 
 # One of each sort: batch norm, windows, tied and fused weights, experts, recurrent maps, modules as

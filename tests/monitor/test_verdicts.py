@@ -23,11 +23,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from verdict_runs import BREAKS, DECAYS, EVERY, LOOPS, STATES, STEPS, Seen, seen
 
-from adiv_monitor.audit.finding import Finding
-from adiv_monitor.audit.page.titles import finding_title
-from adiv_monitor.audit.page.verdict import NOTHING, running_headline
+from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.health import HEALTH, value_of
+from adiv_monitor.diagnosis.titles import finding_title
+from adiv_monitor.diagnosis.verdict import NOTHING, running_headline
 from adiv_monitor.report import StepReport
-from adiv_monitor.sinks.health import HEALTH, value_of
 
 WITHOUT_LOSS = "plain, without the loss"
 FALLS = "Whether the loss falls"

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.command import fail_if, terminal
-from adiv_monitor.audit.command.config import ARGUMENTS, NAMES, Config, default, load, read
+from adiv_monitor.audit.command import terminal
 from adiv_monitor.audit.command.output import check, staged, write, write_page
 from adiv_monitor.audit.command.prepare import Prepared, prepare
-from adiv_monitor.audit.command.usage import UsageError, needed, one_line, said
-from adiv_monitor.audit.hidden import HIDDEN, hidden_keys
-from adiv_monitor.audit.page.running_files import beside
+from adiv_monitor.audit.options import fail_if
+from adiv_monitor.audit.options.config import ARGUMENTS, NAMES, Config, default, load, read
+from adiv_monitor.audit.options.usage import UsageError, needed, one_line, said
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.diagnosis.hidden import HIDDEN, hidden_keys
+from adiv_monitor.pages.running_files import beside
 from adiv_monitor.printable import printable
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, REALISED_MEASURES
 
@@ -208,7 +209,7 @@ def _compare(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     a, b = _read(given.a), _read(given.b)
     needed("jinja2", "adiv-audit compare")
-    from adiv_monitor.audit.page import compare
+    from adiv_monitor.pages import compare
 
     write_page(given.out, compare(a, b, (given.a, given.b)))
     print(printable(f"page: {given.out}"))

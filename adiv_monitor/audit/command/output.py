@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from adiv_monitor.audit.command.config import Config, dumped
-from adiv_monitor.audit.command.usage import UsageError
-from adiv_monitor.audit.page.digest import MARK
+from adiv_monitor.audit.options.config import Config, dumped
+from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.files import keep_mode, write_whole
+from adiv_monitor.pages.digest import MARK
 from adiv_monitor.sinks.tensorboard import TensorBoardSink
 
 _CONFIG_HEAD = "# Written by adiv-audit, which replaces it when it writes here again.\n"

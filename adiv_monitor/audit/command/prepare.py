@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from adiv_monitor.audit.command.config import Config
-from adiv_monitor.audit.command.usage import UsageError, said
+from adiv_monitor.audit.options.config import Config
+from adiv_monitor.audit.options.usage import UsageError, said
 from adiv_monitor.audit.sources import checkpoints, losses, models, optimizers
 from adiv_monitor.audit.sources.data import Data, data
 from adiv_monitor.audit.training.setup import Loss, OptimizerFactory, Setup, seeded

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from adiv_monitor.audit.finding import Finding
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.printable import printable, quoted
 from adiv_monitor.report import StepReport
+from adiv_monitor.report.wording import listed
 from adiv_monitor.sinks.table import TableSink
-from adiv_monitor.sinks.wording import listed
 
 if TYPE_CHECKING:
     from rich.console import Console

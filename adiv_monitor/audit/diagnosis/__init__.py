@@ -1,5 +1,7 @@
-"""Findings about one run: rules that are pure functions of its record."""
+"""Moved to `adiv_monitor.diagnosis`."""
 
-from adiv_monitor.audit.diagnosis.diagnose import diagnose
+from adiv_monitor.audit.diagnosis import diagnose
+from adiv_monitor.moved import moved
 
-__all__ = ["diagnose"]
+del diagnose  # the module, which must not stand for the function of its name
+__getattr__ = moved(__name__, "adiv_monitor.diagnosis")

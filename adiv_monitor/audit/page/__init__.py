@@ -1,9 +1,5 @@
-"""The audit's page: one self-contained HTML file, of one report or of two side by side."""
+"""Moved to `adiv_monitor.pages`."""
 
-from adiv_monitor.audit.page.compare_page import compare
-from adiv_monitor.audit.page.digest import digest
-from adiv_monitor.audit.page.report_page import page
-from adiv_monitor.audit.page.running_files import beside, is_ours, running_files
-from adiv_monitor.audit.page.running_page import running_page
+from adiv_monitor.moved import moved
 
-__all__ = ["beside", "compare", "digest", "is_ours", "page", "running_files", "running_page"]
+__getattr__ = moved(__name__, "adiv_monitor.pages")

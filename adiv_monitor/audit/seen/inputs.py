@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.record import InputStatistics
 from adiv_monitor.audit.training.batches import tensors
+from adiv_monitor.diagnosis.record import InputStatistics
 
 # Arguments that models are given beside their inputs.
 _NO_INPUTS = ("label", "target", "mask")

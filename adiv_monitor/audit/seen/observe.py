@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
-from adiv_monitor.audit.diagnosis.course import FEWEST, is_opposed
-from adiv_monitor.audit.hidden import without_secrets
-from adiv_monitor.audit.record import Facts, Record, Wiring
 from adiv_monitor.audit.seen.beginning import chance, double_softmax, weights
 from adiv_monitor.audit.seen.digits import told
 from adiv_monitor.audit.seen.outputs import activated_output, descent_share
@@ -25,6 +22,9 @@ from adiv_monitor.audit.training.batches import copied, size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Course, Progress, held, train
 from adiv_monitor.capture.eager import forced_eager
+from adiv_monitor.diagnosis.course import FEWEST, is_opposed
+from adiv_monitor.diagnosis.hidden import without_secrets
+from adiv_monitor.diagnosis.record import Facts, Record, Wiring
 from adiv_monitor.monitor import Monitor
 
 T = TypeVar("T")

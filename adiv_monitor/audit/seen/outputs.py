@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.audit.record import ActivatedOutput
 from adiv_monitor.audit.seen.again import Again
 from adiv_monitor.audit.seen.flat import ends_of_function
 from adiv_monitor.audit.training.batches import copied, mapped
 from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.diagnosis.record import ActivatedOutput
 
 # Losses that put a softmax or a sigmoid of their own behind what they are given.
 _WITH_THEIR_OWN = ("cross_entropy", "log_softmax", "binary_cross_entropy_with_logits")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.audit.record import UnitStatistics
 from adiv_monitor.audit.seen.flat import ends_of_function, ends_of_module
+from adiv_monitor.diagnosis.record import UnitStatistics
 
 # Places of units, after functions whose outputs have units in dim 1; of others they come last.
 _CONVOLUTION = {f"conv{t}{k}d": k for k in (1, 2, 3) for t in ("", "_transpose")}

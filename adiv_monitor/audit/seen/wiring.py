@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.audit.record import Wiring
 from adiv_monitor.audit.seen.again import Again
 from adiv_monitor.audit.seen.inputs import is_input, names_by_place
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, seeded
 from adiv_monitor.audit.training.train import held
+from adiv_monitor.diagnosis.record import Wiring
 from adiv_monitor.features.rows import exact
 
 LOOKED = 32  # forward passes, at most, that tell which parameters the loss depends on

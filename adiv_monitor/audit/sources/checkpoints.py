@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.command.usage import UsageError, needed, one_line, said
+from adiv_monitor.audit.options.usage import UsageError, needed, one_line, said
 
 # Where training loops keep the weights in a checkpoint that holds more than them.
 _KEYS = ("state_dict", "model_state_dict", "model", "module")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
-from adiv_monitor.audit.command.config import Config
-from adiv_monitor.audit.command.usage import UsageError, said
+from adiv_monitor.audit.options.config import Config
+from adiv_monitor.audit.options.usage import UsageError, said
 from adiv_monitor.audit.sources import huggingface, images, losses, random_data, text
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.sources.shapes import Fit, Inputs, fit

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.command.usage import UsageError, needed, said
+from adiv_monitor.audit.options.usage import UsageError, needed, said
 from adiv_monitor.audit.sources.shapes import Inputs
 
 _LENGTH = 32  # tokens

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from adiv_monitor.audit.command.usage import UsageError, needed, one_line, said
+from adiv_monitor.audit.options.usage import UsageError, needed, one_line, said
 
 Labelled = Dataset[Any]  # of pairs (image, class)
 

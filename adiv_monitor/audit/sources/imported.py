@@ -5,7 +5,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-from adiv_monitor.audit.command.usage import UsageError, said
+from adiv_monitor.audit.options.usage import UsageError, said
 
 
 def imported(path: str, option: str) -> Any:

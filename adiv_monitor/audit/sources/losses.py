@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adiv_monitor.audit.command.usage import UsageError, said
+from adiv_monitor.audit.options.usage import UsageError, said
 from adiv_monitor.audit.sources.imported import imported
 from adiv_monitor.audit.training.setup import Loss
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from adiv_monitor.audit.command.usage import UsageError, needed, said
+from adiv_monitor.audit.options.usage import UsageError, needed, said
 from adiv_monitor.audit.sources import huggingface
 from adiv_monitor.audit.sources.imported import imported, signature
 

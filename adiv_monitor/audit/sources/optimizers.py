@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adiv_monitor.audit.command.usage import UsageError, said
+from adiv_monitor.audit.options.usage import UsageError, said
 from adiv_monitor.audit.sources.imported import imported, signature
 from adiv_monitor.audit.training.setup import OptimizerFactory
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.command.usage import UsageError, said
+from adiv_monitor.audit.options.usage import UsageError, said
 from adiv_monitor.audit.sources.losses import first_tensor
 from adiv_monitor.audit.training.setup import seeded
 

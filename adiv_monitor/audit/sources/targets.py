@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from adiv_monitor.audit.command.config import Config
-from adiv_monitor.audit.command.usage import UsageError
+from adiv_monitor.audit.options.config import Config
+from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.sources import losses
 from adiv_monitor.audit.sources.shapes import Fit, Inputs
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from adiv_monitor.audit.command.usage import UsageError
+from adiv_monitor.audit.options.usage import UsageError
 from adiv_monitor.audit.sources.shapes import Inputs
 
 

@@ -4,9 +4,9 @@ import math
 import time
 from dataclasses import replace
 
-from adiv_monitor.audit.diagnosis.course import FEWEST
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.diagnosis.course import FEWEST
+from adiv_monitor.diagnosis.record import Record
 
 
 def within(setup: Setup, record: Record, runs: int, seconds: float) -> Setup | None:

@@ -6,9 +6,6 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
-from adiv_monitor.audit.diagnosis.course import FEWEST
-from adiv_monitor.audit.finding import Trial
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.trials.budget import step_seconds
@@ -16,6 +13,9 @@ from adiv_monitor.audit.trials.mends import DoesNotApply
 from adiv_monitor.audit.trials.mends.rates import scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import at_the_end, losses_of
+from adiv_monitor.diagnosis.course import FEWEST
+from adiv_monitor.diagnosis.finding import Trial
+from adiv_monitor.diagnosis.record import Record
 
 SAMPLES = 16
 STEPS = 100

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from adiv_monitor.audit.finding import Trial
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.mends import Mend
 from adiv_monitor.audit.trials.mends.rates import scale_rate
@@ -16,6 +14,8 @@ from adiv_monitor.audit.trials.trial import (
     constant_loss,
     losses_of,
 )
+from adiv_monitor.diagnosis.finding import Trial
+from adiv_monitor.diagnosis.record import Record
 
 # In both directions one step, in the better one on while it gets better: five runs at most, as
 # many as the model as it is has had.

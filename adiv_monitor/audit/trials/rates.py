@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-from adiv_monitor.audit.finding import Trial
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.trials.budget import within
@@ -17,6 +15,8 @@ from adiv_monitor.audit.trials.trial import (
     losses_of,
     plain_losses,
 )
+from adiv_monitor.diagnosis.finding import Trial
+from adiv_monitor.diagnosis.record import Record
 
 FACTORS = (0.1, 0.3, 3.0, 10.0)
 _FEWEST = (0.1, 10.0)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from adiv_monitor.audit.diagnosis.course import is_opposed
-from adiv_monitor.audit.finding import Trial
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import train
+from adiv_monitor.diagnosis.course import is_opposed
+from adiv_monitor.diagnosis.finding import Trial
+from adiv_monitor.diagnosis.record import Record
 
 Losses = tuple[float, ...]
 

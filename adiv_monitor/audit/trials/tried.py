@@ -3,16 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from adiv_monitor.audit.finding import (
-    NO_TIME,
-    STRENGTHS,
-    WIRING,
-    Advice,
-    Finding,
-    Trial,
-    unrefuted,
-)
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.trials.budget import Clock, fewest, step_seconds, within
@@ -21,6 +11,16 @@ from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
 from adiv_monitor.audit.trials.mends.rates import rate_name
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import plain_losses
+from adiv_monitor.diagnosis.finding import (
+    NO_TIME,
+    STRENGTHS,
+    WIRING,
+    Advice,
+    Finding,
+    Trial,
+    unrefuted,
+)
+from adiv_monitor.diagnosis.record import Record
 
 FIRST = 3  # fixes of a finding that are tried
 PLAIN = WIRING | {"non-finite", "cannot-overfit"}

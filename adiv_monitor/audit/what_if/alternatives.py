@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from statistics import median
@@ -18,6 +18,7 @@ from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.what_if.layer_step import Calls, Centred, Step, mean_feature, step_of
 from adiv_monitor.audit.what_if.normalisers import NORMALISERS
 from adiv_monitor.capture.selection import named_modules
+from adiv_monitor.diagnosis.record import Alternative
 from adiv_monitor.features.rows import exact
 
 _KINDS = (
@@ -27,21 +28,6 @@ _KINDS = (
     nn.Conv2d,
     nn.Conv3d,
 )
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A layer at one step, as it would be; the gradients that reach it are held as they are.
-
-    Attributes:
-        gradient_cosine: as the monitor's measure of that name.
-        scale_cv: as the monitor's measure of that name.
-        effective_lr: of a plain gradient step of learning rate 1, as the monitor's measure.
-    """
-
-    gradient_cosine: float
-    scale_cv: float
-    effective_lr: float
 
 
 def what_if(setup: Setup) -> dict[str, dict[str, Alternative]]:

@@ -123,14 +123,14 @@ class Again:
         self,
         use: Use,
         output: Tensor,
-        path: str | None = None,
+        known: Layer | str | None = None,
         *,
         checked: bool = True,
         split: Split | None = None,
         inputs: object = None,
     ) -> None:
         """Take z of a use."""
-        layer = self._layers.of(use, path)
+        layer = self._layers.of(use, known)
         if layer is not None:
             self._take(layer, use.layout(output), recomputed=not output.requires_grad)
 

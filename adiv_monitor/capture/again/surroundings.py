@@ -100,7 +100,7 @@ def untouched(
     attributes = {module: dict(vars(module)) for module in modules}
     buffers = {module: dict(module._buffers) for module in modules}
     modes, cached, eager = function_modes(), parametrize._cache_enabled, forced_eager()
-    thread = ThreadState()
+    thread = ThreadState(whole=True)
 
     def put_back() -> None:
         replay(False)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import Tensor, nn
 
+from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.weights.derived import Derived
 from adiv_monitor.capture.weights.pieces import Pieces, Source, Strides
 from adiv_monitor.capture.weights.shards import Standing, is_shard, waiting
@@ -18,16 +19,21 @@ class Origin:
     Args:
         model: the model.
         trained: the parameters to measure.
+        pieces: that are known already.
 
     Attributes:
         tape: the calls that make tensors of parameters.
         pieces: of the parameters.
+        any_apart: processes may have parts of parameters.
     """
 
-    def __init__(self, model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, model: nn.Module, trained: Iterable[nn.Parameter], pieces: Pieces | None = None
+    ) -> None:
         self._model = model
         self._trained = {id(p): p for p in trained}
-        self.pieces = Pieces()
+        self.any_apart = processes() > 1 or any(map(is_shard, self._trained.values()))
+        self.pieces = Pieces() if pieces is None else pieces
         self.start()
 
     def start(self) -> None:
@@ -97,6 +103,8 @@ class Origin:
         """Ids of the parameters to measure that it is made of, if of no data."""
         if not value.requires_grad:
             return ()
+        if self._trained.get(id(value)) is value:
+            return (id(value),)
         if isinstance(value, nn.Parameter) and id(value) not in self._held:
             self._stands_in(value)
         if id(value) in self._trained:
@@ -114,7 +122,12 @@ class Origin:
             Refused: its memory is read as numbers of another type, or it is no part of a sharded
                 parameter as that lies in memory.
         """
-        if value is None or not self.is_trained(value):
+        if value is None:
+            return None
+        parameter = self._trained.get(id(value))
+        if parameter is not None and parameter is value and value.requires_grad:  # as most are
+            return self.pieces.whole(parameter)
+        if not self.is_trained(value):
             return None
         if is_shard(value) and id(value) not in self._trained:
             raise Refused(

@@ -100,7 +100,9 @@ class Piece:
 
     def own(self, part: Tensor) -> Tensor:
         """The piece of what this process holds of such a tensor: all, or its part."""
-        if self.view is None or not is_shard(self.parameter):
+        if self.view is None:
+            return part
+        if not is_shard(self.parameter):
             return self.of(part)
         assert self.stretch is not None
         first, last = self.stretch
@@ -108,7 +110,8 @@ class Piece:
 
     def value(self) -> Tensor:
         """The piece as it is now, as far as this process holds it."""
-        return self.own(part_of(self.parameter))
+        part = part_of(self.parameter)
+        return part if self.view is None else self.own(part)
 
     def gradient(self) -> Tensor:
         """∂L/∂θ of the piece as it stands in `.grad`; zeros where there is none. See `value`."""
@@ -239,11 +242,15 @@ class Pieces:
             whole: it, or what stands in for it while its module runs.
         """
         if tensor is whole:
-            if id(parameter) not in self._whole:
-                self._whole[id(parameter)] = View(self.of(parameter))
-            return self._whole[id(parameter)]
+            return self.whole(parameter)
         strides = Strides.between(tensor, whole)
         return None if strides.repeats else self.view(parameter, strides)
+
+    def whole(self, parameter: nn.Parameter) -> View:
+        """A parameter as it is."""
+        if id(parameter) not in self._whole:
+            self._whole[id(parameter)] = View(self.of(parameter))
+        return self._whole[id(parameter)]
 
     def view(self, parameter: nn.Parameter, strides: Strides) -> View:
         """A view of a parameter; of a part of it, that part is the piece."""

@@ -14,15 +14,17 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.processes import processes
 
+_WHOLE = (Tensor, nn.Parameter)  # which most are: asked first, as it costs least
+
 
 def is_shard(tensor: object) -> bool:
     """Whether this process holds but a part of it."""
-    return hasattr(tensor, "full_tensor")
+    return type(tensor) not in _WHOLE and hasattr(tensor, "full_tensor")
 
 
 def part_of(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor, without its graph: all, or its part."""
-    if is_shard(tensor):
+    if type(tensor) not in _WHOLE and is_shard(tensor):
         with torch.no_grad():  # where a sum is detached first, its terms may be added up
             tensor = tensor.to_local()  # type: ignore[attr-defined]
     return tensor.detach()
@@ -54,6 +56,8 @@ def same_on(whole: Tensor, mesh: Any) -> Any:
 
 def is_sum(tensor: object) -> bool:
     """Whether it is what the processes' tensors add up to, and nobody has added them up yet."""
+    if type(tensor) in _WHOLE:
+        return False
     return is_shard(tensor) and any(p.is_partial() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
@@ -62,7 +66,7 @@ def lies_apart(gradient: object, parameter: object) -> bool:
 
     Of a part of a parameter a backward pass may leave the gradient of all, too.
     """
-    if not (is_shard(gradient) and is_shard(parameter)):
+    if type(gradient) in _WHOLE or not (is_shard(gradient) and is_shard(parameter)):
         return False
     lies, wanted = gradient.placements, parameter.placements  # type: ignore[attr-defined]
     return any(g != p and not g.is_replicate() for g, p in zip(lies, wanted, strict=True))
@@ -70,6 +74,8 @@ def lies_apart(gradient: object, parameter: object) -> bool:
 
 def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
     """What this process holds of a gradient: as it does of the parameter, if it has that much."""
+    if type(gradient) in _WHOLE:
+        return gradient.detach()
     if is_shard(gradient) and is_shard(parameter) and not lies_apart(gradient, parameter):
         placements = parameter.placements  # type: ignore[attr-defined]
         gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]

@@ -5,7 +5,8 @@ Channels-last and contiguous convolutions are both of this shape, and so are the
 layer: one image, whose positions are the rows. Strides are read, never assumed, so transposed,
 sliced and expanded tensors are right as they are; the tile merely follows the fast direction.
 Offsets are 64-bit, so tensors may hold more than 2³¹ elements. Sums are taken in the dtype of the
-factor, and in a fixed order: two runs agree bit by bit.
+factor, and in a fixed order: two runs agree bit by bit. Programs that walk over tiles copy what
+comes next while they work on one.
 
 All sizes but the strides of the fast direction come divided by UNIT, a power of two that divides
 them, so that the compiler sees how wide an access may be.
@@ -31,12 +32,20 @@ def offset_of(
     CHANNELS_FAST: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Where a tile of positions × channels of an image lies."""
+    """Where a tile of positions × channels of an image lies; all three of them 64-bit."""
     if CHANNELS_FAST:
-        tile = (position * (position_stride * UNIT))[:, None] + (channel * channel_stride)[None, :]
+        tile = (position * UNIT * position_stride)[:, None] + (channel * channel_stride)[None, :]
     else:
-        tile = (position * position_stride)[:, None] + (channel * (channel_stride * UNIT))[None, :]
-    return image * (image_stride * UNIT) + tile
+        tile = (position * position_stride)[:, None] + (channel * UNIT * channel_stride)[None, :]
+    return image * UNIT * image_stride + tile
+
+
+@triton.jit
+def sizes_of(channels, positions, CHANNELS_FAST: tl.constexpr, UNIT: tl.constexpr):
+    """Numbers of channels and positions; the one that came divided by UNIT is 64-bit."""
+    channels = tl.cast(channels, tl.int64) * UNIT if CHANNELS_FAST else channels
+    positions = positions if CHANNELS_FAST else tl.cast(positions, tl.int64) * UNIT
+    return channels, positions
 
 
 @triton.jit
@@ -50,6 +59,8 @@ def gate_kernel(
     images,
     channels,
     positions,
+    tiles,
+    steps,
     g_image,
     g_channel,
     g_position,
@@ -63,6 +74,7 @@ def gate_kernel(
     LIMIT: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SAME: tl.constexpr,
+    STAGES: tl.constexpr,
     CHANNELS_FAST: tl.constexpr,
     UNIT: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -74,22 +86,19 @@ def gate_kernel(
     reached LIMIT. A program keeps its channels and walks over positions; it writes one row of
     `sums`. SAME: `other` is the same at all positions, like a bias.
     """
-    channels = channels * UNIT if CHANNELS_FAST else channels
-    positions = positions if CHANNELS_FAST else positions * UNIT
-    group = tl.program_id(1)
+    channels, positions = sizes_of(channels, positions, CHANNELS_FAST, UNIT)
+    group = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
     wide = factor.dtype.element_ty
     channel = part * CHANNELS + tl.arange(0, CHANNELS)
     among = channel < channels
-    channel = (group * channels + channel).to(tl.int64)
+    channel = group * channels + channel
     total = tl.zeros((POSITIONS, CHANNELS), wide)
     if SAME:
         value = tl.load(other + channel * other_channel, mask=among, other=0.0).to(wide)[None, :]
-    tiles = tl.cdiv(positions, POSITIONS)
-    step = tl.program_id(0).to(tl.int64)
-    while step < images * tiles:
-        image = step // tiles
-        position = (step % tiles) * POSITIONS + tl.arange(0, POSITIONS)
+    for step in tl.range(tl.program_id(0), steps, tl.num_programs(0), num_stages=STAGES):
+        image = (step // tiles).to(tl.int64)
+        position = (step % tiles).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
         within = position < positions
         mask = within[:, None] & among[None, :]
         place = (image * tl.num_programs(1) + group) * positions + position
@@ -116,7 +125,6 @@ def gate_kernel(
             tl.store(scaled + own, weighted.to(scaled.dtype.element_ty), mask=mask)
         if sums is not None:
             total += weighted if WEIGHTED else slope
-        step += tl.num_programs(0)
     if sums is not None:
         row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) * channels
         tl.store(sums + row + channel, tl.sum(total, 0), mask=among)
@@ -161,13 +169,12 @@ def blend_kernel(
     CHANNELS: tl.constexpr,
 ):
     """Write f·a + GAIN·shift or, where there is an other, a + GAIN·f·other, as a is laid out."""
-    channels = channels * UNIT if CHANNELS_FAST else channels
-    positions = positions if CHANNELS_FAST else positions * UNIT
-    group = tl.program_id(1)
+    channels, positions = sizes_of(channels, positions, CHANNELS_FAST, UNIT)
+    group = tl.program_id(1).to(tl.int64)
     wide = factor.dtype.element_ty
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     among = channel < channels
-    channel = (group * channels + channel).to(tl.int64)
+    channel = group * channels + channel
     step = tl.program_id(0).to(tl.int64)
     image = step // tiles
     position = (step % tiles) * POSITIONS + tl.arange(0, POSITIONS)
@@ -204,9 +211,8 @@ def square_sum_kernel(
     CHANNELS: tl.constexpr,
 ):
     """Write Σ_c x² over the channels of a group."""
-    channels = channels * UNIT if CHANNELS_FAST else channels
-    positions = positions if CHANNELS_FAST else positions * UNIT
-    group = tl.program_id(1)
+    channels, positions = sizes_of(channels, positions, CHANNELS_FAST, UNIT)
+    group = tl.program_id(1).to(tl.int64)
     wide = sums.dtype.element_ty
     step = tl.program_id(0).to(tl.int64)
     image = step // tiles
@@ -216,7 +222,7 @@ def square_sum_kernel(
     for start in range(0, channels, CHANNELS):
         channel = start + tl.arange(0, CHANNELS)
         mask = within[:, None] & (channel < channels)[None, :]
-        channel = (group * channels + channel).to(tl.int64)
+        channel = group * channels + channel
         own = offset_of(image, position, channel, x_image, x_channel, x_position,
                         CHANNELS_FAST, UNIT)  # fmt: skip
         value = tl.load(x + own, mask=mask, other=0.0).to(wide)
@@ -244,7 +250,8 @@ def gate(
     (images, channels, positions), groups = g.shape, factor.shape[1]
     layout = _layout(channels // groups, g, other, scaled)
     parts = divide_up(channels // groups, layout.tile.channels)
-    steps = images * divide_up(positions, layout.tile.positions)
+    tiles = divide_up(positions, layout.tile.positions)
+    steps = images * tiles
     programs = workers(g, steps, groups * parts)
     dots = None if other is None else factor.new_empty(parts, images, groups, positions)
     sums = factor.new_empty(programs, channels) if total else None
@@ -260,6 +267,8 @@ def gate(
         sums,
         images,
         *layout.sizes,
+        tiles,
+        steps,
         *layout.strides(g),
         *layout.strides(other),
         *layout.strides(scaled),
@@ -267,6 +276,9 @@ def gate(
         LIMIT=limit,
         WEIGHTED=weighted,
         SAME=other is not None and images == 1 and other.stride(2) == 0,
+        # 16 KiB of each operand are under way (a tile of float64 is larger); no copy that runs
+        # ahead is of less than 4 bytes.
+        STAGES=1 + 4 // g.element_size() if layout.unit >= 4 else 1,
         **layout.options,
     )
     return dots, sums

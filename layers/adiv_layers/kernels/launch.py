@@ -53,7 +53,8 @@ def strided_tile(channels: int, positions: int, channels_fast: bool, unit: int) 
     else:
         along = min(power_of_two(positions), _ALONG)
         across = min(power_of_two(channels), _TILE // along)
-    warps = max(1, along * across // (1024 if channels_fast else 512))
+    tall = not channels_fast or along >= 16
+    warps = max(1, along * across // (512 if tall else 1024))
     if unit < 4:
         along, across = (along // 2, across) if channels_fast else (along, across // 2)
     return Tile(max(1, along), max(1, across), warps)

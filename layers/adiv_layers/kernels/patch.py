@@ -55,17 +55,20 @@ def box_kernel(
     z = (rest % depth_out) * depth_stride - depth_padding
     volume = rest // depth_out
     square = tl.zeros((BLOCK,), factor.dtype.element_ty)
-    for k in range(depth):
-        zk = z + k * depth_dilation
+    zk = z
+    for _ in range(depth):
         z_in = inside & (zk >= 0) & (zk < depth_in)
-        for j in range(height):
-            yj = y + j * height_dilation
+        yj = y
+        for _ in range(height):
             y_in = z_in & (yj >= 0) & (yj < height_in)
             line = ((volume * depth_in + zk) * height_in + yj) * width_in
-            for i in range(width):
-                xi = x + i * width_dilation
+            xi = x
+            for _ in range(width):
                 mask = y_in & (xi >= 0) & (xi < width_in)
                 square += tl.load(q + line + xi, mask=mask, other=0.0)
+                xi += width_dilation
+            yj += height_dilation
+        zk += depth_dilation
     f = factor_of(square, GAIN, CONSTANT, FLOOR, SQUARED)
     tl.store(factor + index, f, mask=inside)
 
@@ -105,20 +108,23 @@ def box_transposed_kernel(
     z = rest % depth_in + depth_padding
     volume = rest // depth_in
     total = tl.zeros((BLOCK,), spread.dtype.element_ty)
-    for k in range(depth):
-        zk = z - k * depth_dilation
+    zk = z
+    for _ in range(depth):
         zo = zk // depth_stride
         z_in = inside & (zk >= 0) & (zo * depth_stride == zk) & (zo < depth_out)
-        for j in range(height):
-            yj = y - j * height_dilation
+        yj = y
+        for _ in range(height):
             yo = yj // height_stride
             y_in = z_in & (yj >= 0) & (yo * height_stride == yj) & (yo < height_out)
             line = ((volume * depth_out + zo) * height_out + yo) * width_out
-            for i in range(width):
-                xi = x - i * width_dilation
+            xi = x
+            for _ in range(width):
                 xo = xi // width_stride
                 mask = y_in & (xi >= 0) & (xo * width_stride == xi) & (xo < width_out)
                 total += tl.load(c + line + xo, mask=mask, other=0.0)
+                xi -= width_dilation
+            yj -= height_dilation
+        zk -= depth_dilation
     tl.store(spread + index, total, mask=inside)
 
 

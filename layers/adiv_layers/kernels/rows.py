@@ -87,6 +87,17 @@ def load(source, mask, UNIT: tl.constexpr):
 
 
 @triton.jit
+def sum_of_edges(products):
+    """Sums over the edges of rows; of a single row a number, which every thread is handed.
+
+    As a tensor it would have to be exchanged for the layout of the sums over whole groups, and
+    Triton 3.6 would rather load the edges once more, by every thread and one by one.
+    """
+    sums = tl.sum(products, 1)
+    return tl.sum(sums, 0) if products.shape[0] == 1 else sums
+
+
+@triton.jit
 def unit_rows_kernel(
     x,
     unit,
@@ -131,7 +142,7 @@ def unit_rows_kernel(
     if EDGES:
         edge, among = edges_of(ahead, first, last, end, AHEAD)
         rest = tl.load(source + edge, mask=among, other=0.0).to(wide)
-        square += tl.sum(rest * rest, 1)
+        square += sum_of_edges(rest * rest)
     f = factor_of(square, GAIN, CONSTANT, FLOOR, SQUARED)
     tl.store(factor + row, f, mask=row < rows)
     if unit is not None:
@@ -210,7 +221,7 @@ def unit_rows_backward_kernel(
         edge_values = tl.load(source + edge, mask=among, other=0.0).to(wide)
     along = tl.sum(products, 1)
     if EDGES:
-        along += tl.sum(edge_slope * edge_values, 1)
+        along += sum_of_edges(edge_slope * edge_values)
     to_unit = 1.0 if IS_UNIT else f
     along *= to_unit
     if gamma is not None:

@@ -5,6 +5,9 @@ The rows' lengths are summed in the loop of the matrix product, so the forward p
 (two where the rows are wide and shared among programs), and the backward pass one: every program
 takes some of the inputs and all rows and outputs. What several programs know (f, the gradient of
 b) they all write, and all the same.
+
+They are here for a network of such layers in a CUDA graph, where launches are cheap: should it take
+as long as one of `nn.Linear` there, or longer, the general kernels do and these may go.
 """
 
 import torch
@@ -50,9 +53,9 @@ def forward_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Wx and ‖x‖² over INPUTS inputs: `finish`ed, or written as one term of their sums."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    out = tl.program_id(1) * OUT + tl.arange(0, OUT)
-    part = tl.program_id(2)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    out = tl.program_id(1).to(tl.int64) * OUT + tl.arange(0, OUT)
+    part = tl.program_id(2).to(tl.int64)
     product = tl.zeros((ROWS, OUT), tl.float32)
     square = tl.zeros((ROWS,), tl.float32)
     for start in range(0, INPUTS, BLOCK):
@@ -81,15 +84,17 @@ def finish_kernel(
     ROWS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """Add up the terms of Wx and ‖x‖², and `finish`."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    out = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    out = tl.program_id(1).to(tl.int64) * OUT + tl.arange(0, OUT)
     mask = (row < rows)[:, None] & (out < n_out)[None, :]
     product = tl.zeros((ROWS, OUT), tl.float32)
     square = tl.zeros((ROWS,), tl.float32)
-    for part in range(parts):
-        place = (part * rows + row)[:, None] * n_out + out[None, :]
+    term = row
+    for _ in range(parts):
+        place = term[:, None] * n_out + out[None, :]
         product += tl.load(products + place, mask=mask, other=0.0)
-        square += tl.load(squares + part * rows + row, mask=row < rows, other=0.0)
+        square += tl.load(squares + term, mask=row < rows, other=0.0)
+        term += rows
     finish(product, square, bias, z, y, factor, row, out, rows, n_out,
            GAIN, SHIFT, CONSTANT, FLOOR)  # fmt: skip
 
@@ -105,7 +110,7 @@ def backward_kernel(
     What is None is left out. Not WEIGHTED: that of b is SHIFT·Σ g. Where |f| has reached LIMIT it
     is constant.
     """
-    row = tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     f = tl.load(factor + row, mask=row < rows, other=0.0)
     mask = (row < rows)[:, None] & (column < n_in)[None, :]
@@ -113,7 +118,7 @@ def backward_kernel(
     result = tl.zeros((ROWS, BLOCK), tl.float32)
     along = tl.zeros((ROWS,), tl.float32)
     for start in range(0, n_out, OUT):
-        out = start + tl.arange(0, OUT)
+        out = start + tl.arange(0, OUT).to(tl.int64)
         among = (row < rows)[:, None] & (out < n_out)[None, :]
         place = row[:, None] * g_row + out[None, :] * g_out
         slope = tl.load(g + place, mask=among, other=0.0).to(tl.float32)
@@ -166,6 +171,7 @@ def small_forward(
         "FLOOR": least_square(form.eps, factor),
         "ROWS": tile,
         "OUT": _OUT,
+        "num_warps": max(4, tile * _OUT // 256),
     }
     run(
         forward_kernel,

@@ -22,8 +22,6 @@ from audit.ward.course import at_the_end, losses_of
 from audit.ward.run import LONGER, STEPS, Case, Healthy, Run
 
 from adiv_monitor.audit.audit import audit
-from adiv_monitor.audit.finding import NO_TIME, Advice, Finding, Trial
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.mended import Bench
@@ -32,6 +30,8 @@ from adiv_monitor.audit.trials.mends.rates import rate_name, scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import compared, plain_losses
 from adiv_monitor.audit.trials.tried import NOT_AMONG_THE_FIRST
+from adiv_monitor.diagnosis.finding import NO_TIME, Advice, Finding, Trial
+from adiv_monitor.diagnosis.record import Record
 
 ANOTHER = 1000  # added to a seed: other weights, other data
 SEARCHED = 5  # random search is as dear as an audit: it is done for every fifth seed

@@ -9,11 +9,11 @@ from audit.ward.run import STEPS, Case, Healthy
 from torch.nn.utils import clip_grad_norm_
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.audit.diagnosis.course import fell
-from adiv_monitor.audit.page.verdict import running_headline
 from adiv_monitor.audit.training.setup import seeded
 from adiv_monitor.audit.training.train import held
-from adiv_monitor.sinks.running import Running
+from adiv_monitor.diagnosis.course import fell
+from adiv_monitor.diagnosis.running import Running
+from adiv_monitor.diagnosis.verdict import running_headline
 
 NOTHING = "nothing"  # as strength: no finding
 

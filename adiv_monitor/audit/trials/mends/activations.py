@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.seen.outputs import activated_output
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
 from adiv_monitor.audit.trials.mends.places import modules_at
+from adiv_monitor.diagnosis.record import Record
 
 Functions = frozenset[Callable[..., Any]]
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.seen.inputs import is_input, names_by_place
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.samples import joined
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
+from adiv_monitor.diagnosis.record import Record
 
 _CONSTANT = 1e-6  # a standard deviation this far below the largest is rounding
 

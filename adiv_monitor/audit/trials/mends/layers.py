@@ -7,12 +7,12 @@ from typing import Any, Literal
 from adiv_layers import convert
 from torch import nn
 
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
 from adiv_monitor.audit.trials.mends.places import affine_at, in_front
 from adiv_monitor.audit.trials.mends.rates import scale_rates
 from adiv_monitor.audit.what_if.normalisers import NORMALISERS, Normaliser
+from adiv_monitor.diagnosis.record import Record
 
 
 def _converted(

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Fork, seeded
+from adiv_monitor.diagnosis.record import Record
 
 Change = Callable[[Fork, Sequence[str], Record | None], None]
 

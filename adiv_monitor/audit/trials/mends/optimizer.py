@@ -6,11 +6,11 @@ from typing import Any
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from adiv_monitor.audit.diagnosis.remedies import clip_norm, less_momentum
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.remedies import clip_norm, less_momentum
 
 
 def _decay(factor: float) -> Callable[[Fork, Sequence[str], Record | None], None]:

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from adiv_monitor.audit.diagnosis.remedies import rates_per_layer
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
 from adiv_monitor.capture.selection import named_modules
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.remedies import rates_per_layer
 
 FACTORS = (0.01, 0.1, 0.3, 3.0, 10.0, 100.0)
 

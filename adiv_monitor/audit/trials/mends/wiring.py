@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from adiv_monitor.audit.record import Record
 from adiv_monitor.audit.training.setup import Fork
 from adiv_monitor.audit.trials.mends.mend import DoesNotApply, Mend
 from adiv_monitor.audit.trials.mends.places import AFFINE, affine_at, modules_at, parameters_at
+from adiv_monitor.diagnosis.record import Record
 
 
 def _hold(fork: Fork, layers: Sequence[str], record: Record | None) -> None:

@@ -1,0 +1,297 @@
+"""Everything that an audit is told: options of the command line and keys of a YAML file alike."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from adiv_monitor.audit.options.fail_if import parse
+from adiv_monitor.audit.options.usage import UsageError, needed, one_line
+from adiv_monitor.diagnosis.hidden import without_secrets
+
+# As Lightning calls them; float16 needs a scaled loss, which the audit's loop does not have.
+PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+
+Reader = Callable[
+    [Any], Any
+]  # from text or from what YAML read; raises ValueError(what is expected)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("text")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _whole(least: int) -> Reader:
+    def read(value: Any) -> int:
+        number = _number(value)
+        if number != int(number) or number < least:
+            raise ValueError(f"a whole number of at least {least}")
+        return int(number)
+
+    def checked(value: Any) -> int:
+        try:
+            return read(value)
+        except (ValueError, OverflowError):
+            raise ValueError(f"a whole number of at least {least}") from None
+
+    return checked
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError("a number")
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("a number") from None
+
+
+def _positive(value: Any) -> float:
+    number = _number(value)
+    if not number > 0:
+        raise ValueError("a number above 0")
+    return number
+
+
+def _finite(value: Any) -> float:
+    number = _number(value)
+    if not 0 < number < math.inf:
+        raise ValueError("a finite number above 0")
+    return number
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    sizes = re.split(r"[,x×]", value.strip("()[] ")) if isinstance(value, str) else value
+    sizes = [sizes] if isinstance(sizes, int) else sizes
+    expected = "sizes of one sample without the batch, such as 3,64,64"
+    try:
+        return tuple(_whole(1)(size) for size in sizes)
+    except (TypeError, ValueError):
+        raise ValueError(expected) from None
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    expected = """arguments by name as JSON, such as '{"lr": 0.1}'"""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{expected} ({one_line(error)})") from None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(expected)
+    return dict(value)
+
+
+def _precision(value: Any) -> str:
+    if value not in PRECISIONS:
+        raise ValueError(f"one of {', '.join(PRECISIONS)}")
+    return str(value)
+
+
+def _rules(value: Any) -> tuple[str, ...]:
+    rules = (value,) if isinstance(value, str) else tuple(map(_text, value))
+    for rule in rules:
+        parse(rule)
+    return rules
+
+
+def _option(default: Any, read: Reader, help: str, metavar: str = "") -> Any:
+    about = {"read": read, "help": help, "metavar": metavar}
+    if callable(default):
+        return field(default_factory=default, metadata=about)
+    return field(default=default, metadata=about)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is audited, how, and where the report goes; see the help of each option."""
+
+    model: str = _option(
+        "",
+        _text,
+        "import path of a torch.nn.Module class, of a function that returns a module, or of an "
+        "instance (torchvision.models.resnet18, my_project.train:build); timm:NAME; or hf:PATH of "
+        "a config.json of transformers, or of its folder. Building it runs its code.",
+        "MODEL",
+    )
+    model_args: Mapping[str, Any] = _option(
+        dict,
+        _arguments,
+        "arguments of the class or function; what looks like a secret (api_key, password, token) "
+        "is in no file of the report",
+        "JSON",
+    )
+    checkpoint: str | None = _option(
+        None, _text, "weights: .safetensors, or a state dict by torch.save", "FILE"
+    )
+    trust_checkpoint: bool = _option(
+        False, _flag, "load a pickle that runs code; only from people you trust"
+    )
+    data: str = _option(
+        "random",
+        _text,
+        "random (learnable, in the shape that the model takes), digits, cifar10:ROOT, "
+        "imagefolder:DIR, text:FILE, or package.module:function, called without arguments, for an "
+        "iterable of batches: (inputs…, target), or dicts of the model's arguments",
+        "DATA",
+    )
+    download: bool = _option(False, _flag, "fetch CIFAR-10 into ROOT if it is not there")
+    input_shape: tuple[int, ...] | None = _option(
+        None, _shape, "of one sample; by default what the model takes: 3,64,64", "SIZES"
+    )
+    num_classes: int | None = _option(
+        None,
+        _whole(1),
+        "classes of random data; by default as many as the model has outputs, 10 at most. The "
+        "model's own number of outputs is one of its --model-args",
+        "N",
+    )
+    batch_size: int = _option(16, _whole(1), "samples in a batch", "N")
+    loss: str | None = _option(
+        None,
+        _text,
+        "cross_entropy, nll, mse, l1, smooth_l1, huber, binary_cross_entropy_with_logits; or the "
+        "import path of a loss class, or of a function (output, target) or (model, batch) → "
+        "scalar. By default cross_entropy for targets that are whole numbers, else mse; models of "
+        "transformers use their own",
+        "LOSS",
+    )
+    optimizer: str = _option(
+        "AdamW",
+        _text,
+        "name in torch.optim, or import path of an optimizer class, or of a function model → "
+        "optimizer",
+        "NAME",
+    )
+    optimizer_args: Mapping[str, Any] = _option(
+        dict, _arguments, """arguments of the optimizer, such as '{"lr": 0.1}'""", "JSON"
+    )
+    clip_norm: float | None = _option(None, _finite, "clip the gradient to this norm", "NORM")
+    steps: int = _option(60, _whole(1), "steps to train a copy for", "N")
+    seed: int = _option(0, _whole(0), "of initial weights, data and training", "N")
+    device: str | None = _option(
+        None, _text, "cpu, cuda, cuda:1, mps …; by default cuda where there is one", "DEVICE"
+    )
+    precision: str = _option("32-true", _precision, ", ".join(PRECISIONS), "P")
+    realised: bool = _option(
+        False, _flag, "measure what steps really did, all layers having moved; costs two forwards"
+    )
+    attention: bool = _option(False, _flag, "measure attention scores too")
+    alignment: bool = _option(
+        False, _flag, "measure how weights, updates and activations are aligned, on the first batch"
+    )
+    try_mends: bool = _option(
+        True, _flag, "try the first mends in short runs before advising them (on by default)"
+    )
+    try_seconds: float = _option(
+        40.0,
+        _positive,
+        "roughly how long trying may take; what is tried then depends on the clock where steps are "
+        "slow, with inf it never does",
+        "SECONDS",
+    )
+    fail_if: tuple[str, ...] = _option(
+        tuple,
+        _rules,
+        "exit with 1 if this holds: '[LAYERS:] MEASURE > NUMBER' (or >=, <, <=) at any layer and "
+        "measured step, by more than two standard errors ('encoder.*: update_cosine < 0'); the "
+        "name of a finding (rate-too-high); or a strength that one has (act). May be repeated",
+        "RULE",
+    )
+    out: str = _option("adiv-audit", _text, "folder of the report", "DIR")
+
+
+ARGUMENTS = ("model_args", "optimizer_args")
+NAMES = {"try" if f.name == "try_mends" else f.name: f for f in fields(Config)}  # as users write
+
+
+def read(given: Mapping[str, Any], where: Callable[[str], str]) -> dict[str, Any]:
+    """Values of options, checked.
+
+    Args:
+        given: option → text of the command line, or what YAML read.
+        where: an option's name → how its user knows it, for errors.
+
+    Raises:
+        UsageError: there is no such option, or its value is not what is expected.
+    """
+    values = {}
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        if name not in NAMES:
+            close = get_close_matches(name, NAMES, 1)
+            hint = f"; did you mean {close[0]}?" if close else f"; known are {', '.join(NAMES)}"
+            raise UsageError(f"{where(name)}: there is no such option{hint}")
+        option = NAMES[name]
+        if value is None and option.default is None:
+            continue
+        try:
+            values[option.name] = option.metadata["read"](value)
+        except UsageError as error:
+            raise UsageError(f"{where(name)}: {error}") from error
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{where(name)}: got {one_line(value)!r}, expected {error}") from error
+    return values
+
+
+def load(file: str) -> dict[str, Any]:
+    """The options in a YAML file.
+
+    Raises:
+        UsageError: it can't be read, or holds something else.
+    """
+    yaml = needed("yaml", "--config")
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        """Knows 1e-3 for a number, which YAML 1.1 takes for text."""
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
+        list("-+0123456789"),
+    )
+    try:
+        content = yaml.load(Path(file).read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise UsageError(f"--config {file}: can't be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {file}: is no YAML: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise UsageError(
+            f"--config {file}: holds a {type(content).__name__}, expected lines such as steps: 60"
+        )
+    return read(content, lambda name: f"--config {file}: {name}")
+
+
+def dumped(config: Config) -> str:
+    """The config as YAML that `load` reads back, but for secrets among arguments."""
+    yaml = needed("yaml", "config.yaml")
+    values = asdict(config)
+    values |= {name: without_secrets(values[name]) for name in ARGUMENTS}
+    plain = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, option in NAMES.items()
+        for value in [values[option.name]]
+    }
+    text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def default(name: str) -> Any:
+    """What an option is unless it is given."""
+    option = NAMES[name]
+    if option.default_factory is not MISSING:
+        return option.default_factory()
+    return option.default

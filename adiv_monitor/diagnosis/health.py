@@ -1,0 +1,160 @@
+"""What healthy networks read: the values that pictures colour by, and how they are read."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adiv_monitor.diagnosis.readings import gradients
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.report import NO_MAPS, StepReport
+
+# Not a measure of the monitor but made of two: ‖∂L/∂z‖ of a layer, over that of the last one.
+GRADIENT = "gradient"
+
+
+@dataclass(frozen=True)
+class Health:
+    """How a measure is coloured.
+
+    Attributes:
+        title: what it is, in a few words.
+        short: the same above a narrow picture.
+        reads: how to read it, in one line.
+        logarithmic: values are told apart by their ratios.
+        knots: (value, level), values rising: level −1 is far too little, −0.5 to 0.5 what healthy
+            layers read, 1 far too much; between knots it is interpolated. Empty: no healthy range
+            is known, and colours only tell layers apart.
+        of_maps: only layers that map features to features have it, or are comparable by it.
+    """
+
+    title: str
+    short: str
+    reads: str
+    logarithmic: bool = False
+    knots: tuple[tuple[float, float], ...] = ()
+    of_maps: bool = False
+
+    @property
+    def healthy(self) -> tuple[float, float]:
+        """The least and the largest value that is drawn as healthy."""
+        inside = [value for value, level in self.knots if abs(level) <= 0.5]
+        return min(inside), max(inside)
+
+    def level(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Where values lie between far too little (−1) and far too much (1); NaN stays."""
+        at, levels = np.asarray(self.knots).T
+        if self.logarithmic:
+            least = at[0] * 1e-6
+            at, values = np.log(at), np.log(np.maximum(values, least))
+        return np.asarray(np.interp(values, at, levels), dtype=np.float64)
+
+
+# Inner knots are the ends of what layers of 30 healthy runs typically read, rounded (see
+# tests/benchmarks/results/separation.md), or the limits of the audit's rules. In this order they
+# stand in pictures; the first ones tell the most of 152 planted illnesses.
+HEALTH: Mapping[str, Health] = MappingProxyType(
+    {
+        "update_ratio": Health(
+            "Move of the activations in a step",
+            "activations move",
+            "‖Δz‖ / ‖z‖. Healthy layers read 0.009 to 0.7. Blue: hardly moves; red: jumps.",
+            True,
+            ((3e-4, -1), (0.009, -0.5), (0.7, 0.5), (10, 1)),
+            True,
+        ),
+        GRADIENT: Health(
+            "Gradient that arrives",
+            "gradient arrives",
+            "‖∂L/∂z‖ over the last layer's. Blue, below 0.03: vanishes; red, above 70: explodes.",
+            True,
+            ((1e-3, -1), (0.03, -0.5), (70, 0.5), (1000, 1)),
+            True,
+        ),
+        "idle_share": Health(
+            "Idle rows",
+            "idle rows",
+            "Rows without a gradient: padding, masked tokens, dead units. Healthy: below 0.15.",
+            False,
+            ((0, 0), (0.15, 0.5), (1, 1)),
+        ),
+        "descent": Health(
+            "Descent",
+            "descent",
+            "How far the loss falls by this layer, to first order. Dark: hardly, or it rises.",
+        ),
+        "update_cosine": Health(
+            "Cosine of the step",
+            "cosine of the step",
+            "1: activations moved straight downhill. Dark: least so.",
+        ),
+        "effective_lr": Health(
+            "Effective learning rate",
+            "effective rate",
+            "The rate at which activations move downhill. Even between layers is best.",
+            of_maps=True,
+        ),
+        "scale_mean": Health(
+            "Row scale, mean",
+            "row scale",
+            "Mean ‖φ‖² = ‖x‖² + 1: long rows make long steps.",
+            of_maps=True,
+        ),
+        "scale_cv": Health(
+            "Spread of the row scales",
+            "spread of scales",
+            "std / mean of ‖φ‖². Healthy: below 0.8. Red: a few long rows set the step.",
+            False,
+            ((0, 0), (0.8, 0.5), (2, 1)),
+        ),
+        "projection_cosine": Health(
+            "What was applied, against the optimizer's step",
+            "projection",
+            "1: nothing changed the weights after the step. Blue: something turned it.",
+            False,
+            ((0, -1), (0.98, -0.5), (1, 0)),
+        ),
+    }
+)
+# Side by side in the picture of everything.
+OVERVIEW = ("update_ratio", GRADIENT, "idle_share", "update_cosine")
+
+
+def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, float]:
+    """Layer → its value at a step, in the network's order; NaN: no direction."""
+    if measure == GRADIENT:
+        norms = gradients(record, report)
+        last = next(reversed(norms.values()), 0.0)
+        return {path: norm / last for path, norm in norms.items()} if last > 0 else {}
+    return {
+        path: value
+        for path, reading in report.layers.items()
+        if (value := getattr(reading, measure)) is not None
+        and not (HEALTH[measure].of_maps and reading.kind in NO_MAPS)
+    }
+
+
+def how_to_read(tag: str) -> str:
+    """What a scalar's chart shows and what healthy layers read, by its tag; "": nothing is known.
+
+    >>> how_to_read("adiv.summary/update_ratio_min").partition(".")[0]
+    'Move of the activations in a step: ‖Δz‖ / ‖z‖'
+    """
+    group, _, name = tag.partition("/")
+    measure = group.removeprefix("adiv.")
+    if measure.partition(".")[0] == "summary":
+        measure = name.rpartition("_")[0]
+    health = HEALTH.get(measure)
+    return f"{health.title}: {health.reads}" if health is not None else ""
+
+
+def is_told(measure: str, values: NDArray[np.float64]) -> bool:
+    """Whether a picture of these values says anything: not where all are as they must be."""
+    if measure == "projection_cosine":
+        return bool((values < 1 - 1e-3).any())
+    return bool(
+        np.isfinite(values).any() and not math.isclose(np.nanmin(values), np.nanmax(values))
+    )

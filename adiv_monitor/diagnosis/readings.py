@@ -1,0 +1,141 @@
+"""What rules look at: typical readings over the run's measured steps, with their errors."""
+
+import math
+from collections.abc import Mapping
+from statistics import median
+from typing import NamedTuple
+
+from adiv_monitor.diagnosis.record import Facts, Record
+from adiv_monitor.printable import layer_words
+from adiv_monitor.report import NO_MAPS, LayerReading, StepReport
+
+# Kinds whose rows are what enters the layer, as it enters; corrected layers have others.
+PLAIN = ("linear", "convolution")
+
+# Optimizers that divide each step by the size of past gradients, or take its sign, so that a
+# constant factor on the gradient changes nothing.
+SCALE_FREE = frozenset(
+    ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adagrad", "Adadelta", "RMSprop")
+).union(("Rprop", "Adafactor", "Lion", "Muon", "AdamW8bit", "Adam8bit", "LAMB", "Lamb", "Adan"))
+
+
+class Typical(NamedTuple):
+    """A measure as it typically was: the median over steps, with the median standard error.
+
+    A value within two standard errors of a limit is on neither side of it.
+    """
+
+    value: float
+    error: float
+    since: int | None = None
+
+    def above(self, limit: float) -> bool:
+        """Whether it is larger than the limit by more than two standard errors."""
+        return self.value - 2 * self.error > limit
+
+    def below(self, limit: float) -> bool:
+        """Whether it is smaller than the limit by more than two standard errors."""
+        return self.value + 2 * self.error < limit
+
+
+def scale_free(facts: Facts) -> bool:
+    """Whether the optimizer's step is the same whatever constant multiplies the gradient."""
+    return facts.optimizer in SCALE_FREE
+
+
+def maps(record: Record) -> tuple[str, ...]:
+    """Paths of the measured layers that map features to features, in the order of the model."""
+    kinds = {p: r.kind for report in record.reports for p, r in report.layers.items()}
+    return tuple(path for path, kind in kinds.items() if kind not in NO_MAPS)
+
+
+def readings(record: Record, layer: str) -> dict[int, LayerReading]:
+    """The layer's readings by step."""
+    return {r.step: r.layers[layer] for r in record.reports if layer in r.layers}
+
+
+def named(record: Record, layer: str) -> str:
+    """A layer in a sentence: by its class, where that is known, and its path."""
+    first = next((r.layers[layer] for r in record.reports if layer in r.layers), None)
+    return layer_words(layer, first.module if first else "")
+
+
+def typical(record: Record, layer: str, measure: str) -> Typical | None:
+    """A layer's measure, as it typically was; None where it was never taken or has no value."""
+    found = {}
+    for step, reading in readings(record, layer).items():
+        value = getattr(reading, measure)
+        if value is not None and math.isfinite(value):
+            found[step] = (value, reading.standard_error.get(measure, 0.0))
+    if not found:
+        return None
+    values, errors = zip(*found.values(), strict=True)
+    return Typical(median(values), median(errors), min(found))
+
+
+def at_first(record: Record, measure: str) -> list[dict[str, Typical]]:
+    """A measure of all maps at the first measured steps, two at most: hardly trained yet."""
+    found = []
+    for report in record.reports[:2]:
+        values = {}
+        for path in (p for p in maps(record) if p in report.layers):
+            value = getattr(report.layers[path], measure)
+            if value is not None and math.isfinite(value):
+                error = report.layers[path].standard_error.get(measure, 0.0)
+                values[path] = Typical(value, error, report.step)
+        found.append(values)
+    return found
+
+
+def by_layer(record: Record, measure: str) -> dict[str, Typical]:
+    """A measure of all maps, as it typically was, in the order of the model."""
+    found = {path: typical(record, path, measure) for path in maps(record)}
+    return {path: value for path, value in found.items() if value is not None}
+
+
+def gradients(record: Record, report: StepReport) -> dict[str, float]:
+    """‖∂L/∂z‖ over all rows of each map at one step, in the order of the model.
+
+    From ⟨d, G⟩ = `descent` and ⟨d, G⟩ / ‖G‖² = `effective_lr`; a layer without active rows has 0.
+    """
+    norms = {p: _gradient(report.layers[p]) for p in maps(record) if p in report.layers}
+    return {path: norm for path, norm in norms.items() if norm is not None}
+
+
+def looked_up(report: StepReport) -> dict[str, float]:
+    """The same of each look-up table."""
+    tables = {p: _gradient(r) for p, r in report.layers.items() if r.kind == "embedding"}
+    return {path: norm for path, norm in tables.items() if norm is not None}
+
+
+def _gradient(reading: LayerReading) -> float | None:
+    if reading.idle_share == 1:
+        return 0.0
+    descent, rate = reading.descent, reading.effective_lr
+    if descent is None or rate is None or not descent * rate > 0:
+        return None
+    return math.sqrt(descent / rate) if math.isfinite(descent / rate) else None
+
+
+def entering(record: Record) -> tuple[str, Typical] | None:
+    """The first layer, and the rms of the entries that reach it: √((‖φ‖² − 1) / fan-in).
+
+    None where that is no plain map, or comes behind a look-up table or a normalisation: then it
+    does not read the inputs.
+    """
+    for report in record.reports:
+        path, first = next(iter(report.layers.items()), ("", None))
+        if first is not None and first.kind in PLAIN and first.features:
+            break
+    else:
+        return None
+    found = typical(record, path, "scale_mean")
+    if found is None:
+        return None
+    square = max(0.0, found.value - (1.0 if first.bias_share else 0.0))
+    return path, Typical(math.sqrt(square / first.features), 0.0, found.since)
+
+
+def worst_first(values: Mapping[str, float]) -> tuple[str, ...]:
+    """The layers by value, largest first."""
+    return tuple(sorted(values, key=lambda path: -values[path]))

@@ -1,0 +1,1 @@
+"""What rules look for in a record, a file for each family of findings."""

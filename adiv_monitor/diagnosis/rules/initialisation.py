@@ -1,0 +1,212 @@
+"""Rules about how signals pass through the layers as they were initialised."""
+
+from collections.abc import Iterator
+from itertools import takewhile
+
+import numpy as np
+
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.readings import gradients, looked_up, named
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.inputs import LARGE_STD
+from adiv_monitor.diagnosis.rules.rates import suffers
+from adiv_monitor.diagnosis.rules.remedies import clip_norm
+from adiv_monitor.diagnosis.rules.units import DEAD_ACT, dead_share
+from adiv_monitor.report import StepReport
+
+# First loss over that of a constant prediction. Initialisations as torch has them keep it below
+# 1.5.
+FIRST_LOSS = 3.0
+FAR = 3.0  # beyond that limit again
+# rms of a weight's entries · √fan-in, how many times longer it makes signals: 0.58 as torch
+# initialises, 1.4 by He.
+SMALL_GAIN, LARGE_GAIN = 0.1, 5.0
+LARGE_BIAS = 1.0  # rms; standardised inputs give outputs of about 0.6
+ALIKE = 0.5  # share of units that equal another
+# ‖gradient‖ of the first layer over that of the last: AUTOTRAINER's limits (X. Zhang et al., ICSE
+# 2021), there of weights' gradients. Healthy nets read 0.03 to 3.
+VANISHED, EXPLODED = 1e-3, 70.0
+FEWEST_LAYERS = 3  # between fewer there is no way on which a gradient could get lost
+
+
+def bad_initialisation(record: Record) -> Iterator[Finding]:
+    """Weights that make signals grow or fade, or units that begin alike; a first loss to match."""
+    evidence = (*_first_loss(record), *_gains(record), *_alike(record))
+    if not evidence:
+        return
+    layers = tuple(dict.fromkeys(e.layer for e in evidence if e.layer is not None))
+    far = any(e.measure == "loss" and e.limit and e.value > FAR * e.limit for e in evidence)
+    yield Finding(
+        "bad-initialisation",
+        layers,
+        "act" if far or suffers(record) or dead_share(record) > DEAD_ACT else "watch",
+        evidence,
+        (
+            Advice("initialise the weights anew, by their fan-in (He for ReLU, Xavier for tanh)",
+                   "reinitialise"),
+            Advice("layer normalisation in front of the layers", "layer-norm"),
+        ),
+        "The model begins badly: " + "; ".join(_said(record, evidence)) + ".",
+        "A lower learning rate keeps what is wrong from the start for longer.",
+        0,
+        LOWER_RATES,
+    )  # fmt: skip
+
+
+def _first_loss(record: Record) -> Iterator[Evidence]:
+    """What large inputs make of it is not the weights' doing."""
+    if any(seen.std > LARGE_STD for seen in record.inputs.values()):
+        return
+    if record.chance is not None and record.chance > 0 and record.losses:
+        limit = FIRST_LOSS * record.chance
+        if record.losses[0] > limit:
+            yield Evidence("loss", record.losses[0], limit, step=0)
+
+
+def _gains(record: Record) -> Iterator[Evidence]:
+    """Of all layers but the last, which may begin small; at zero may begin ends of branches.
+
+    In front of a normalisation any gain will do.
+    """
+    for path, weight in list(record.weights.items())[:-1]:
+        if weight.normalised:
+            continue
+        if weight.gain > LARGE_GAIN:
+            yield Evidence("gain", weight.gain, LARGE_GAIN, path, 0)
+        elif 0 < weight.gain < SMALL_GAIN:
+            yield Evidence("gain", weight.gain, SMALL_GAIN, path, 0)
+        if weight.bias > LARGE_BIAS:
+            yield Evidence("bias", weight.bias, LARGE_BIAS, path, 0)
+
+
+def _alike(record: Record) -> Iterator[Evidence]:
+    """Units that begin alike get the same gradient and stay alike, if the next ones are, too."""
+    alike = [path for path, weight in record.weights.items() if weight.alike > ALIKE]
+    if len(alike) > 1 and next(iter(record.weights)) in alike:
+        yield from (Evidence("alike", record.weights[p].alike, ALIKE, p, 0) for p in alike)
+
+
+def _said(record: Record, evidence: tuple[Evidence, ...]) -> Iterator[str]:
+    measures = {e.measure: e for e in reversed(evidence)}
+    if "loss" in measures:
+        yield (
+            f"its first loss is {record.losses[0]:.3g}, a constant prediction has one of "
+            f"{record.chance:.3g}"
+        )
+    if "gain" in measures:
+        found = measures["gain"]
+        yield f"{_layer(record, found)} makes signals {found.value:.2g} times as long"
+    if "bias" in measures:
+        found = measures["bias"]
+        yield f"the biases of {_layer(record, found)} have an rms of {found.value:.2g}"
+    if "alike" in measures:
+        found = measures["alike"]
+        yield f"{found.value:.0%} of the units of {_layer(record, found)} equal another"
+
+
+def _layer(record: Record, evidence: Evidence) -> str:
+    return named(record, evidence.layer or "")
+
+
+def vanishing(record: Record) -> Iterator[Finding]:
+    """Gradients that hardly reach the first layers, from the start.
+
+    Of reports alone: one of which nothing at all arrives has not vanished on a long way, but met
+    dead units or a cut, which another rule names.
+    """
+    ratios = gradient_ratios(record)
+    if ratios and max(ratios) < VANISHED and (record.is_audited or max(ratios) > 0):
+        norms = gradients(record, record.reports[0])
+        first, last = _first(record.reports[0], norms), list(norms)[-1]
+        yield Finding(
+            "vanishing",
+            tuple(p for p in norms if norms[p] < VANISHED * norms[last]),
+            "act" if suffers(record) else "watch",
+            _evidence(norms, first, max(ratios), VANISHED),
+            (
+                _everywhere("layer normalisation in front of all layers", "layer-norm"),
+                _everywhere("batch normalisation in front of all layers", "batch-norm"),
+                _everywhere("initialise all weights anew, by their fan-in", "reinitialise"),
+                Advice("ReLU-like activation functions in place of sigmoids, or residual paths"),
+            ),
+            f"The gradient that reaches {named(record, first)} is {max(ratios):.1g} of that of "
+            f"{named(record, last)}: the first layers hardly hear of the loss.",
+            "A higher learning rate for all moves the last layers too far before the first move.",
+            record.reports[0].step,
+            HIGHER_RATES,
+        )
+
+
+def exploding(record: Record) -> Iterator[Finding]:
+    """Gradients that grow on their way to the first layers, from the start."""
+    ratios = gradient_ratios(record)
+    if ratios and min(ratios) > EXPLODED:
+        norms = gradients(record, record.reports[0])
+        first, last = _first(record.reports[0], norms), list(norms)[-1]
+        yield Finding(
+            "exploding",
+            tuple(p for p in norms if norms[p] > EXPLODED * norms[last]),
+            "act" if suffers(record) else "watch",
+            _evidence(norms, first, min(ratios), EXPLODED),
+            (
+                _everywhere("initialise all weights anew, by their fan-in", "reinitialise"),
+                _everywhere("layer normalisation in front of all layers", "layer-norm"),
+                Advice(f"clip the gradient's norm at {clip_norm(record):.2g}", "clip"),
+            ),
+            f"The gradient that reaches {named(record, first)} is {min(ratios):.0f} times that of "
+            f"{named(record, last)}.",
+            "Clipping alone keeps the layers as unlike as they are.",
+            record.reports[0].step,
+            ("clip",),
+        )
+
+
+def _everywhere(text: str, mend: str) -> Advice:
+    """What a gradient loses or gains, it does on its way: not in the layers that it reaches."""
+    return Advice(text, mend, everywhere=True)
+
+
+def gradient_ratios(record: Record) -> list[float]:
+    """‖gradient‖ of the first layer over that of the last, at the first measured steps.
+
+    Where a look-up table hears more than the first map, the table's: queries and keys, the first
+    maps of many a transformer, hear little as long as all tokens attend alike. Two steps, since a
+    last layer that begins at zero lets no gradient through at first; later ones say what training
+    did.
+    """
+    found = []
+    for report in record.reports[:2]:
+        norms = gradients(record, report)
+        if len(norms) >= FEWEST_LAYERS and (last := list(norms.values())[-1]) > 0:
+            heard = (norms[_first(report, norms)], *looked_up(report).values())
+            found.append(max(heard) / last)
+    return found
+
+
+def _first(report: StepReport, norms: dict[str, float]) -> str:
+    """Of the layers that read what the first one reads, the one that hears most of the loss.
+
+    Queries and keys come first in a transformer and hear little as long as attention is even; the
+    values beside them do. Rows of the same scales are taken for the same rows, of three layers at
+    most: behind a normalisation all rows have the same.
+    """
+
+    def scales(path: str) -> tuple[float, ...]:
+        reading = report.layers[path]
+        return reading.rows_total, reading.scale_mean or 0.0, reading.scale_cv or 0.0
+
+    begin, *others = list(norms)[:3]
+    own = scales(begin)
+    same = takewhile(lambda p: np.allclose(scales(p), own, rtol=1e-4, atol=1e-6), others)
+    return max([begin, *same], key=norms.__getitem__)
+
+
+def _evidence(
+    norms: dict[str, float], first: str, ratio: float, limit: float
+) -> tuple[Evidence, ...]:
+    last = list(norms)[-1]
+    return (
+        Evidence("gradient of the first over the last layer", ratio, limit),
+        Evidence("gradient of the activations", norms[first], layer=first),
+        Evidence("gradient of the activations", norms[last], layer=last),
+    )

@@ -1,0 +1,303 @@
+"""Rules about the model's inputs: their common scale, their mean, and samples' lengths."""
+
+import math
+from collections.abc import Iterator
+
+from adiv_monitor.diagnosis.course import start
+from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.readings import (
+    Typical,
+    entering,
+    maps,
+    readings,
+    scale_free,
+    typical,
+)
+from adiv_monitor.diagnosis.record import InputStatistics, Record
+from adiv_monitor.diagnosis.rules.rates import suffers
+from adiv_monitor.diagnosis.rules.units import DEAD_ACT, dead_share
+
+# Standard deviation of the inputs. Initialisations assume 1; pixels in [0, 1] have about 0.3.
+LARGE_STD, SMALL_STD = 5.0, 0.2
+FAR_TOO_LARGE = 50.0  # at 30 to 100 AdamW's loss, too, is 1.2 to 2 times that of 1 (thresholds.md)
+SHORT_ROW = 0.5  # ‖x‖²: sparse rows, one-hot ones say, have small entries but a length of about 1
+# Largest standard deviation of a feature over the median one.
+UNEVEN_FEATURES = 10.0
+# Share of the inputs' mean square that is their features' means.
+COMMON_SHARE_WATCH, COMMON_SHARE_ACT = 0.5, 0.75
+# The same in the first layer's rows, where the inputs were not seen: of patches and of places, too,
+# so that healthy images, pixels in [0, 1] and margins that are always black, read up to 0.8.
+MOSTLY_MEAN = 0.9
+# Loss of a constant prediction: the mean square of the targets, where the loss is one of squares;
+# log of the classes for cross-entropy, which is 11 for 50,000.
+LARGE_TARGETS = 30.0
+# std / mean over samples of ‖x‖².
+LENGTH_CV_WATCH, LENGTH_CV_ACT = 1.0, 2.0
+# An audited run whose first loss is this many times that of a constant prediction begins worse than
+# a model that gives the same answer to all.
+FAR_ABOVE_CHANCE = 2.0
+_MADE_FOR = "initialisations and learning rates are made for about 1"
+
+
+def input_scale(record: Record) -> Iterator[Finding]:
+    """Inputs, or some of their features, far larger or smaller than initialisations assume."""
+    for name, seen in record.inputs.items():
+        evidence = tuple(_scale_evidence(name, seen, _long_rows(record)))
+        if evidence:
+            yield _input_scale(record, name, seen, evidence)
+    if not record.inputs:
+        yield from _scale_by_measures(record)
+
+
+def _scale_by_measures(record: Record) -> Iterator[Finding]:
+    """From what reaches the first layer, where nobody saw the inputs themselves."""
+    if (found := entering(record)) is None:
+        return
+    first, rms = found
+    length = typical(record, first, "scale_mean")
+    common = _mostly_mean(record, first)
+    small = rms.value < SMALL_STD and length is not None and length.value < 1 + SHORT_ROW
+    std = rms.value * (1 if common is None else math.sqrt(max(0.0, 1 - common.value)))
+    large = std / _long_rows(record) > LARGE_STD
+    if not large and not (small and rms.value > 0):
+        return
+    far = large and rms.value > FAR_TOO_LARGE and not _is_normalised(record, first)
+    yield _scale_finding(
+        first,
+        "act" if far or suffers(record) else "watch",
+        (
+            Evidence("rms of what enters", rms.value, LARGE_STD if large else SMALL_STD, first),
+            *((Evidence("scale_mean", length.value, layer=first),) if length else ()),
+        ),
+        f"The entries that reach the first layer have an rms of {rms.value:.3g}; {_MADE_FOR}.",
+        large=large,
+    )
+
+
+def _scale_evidence(name: str, seen: InputStatistics, long_rows: float) -> Iterator[Evidence]:
+    if seen.std / long_rows > LARGE_STD:
+        yield Evidence("input std", seen.std, LARGE_STD, name)
+    elif 0 < seen.std < SMALL_STD and seen.std**2 * seen.features < SHORT_ROW:
+        yield Evidence("input std", seen.std, SMALL_STD, name)
+    if seen.feature_std_ratio > UNEVEN_FEATURES:
+        yield Evidence("feature std ratio", seen.feature_std_ratio, UNEVEN_FEATURES, name)
+
+
+def _long_rows(record: Record) -> float:
+    """How many times a few long rows lengthen all of them: √(mean / median) of the rows' scale."""
+    first = _first(record)
+    mean, middle = (
+        typical(record, first, m) if first else None for m in ("scale_mean", "scale_p50")
+    )
+    if mean is None or middle is None or not middle.value > 0:
+        return 1.0
+    return max(1.0, math.sqrt(mean.value / middle.value))
+
+
+def _input_scale(
+    record: Record, name: str, seen: InputStatistics, evidence: tuple[Evidence, ...]
+) -> Finding:
+    first = _first(record)
+    strength: Strength = "act" if _costs(record, first) else "watch"
+    scale = typical(record, first, "scale_mean") if first else None
+    if scale is not None:
+        evidence += (Evidence("scale_mean", scale.value, layer=first),)
+    measures = {e.measure: e.value for e in evidence}
+    said = []
+    if "input std" in measures:
+        said.append(
+            f"The entries of input {name!r} have a standard deviation of {seen.std:.3g}; "
+            f"{_MADE_FOR}."
+        )
+    if "feature std ratio" in measures:
+        said.append(
+            f"One feature of input {name!r} has a standard deviation "
+            f"{seen.feature_std_ratio:.3g} times that of the median one."
+        )
+    large = measures.get("input std", 0.0) > LARGE_STD
+    return _scale_finding(first, strength, evidence, " ".join(said), large=large)
+
+
+def _scale_finding(
+    first: str | None, strength: Strength, evidence: tuple[Evidence, ...], said: str, *, large: bool
+) -> Finding:
+    return Finding(
+        "input-scale",
+        (first,) if first is not None else (),
+        strength,
+        evidence,
+        (
+            Advice("standardise the inputs: per feature (channel) less its mean, over its standard "
+                   "deviation", "standardise-inputs"),
+            Advice("divide them by one constant", "scale-inputs"),
+            Advice("put an affine-like layer first, which divides by each row's length",
+                   "affine-like"),
+        ),
+        said,
+        "A lower learning rate slows down all other layers for the sake of the first." * large,
+        against=LOWER_RATES * large,
+    )  # fmt: skip
+
+
+def _mostly_mean(record: Record, first: str) -> Typical | None:
+    """The share of what reaches the first layer that all rows have in common, if that is most."""
+    common = typical(record, first, "common_share")
+    return common if common is not None and common.above(MOSTLY_MEAN) else None
+
+
+def input_mean(record: Record) -> Iterator[Finding]:
+    """Inputs that are far from centred: all rows share one long common vector."""
+    if not record.inputs:
+        yield from _mean_by_measures(record)
+    for name, seen in record.inputs.items():
+        share = common_share(seen)
+        if not share > COMMON_SHARE_WATCH:
+            continue
+        first = _first(record)
+        act = share > COMMON_SHARE_ACT and _costs(record, first)
+        evidence = Evidence("common share of the inputs", share, COMMON_SHARE_WATCH, name)
+        yield _mean_finding(
+            first,
+            "act" if act else "watch",
+            (evidence, *_ceiling(record, first)),
+            f"{share:.0%} of the mean square of input {name!r}",
+        )
+
+
+def _mean_by_measures(record: Record) -> Iterator[Finding]:
+    if (found := entering(record)) is None:
+        return
+    first = found[0]
+    if (common := _mostly_mean(record, first)) is not None:
+        yield _mean_finding(
+            first,
+            "act" if suffers(record) else "watch",
+            tuple(_ceiling(record, first)),
+            f"{common.value:.0%} of the mean square of what reaches the first layer",
+        )
+
+
+def _mean_finding(
+    first: str | None, strength: Strength, evidence: tuple[Evidence, ...], said: str
+) -> Finding:
+    return Finding(
+        "input-mean",
+        (first,) if first is not None else (),
+        strength,
+        evidence,
+        (
+            Advice("subtract the mean of each feature (channel) over the training data",
+                   "centre-inputs"),
+            Advice("standardise the inputs", "standardise-inputs"),
+        ),
+        f"{said} is its mean, which all samples share: each step moves all of them alike.",
+        "Dividing by a constant or by each row's length leaves the mean where it is.",
+        against=("scale-inputs", "affine-like", "norm-like"),
+    )  # fmt: skip
+
+
+def common_share(seen: InputStatistics) -> float:
+    """Share of the inputs' mean square that is the square of their features' means, 0 to 1."""
+    means = seen.mean**2 + seen.feature_mean_spread**2
+    whole = seen.mean**2 + seen.std**2
+    return min(1.0, means / whole) if whole > 0 else 0.0
+
+
+def row_spread(record: Record) -> Iterator[Finding]:
+    """Rows of very different length: the long ones set the step."""
+    first = _first(record)
+    spread = typical(record, first, "scale_cv") if first else None
+    lengths = [seen.length_cv for seen in record.inputs.values()]
+    if spread is None and lengths:
+        spread = Typical(max(lengths), 0.0)
+    if spread is None or not spread.above(LENGTH_CV_WATCH):
+        return
+    far = spread.above(LENGTH_CV_ACT)
+    count = ": a few long rows set each step, and the others hardly count" * far
+    yield Finding(
+        "row-spread",
+        (first,) if first is not None else (),
+        "act" if far else "watch",
+        (
+            Evidence("scale_cv", spread.value, LENGTH_CV_WATCH, first, spread.since),
+            *(Evidence("length_cv of inputs", cv) for cv in lengths),
+        ),
+        (
+            Advice("put an affine-like layer first: it divides each row by its length",
+                   "affine-like"),
+            Advice("look at the longest samples: outliers, or a heavy-tailed feature that wants a "
+                   "logarithm or clipping"),
+            Advice("norm-like layer first", "norm-like"),
+        ),
+        f"The standard deviation of the rows' scale is {spread.value:.1f} times its mean{count}.",
+        "One constant scale or another learning rate keeps the rows as unlike as they are.",
+        spread.since,
+        ("scale-inputs", *RATES),
+    )  # fmt: skip
+
+
+_ADAMW = Advice(
+    "AdamW of learning rate 0.001, whose steps do not depend on the gradient's length", "adamw"
+)
+
+
+def target_scale(record: Record) -> Iterator[Finding]:
+    """A loss that is large by nature, of targets in large units, or a sum over the batch."""
+    if record.chance is not None and record.chance > LARGE_TARGETS:
+        ill = suffers(record) or not all(map(math.isfinite, record.losses))
+        yield Finding(
+            "target-scale",
+            (),
+            "act" if ill else "watch",
+            (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
+            (
+                Advice("standardise the targets, or take the loss's mean instead of its sum"),
+                Advice("learning rate × 0.1", "rate*0.1"),
+                *(() if scale_free(record.facts) else (_ADAMW,)),
+            ),
+            f"A model that gives zeros has a loss of {record.chance:.3g}: targets in large units, "
+            "or a loss that is a sum.",
+            "Clipping the gradient's norm makes all steps equally long.",
+            0,
+            ("clip",),
+        )  # fmt: skip
+
+
+def _first(record: Record) -> str | None:
+    """The first map of the model, which reads the inputs."""
+    paths = maps(record)
+    return paths[0] if paths else None
+
+
+def _ceiling(record: Record, first: str | None) -> Iterator[Evidence]:
+    if first is not None:
+        for measure in ("common_share", "gradient_cosine", "attainable_cosine"):
+            found = typical(record, first, measure)
+            if found is not None:
+                yield Evidence(measure, found.value, layer=first)
+
+
+def _costs(record: Record, first: str | None) -> bool:
+    """Whether the first layer trains badly: what makes an odd input an illness.
+
+    Not where a normalisation right behind it takes the scale out again; nor where the optimizer's
+    step does not depend on it, as long as the loss begins where it should and falls.
+    """
+    if first is not None and _is_normalised(record, first):
+        return False
+    bad_start = record.chance is not None and (
+        record.losses[0] > FAR_ABOVE_CHANCE * abs(start(record))
+    )
+    if bad_start or suffers(record) or dead_share(record) > DEAD_ACT:
+        return True
+    return not scale_free(record.facts)
+
+
+def _is_normalised(record: Record, layer: str) -> bool:
+    """Whether the layer right behind holds the gain of a normalisation."""
+    for report in record.reports:
+        paths = list(report.layers)
+        if layer in paths[:-1]:
+            behind = paths[paths.index(layer) + 1]
+            return readings(record, behind)[report.step].kind == "gain"
+    return False

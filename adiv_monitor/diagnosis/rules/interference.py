@@ -1,0 +1,41 @@
+"""The rule about rows that disturb each other in the same step."""
+
+from collections.abc import Iterator
+
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding
+from adiv_monitor.diagnosis.readings import by_layer, named
+from adiv_monitor.diagnosis.record import Record
+
+LOW_COSINE = 0.1  # of the gradient step with the ideal one
+ROOM = 5.0  # the ceiling over the cosine: how much better a step could do
+
+
+def interference(record: Record) -> Iterator[Finding]:
+    """Layers whose gradient step loses its direction, where another step could keep it."""
+    cosines = by_layer(record, "gradient_cosine")
+    ceilings = by_layer(record, "attainable_cosine")
+    lost = {
+        path: cosine.value
+        for path, cosine in cosines.items()
+        if path in ceilings
+        and cosine.below(LOW_COSINE)
+        and ceilings[path].value - 2 * ceilings[path].error > ROOM * abs(cosine.value)
+    }
+    if lost:
+        layers = tuple(sorted(lost, key=lambda path: lost[path]))
+        worst = layers[0]
+        yield Finding(
+            "interference",
+            layers,
+            "note",
+            (
+                Evidence("gradient_cosine", lost[worst], LOW_COSINE, worst),
+                Evidence("attainable_cosine", ceilings[worst].value, layer=worst),
+            ),
+            (Advice("batch normalisation in front of them", "batch-norm"),),
+            f"In {named(record, worst)} the rows of a batch disturb each other: the gradient "
+            f"step's cosine with the ideal one is {lost[worst]:.2f}; the best step there is would "
+            f"reach {ceilings[worst].value:.2f}.",
+            "Corrected layers take out scale, not interference.",
+            against=("affine-like", "norm-like"),
+        )

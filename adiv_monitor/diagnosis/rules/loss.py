@@ -1,0 +1,150 @@
+"""Rules about the loss itself: symptoms, whose cause other rules may know."""
+
+import math
+from collections.abc import Iterator
+
+from adiv_monitor.diagnosis.course import (
+    STILL,
+    end,
+    fell,
+    is_long_enough,
+    is_opposed,
+    may_have_fallen,
+    noise,
+    rose,
+    start,
+)
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.phases import LOOK_AGAIN, RISES_YET, still_rises
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.printable import quoted
+
+# Of the first loss, what is left after overfitting one small batch.
+NOT_BY_HEART = 0.5
+_LACK = {
+    "relu": "are never below zero, and get no gradient where they are zero",
+    "relu6": "lie between 0 and 6, and get no gradient at the ends",
+    "sigmoid": "lie between 0 and 1",
+    "hardsigmoid": "lie between 0 and 1",
+    "tanh": "lie between −1 and 1",
+    "hardtanh": "lie within bounds, and get no gradient there",
+    "softsign": "lie between −1 and 1",
+}
+LEAST_STEPS = 50  # in which it must be learnt; where steps are slow, fewer are tried
+
+
+def double_softmax(record: Record) -> Iterator[Finding]:
+    """Probabilities whose softmax the loss takes again: it can't come near zero."""
+    if record.double_softmax:
+        yield Finding(
+            "double-softmax",
+            (),
+            "act",
+            (Evidence("outputs are probabilities, and the loss takes their softmax", 1.0),),
+            (Advice("give the loss what goes into the softmax, not what comes out",
+                    "plain-outputs"),),
+            "The model's outputs are probabilities already, and the loss takes their softmax once "
+            "more: differences between classes are at most 1, so it can't come near zero.",
+            "A higher learning rate only saturates the first softmax.",
+            0,
+            HIGHER_RATES,
+        )  # fmt: skip
+
+
+def activated_logits(record: Record) -> Iterator[Finding]:
+    """An activation function between the last layer and a loss that has one of its own."""
+    output = record.activated_output
+    if output is None or output.function == "softmax":
+        return
+    where = f"the {output.function} of {quoted(output.module or '')}"
+    yield Finding(
+        "activated-logits",
+        (output.module,) if output.module else (),
+        "act",
+        (Evidence(f"the loss takes the outputs of {where} for logits", 1.0),),
+        (Advice("take that function off the outputs: the loss has a softmax (or sigmoid) of its "
+                "own", "plain-outputs"),),
+        f"What goes into the loss's softmax (or sigmoid) comes out of {where}: logits that "
+        f"{_LACK.get(output.function, 'are bounded on one side')}.",
+        "Another learning rate gives the loss no logits that the function can't.",
+        0,
+        RATES,
+    )  # fmt: skip
+
+
+def cannot_overfit(record: Record) -> Iterator[Finding]:
+    """The model can't even overfit one small batch."""
+    trial = record.overfit
+    if trial is None or trial.steps < LEAST_STEPS or not math.isfinite(start(record)):
+        return
+    if is_opposed(record):
+        return
+    left = trial.loss / start(record) if start(record) > 0 else math.nan
+    if left > NOT_BY_HEART:
+        yield Finding(
+            "cannot-overfit",
+            (),
+            "watch" if trial.falls else "act",
+            (Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * start(record)),),
+            (
+                Advice("follow one batch to the loss: does it compare these outputs with these "
+                       "targets, and do samples of one input have one target?"),
+            ),
+            f"After {trial.steps} steps on one small batch its loss is still {trial.loss:.3g}"
+            + (", if falling: the model is slow to overfit it." if trial.falls
+               else ": the model does not overfit it."),
+            "More data: it does not learn the few there are." * (not trial.falls),
+        )  # fmt: skip
+
+
+def loss_stuck(record: Record) -> Iterator[Finding]:
+    """The loss does not fall, or no lower than a constant prediction's; or it can't be told."""
+    if not is_long_enough(record) or not math.isfinite(end(record)) or is_opposed(record):
+        return
+    no_lower = end(record) > (1 - STILL) * start(record) > 0
+    if fell(record) and not no_lower:
+        return
+    unclear = may_have_fallen(record) and not no_lower
+    rises = still_rises(record.reports)
+    rates = (Advice("learning rate × 10", "rate*10"), Advice("learning rate × 0.1", "rate*0.1"))
+    ends_higher = end(record) > (1 + STILL) * record.losses[0] > 0
+    advice = rates[1:] if ends_higher else rates
+    if rises:
+        advice = (Advice(LOOK_AGAIN),)
+    elif unclear:
+        advice = (Advice("more steps: the mean over more batches tells"),)
+    yield Finding(
+        "loss-stuck",
+        (),
+        "note" if unclear or rises else "watch",
+        (Evidence("loss", end(record), start(record)), *_overfits(record)),
+        advice,
+        _stuck(record, no_lower=no_lower) + RISES_YET * rises,
+    )
+
+
+def _stuck(record: Record, *, no_lower: bool) -> str:
+    course = f"{record.losses[0]:.3g} at first, {end(record):.3g} at the end"
+    if may_have_fallen(record) and not no_lower:
+        return (
+            f"Whether the loss falls can't be told from {len(record.losses)} steps: {course}, and "
+            f"it differs by {noise(record):.2g} from batch to batch."
+        )
+    said = "does not fall"
+    if rose(record):
+        said = "rises"
+    elif (fell(record) or may_have_fallen(record)) and start(record) == record.chance:
+        said = f"ends no lower than {record.chance:.3g}, that of a constant prediction"
+    elif fell(record) or may_have_fallen(record):
+        said = "ends no lower than it began"
+    overfits = " One small batch is overfitted, though." * bool(list(_overfits(record)))
+    # An audit looks whether its parts do.
+    opposed = " It need not fall where its parts oppose each other, as those of two players."
+    return f"The loss {said}: {course}.{overfits}{opposed * (not record.is_audited)}"
+
+
+def _overfits(record: Record) -> Iterator[Evidence]:
+    """That the model fits one small batch, which many batches do not teach it."""
+    trial = record.overfit
+    if trial is not None and trial.loss < NOT_BY_HEART * start(record):
+        yield Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * start(record))

@@ -1,0 +1,307 @@
+"""Rules about what happens to the gradient on its way to the weights."""
+
+import math
+from collections.abc import Iterator
+from statistics import fmean, median
+
+from adiv_monitor.diagnosis.course import is_long_enough
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, LOWER_RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.readings import (
+    Typical,
+    at_first,
+    by_layer,
+    named,
+    scale_free,
+    worst_first,
+)
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.rates import suffers
+from adiv_monitor.diagnosis.rules.remedies import clip_norm, less_momentum
+
+# A share of the last direction that lasts for 40 steps; 0.9 lasts for 10.
+LONG_MOMENTUM = 0.975
+# Of the run, how many times as long momentum lasts: nothing is left of what the loss says later.
+LONGER_THAN_THE_RUN = 10.0
+# parameter_cosine late in the run; healthy runs with momentum or Adam read 0.25 to 0.5.
+STALE = 0.2
+# Decay's pull over the gradient's.
+DECAY_WATCH, DECAY_ACT = 0.3, 1.0
+# ‖parameters‖ at the end over that at the beginning.
+SHRUNK = 0.5  # healthy ones grow: 1.1 to 2.9
+# cos(step as applied, optimizer's step). Where nothing changes weights after the step it is 1.
+PROJECTED = 0.98
+# cos(first step, −gradient): with nothing to remember, healthy runs read 0.47 and above.
+FIRST_STEP = 0.2
+# Share of steps that are clipped; above half of them a lower rate is the better remedy (Google's
+# deep learning tuning playbook).
+CLIPPED = 0.5
+CLIPPED_FAR = 10.0
+
+
+_WRONG_SIGN = Advice(
+    "look for maximize=True, or code that turns the gradient's sign before the step"
+)
+
+
+def optimizer_turns(record: Record) -> Iterator[Finding]:
+    """Steps that go uphill, or keep to where the gradient pointed many steps ago."""
+    cosines = by_layer(record, "parameter_cosine")
+    turned = {p: -t.value for p, t in cosines.items() if t.below(0)}
+    descents = [r.descent for r in record.reports[1:] if r.descent is not None]
+    uphill = fmean(d < 0 for d in descents) if len(descents) >= 3 else 0.0
+    by_steps, by_layers = uphill > 0.5, len(turned) > len(cosines) / 2
+    late = _late_cosine(record)
+    lasts = 1 / (1 - _momentum(record))
+    outlasts = is_long_enough(record) and lasts > LONGER_THAN_THE_RUN * record.facts.steps
+    stale = _momentum(record) > LONG_MOMENTUM and (suffers(record) or late < STALE or outlasts)
+    if by_steps:
+        said = (
+            f"{uphill:.0%} of the measured steps go uphill, as their own batch's gradient sees it."
+        )
+    elif by_layers:
+        said = (
+            f"In {len(turned)} of {len(cosines)} layers the optimizer's step typically points "
+            "uphill, against the gradient that it was given."
+        )
+    elif stale:
+        there_are = f", and there are {record.facts.steps}" * outlasts
+        said = (
+            f"Momentum of {_momentum(record):g} keeps each gradient for {lasts:.0f} "
+            f"steps{there_are}: it goes on when the loss has turned."
+        )
+    else:
+        return
+    layers = worst_first(turned)
+    yield Finding(
+        "optimizer-turns",
+        layers,
+        "act" if suffers(record) or outlasts else "watch",
+        (
+            *((Evidence("share of steps uphill", uphill, 0.5),) if by_steps else ()),
+            *((Evidence("momentum", _momentum(record), LONG_MOMENTUM),) if stale else ()),
+            Evidence("parameter_cosine, second half of the run", late, STALE),
+            *(Evidence("parameter_cosine", cosines[p].value, 0, p) for p in layers[:3]),
+        ),
+        tuple(_straightened(record)),
+        said,
+    )
+
+
+def _straightened(record: Record) -> Iterator[Advice]:
+    """What makes steps follow their gradient: the sign, no memory, or what lies between."""
+    plain = record.facts.optimizer == "SGD"
+    if _sign_is_wrong(record):
+        yield _WRONG_SIGN
+    if _momentum(record) or not plain:
+        # Whose learning rate says nothing of plain descent's.
+        rate = " of learning rate 0.1" * (not plain)
+        yield Advice(_less_momentum(record), "less-momentum")
+        yield Advice(f"plain gradient descent{rate}", "plain-sgd")
+    elif not _sign_is_wrong(record):
+        yield Advice("look for what changes gradients or weights between backward() and the step")
+
+
+def _sign_is_wrong(record: Record) -> bool:
+    """Whether the first step already goes uphill: it has no past that could have turned it."""
+    if record.facts.settings.get("maximize") is True:
+        return True
+    first = _first_cosines(record)
+    if not first:
+        return False
+    descent = record.reports[0].descent
+    uphill = descent is not None and descent < 0
+    return uphill or median(t.value for t in first.values()) < 0
+
+
+def _less_momentum(record: Record) -> str:
+    if not _momentum(record):
+        return "less momentum (smaller β₁)"
+    less = less_momentum(_momentum(record))
+    if "betas" in record.facts.settings:
+        return f"less momentum: β₁ = {less:g}"
+    return f"less momentum: {less:g}, at the same rate in the long run"
+
+
+def _momentum(record: Record) -> float:
+    """What share of the last step's direction the next one keeps; 0 where that isn't known."""
+    settings = record.facts.settings
+    betas = settings.get("betas")
+    found = betas[0] if isinstance(betas, list | tuple) and betas else settings.get("momentum", 0)
+    return float(found) if isinstance(found, int | float) and found < 1 else 0.0
+
+
+def _late_cosine(record: Record) -> float:
+    """The median `parameter_cosine` of all layers over the second half of the measured steps."""
+    readings = [r for report in record.reports for r in report.layers.values()]
+    late = readings[len(readings) // 2 :]
+    known = [r.parameter_cosine for r in late if r.parameter_cosine is not None]
+    return median([c for c in known if not math.isnan(c)] or [1.0])
+
+
+def decay_fights(record: Record) -> Iterator[Finding]:
+    """Weight decay, the optimizer's or in the loss, that pulls harder than the gradient."""
+    if not record.parameter_norms or record.parameter_norms[0] == 0:
+        return
+    setting = record.facts.settings.get("weight_decay")
+    decay = float(setting) if isinstance(setting, int | float) else 0.0
+    pull = first_pull(record, decay)
+    shrunk = record.parameter_norms[-1] / record.parameter_norms[0]
+    if decay == 0 and any(
+        t.below(PROJECTED) for t in by_layer(record, "projection_cosine").values()
+    ):
+        return  # other code makes the weights smaller
+    if not (pull > DECAY_WATCH or shrunk < SHRUNK):
+        return
+    yield Finding(
+        "decay-fights",
+        (),
+        "act" if shrunk < SHRUNK or (pull > DECAY_ACT and suffers(record)) else "watch",
+        (
+            *((Evidence("pull of the decay over the gradient's", pull, DECAY_WATCH, step=0),)
+              if decay else ()),
+            Evidence("parameters' norm, last over first", shrunk, SHRUNK),
+        ),
+        (
+            Advice("no weight decay", "no-decay"),
+            Advice("a tenth of the weight decay", "less-decay"),
+        )
+        if decay
+        else (Advice("if the loss holds a penalty on the weights, a tenth of it, or none"),),
+        _decay_words(decay, pull, shrunk),
+        "A lower learning rate lowers both and leaves their ratio." * (pull > DECAY_WATCH),
+        against=LOWER_RATES * (pull > DECAY_WATCH),
+    )  # fmt: skip
+
+
+def _decay_words(decay: float, pull: float, shrunk: float) -> str:
+    norm = f"arameters' norm ends at {shrunk:.2g} times what it was"
+    if pull > DECAY_WATCH:
+        return (
+            f"Weight decay ({decay:g}) pulls {pull:.2g} times as hard as the gradient at first; "
+            f"the p{norm}."
+        )
+    if decay:
+        return f"The p{norm}, with a weight decay of {decay:g}."
+    return f"The p{norm}, without weight decay: a penalty in the loss may pull at them."
+
+
+def first_pull(record: Record, decay: float) -> float:
+    """‖decay · θ‖ over what it is added to at the first step: the gradient, or Adam's unit steps.
+
+    Later ones say less: where decay wins, weights shrink until it and the gradient balance.
+    """
+    size = record.gradient_norms[0] if record.gradient_norms else math.nan
+    if _decoupled(record):
+        size = math.sqrt(record.facts.trainable)
+    return decay * record.parameter_norms[0] / size if size > 0 else math.nan
+
+
+def _decoupled(record: Record) -> bool:
+    decoupled = record.facts.settings.get("decoupled_weight_decay")
+    return bool(decoupled) or record.facts.optimizer in ("AdamW", "Lion", "Adafactor", "Muon")
+
+
+def projection_fights(record: Record) -> Iterator[Finding]:
+    """Code that changes the weights behind the optimizer's back, after its step or within."""
+    kept = by_layer(record, "projection_cosine")
+    undone = {p: -t.value for p, t in kept.items() if t.below(PROJECTED)}
+    first = _first_cosines(record)
+    within = {p: -t.value for p, t in first.items() if t.below(FIRST_STEP) and t.above(-FIRST_STEP)}
+    hidden = len(within) > len(kept) / 2 and not _decay_turns(record)
+    if not undone and not hidden:
+        return
+    applied = by_layer(record, "applied_cosine")
+    layers = worst_first(undone or within)
+    uphill = any(p in applied and applied[p].below(0) for p in layers)
+    said = (
+        f"What changes the weights of {named(record, layers[0])} after the step turns it: cosine "
+        f"{kept[layers[0]].value:.2f} with the optimizer's."
+        if undone
+        else _within_words(record, layers[0], -within[layers[0]])
+    )
+    worst = layers[:3]
+    yield Finding(
+        "projection-fights",
+        layers,
+        "act" if uphill or suffers(record) else "watch",
+        (
+            *(Evidence("projection_cosine", kept[p].value, PROJECTED, p) for p in worst if undone),
+            *(Evidence("parameter_cosine", -within[p], FIRST_STEP, p, 0)
+              for p in worst if p in within and hidden),
+            *(Evidence("applied_cosine", applied[p].value, 0, p) for p in worst if p in applied),
+        ),
+        (
+            Advice("train without what changes the weights besides the optimizer (a trial takes "
+                   "out its hooks and max_norm; what the loss or forward() changes, only you can)",
+                   "no-projection"),
+            Advice("project the gradient onto the constraint before the step"),
+        ),
+        said,
+        "A higher learning rate: the projection grows with the step." * bool(undone),
+        against=HIGHER_RATES * bool(undone),
+    )  # fmt: skip
+
+
+def _within_words(record: Record, layer: str, cosine: float) -> str:
+    """Plain descent's first step is its gradient; another's may have a low cosine by itself."""
+    where, read = named(record, layer), f"has a cosine of {cosine:.2f} with its gradient"
+    if record.facts.optimizer in ("SGD", "ASGD"):
+        return (
+            f"What changes the weights of {where} within the step turns it: the first one, which "
+            f"has no past to go by, {read}."
+        )
+    optimizer = record.facts.optimizer or "the optimizer"
+    return (
+        f"The first step of {where}, which has no past to go by, {read}: code within the step "
+        f"turns it, or {optimizer} does, where few entries of the gradient are far larger than "
+        "the others."
+    )
+
+
+def _decay_turns(record: Record) -> bool:
+    """Whether weight decay alone is longer than the gradient at the first step, and so turns it."""
+    setting = record.facts.settings.get("weight_decay")
+    decay = float(setting) if isinstance(setting, int | float) else 0.0
+    return bool(record.parameter_norms) and first_pull(record, decay) > DECAY_ACT
+
+
+def _first_cosines(record: Record) -> dict[str, Typical]:
+    """`parameter_cosine` of the first step: 1 for gradient descent, Adam's is ‖g‖₁/(√n·‖g‖₂).
+
+    None of an optimizer that remembers steps before it.
+    """
+    if record.facts.resumed:
+        return {}
+    first = at_first(record, "parameter_cosine")
+    return first[0] if first and record.reports[0].step == 0 else {}
+
+
+def clipping_always(record: Record) -> Iterator[Finding]:
+    """Clipping as the rule, not the exception: the gradient's length no longer counts."""
+    limit = record.facts.clip_norm
+    if limit is None or not record.gradient_norms:
+        return
+    share = fmean(norm > limit for norm in record.gradient_norms)
+    far = median(record.gradient_norms) / limit
+    if not share > CLIPPED:
+        return
+    costs = far > CLIPPED_FAR and not scale_free(record.facts)
+    yield Finding(
+        "clipping-always",
+        (),
+        "act" if costs and suffers(record) else "watch",
+        (
+            Evidence("share of steps clipped", share, CLIPPED),
+            Evidence("gradient norm over its limit", far, CLIPPED_FAR),
+        ),
+        (
+            Advice("no clipping", "no-clip"),
+            Advice(f"clip at {clip_norm(record):.2g}, the 90th percentile of the gradient's norms"),
+            Advice("learning rate × 0.3", "rate*0.3"),
+        ),
+        f"{share:.0%} of the steps are clipped; typically the gradient is {far:.2g} times as long "
+        "as allowed.",
+        "Another limit: the optimizer's step is the same whatever constant multiplies the gradient."
+        * scale_free(record.facts),
+        against=("no-clip", "clip") * scale_free(record.facts),
+    )

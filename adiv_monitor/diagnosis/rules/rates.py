@@ -1,0 +1,313 @@
+"""Rules about the learning rate: too high, too low, or unlike between layers."""
+
+import math
+from collections.abc import Iterator
+from statistics import median
+
+from adiv_monitor.diagnosis.course import (
+    FEWEST,
+    STILL,
+    end,
+    fell,
+    is_long_enough,
+    is_opposed,
+    start,
+)
+from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength, Trial
+from adiv_monitor.diagnosis.phases import at_peak, still_rises
+from adiv_monitor.diagnosis.readings import Typical, at_first, by_layer, named, worst_first
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.remedies import own_rates
+
+# How far the loss falls at the rate as it is, over how far it falls at a better one.
+SHARE_OF_FALL_ACT, SHARE_OF_FALL_WATCH = 0.8, 0.9
+# In few steps a higher rate gets further, as more steps would, and need not be better in the end:
+# AdamW's usual 1e-3 reads 0.15 to 0.75 on a small LSTM and GPT; 100 times too low, below 0.11.
+SHARE_OF_FALL_TOO_LOW_ACT, SHARE_OF_FALL_TOO_LOW_WATCH, SHARE_OF_FALL_TOO_LOW_NOTE = 0.125, 0.5, 0.8
+SHARE_OF_FALL_SUFFERS = 0.5
+# ‖Δz‖ / ‖z‖ of the first step, in the median layer: activations that move by as much as they are
+# long are not those that the gradient was taken at. Healthy runs read 0.02 to 0.7 (RMSprop 4).
+MOVES_TOO_FAR = 1.0
+MOVES_TOO_FAR_UNSEEN = 10.0  # where nobody saw whether the loss comes down all the same
+# ‖Δz‖ / ‖z‖ of a step, typically, of the layer that moves most. Healthy runs read 0.01 to 0.5.
+HARDLY_MOVES = 3e-3
+# update_ratio of a layer over the median layer's, at the first step. Healthy nets read 1/25 to 24.
+OVERDRIVEN, STARVED = 30.0, 50.0
+UNEVEN_ACT = 100.0  # either way, and lasting
+
+
+def rate_too_high(record: Record) -> Iterator[Finding]:
+    """The steps are longer than the loss is straight."""
+    if record.rates:
+        yield from _too_high_by_trial(record)
+    else:
+        yield from _too_high_by_measures(record)
+
+
+def rate_too_low(record: Record) -> Iterator[Finding]:
+    """The steps are so short that nothing is learnt."""
+    if record.rates:
+        yield from _too_low_by_trial(record)
+    else:
+        yield from _too_low_by_measures(record)
+
+
+def suffers(record: Record) -> bool:
+    """Whether the loss goes badly: it does not fall, or falls far further at another rate.
+
+    What other rules want to see before they say "act". A loss that nobody saw does not, nor one
+    that need not fall.
+    """
+    if not record.losses or not is_long_enough(record) or is_opposed(record):
+        return False
+    share_at_lower, share_at_higher = (
+        1.0 if better is None else share_of_fall(record, better[1])
+        for better in (_lower(record), _higher(record))
+    )
+    return (
+        not fell(record)
+        or share_at_lower < SHARE_OF_FALL_ACT
+        or share_at_higher < SHARE_OF_FALL_SUFFERS
+    )
+
+
+def share_of_fall(record: Record, trial: Trial) -> float:
+    """How far the loss falls at the rate as it is, over how far it falls in the trial.
+
+    Where it falls in neither: 1; or −∞, if it rises as it is by more than standing still.
+    """
+    if not math.isfinite(trial.loss_without):
+        return -math.inf
+    fall, best = start(record) - trial.loss_without, start(record) - trial.loss
+    if best > 0:
+        return fall / best
+    return -math.inf if -fall > STILL * abs(start(record)) else 1.0
+
+
+def _lower(record: Record) -> tuple[float, Trial] | None:
+    """The best of the rates that were tried and its trial, if it is lower than the run's."""
+    better = _better(record)
+    return better if better is not None and better[0] < 1 else None
+
+
+def _higher(record: Record) -> tuple[float, Trial] | None:
+    """The same if it is higher: one rate is best, so that no run's is both too high and too low."""
+    better = _better(record)
+    return better if better is not None and better[0] > 1 else None
+
+
+def _better(record: Record) -> tuple[float, Trial] | None:
+    """The best rate, if it pays: is better by more than two standard errors, and by 2 %.
+
+    None is where the loss need not fall.
+    """
+    if is_opposed(record):
+        return None
+    trials = [
+        (factor, trial)
+        for factor, trial in record.rates.items()
+        if trial.steps >= FEWEST and math.isfinite(trial.loss)
+    ]
+    if not trials:
+        return None
+    factor, trial = min(trials, key=lambda pair: pair[1].loss)
+    return (factor, trial) if trial.pays else None
+
+
+def _too_high_by_trial(record: Record) -> Iterator[Finding]:
+    better = _lower(record)
+    if better is None:
+        return
+    factor, trial = better
+    share = share_of_fall(record, trial)
+    if share < SHARE_OF_FALL_WATCH:
+        yield _too_high(
+            record,
+            "act" if share < SHARE_OF_FALL_ACT else "watch",
+            _by_trial(factor, trial, share, SHARE_OF_FALL_WATCH),
+            _said(factor, trial),
+            factor,
+        )
+
+
+def _by_trial(factor: float, trial: Trial, share: float, limit: float) -> tuple[Evidence, ...]:
+    return (
+        Evidence("loss", trial.loss_without),
+        Evidence(f"loss at learning rate × {factor:g}", trial.loss),
+        Evidence("share of the fall", share, limit),
+    )
+
+
+def _said(factor: float, trial: Trial) -> str:
+    diverges = not math.isfinite(trial.loss_without)
+    instead = "where it diverges now" if diverges else f"instead of {trial.loss_without:.3g}"
+    return (
+        f"At {factor:g} times the learning rate the loss is {trial.loss:.3g} {instead}, after "
+        f"{trial.steps} steps."
+    )
+
+
+def _too_high_by_measures(record: Record) -> Iterator[Finding]:
+    """The batch's own loss rises in its step, or the first one moves activations too far."""
+    predicted = {r.step: r.descent for r in record.reports if r.descent is not None}
+    steps = [s for s in record.realised if predicted.get(s, 0) > 0]
+    risen = sum(not record.realised[s] <= 0 for s in steps)
+    often = len(steps) >= 3 and risen > len(steps) / 2
+    first = at_first(record, "update_ratio")
+    moves = median([t.value for t in first[0].values()] or [0.0]) if first else 0.0
+    limit = MOVES_TOO_FAR if record.losses else MOVES_TOO_FAR_UNSEEN
+    far = moves > limit and not end(record) <= start(record) / 2
+    if not (often or far):
+        return
+    share = risen / len(steps) if steps else math.nan
+    yield _too_high(
+        record,
+        "act" if suffers(record) else "watch",
+        (
+            *((Evidence("steps that raise their batch's loss", share, 0.5),) if often else ()),
+            *((Evidence("update_ratio, median layer", moves, limit, step=0),)
+              if far else ()),
+        ),
+        f"{risen} of {len(steps)} measured steps raised the loss of the batch that they were made "
+        "for." if often else f"The first step moved activations by {moves:.1f} times their length.",
+        0.1,
+    )  # fmt: skip
+
+
+def _too_high(
+    record: Record,
+    strength: Strength,
+    evidence: tuple[Evidence, ...],
+    summary: str,
+    factor: float,
+) -> Finding:
+    factors = [factor] + [f for f in (0.1, 0.3) if f != factor]
+    return Finding(
+        "rate-too-high",
+        (),
+        strength,
+        evidence,
+        (
+            *(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
+            Advice("warm the learning rate up over the first steps", "warm-up"),
+        ),
+        summary,
+        "More steps at this learning rate." * (bool(record.losses) and not fell(record)),
+    )
+
+
+def _too_low_by_trial(record: Record) -> Iterator[Finding]:
+    better = _higher(record)
+    if better is None:
+        return
+    factor, trial = better
+    share = share_of_fall(record, trial)
+    limits: dict[Strength, float] = {
+        "act": SHARE_OF_FALL_TOO_LOW_ACT,
+        "watch": SHARE_OF_FALL_TOO_LOW_WATCH,
+        "note": SHARE_OF_FALL_TOO_LOW_NOTE,
+    }
+    strength = next((name for name, limit in limits.items() if share < limit), None)
+    if strength is not None:
+        short = " A run this short favours high learning rates: look at a longer one."
+        yield _too_low(
+            strength,
+            _by_trial(factor, trial, share, limits[strength]),
+            _said(factor, trial) + short * (strength != "act"),
+            factor,
+        )
+
+
+def _too_low_by_measures(record: Record) -> Iterator[Finding]:
+    moves = by_layer(at_peak(record), "update_ratio")
+    if still_rises(record.reports) or (is_long_enough(record) and fell(record)):
+        return  # its peak is to come, or near the loss's end layers need not move
+    if moves and all(t.below(HARDLY_MOVES) for t in moves.values()):
+        largest = max(moves, key=lambda path: moves[path].value)
+        # Reports alone can't tell a training that never began from one that has ended.
+        unsure = (
+            ": too little to learn from the beginning. Where a training ends, they need not move"
+        ) * (not record.is_audited)
+        yield _too_low(
+            "act" if record.is_audited and suffers(record) else "watch",
+            (Evidence("update_ratio", moves[largest].value, HARDLY_MOVES, largest),),
+            f"No layer's activations move by more than {moves[largest].value:.2g} of themselves in "
+            f"a step{unsure}.",
+            10,
+        )
+
+
+def _too_low(
+    strength: Strength, evidence: tuple[Evidence, ...], summary: str, factor: float
+) -> Finding:
+    factors = [factor] + [f for f in (10, 3) if f != factor]
+    return Finding(
+        "rate-too-low",
+        (),
+        strength,
+        evidence,
+        tuple(Advice(f"learning rate × {f:g}", f"rate*{f:g}") for f in factors),
+        summary,
+        "More layers or units: what there is has not learnt yet." * (strength == "act"),
+    )
+
+
+def uneven_rates(record: Record) -> Iterator[Finding]:
+    """Layers whose activations move far less, or far more, than those of the others.
+
+    Judged at the first measured step, where training has broken nothing yet. A layer whose output
+    begins near zero moves far there and is well: it must still do so at the next, or the loss go
+    badly, to be more than a note.
+    """
+    steps = [_off_the_middle(ratios) for ratios in at_first(record, "update_ratio")]
+    off = steps[0] if steps else {}
+    lasting = {path: by for path, by in off.items() if all(path in later for later in steps)}
+    if len(steps) < 2:  # whether it lasts is not known
+        lasting = {}
+    if not off:
+        return
+    strength: Strength = "watch" if lasting else "note"
+    if suffers(record) or max(lasting.values(), default=0.0) > UNEVEN_ACT:
+        strength = "act"
+    layers = worst_first(off)
+    ratios = at_first(record, "update_ratio")[0]
+    middle = median(t.value for t in ratios.values())
+    rates = at_first(record, "effective_lr")[0]
+    starved = all(ratios[p].value < middle for p in layers)
+    yield Finding(
+        "uneven-rates",
+        layers,
+        strength,
+        (
+            *(Evidence("update_ratio", ratios[p].value, _limit(ratios[p], middle), p)
+              for p in layers[:3]),
+            *(Evidence("effective_lr", rates[p].value, None, p) for p in layers[:3] if p in rates),
+        ),
+        (
+            Advice(own_rates(record, layers), "rate-per-layer"),
+            Advice("AdamW of learning rate 0.001, which scales each parameter's step", "adamw"),
+        ),
+        f"In one step the activations of {', '.join(named(record, p) for p in layers[:3])} "
+        f"{'hardly move' if starved else 'move unlike the others'}: by a factor of "
+        f"{off[layers[0]]:.0f} off the median layer's.",
+        "One other learning rate for all cannot be right for both kinds.",
+        record.reports[0].step,
+        RATES,
+    )  # fmt: skip
+
+
+def _off_the_middle(ratios: dict[str, Typical]) -> dict[str, float]:
+    """Layers whose activations move unlike the median layer's: the factor, either way."""
+    ratios = {path: ratio for path, ratio in ratios.items() if ratio.value > 0}
+    if len(ratios) < 3:
+        return {}
+    middle = median(ratio.value for ratio in ratios.values())
+    return {
+        path: max(ratio.value / middle, middle / ratio.value)
+        for path, ratio in ratios.items()
+        if ratio.above(middle * OVERDRIVEN) or ratio.below(middle / STARVED)
+    }
+
+
+def _limit(ratio: Typical, middle: float) -> float:
+    return middle / STARVED if ratio.value < middle else middle * OVERDRIVEN

@@ -1,0 +1,289 @@
+"""What pictures draw outside of healthy readings, said in words: picture and verdict are one."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+from adiv_monitor.diagnosis.course import fell, is_long_enough
+from adiv_monitor.diagnosis.finding import Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, value_of
+from adiv_monitor.diagnosis.phases import (
+    LOOK_AGAIN,
+    RISES_YET,
+    at_peak,
+    decayed_since,
+    learning_rate,
+    still_rises,
+)
+from adiv_monitor.diagnosis.readings import Typical, maps, named, readings
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.report.wording import listed
+
+# The findings that speak of a measure: what they name is not said a second time.
+SPEAK_OF: Mapping[str, tuple[str, ...]] = {
+    "update_ratio": ("uneven-rates", "rate-too-high", "rate-too-low", "dead-units", "vanishing"),
+    GRADIENT: ("vanishing", "exploding", "dead-units"),
+    "idle_share": ("dead-units",),
+    "scale_cv": ("row-spread",),
+    "projection_cosine": ("projection-fights",),
+}
+OF_MOVES = frozenset(SPEAK_OF["update_ratio"])
+# Padding has no gradient, and corrected layers are a choice: others are good to know.
+_TELL_FAULTS = ("update_ratio", GRADIENT, "projection_cosine")
+_WORDS: Mapping[tuple[str, bool], str] = {  # of a measure that is too large, or too small
+    ("update_ratio", True): "the activations of {} move by more than {} of their length in a step",
+    (GRADIENT, False): "the gradient that reaches {} is less than {} of the last layer's",
+    (GRADIENT, True): "the gradient that reaches {} is more than {} times the last layer's",
+    ("idle_share", True): "more than {1} of the rows of {0} have no gradient (padding, masked "
+    "tokens, dead units)",
+    ("scale_cv", True): "the row scales of {} differ by more than {} of their mean",
+    ("projection_cosine", False): "what was applied to {} has a cosine below {} with the "
+    "optimizer's update",
+}
+
+
+def outside_healthy(record: Record, found: Sequence[Finding]) -> Iterator[Finding]:
+    """Layers that typically read outside of what healthy layers do, which no other finding names.
+
+    Where learning rates were tried, the loss itself has decided, and nothing is said.
+
+    Args:
+        record: of a run.
+        found: what the other rules have found in it.
+    """
+    if record.rates:
+        return
+    spoken_for = {
+        measure: {layer for f in found if f.name in names for layer in f.layers or ("*",)}
+        for measure, names in SPEAK_OF.items()
+    }
+    outside = {
+        (measure, is_high): {p: t for p, t in layers.items() if p not in spoken_for[measure]}
+        for measure, health in HEALTH.items()
+        if health.knots and "*" not in spoken_for.get(measure, ())
+        for is_high, layers in zip((False, True), _outside(record, measure), strict=True)
+    }
+    still = outside.pop(("update_ratio", False), None)
+    if still is not None:
+        yield from _of_moves(record, still, spoken_for["update_ratio"])
+    if said := {place: layers for place, layers in outside.items() if layers}:
+        yield _outside_healthy(record, said)
+    yield from _decayed(record)
+
+
+def _of_moves(
+    record: Record, typically: Mapping[str, Typical], spoken_for: Collection[str]
+) -> Iterator[Finding]:
+    """Layers that hardly move, typically or lately, by why that may be."""
+    lately = {path: t for path, t in _lately(record).items() if path not in spoken_for}
+    still = {**typically, **lately}
+    unmoved = {path: typical for path, typical in still.items() if typical.value == 0}
+    settled = {p: still[p] for p in _moved_at_first(record, still) if p not in unmoved}
+    if unmoved:
+        yield _does_not_move(record, tuple(unmoved))
+    if rest := {p: t for p, t in still.items() if p not in unmoved and p not in settled}:
+        yield _stands_still(record, rest)
+    if settled:
+        yield _settled(record, settled)
+    if silent := tuple(path for path in _silent(record) if path not in spoken_for):
+        yield _tells_nothing(record, silent)
+
+
+def _outside(record: Record, measure: str) -> tuple[dict[str, Typical], dict[str, Typical]]:
+    """Layers typically below, and above, what healthy ones read, by two standard errors."""
+    low, high = HEALTH[measure].healthy
+    typically = typical_values(at_peak(record), measure)
+    return (
+        {path: value for path, value in typically.items() if value.below(low)},
+        {path: value for path, value in typically.items() if value.above(high)},
+    )
+
+
+def _lately(record: Record) -> dict[str, Typical]:
+    """Layers that hardly moved in the last quarter of the steps at the learning rate's peak."""
+    peak = at_peak(record).reports
+    last = replace(record, reports=peak[-(-len(peak) * 3 // 4) :])
+    low = HEALTH["update_ratio"].healthy[0]
+    lately = typical_values(last, "update_ratio")
+    return {path: value for path, value in lately.items() if value.below(low)}
+
+
+def _silent(record: Record) -> Iterator[str]:
+    """Maps that had a step of the optimizer, but of which no step told how far it moved them."""
+    told = typical_values(record, "update_ratio")
+    for path in maps(record):
+        of_layer = readings(record, path).values()
+        if path not in told and all(
+            r.update_ratio is not None and math.isnan(r.update_ratio) and not r.non_finite
+            for r in of_layer
+        ):
+            yield path
+
+
+def typical_values(record: Record, measure: str) -> dict[str, Typical]:
+    """Layer → what it typically read of a measure of the pictures: the median over the steps."""
+    seen: dict[str, list[tuple[float, float, int]]] = {}
+    for report in record.reports:
+        for path, value in value_of(record, report, measure).items():
+            if math.isfinite(value):
+                error = report.layers[path].standard_error.get(measure, 0.0)
+                seen.setdefault(path, []).append((value, error, report.step))
+    return {
+        path: Typical(median(v for v, _, _ in x), median(e for _, e, _ in x), x[0][2])
+        for path, x in seen.items()
+    }
+
+
+def _strength(record: Record) -> Strength:
+    """A loss that falls shows that it may be meant; one that nobody saw does not."""
+    return "note" if is_long_enough(record) and fell(record) else "watch"
+
+
+def _stands_still(record: Record, layers: Mapping[str, Typical]) -> Finding:
+    paths = tuple(sorted(layers, key=lambda path: layers[path].value))
+    health = HEALTH["update_ratio"]
+    least, most = layers[paths[0]].value, layers[paths[-1]].value
+    moves = f"{least:.3g}" if len(paths) == 1 else f"{least:.3g} to {most:.3g}"
+    said = (
+        f"The activations of {_where(paths, record)} move by {moves} of their length in a step; "
+        f"healthy layers that train from scratch move by {health.healthy[0]:g} at least."
+    )
+    strength = _strength(record)
+    advice: tuple[Advice, ...] = (
+        Advice("a learning rate ten times as high, for these layers or for all (adiv-audit tries "
+               "it)"),
+        Advice("nothing, where pretrained weights shall stay near to what they are"),
+    )  # fmt: skip
+    if still_rises(record.reports):
+        strength, advice = "note", (Advice(LOOK_AGAIN),)
+        said += RISES_YET
+    elif strength == "note":
+        said += " The loss falls all the same: in fine-tuning they need not move."
+    return Finding(
+        "stands-still",
+        paths,
+        strength,
+        tuple(Evidence("update_ratio", layers[p].value, health.healthy[0], p) for p in paths[:5]),
+        advice,
+        said,
+        since=min((t.since for t in layers.values() if t.since is not None), default=None),
+    )
+
+
+def _tells_nothing(record: Record, paths: tuple[str, ...]) -> Finding:
+    return Finding(
+        "stands-still",
+        paths,
+        _strength(record),
+        (),
+        (Advice("look whether gradients are zero, or are wiped before the step"),),
+        f"How far the activations of {_where(paths, record)} move can't be told: in no measured "
+        "step had they a gradient and an output other than zero.",
+    )
+
+
+def _does_not_move(record: Record, paths: tuple[str, ...]) -> Finding:
+    return Finding(
+        "stands-still",
+        paths,
+        _strength(record),
+        tuple(Evidence("update_ratio", 0.0, HEALTH["update_ratio"].healthy[0], p)
+              for p in paths[:5]),
+        (
+            Advice("give their parameters a learning rate above zero, unless they are meant to "
+                   "stay as they are"),
+        ),
+        f"The activations of {_where(paths, record)} do not move at all by the step of their own "
+        "weights: a learning rate of zero, or something that keeps these as they are.",
+        since=_low_since(record, paths),
+    )  # fmt: skip
+
+
+def _settled(record: Record, layers: Mapping[str, Typical]) -> Finding:
+    paths = tuple(sorted(layers, key=lambda path: layers[path].value))
+    low = HEALTH["update_ratio"].healthy[0]
+    return Finding(
+        "settled",
+        paths,
+        "note",
+        tuple(Evidence("update_ratio", layers[p].value, low, p) for p in paths[:5]),
+        (),
+        f"The activations of {_where(paths, record)} moved at first as those of healthy layers do, "
+        f"and by less than {low:g} of their length later on: near the end of a training they need "
+        "not move.",
+        since=_low_since(record, paths),
+    )
+
+
+def _low_since(record: Record, paths: Sequence[str]) -> int | None:
+    """The first of the last measured steps in all of which these layers hardly move."""
+    low, since = HEALTH["update_ratio"].healthy[0], None
+    for report in reversed(at_peak(record).reports):
+        values = value_of(record, report, "update_ratio")
+        if any(values.get(path, low) >= low for path in paths):
+            break
+        since = report.step
+    return since
+
+
+def _moved_at_first(record: Record, layers: Collection[str]) -> list[str]:
+    """Those that read healthily in the first quarter of the steps at the learning rate's peak."""
+    peak = at_peak(record).reports
+    first = replace(record, reports=peak[: max(1, len(peak) // 4)])
+    begin = typical_values(first, "update_ratio")
+    low, high = HEALTH["update_ratio"].healthy
+    return [p for p in layers if p in begin and low <= begin[p].value <= high]
+
+
+def _outside_healthy(
+    record: Record, outside: Mapping[tuple[str, bool], Mapping[str, Typical]]
+) -> Finding:
+    said, evidence = [], []
+    for (measure, is_high), layers in outside.items():
+        limit = HEALTH[measure].healthy[is_high]
+        paths = sorted(layers, key=lambda path: layers[path].value, reverse=is_high)
+        said.append(_WORDS[measure, is_high].format(_where(paths, record), f"{limit:g}"))
+        evidence += [Evidence(measure, layers[p].value, limit, p) for p in paths[:3]]
+    ill = any(measure in _TELL_FAULTS for measure, _ in outside)
+    return Finding(
+        "outside-healthy",
+        tuple(dict.fromkeys(path for layers in outside.values() for path in layers)),
+        _strength(record) if ill else "note",
+        tuple(evidence),
+        (Advice("run adiv-audit: it looks for the cause, and tries what would fix it"),),
+        "Outside of what healthy layers read: " + "; ".join(said) + ".",
+    )
+
+
+def _where(paths: Sequence[str], record: Record) -> str:
+    return (
+        f"all {len(paths)} layers"
+        if len(paths) == len({p for report in record.reports for p in report.layers}) > 3
+        else listed([named(record, path) for path in paths])
+    )
+
+
+def _decayed(record: Record) -> Iterator[Finding]:
+    """What is drawn as standing still since the learning rate has decayed, and was not before."""
+    since = decayed_since(record.reports)
+    if since is None:
+        return
+    health = HEALTH["update_ratio"]
+    first, last = record.reports[0], record.reports[-1]
+    now = [v for v in value_of(record, last, "update_ratio").values() if math.isfinite(v)]
+    if not any(value < health.healthy[0] for value in now):
+        return
+    peak = max(learning_rate(report) or 0.0 for report in record.reports)
+    share = (learning_rate(last) or 0.0) / peak
+    yield Finding(
+        "rate-decayed",
+        (),
+        "note",
+        (Evidence("learning rate over its peak", share, step=last.step),),
+        (),
+        f"Since step {since:,} the learning rate is below half of its peak ({share:.2g} of it at "
+        f"step {last.step:,}): layers move little since then because of that. They are judged by "
+        f"the steps at the peak.",
+        since=max(since, first.step),
+    )

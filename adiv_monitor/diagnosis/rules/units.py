@@ -1,0 +1,148 @@
+"""Rules about the units of activation functions, judged over many batches."""
+
+from collections.abc import Iterator
+
+from adiv_monitor.diagnosis.finding import HIGHER_RATES, Advice, Evidence, Finding, Strength
+from adiv_monitor.diagnosis.readings import maps, named, worst_first
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.rates import suffers
+from adiv_monitor.printable import layer_words
+from adiv_monitor.report.wording import listed
+
+# Share of a layer's units that no row of any batch ever woke: half the layer is also where
+# SageMaker Debugger's rule fires.
+DEAD_WATCH, DEAD_ACT = 0.25, 0.5
+ALL_DEAD = 0.9  # next to nothing comes through, whatever the loss does yet
+# Fewer batches say little: of one batch, zeros are no illness (DeepDiagnosis took 36 % of healthy
+# runs for ill, nearly all by this).
+LEAST_BATCHES = 4
+LEAST_LATE = 3  # measured steps in the second half of a run, where units themselves were not seen
+# Share of entries in the flat parts: SageMaker Debugger's rule fires at half the layer; healthy
+# tanh nets read up to 0.35.
+SATURATED_WATCH, SATURATED_ACT = 0.4, 0.5
+# Functions are called as their modules are, which readers know.
+_MODULES = (
+    *("ReLU", "ReLU6", "LeakyReLU", "ELU", "CELU", "SELU", "GELU", "SiLU", "Mish", "Softplus"),
+    *("Tanh", "Sigmoid", "Hardtanh", "Softsign", "Hardsigmoid", "Hardswish"),
+)
+# Functions with two flat ends; a ReLU's zeros are no saturation.
+FLAT_AT_BOTH_ENDS = frozenset(
+    ("tanh", "sigmoid", "hardtanh", "hardsigmoid", "softsign", "relu6", "erf")
+)
+
+
+def dead_share(record: Record) -> float:
+    """Of the layer with most of them; 0 where too few batches were seen."""
+    return max(_dead_shares(record).values(), default=0.0)
+
+
+def _dead_shares(record: Record) -> dict[str, float]:
+    return {
+        path: units.dead / units.units
+        for path, units in record.units.items()
+        if units.batches >= LEAST_BATCHES and units.units
+    }
+
+
+def dead_units(record: Record) -> Iterator[Finding]:
+    """Units that give the same for every row, and so never learn."""
+    if not record.units:
+        yield from _dead_by_measures(record)
+    dead = {path: share for path, share in _dead_shares(record).items() if share > DEAD_WATCH}
+    if dead:
+        layers = worst_first(dead)
+        share = dead[layers[0]]
+        act = share > ALL_DEAD or (share > DEAD_ACT and suffers(record))
+        yield _dead(
+            layers,
+            "act" if act else "watch",
+            tuple(Evidence("dead share of units", dead[p], DEAD_WATCH, p) for p in layers[:5]),
+            f"{share:.0%} of the units of {_function(record, layers[0])} are dead: flat for every "
+            f"row of {record.units[layers[0]].batches} batches.",
+        )
+
+
+def _dead_by_measures(record: Record) -> Iterator[Finding]:
+    """Layers that no row sends a gradient to, while layers behind them get one.
+
+    Judged by the second half of the measured steps: a branch may begin at zero.
+    """
+    late = [report.layers for report in record.reports[len(record.reports) // 2 :]]
+    if len(late) < LEAST_LATE:
+        return
+    paths = [path for path in maps(record) if all(path in layers for layers in late)]
+    idle = [path for path in paths if all(layers[path].idle_share == 1 for layers in late)]
+    alive = [path for path in paths if path not in idle]
+    layers = tuple(path for path in idle if alive and paths.index(path) < paths.index(alive[-1]))
+    if layers:
+        behind = alive[sum(paths.index(p) < paths.index(layers[-1]) for p in alive)]
+        first = next(r for r in record.reports if layers[-1] in r.layers
+                     and r.layers[layers[-1]].idle_share == 1)  # fmt: skip
+        yield _dead(
+            layers,
+            "act",
+            tuple(Evidence("idle_share", 1.0, ALL_DEAD, path) for path in layers[:5]),
+            f"No row sends a gradient to {listed([named(record, p) for p in layers])}, but "
+            f"{named(record, behind)} gets one: all units between are dead, or the way back is "
+            "cut.",
+            first.step,
+        )
+
+
+def _dead(
+    layers: tuple[str, ...],
+    strength: Strength,
+    evidence: tuple[Evidence, ...],
+    said: str,
+    since: int | None = None,
+) -> Finding:
+    return Finding(
+        "dead-units",
+        layers,
+        strength,
+        evidence,
+        (
+            Advice("initialise the weights before them anew, biases at zero", "reinitialise"),
+            Advice("leaky ReLU in their place", "leaky-relu"),
+            Advice("batch normalisation in front of them", "batch-norm"),
+        ),
+        said,
+        "A higher learning rate: no gradient comes through a dead unit.",
+        since,
+        HIGHER_RATES,
+    )
+
+
+def saturated_units(record: Record) -> Iterator[Finding]:
+    """Entries that lie where the function is flat: no gradient passes."""
+    seen = {
+        path: u.saturated
+        for path, u in record.units.items()
+        if u.function in FLAT_AT_BOTH_ENDS and u.batches >= LEAST_BATCHES
+    }
+    saturated = {path: share for path, share in seen.items() if share > SATURATED_WATCH}
+    if saturated:
+        layers = worst_first(saturated)
+        yield Finding(
+            "saturated-units",
+            layers,
+            "act" if saturated[layers[0]] > SATURATED_ACT and suffers(record) else "watch",
+            tuple(
+                Evidence("saturated share", saturated[p], SATURATED_WATCH, p) for p in layers[:5]
+            ),
+            (
+                Advice("initialise the weights before them anew", "reinitialise"),
+                Advice("layer normalisation in front of them", "layer-norm"),
+            ),
+            f"{saturated[layers[0]]:.0%} of the entries of {_function(record, layers[0])} lie "
+            "where the function is flat.",
+            "A higher learning rate drives them further out.",
+            against=HIGHER_RATES,
+        )
+
+
+def _function(record: Record, path: str) -> str:
+    """An activation function in a sentence, by name and path."""
+    name = record.units[path].function
+    as_module = {module.lower(): module for module in _MODULES}
+    return layer_words(path, as_module.get(name.replace("_", ""), name))

@@ -1,0 +1,139 @@
+"""Rules about wiring: whether all that should take part in training does."""
+
+import math
+from collections.abc import Iterator
+
+from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.readings import maps, named, typical
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.initialisation import vanishing
+from adiv_monitor.diagnosis.rules.rates import suffers
+from adiv_monitor.diagnosis.rules.units import ALL_DEAD, dead_share
+
+# Below this relative change of the loss when inputs are exchanged between samples, the model does
+# not look at them: rounding alone gives 1e-7.
+INPUT_MATTERS = 1e-4
+ALIKE = 1e-3  # scale_cv of rows that are all the same
+# The gain that torch initialises with, 1/√3, to the sampling error of some thousand weights.
+UNTRAINED, ABOUT = 3**-0.5, 0.03
+
+
+def not_held(record: Record) -> Iterator[Finding]:
+    """Trainable parameters with a gradient that the optimizer does not hold."""
+    names = record.wiring.not_held
+    if names:
+        yield Finding(
+            "not-held",
+            names,
+            "act",
+            (Evidence("parameters not held", len(names), 0),),
+            (
+                Advice(
+                    "give the optimizer these parameters: make it after the model is complete, or "
+                    "add a parameter group",
+                    "hold-parameters",
+                ),
+                Advice("if they are meant to stay as they are, set requires_grad=False"),
+            ),
+            f"The optimizer does not hold {_several(names)}, which the loss has a gradient for: "
+            "it never changes them.",
+            "Another learning rate changes nothing for them.",
+            against=RATES,
+        )
+
+
+def unreached(record: Record) -> Iterator[Finding]:
+    """Trainable parameters that no gradient ever comes to."""
+    if record.losses and not math.isfinite(record.losses[0]):
+        return  # nothing was sent back at all
+    unused = set(record.wiring.unused)
+    names = tuple(n for n in record.wiring.unreached if n not in unused)
+    if names:
+        yield Finding(
+            "unreached",
+            names,
+            "act",
+            (Evidence("parameters without a gradient", len(names), 0),),
+            (
+                Advice("look for .detach(), .data, .item(), torch.no_grad() or argmax on the way "
+                       "from these layers to the loss"),
+            ),
+            f"The loss depends on {_several(names)}, but no gradient comes back: the way is cut.",
+            "No optimizer and no learning rate can train what has no gradient.",
+            against=RATES,
+        )  # fmt: skip
+    unused_names = record.wiring.unused
+    if unused_names:
+        yield Finding(
+            "unreached",
+            unused_names,
+            "watch",
+            (Evidence("parameters that the loss does not depend on", len(unused_names), 0),),
+            (Advice("use in forward() what these modules give, or take them out"),),
+            f"The loss does not depend on {_several(unused_names)}: no step trains that.",
+        )
+
+
+def frozen(record: Record) -> Iterator[Finding]:
+    """Parameters with requires_grad=False, which may be meant; hardly so if they are untrained."""
+    names = record.wiring.frozen
+    if not names:
+        return
+    paths = {name.rpartition(".")[0] for name in names}
+    gains = {path: w.gain for path, w in record.weights.items() if path in paths}
+    untrained = {path: g for path, g in gains.items() if abs(g - UNTRAINED) < ABOUT}
+    yield Finding(
+        "frozen",
+        names,
+        "act" if untrained and suffers(record) else "watch",
+        (
+            Evidence("frozen parameters", len(names)),
+            *(Evidence("gain", gain, UNTRAINED, path, 0) for path, gain in untrained.items()),
+        ),
+        (Advice("set requires_grad=True, unless they are meant to stay as they are", "unfreeze"),),
+        f"Frozen (requires_grad=False) and staying so: {_several(names)}"
+        + (f"; {named(record, next(iter(untrained)))} looks as torch initialises it"
+           if untrained else "")
+        + ".",
+    )  # fmt: skip
+
+
+def input_lost(record: Record) -> Iterator[Finding]:
+    """Inputs that make no difference, since they are gone before the first layer: a cause."""
+    paths = maps(record)
+    spread = typical(record, paths[0], "scale_cv") if paths else None
+    silent = spread is None and record.wiring.input_matters == 0  # no row got a gradient
+    if (silent and dead_share(record) < ALL_DEAD) or (spread is not None and spread.value < ALIKE):
+        yield from _ignored(record)
+
+
+def input_ignored(record: Record) -> Iterator[Finding]:
+    """Inputs that make no difference; where units are dead or gradients vanish, that is why."""
+    explained = dead_share(record) > ALL_DEAD or any(vanishing(record))
+    if not explained and not any(input_lost(record)):
+        yield from _ignored(record)
+
+
+def _ignored(record: Record) -> Iterator[Finding]:
+    matters = record.wiring.input_matters
+    if matters < INPUT_MATTERS:
+        yield Finding(
+            "input-ignored",
+            (),
+            "act",
+            (Evidence("input_matters", matters, INPUT_MATTERS),),
+            (
+                Advice("follow one batch through forward(): look for inputs that are multiplied by "
+                       "zero, overwritten or not used"),
+            ),
+            "The outputs hardly change when inputs are exchanged between samples: the model does "
+            "not look at them.",
+            "More steps or another learning rate teach at best how often each answer is right.",
+            against=RATES,
+        )  # fmt: skip
+
+
+def _several(names: tuple[str, ...]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"the parameter{'s' * (len(names) > 1)} {shown}{more}"

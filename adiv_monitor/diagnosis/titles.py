@@ -1,0 +1,193 @@
+"""What measures and findings are called where people read, and what a measure says."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from adiv_monitor.diagnosis.health import HEALTH
+
+
+class Title(NamedTuple):
+    """A measure in plain words.
+
+    Attributes:
+        title: a few words.
+        reads: its formula, and how to read it, in one line.
+    """
+
+    title: str
+    reads: str
+
+
+MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
+    {
+        "update_cosine": Title(
+            "Cosine of the step", "cos(d, G): 1 where the step moved the activations downhill"
+        ),
+        "gradient_cosine": Title(
+            "Cosine of a plain gradient step",
+            "cos(e, G): what is between this and the step's own cosine is the optimizer's doing",
+        ),
+        "diagonal_cosine": Title(
+            "Cosine with the scales alone",
+            "cos(D G, G): what rows of different length cost by themselves; 1 is nothing",
+        ),
+        "attainable_cosine": Title(
+            "Ceiling of the cosine", "‖P G‖ / ‖G‖: the most that any step of this layer could reach"
+        ),
+        "interference_ratio": Title(
+            "Interference",
+            "‖e − D G‖ / ‖D G‖: what the other rows do to a row, against its own part",
+        ),
+        "scale_cv": Title(
+            "Spread of the row scales", "standard deviation / mean of ‖φ‖² over the rows"
+        ),
+        "scale_mean": Title("Row scale, mean", "mean of ‖φ‖² = ‖x‖² + 1 over the rows"),
+        "common_share": Title(
+            "Share of the mean feature",
+            "‖mean φ‖² / mean ‖φ‖²: what centring the inputs would take out",
+        ),
+        "effective_lr": Title(
+            "Effective learning rate",
+            "⟨d, G⟩ / ‖G‖²: the rate at which the activations really move downhill",
+        ),
+        "update_ratio": Title(
+            "Move of the activations", "‖Δz‖ / ‖z‖: how far the activations move in one step"
+        ),
+        "row_cosine_p50": Title(
+            "Cosine of the median row", "median of cos(d_r, g_r): how a single sample fares"
+        ),
+        "harmed_fraction": Title(
+            "Harmed rows", "share of rows with d_r·g_r < 0: the step raises their own loss"
+        ),
+        "idle_share": Title(
+            "Idle rows", "share of rows with g_r = 0: padding, masked tokens, dead units"
+        ),
+        "bias_share": Title(
+            "Share of the bias", "‖B‖ / (‖A‖ + ‖B‖): the bias's part of the update"
+        ),
+        "descent": Title("Descent", "−⟨∂L/∂Θ, ΔΘ⟩: first-order decrease of the loss by this layer"),
+        "parameter_cosine": Title(
+            "Cosine of the parameters' step",
+            "cos(u, −γ): the optimizer's update against the gradient that it saw",
+        ),
+        "projection_cosine": Title(
+            "Cosine of the projection",
+            "cos(a, u): what was applied in the end against the optimizer's update",
+        ),
+        "applied_cosine": Title("Cosine of what was applied", "cos(a, −γ): against the gradient"),
+        "realised_cosine": Title(
+            "Realised cosine", "cos(r, G): what really happened, all layers having moved"
+        ),
+        "single_layer_share": Title(
+            "Share of the layer's own step",
+            "cos(r, d): how much of what happened is this layer's own doing",
+        ),
+        "first_order_error": Title(
+            "Error of the first order", "‖Δz − JΔθ‖ / ‖Δz‖: how far the move is from proportional"
+        ),
+        "scale_max": Title("Row scale, largest", "largest ‖φ‖² of the rows"),
+        "scale_p05": Title("Row scale, 5th percentile", "of ‖φ‖² over the rows"),
+        "scale_p50": Title("Row scale, median", "of ‖φ‖² over the rows"),
+        "scale_p95": Title("Row scale, 95th percentile", "of ‖φ‖² over the rows"),
+        "row_cosine_mean": Title("Cosine of rows, mean", "mean of cos(d_r, g_r)"),
+        "row_cosine_p05": Title("Cosine of rows, 5th percentile", "of cos(d_r, g_r)"),
+        "row_cosine_p95": Title("Cosine of rows, 95th percentile", "of cos(d_r, g_r)"),
+        "attention_cosine": Title("Cosine of the scores", "cos(−ΔY, G) of the attention scores"),
+        "attention_gradient_cosine": Title(
+            "Cosine of a plain gradient step", "the same of a plain gradient step"
+        ),
+        "attention_scale_mean": Title("Attention scale, mean", "mean of ‖∂Y/∂Θ‖²"),
+        "attention_scale_cv": Title(
+            "Spread of the attention scales", "standard deviation / mean of ‖∂Y/∂Θ‖²"
+        ),
+        "alpha": Title("α, update on old features", "log_n of RMS(dW z₀) / (RMS(dW) RMS(z₀))"),
+        "omega": Title("ω, old weights on the change", "log_n of RMS(W₀ dz) / (RMS(W₀) RMS(dz))"),
+        "u": Title("u, update on the change", "log_n of RMS(dW dz) / (RMS(dW) RMS(dz))"),
+        "cumulative": Title("Alignment of W and z", "log_n of RMS(W z) / (RMS(W) RMS(z))"),
+        "kappa_alpha": Title("κ of α", "n^(α − 1): the share of full alignment"),
+        "kappa_omega": Title("κ of ω", "n^(ω − 1)"),
+        "kappa_u": Title("κ of u", "n^(u − 1)"),
+        "kappa_cumulative": Title("κ of the alignment of W and z", "n^(A − 1)"),
+        "effective_rank": Title(
+            "Effective rank", "over how many directions weights and inputs are spread alike"
+        ),
+        "output_rms": Title("RMS of W z", "without the bias"),
+        "output_change_rms": Title("RMS of its change", "of W z − W₀ z₀"),
+    }
+)
+
+# At the heads of narrow columns.
+SHORT_TITLES: Mapping[str, str] = MappingProxyType(
+    {
+        "update_cosine": "Step’s cosine",
+        "gradient_cosine": "Gradient’s cosine",
+        "attainable_cosine": "Ceiling",
+        "realised_cosine": "Realised cosine",
+        "scale_cv": "Spread of scales",
+        "common_share": "Mean feature",
+        "interference_ratio": "Interference",
+        "harmed_fraction": "Harmed rows",
+        "effective_lr": "Effective rate",
+        "update_ratio": "Move",
+    }
+)
+
+FINDING_TITLES: Mapping[str, str] = MappingProxyType(
+    {
+        "not-held": "Parameters that the optimizer does not hold",
+        "unreached": "Parameters that the loss does not reach",
+        "frozen": "Frozen parameters",
+        "input-ignored": "The inputs make no difference",
+        "cannot-overfit": "One small batch is not overfitted",
+        "non-finite": "Values that are not finite",
+        "input-scale": "Inputs of an unsuitable scale",
+        "input-mean": "Inputs that are not centred",
+        "row-spread": "Rows of very different length",
+        "rate-too-high": "Learning rate too high",
+        "rate-too-low": "Learning rate too low",
+        "uneven-rates": "Layers learn at very different rates",
+        "loss-stuck": "The loss shows no learning",
+        "stands-still": "Layers that hardly move",
+        "outside-healthy": "Layers outside of what healthy ones read",
+        "rate-decayed": "The learning rate has decayed",
+        "settled": "Layers that move less than at first",
+        "bad-initialisation": "Unsuitable initialisation",
+        "vanishing": "Vanishing gradients",
+        "exploding": "Exploding gradients",
+        "dead-units": "Dead units",
+        "saturated-units": "Saturated units",
+        "interference": "Direction lost to interference",
+        "optimizer-turns": "The optimizer turns the step",
+        "decay-fights": "Weight decay fights the gradient",
+        "projection-fights": "A projection fights the update",
+        "clipping-always": "Clipping is always at work",
+        "double-softmax": "The softmax is taken twice",
+        "activated-logits": "An activation function on the logits",
+        "target-scale": "A loss that is large by nature",
+    }
+)
+
+
+def measure_title(measure: str) -> str:
+    """A measure, or what else was recorded, in a few plain words."""
+    if measure in MEASURE_TITLES:
+        return MEASURE_TITLES[measure].title
+    return HEALTH[measure].title if measure in HEALTH else _sentence(measure)
+
+
+def finding_title(name: str) -> str:
+    """A finding in a few plain words."""
+    return FINDING_TITLES.get(name) or _sentence(name)
+
+
+def mend_title(mend: str) -> str:
+    """A mend in a few plain words."""
+    if mend.endswith("-like"):  # the names of the maps are written so
+        return mend
+    return mend.replace("rate*", "learning rate × ").replace("-", " ")
+
+
+def _sentence(name: str) -> str:
+    words = name.replace("_", " ").replace("-", " ").strip()
+    return words[:1].upper() + words[1:]

@@ -1,0 +1,140 @@
+"""The verdict on a training that is known by its reports: found, not found, can't be told."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from adiv_monitor.diagnosis.course import FEWEST, fell, is_long_enough, may_have_fallen
+from adiv_monitor.diagnosis.finding import STRENGTHS, Finding
+from adiv_monitor.diagnosis.readings import by_layer, entering, maps
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.initialisation import FEWEST_LAYERS
+from adiv_monitor.diagnosis.rules.states import OF_MOVES, SPEAK_OF
+from adiv_monitor.diagnosis.titles import finding_title
+
+# Findings that explain what is drawn, and find no fault.
+EXPLAINING = frozenset({"rate-decayed"})
+NOTHING = "Nothing found in what was measured"
+NOT_MEASURED = "Can't tell: no layer was measured"
+_BEFORE = {"act": "To fix", "watch": "To watch", "note": "Nothing to fix; to know"}
+_AUDIT = "run `adiv-audit`"
+FEWEST_REPORTS = 3  # that can show what layers typically do
+
+
+class Untold(NamedTuple):
+    """What reports can't tell.
+
+    Attributes:
+        title: what it is about.
+        would_tell: what would tell.
+    """
+
+    title: str
+    would_tell: str
+
+
+def running_headline(findings: Sequence[Finding], record: Record) -> str:
+    """What was found, the strongest first, in a few words.
+
+    It says that nothing was found only where no layer is drawn outside of what healthy ones read.
+    """
+    found = [finding for finding in findings if finding.name not in EXPLAINING]
+    if found:
+        strongest = min((f.strength for f in found), key=STRENGTHS.index)
+        titles = dict.fromkeys(finding_title(f.name) for f in found if f.strength == strongest)
+        first, *others = titles
+        more = f" and {len(others)} more" if others else ""
+        return f"{_BEFORE[strongest]}: {first[:1].lower()}{first[1:]}{more}"
+    return NOTHING if any(report.layers for report in record.reports) else NOT_MEASURED
+
+
+def looked_for(record: Record, found: Sequence[Finding] = ()) -> tuple[str, ...]:
+    """The findings that the reports at hand could have shown, by name; those that are, first.
+
+    Where a finding speaks of how far layers move, others leave that to it: nothing is said of them.
+    Nor is of those that would speak of what is outside of healthy, if not as far as they ask for.
+    """
+    names = {finding.name: None for finding in found}
+    left = {"stands-still", "outside-healthy"} if names.keys() & OF_MOVES else set()
+    outside = (finding for finding in found if finding.name == "outside-healthy")
+    measures = {evidence.measure for finding in outside for evidence in finding.evidence}
+    left = left.union(*(SPEAK_OF[measure] for measure in measures))
+    return tuple(dict.fromkeys([*names, *(n for n in _could_show(record) if n not in left)]))
+
+
+def _could_show(record: Record) -> tuple[str, ...]:
+    paths = maps(record)
+    if not paths:
+        return ("non-finite", "loss-stuck") if _knows_loss(record) else ("non-finite",)
+    from_the_start = record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS
+    several = len(record.reports) >= FEWEST_REPORTS
+    has_steps = several and bool(by_layer(record, "parameter_cosine"))
+    names = {
+        "non-finite": True,
+        "loss-stuck": _knows_loss(record),
+        "stands-still": has_steps,
+        "outside-healthy": True,
+        "uneven-rates": has_steps and len(paths) >= FEWEST_LAYERS,
+        "input-scale": entering(record) is not None,
+        "input-mean": entering(record) is not None,
+        "row-spread": True,
+        "vanishing": from_the_start,
+        "exploding": from_the_start,
+        "optimizer-turns": has_steps,
+        "projection-fights": bool(by_layer(record, "projection_cosine")),
+        "interference": bool(by_layer(record, "attainable_cosine")),
+    }
+    return tuple(name for name, is_told in names.items() if is_told)
+
+
+def untold(record: Record) -> tuple[Untold, ...]:
+    """What the reports at hand can't tell, and what would tell."""
+    paths = maps(record)
+    found = []
+    if len(record.losses) < FEWEST and not record.first_non_finite:
+        why = f"`Monitor(…, loss=…)` or `monitor.log_loss(…)`, for {FEWEST} steps at least"
+        found.append(Untold("Whether the loss falls", why))
+    if len(record.reports) < FEWEST_REPORTS:
+        why = f"{FEWEST_REPORTS} measured steps or more"
+        found.append(Untold("How far layers typically move, and what the optimizer does", why))
+    if paths and not (record.reports[0].step == 0 and len(paths) >= FEWEST_LAYERS):
+        found.append(
+            Untold(
+                "Whether gradients vanish or explode from the start",
+                "measure step 0 of a network of three layers or more",
+            )
+        )
+    if not by_layer(record, "attainable_cosine"):
+        found.append(Untold("Direction lost to interference", "`Monitor(…, attainable=True)`"))
+    return (
+        *found,
+        Untold("Whether another learning rate does better", _AUDIT),
+        Untold("Wiring: parameters that are not held, not reached or frozen", _AUDIT),
+        Untold("Whether labels belong to their inputs", "overfit one batch, and look at some"),
+        Untold("The inputs themselves, single units, the loss function, decay, clipping", _AUDIT),
+    )
+
+
+def until(record: Record) -> str:
+    """Up to where was looked, if values are not finite from some step on; "" if all are."""
+    if record.non_finite_since is None:
+        return ""
+    steps = [r.step for r in record.reports if r.step < record.non_finite_since]
+    return f" up to step {steps[-1]:,}" if steps else " in what is finite"
+
+
+def loss_words(record: Record) -> str:
+    """How the loss went, as far as it is known."""
+    if not record.losses:
+        return "not known"
+    if not math.isfinite(record.losses[-1]):
+        return "not finite"
+    if not is_long_enough(record):
+        return "too few steps to tell whether it falls"
+    if fell(record):
+        return "falls"
+    return "can't be told to fall" if may_have_fallen(record) else "does not fall"
+
+
+def _knows_loss(record: Record) -> bool:
+    return len(record.losses) >= FEWEST and math.isfinite(record.losses[-1])

@@ -1,0 +1,229 @@
+"""The page of two reports, side by side."""
+
+import base64
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from adiv_monitor.diagnosis.diagnosis import Diagnosis
+from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.health import GRADIENT, HEALTH
+from adiv_monitor.diagnosis.hidden import without_secrets
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.titles import finding_title
+from adiv_monitor.diagnosis.verdict import looked_for, running_headline, untold
+from adiv_monitor.pages.findings import checks, significant
+from adiv_monitor.pages.layers import Cell
+from adiv_monitor.pages.pictures import two_losses
+from adiv_monitor.pages.render import render
+from adiv_monitor.pages.report_page import headline, last_told, settings
+from adiv_monitor.pictures.heat import grid, heat_picture
+from adiv_monitor.report import WORST, LayerReading, StepReport
+from adiv_monitor.report.wording import number
+
+_MEASURES = (
+    "update_cosine",
+    "gradient_cosine",
+    "scale_cv",
+    "interference_ratio",
+    "harmed_fraction",
+    "effective_lr",
+)
+# Side by side as pictures.
+_DRAWN = ("update_ratio", GRADIENT, "update_cosine")
+
+
+class _Line(NamedTuple):
+    """What was looked for: what was found of it, how strong that is, and what can't be told."""
+
+    title: str
+    found: str = ""
+    strength: str = ""
+    missing: str = ""
+
+
+class _Run(NamedTuple):
+    """One of the two: headline, what else the verdict says, the loss, and what was looked for."""
+
+    headline: str
+    verdict: str
+    loss: str
+    findings: Sequence[Finding]
+    looked_for: Sequence[_Line]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A measure of one layer in both reports.
+
+    Attributes:
+        a: in the first.
+        b: in the second.
+        difference: second minus first.
+        told: whether they differ by more than two combined errors, and more than rounding.
+        verdict: "better" or "worse" where the difference is told and the measure has a bad end.
+    """
+
+    a: Cell
+    b: Cell
+    difference: Cell
+    told: bool
+    verdict: str
+
+
+def compare(a: Diagnosis, b: Diagnosis, names: tuple[str, str]) -> str:
+    """Two reports as one self-contained HTML page, side by side.
+
+    Layers are those of the same path. They are compared at the last step that was measured in both;
+    where there is none, each at its own last.
+
+    Args:
+        a: the first report.
+        b: the second report.
+        names: what they are called, e.g. their folders.
+
+    Returns:
+        The text of the file, to be written as UTF-8.
+
+    Raises:
+        ImportError: without the packages jinja2 and matplotlib.
+    """
+    first, second = _steps(a, b)
+    of_a = {} if first is None else dict(first.layers)
+    of_b = {} if second is None else dict(second.layers)
+    shared = [path for path in of_a if path in of_b]
+    measures = [
+        measure
+        for measure in _MEASURES
+        if any(_value(of_a[p], measure) is not None for p in shared)
+    ]
+    rows = [(p, [_pair(of_a[p], of_b[p], measure) for measure in measures]) for p in shared]
+    facts = [_settings(report) for report in (a, b)]
+    names_of_settings = list(dict.fromkeys(name for of_run in facts for name in of_run))
+    unknown = "not known"
+    both = [(n, facts[0].get(n, unknown), facts[1].get(n, unknown)) for n in names_of_settings]
+    return render(
+        "compare.html",
+        title=f"{names[0]} and {names[1]}",
+        names=names,
+        runs=[_run(report) for report in (a, b)],
+        steps=[None if report is None else report.step for report in (first, second)],
+        measures=measures,
+        rows=rows,
+        told={m: sum(pairs[i].told for _, pairs in rows) for i, m in enumerate(measures)},
+        better={
+            m: sum(pairs[i].verdict == "better" for _, pairs in rows)
+            for i, m in enumerate(measures)
+        },
+        only=([p for p in of_a if p not in of_b], [p for p in of_b if p not in of_a]),
+        settings=[row for row in both if row[1] != row[2]],
+        same=[name for name, of_a, of_b in both if of_a == of_b],
+        picture=two_losses((a.record, b.record)) if a.record.losses or b.record.losses else None,
+        maps=_maps(a.record, b.record),
+    )
+
+
+def _run(report: Diagnosis) -> _Run:
+    record, findings = report.record, report.findings
+    if record.is_audited:
+        lines = [
+            _Line(check.title, ", ".join(check.findings), check.strength, check.missing)
+            for check in checks(findings, record)
+        ]
+        return _Run(headline(findings), report.verdict, _loss(record), findings, lines)
+    strengths = {finding.name: finding.strength for finding in reversed(findings)}
+    names = looked_for(record, findings)
+    lines = [
+        _Line(finding_title(name), "found" * (name in strengths), strengths.get(name, ""))
+        for name in names
+    ]
+    lines += [_Line(line.title, missing=line.would_tell) for line in untold(record)]
+    return _Run(running_headline(findings, record), "", _loss(record), findings, lines)
+
+
+def _loss(record: Record) -> str:
+    """How the loss went, and over which steps."""
+    if not record.losses:
+        return "Loss not known"
+    steps = record.steps_of_losses
+    ends = f"{significant(record.losses[0])} → {significant(record.losses[-1])}"
+    return f"Loss {ends}, steps {steps[0]:,} to {steps[-1]:,}"
+
+
+def _maps(*records: Record) -> list[tuple[str, list[str]]]:
+    """Measure → a picture of layers by steps of each run, as an address of its data.
+
+    Each measure has the same colours in all runs. A run without it has "".
+    """
+    found = []
+    for measure in _DRAWN:
+        grids = [grid(record, measure) for record in records]
+        if any(grids):
+            pngs = [b"" if one is None else heat_picture(one).png() for one in grids]
+            found.append((HEALTH[measure].title, [_address(png) for png in pngs]))
+    return found
+
+
+def _address(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}" if png else ""
+
+
+def _steps(a: Diagnosis, b: Diagnosis) -> tuple[StepReport | None, StepReport | None]:
+    """The last step measured in both, if any; else the last of each."""
+    of_a = {report.step: report for report in a.record.reports}
+    of_b = {report.step: report for report in b.record.reports}
+    if both := of_a.keys() & of_b.keys():
+        # A last step without any direction tells nothing.
+        last = last_told([of_a[step] for step in sorted(both)])
+        if last is not None:
+            return last, of_b[last.step]
+    return last_told(a.record.reports), last_told(b.record.reports)
+
+
+def _settings(report: Diagnosis) -> dict[str, str]:
+    """What was chosen, the optimizer's settings one by one; not how long a step took.
+
+    Of a training that is known by its reports: what these tell of it.
+    """
+    record = report.record
+    if not record.is_audited:
+        return _told_by_reports(record)
+    facts = record.facts
+    chosen = settings(record) | {"Optimizer": facts.optimizer}
+    del chosen["Time of a step"]
+    of_optimizer = without_secrets(facts.settings)
+    return chosen | {f"Optimizer: {name}": f"{value}" for name, value in of_optimizer.items()}
+
+
+def _told_by_reports(record: Record) -> dict[str, str]:
+    reports = record.reports
+    found = {"Measured": f"steps {reports[0].step:,} to {reports[-1].step:,}"} if reports else {}
+    rates = [", ".join(f"{r:g}" for r in x.learning_rates) for x in reports if x.learning_rates]
+    if rates:
+        found["Optimizer: lr"] = " → ".join(dict.fromkeys((rates[0], rates[-1])))
+    return found
+
+
+def _pair(a: LayerReading, b: LayerReading, measure: str) -> Pair:
+    x, y = _value(a, measure), _value(b, measure)
+    errors = [r.standard_error.get(measure, 0.0) for r in (a, b)]
+    if x is None or y is None:
+        return Pair(_cell(x, errors[0]), _cell(y, errors[1]), Cell("", None), False, "")
+    error = math.hypot(*errors)
+    told = abs(y - x) > 2 * error and not math.isclose(x, y, rel_tol=1e-6)
+    verdict = ""
+    if told and measure in WORST:
+        verdict = "better" if (y > x) == (WORST[measure] == "min") else "worse"
+    return Pair(_cell(x, errors[0]), _cell(y, errors[1]), _cell(y - x, error), told, verdict)
+
+
+def _value(reading: LayerReading, measure: str) -> float | None:
+    value: float | None = getattr(reading, measure)
+    return value
+
+
+def _cell(value: float | None, error: float) -> Cell:
+    if value is None:
+        return Cell("", None)
+    return Cell(number(value, error), value if math.isfinite(value) else None)

@@ -1,0 +1,144 @@
+"""What drives the loss of cosine: the causes, in words, with what each takes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from adiv_monitor.pages.chain import CHAIN, MeanPart, Part, mean_chain, mean_projection
+from adiv_monitor.pages.multiples import Block, bar
+from adiv_monitor.report import LayerReading, StepReport
+from adiv_monitor.report.wording import number
+
+# Cause → formula, and what it means.
+_CAUSES: Mapping[str, tuple[str, str]] = {
+    "scale": (
+        "1 − diagonal cosine",
+        "Rows of different length are moved differently far; fixed by inputs, or layers, that "
+        "make the rows alike.",
+    ),
+    "interference": (
+        "diagonal cosine − gradient cosine",
+        "Rows share the weights, so each is moved by the others' gradients too; no step of the "
+        "layer can keep more than its ceiling.",
+    ),
+    "optimizer": (
+        "gradient cosine − update cosine",
+        "Momentum, scaling of single entries and decay turn the step away from the gradient.",
+    ),
+    "depth": (
+        "update cosine − realised cosine",
+        "The layers before have moved too, and so have the inputs; whatever changes the weights "
+        "after the step is in here as well.",
+    ),
+    "projection": (
+        "parameter cosine − applied cosine",
+        "Code that changes the weights after the optimizer's step; this one is measured in "
+        "parameters, the others in activations.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Drive:
+    """One cause; `taken` and `worst` are None where it was not measured."""
+
+    cause: str
+    formula: str
+    means: str
+    taken: str | None
+    worst: str | None
+    worst_layer: str
+
+
+@dataclass(frozen=True)
+class Drives:
+    """All causes at one step.
+
+    Attributes:
+        step: the measured step.
+        layers: how many the means are over.
+        of: how many there are.
+        sentence: what takes most, in words.
+        bar: the means, as a bar.
+        lowest: where the bar's axis begins.
+        causes: one by one.
+    """
+
+    step: int
+    layers: int
+    of: int
+    sentence: str
+    bar: tuple[Block, ...]
+    lowest: float
+    causes: tuple[Drive, ...]
+
+
+def drives(report: StepReport) -> Drives | None:
+    """The causes at a step; None where no layer tells them apart."""
+    parts, layers = mean_chain(report.layers)
+    if not parts:
+        return None
+    by_cause = {part.cause: part for part in parts}
+    if projection := mean_projection(report.layers):
+        by_cause["projection"] = projection
+    links = _links(parts)
+    kept = links[-1].after
+    lowest = min(0.0, kept)
+    return Drives(
+        step=report.step,
+        layers=layers,
+        of=len(report.layers),
+        sentence=_sentence(parts, kept, report.layers),
+        bar=bar(links, lowest),
+        lowest=lowest,
+        causes=tuple(_drive(cause, by_cause.get(cause)) for cause in (*CHAIN, "projection")),
+    )
+
+
+def _links(parts: tuple[MeanPart, ...]) -> tuple[Part, ...]:
+    """The means as a chain again, which starts at 1."""
+    links: list[Part] = []
+    before = 1.0
+    for part in parts:
+        links.append(Part((part.cause,), before, before - part.taken, part.error))
+        before -= part.taken
+    return tuple(links)
+
+
+def _drive(cause: str, part: MeanPart | None) -> Drive:
+    formula, means = _CAUSES[cause]
+    if part is None:
+        return Drive(cause, formula, means, None, None, "")
+    return Drive(
+        cause,
+        formula,
+        means,
+        number(part.taken, part.error),
+        number(part.worst_taken, part.worst_error),
+        part.worst,
+    )
+
+
+def _sentence(
+    parts: tuple[MeanPart, ...], kept: float, readings: Mapping[str, LayerReading]
+) -> str:
+    told = [part for part in parts if abs(part.taken) > 2 * part.error and abs(part.taken) >= 5e-3]
+    told.sort(key=lambda part: -part.taken)
+    taking = [
+        f"{'the ' * (p.cause == 'optimizer')}{p.cause} takes {number(p.taken, p.error)}"
+        for p in told
+        if p.taken > 0
+    ]
+    giving = [
+        f"{'the ' * (p.cause == 'optimizer')}{p.cause} wins back {number(-p.taken, p.error)}"
+        for p in told
+        if p.taken < 0
+    ]
+    causes = ", ".join([*taking, *giving]) or "nothing takes more than its error"
+    words = f"Of a cosine of 1, the mean layer's step keeps {number(kept)}: {causes}."
+    several = (reading.attainable_cosine for reading in readings.values())
+    ceilings = [c for c in several if c is not None and math.isfinite(c)]
+    if ceilings:
+        ceiling = sum(ceilings) / len(ceilings)
+        words += f" No step of these layers could keep more than {number(ceiling)} in the mean."
+    return words

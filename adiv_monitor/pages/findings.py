@@ -1,0 +1,164 @@
+"""What the findings look like, and what was looked for."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from adiv_monitor.diagnosis.finding import STRENGTHS, Evidence, Finding, Trial
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.titles import finding_title, measure_title
+
+STRENGTH_WORDS = {
+    "act": "it costs training: fix it",
+    "watch": "it may cost training",
+    "note": "good to know",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One family of what was looked for.
+
+    Attributes:
+        title: the family.
+        asks: what was asked.
+        findings: titles of what was found.
+        strength: the strongest of them; "" if there is none.
+        missing: why it was not, or not wholly, looked for; "" if it was.
+    """
+
+    title: str
+    asks: str
+    findings: tuple[str, ...]
+    strength: str
+    missing: str = ""
+
+
+def _always(record: Record) -> str:
+    return ""
+
+
+def _of_rates(record: Record) -> str:
+    return "" if record.rates else "other learning rates (not tried)"
+
+
+def _of_loss(record: Record) -> str:
+    told = "its loss without the inputs (could not be told)"
+    return "" if record.chance is not None else told
+
+
+def _of_inputs(record: Record) -> str:
+    return "" if record.inputs else "inputs (none of floating-point numbers was seen)"
+
+
+def _of_units(record: Record) -> str:
+    return "" if record.units else "units (no activation function was seen)"
+
+
+def _of_wiring(record: Record) -> str:
+    missing = []
+    if math.isnan(record.wiring.input_matters):
+        missing.append("whether inputs matter (could not be told)")
+    if record.overfit is None:
+        missing.append("learning one small batch by heart (not tried)")
+    return "; ".join(missing)
+
+
+# Title, question, the findings that answer it, what it takes; causes before symptoms.
+_CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] = (
+    (
+        "Wiring",
+        "Are all parameters reached and held, do inputs matter, can one batch be learnt by heart?",
+        ("not-held", "unreached", "frozen", "input-ignored", "cannot-overfit"),
+        _of_wiring,
+    ),
+    ("Finite values", "Are losses, activations and gradients finite?", ("non-finite",), _always),
+    (
+        "Inputs",
+        "Are they of a suitable scale, centred, and rows of like length?",
+        ("input-scale", "input-mean", "row-spread"),
+        _of_inputs,
+    ),
+    (
+        "Learning rate",
+        "Is it too high or too low, does the loss fall, do layers learn at like rates?",
+        ("rate-too-high", "rate-too-low", "uneven-rates", "loss-stuck"),
+        _of_rates,
+    ),
+    (
+        "Loss",
+        "Does it take logits for logits, and once only? Is it of a suitable size?",
+        ("double-softmax", "activated-logits", "target-scale"),
+        _of_loss,
+    ),
+    (
+        "Initialisation and depth",
+        "Do gradients vanish or explode on their way through the layers?",
+        ("bad-initialisation", "vanishing", "exploding"),
+        _always,
+    ),
+    (
+        "Activation functions",
+        "Are units dead or saturated, over many batches?",
+        ("dead-units", "saturated-units"),
+        _of_units,
+    ),
+    ("Interference", "Do rows take each other's direction?", ("interference",), _always),
+    (
+        "Optimizer",
+        "Do momentum, decay, clipping or projections turn or fight the step?",
+        ("optimizer-turns", "decay-fights", "projection-fights", "clipping-always"),
+        _always,
+    ),
+)
+
+
+def checks(findings: Sequence[Finding], record: Record) -> tuple[Check, ...]:
+    """All that was looked for, with what was found of it."""
+    known = {name for _, _, names, _ in _CHECKS for name in names}
+    made = [
+        _check(title, asks, [f for f in findings if f.name in names], missing(record))
+        for title, asks, names, missing in _CHECKS
+    ]
+    if others := [f for f in findings if f.name not in known]:
+        made.append(_check("Others", "What else was seen.", others, ""))
+    return tuple(made)
+
+
+def _check(title: str, asks: str, found: Sequence[Finding], missing: str) -> Check:
+    titles = tuple(dict.fromkeys(finding_title(finding.name) for finding in found))
+    strength = min((f.strength for f in found), key=STRENGTHS.index, default="")
+    return Check(title, asks, titles, strength, missing)
+
+
+def evidence_rows(evidence: Sequence[Evidence]) -> list[dict[str, object]]:
+    """The evidence as it is printed."""
+    return [
+        {
+            "measure": measure_title(e.measure),
+            "name": e.measure,
+            "value": significant(e.value),
+            "limit": None if e.limit is None else significant(e.limit),
+            "layer": e.layer,
+            "step": e.step,
+        }
+        for e in evidence
+    ]
+
+
+def all_trials(findings: Sequence[Finding], record: Record) -> list[Trial]:
+    """Every trial on the run's own batches, each fix once; those that paid most first."""
+    tried = [a.trial for finding in findings for a in finding.advice if a.trial is not None]
+    by_mend = {trial.mend: trial for trial in (*record.rates.values(), *tried)}
+    return sorted(by_mend.values(), key=lambda trial: -trial.gain)
+
+
+def significant(value: float) -> str:
+    """Three significant digits; a whole number as it is."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if value == round(value) and abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"

@@ -1,0 +1,202 @@
+"""The table of layers: one row each, at one measured step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adiv_monitor.pages.chain import Part, chain
+from adiv_monitor.pages.multiples import Axis, Block, bar, distribution, scale_axis
+from adiv_monitor.report import WORST, LayerReading, StepReport, taken
+from adiv_monitor.report.wording import number
+
+COLUMNS = (
+    "update_cosine",
+    "gradient_cosine",
+    "attainable_cosine",
+    "realised_cosine",
+    "scale_cv",
+    "common_share",
+    "interference_ratio",
+    "harmed_fraction",
+    "effective_lr",
+    "update_ratio",
+)
+# Those whose worst layer the verdict names.
+_NAMED_WORST = (
+    "update_cosine",
+    "gradient_cosine",
+    "scale_cv",
+    "interference_ratio",
+    "harmed_fraction",
+    "effective_lr",
+)
+_COSINES = Axis(-1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value as it is printed, and for sorting; `worst` where errors tell that it is.
+
+    `blanks` of a digit's width stand for the decimals that are missing to three: right-aligned,
+    decimal points are then below each other.
+    """
+
+    text: str
+    value: float | None
+    worst: bool = False
+
+    @property
+    def blanks(self) -> str:
+        """For the decimals that are missing."""
+        _, point, decimals = self.text.partition(".")
+        if "e" in self.text or not self.text[-1:].isdigit():
+            return ""
+        return "\u2007" * (3 - len(decimals)) + "\u2008" * (not point)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layer's row. Distributions are outlines of histograms."""
+
+    path: str
+    about: str
+    cells: tuple[Cell, ...]
+    bar: tuple[Block, ...]
+    bar_words: str
+    kept: float | None
+    ceiling: float | None
+    scales: str
+    scale_words: str
+    scale_middle: float | None
+    cosines: str
+    cosine_words: str
+    cosine_middle: float | None
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The table."""
+
+    step: int
+    measures: tuple[str, ...]
+    rows: tuple[Row, ...]
+    scale_axis: Axis
+    lowest: float
+
+
+@dataclass(frozen=True)
+class End:
+    """The bad end of a measure; both ends are told where none is bad.
+
+    Attributes:
+        measure: its name.
+        text: the value there.
+        layers: those that may have it; one, where errors tell which.
+    """
+
+    measure: str
+    text: str
+    layers: tuple[str, ...]
+
+
+def layer_table(report: StepReport) -> Layers:
+    """The layers of a report."""
+    measures = taken(report, COLUMNS)
+    axis = scale_axis(r.scale_quantiles for r in report.layers.values())
+    chains = {path: chain(reading) for path, reading in report.layers.items()}
+    lowest = min((p.after for parts in chains.values() for p in parts), default=0.0)
+    lowest = max(min(lowest, 0.0), -1.0)
+    worst = _worst_layers(report)
+    rows = [
+        _row(path, reading, chains[path], measures, worst, axis, lowest)
+        for path, reading in report.layers.items()
+    ]
+    return Layers(report.step, measures, tuple(rows), axis, lowest)
+
+
+def worst(report: StepReport) -> list[End]:
+    """What the verdict says of the worst layers, as far as the errors tell them apart."""
+    said: list[End] = []
+    for measure, summary in report.summary().items():
+        if measure not in _NAMED_WORST or summary.min_layers == summary.max_layers:
+            continue
+        bad = WORST.get(measure)
+        if bad != "max":
+            said.append(_end(report, measure, summary.min_layers, summary.min))
+        if bad != "min":
+            said.append(_end(report, measure, summary.max_layers, summary.max))
+    return said
+
+
+def _end(report: StepReport, measure: str, layers: tuple[str, ...], value: float) -> End:
+    errors = [report.layers[path].standard_error.get(measure, 0.0) for path in layers]
+    return End(measure, number(value, min(errors)), layers)
+
+
+def _worst_layers(report: StepReport) -> dict[str, str | None]:
+    return {
+        measure: summary.min_layer if WORST[measure] == "min" else summary.max_layer
+        for measure, summary in report.summary().items()
+        if measure in WORST and summary.min_layers != summary.max_layers
+    }
+
+
+def _row(
+    path: str,
+    reading: LayerReading,
+    parts: tuple[Part, ...],
+    measures: Sequence[str],
+    worst: dict[str, str | None],
+    axis: Axis,
+    lowest: float,
+) -> Row:
+    seen, total = reading.rows_seen, reading.rows_total
+    rows = f"{total:,}" if seen == total else f"{seen:,} of {total:,}"
+    return Row(
+        path=path,
+        about=f"{reading.kind} · {rows} rows",
+        cells=tuple(_cell(reading, measure, worst.get(measure) == path) for measure in measures),
+        bar=bar(parts, lowest),
+        bar_words=_bar_words(parts),
+        kept=parts[-1].after if parts else None,
+        ceiling=_finite(reading.attainable_cosine),
+        scales=distribution(reading.scale_quantiles, axis),
+        scale_words=_words(reading.scale_quantiles),
+        scale_middle=_middle(reading.scale_quantiles),
+        cosines=distribution(reading.row_cosine_quantiles, _COSINES),
+        cosine_words=_words(reading.row_cosine_quantiles),
+        cosine_middle=_middle(reading.row_cosine_quantiles),
+    )
+
+
+def _cell(reading: LayerReading, measure: str, worst: bool) -> Cell:
+    value = getattr(reading, measure)
+    if value is None:
+        return Cell("", None)
+    text = number(value, reading.standard_error.get(measure, 0.0))
+    return Cell(text, _finite(value), worst)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _bar_words(parts: Sequence[Part]) -> str:
+    if not parts:
+        return "no direction"
+    said = [f"kept {number(parts[-1].after, parts[-1].error)}"]
+    for part in parts:
+        verb = "wins back" if part.taken < 0 else "takes"
+        said.append(f"{' and '.join(part.causes)} {verb} {number(abs(part.taken), part.error)}")
+    return ", ".join(said)
+
+
+def _middle(quantiles: Sequence[float]) -> float | None:
+    return _finite(quantiles[len(quantiles) // 2]) if quantiles else None
+
+
+def _words(quantiles: Sequence[float]) -> str:
+    if not quantiles:
+        return ""
+    low, middle, high = quantiles[0], quantiles[len(quantiles) // 2], quantiles[-1]
+    return f"from {low:.3g} to {high:.3g}, median {middle:.3g}"

@@ -1,0 +1,294 @@
+"""Pictures by matplotlib, as SVG that takes the page's colours and letters."""
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from adiv_monitor.diagnosis.finding import Trial
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.titles import mend_title
+from adiv_monitor.pages.chain import CHAIN, mean_chain
+from adiv_monitor.printable import printable
+from adiv_monitor.report import StepReport
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Drawn in these, which nothing else is, and replaced by the page's colours, light or dark.
+_COLOURS = {
+    "ink": "#010101",
+    "muted": "#020202",
+    "line": "#030303",
+    "accent": "#040404",
+    "second": "#050505",
+    "good": "#060606",
+    "kept": "#070707",
+    "scale": "#080808",
+    "interference": "#090909",
+    "optimizer": "#0a0a0a",
+    "depth": "#0b0b0b",
+}
+_STYLE: dict[Any, Any] = {  # matplotlib's names of them are no plain strings to mypy
+    "svg.fonttype": "none",  # letters stay letters
+    "svg.hashsalt": "adiv-monitor",  # the same picture has the same text
+    "text.parse_math": False,
+    "font.size": 12,
+    "axes.edgecolor": _COLOURS["line"],
+    "axes.labelcolor": _COLOURS["muted"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _COLOURS["line"],
+    "ytick.color": _COLOURS["line"],
+    "xtick.labelcolor": _COLOURS["muted"],
+    "ytick.labelcolor": _COLOURS["muted"],
+    "text.color": _COLOURS["ink"],
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": _COLOURS["line"],
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+}
+_MOST_TRIALS = 8
+_HIGHEST = 1e300  # beyond it, axes have no end that is a number
+
+
+def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
+    """Loss and gradient norm, where that is known, by step; measured steps, and trials' losses."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        norms = [value if _is_drawn(value) else math.nan for value in record.gradient_norms]
+        figure = Figure(figsize=(12.8, 5.2 if norms else 3.8))
+        heights = (2.4, 1) if norms else (1,)
+        loss, *below = figure.subplots(
+            len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
+        )[:, 0]
+        right = 0.76 if trials else 0.99
+        bottom = 0.1 if norms else 0.14
+        figure.subplots_adjust(left=0.07, right=right, top=0.97, bottom=bottom, hspace=0.16)
+        _draw_losses(loss, record.steps_of_losses, record.losses, "accent")
+        shown = _several(trials)
+        # Before the measured steps are marked, which takes no room on the axis.
+        _draw_trials(loss, shown, len(record.losses))
+        _set_scale(loss, [*record.losses, *(trial.loss for trial in shown)])
+        if record.chance is not None and _is_drawn(record.chance):
+            loss.axhline(record.chance, color=_COLOURS["muted"], linewidth=1, linestyle=":")
+        loss.set_ylabel("loss")
+        loss.plot(
+            [report.step for report in record.reports],
+            [0.0] * len(record.reports),
+            transform=loss.get_xaxis_transform(),
+            clip_on=False,
+            linestyle="",
+            marker="|",
+            markersize=7,
+            color=_COLOURS["ink"],
+        )
+        _place_labels(
+            loss,
+            [(t.loss, _trial_label(t), "good" if t.helps else "muted") for t in shown],
+        )
+        for norm in below:
+            norm.plot(range(len(norms)), norms, color=_COLOURS["second"], linewidth=1.4)
+            _set_scale(norm, norms)
+            if (clip := record.facts.clip_norm) is not None and _is_drawn(clip):
+                norm.axhline(clip, color=_COLOURS["ink"], linewidth=1, dashes=(3, 2))
+            norm.set_ylabel("‖gradient‖")
+            norm.margins(x=0.01)
+        (below or [loss])[-1].set_xlabel("step")
+        return _svg(figure, "loss", _loss_words(record, shown))
+
+
+def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
+    """What is kept and what each cause takes of the cosine, mean over layers, by step.
+
+    None where fewer than two steps tell.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    courses = {r.step: parts for r in reports if (parts := mean_chain(r.layers)[0])}
+    if len(courses) < 2:
+        return None
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(7.6, 3.1))
+        axes = figure.subplots()
+        figure.subplots_adjust(left=0.085, right=0.98, top=0.96, bottom=0.16)
+        steps = list(courses)
+        upper = [1.0] * len(steps)
+        causes = list(CHAIN)[: min(map(len, courses.values()))]
+        for i, cause in enumerate(causes):
+            lower = [u - parts[i].taken for u, parts in zip(upper, courses.values(), strict=True)]
+            # Where it wins back it takes nothing.
+            bottom = [min(u, v) for u, v in zip(upper, lower, strict=True)]
+            axes.fill_between(steps, bottom, upper, color=_COLOURS[cause], linewidth=0)
+            upper = lower
+        axes.fill_between(steps, 0, upper, color=_COLOURS["kept"], linewidth=0)
+        axes.set_ylim(min(0.0, *upper), 1)
+        axes.set_xlim(steps[0], steps[-1])
+        axes.set_xlabel("step")
+        axes.set_ylabel("cosine")
+        first, last = courses[steps[0]], courses[steps[-1]]
+        said = [
+            f"{cause} from {first[i].taken:.2f} to {last[i].taken:.2f}"
+            for i, cause in enumerate(causes)
+        ]
+        return _svg(figure, "cosine", f"What takes of the cosine, by step: {'; '.join(said)}.")
+
+
+def two_losses(records: Sequence[Record]) -> "Markup":
+    """The losses of two runs, A and B, each at its own steps."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(12.8, 4.2))
+        axes = figure.subplots()
+        figure.subplots_adjust(left=0.07, right=0.95, top=0.96, bottom=0.12)
+        runs = list(zip("AB", records, ("accent", "second"), strict=True))
+        for _, run, colour in runs:
+            _draw_losses(axes, run.steps_of_losses, run.losses, colour)
+        _set_scale(axes, [value for run in records for value in run.losses])
+        axes.margins(x=0.01)
+        axes.set_ylabel("loss")
+        axes.set_xlabel("step")
+        ends = [(run.losses[-1], mark, colour) for mark, run, colour in runs if run.losses]
+        _place_labels(axes, ends)
+        words = [f"{mark}: {_course_words(r.losses, r.steps_of_losses)}" for mark, r, _ in runs]
+        return _svg(figure, "losses", f"Loss by step. {'; '.join(words)}.")
+
+
+def _draw_losses(axes: "Axes", steps: Sequence[int], losses: Sequence[float], colour: str) -> None:
+    finite = [(s, loss) for s, loss in zip(steps, losses, strict=True) if _is_drawn(loss)]
+    if finite:
+        axes.plot(*zip(*finite, strict=True), color=_COLOURS[colour], linewidth=1.8)
+    if losses and not _is_drawn(losses[-1]):
+        axes.plot(
+            [steps[-1]],
+            [0.94],
+            transform=axes.get_xaxis_transform(),
+            marker="x",
+            color=_COLOURS["ink"],
+            markersize=8,
+            markeredgewidth=2,
+        )
+        axes.text(
+            steps[-1] - 0.5,
+            0.9,
+            "not finite " if not math.isfinite(losses[-1]) else "too large ",
+            transform=axes.get_xaxis_transform(),
+            ha="right",
+            fontsize=12,
+        )
+
+
+def _draw_trials(axes: "Axes", trials: Sequence[Trial], steps: int) -> None:
+    """Each at its loss over the last quarter of its steps, which that is the mean of."""
+    for trial in trials:
+        if _is_drawn(trial.loss):
+            begin, end = 0.75 * trial.steps, trial.steps - 1
+            colour = _COLOURS["good" if trial.helps else "muted"]
+            axes.hlines(trial.loss, begin, end, color=colour, linewidth=2.2)
+    axes.margins(x=0.01)
+
+
+def _set_scale(axes: "Axes", values: Sequence[float]) -> None:
+    finite = [value for value in values if _is_drawn(value)]
+    if finite and min(finite) > 0 and max(finite) > 20 * min(finite):
+        from matplotlib.ticker import LogLocator, NullFormatter
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _is_drawn(value: float) -> bool:
+    """Whether there is room for the value on an axis."""
+    return abs(value) < _HIGHEST  # NaN is not
+
+
+def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None:
+    """Texts in colours, to the right of the axes at their values; moved apart so none overlap."""
+    if not labels:
+        return
+    axes.get_ylim()  # settles where values stand
+    to_axes = axes.transData + axes.transAxes.inverted()
+    placed = sorted(
+        (min(max(to_axes.transform((0, value))[1], 0.0), 1.0) if _is_drawn(value) else 1.0, i)
+        for i, (value, _, _) in enumerate(labels)
+    )
+    gap = 0.08
+    shown: list[float] = []
+    for y, _ in placed:
+        shown.append(max(y, shown[-1] + gap) if shown else y)
+    highest = 1.0
+    for i in reversed(range(len(shown))):
+        shown[i] = min(shown[i], highest)
+        highest = shown[i] - gap
+    for (y, i), shown_at in zip(placed, shown, strict=True):
+        _, text, colour = labels[i]
+        axes.annotate(
+            text,
+            xy=(1.0, y),
+            xytext=(1.03, shown_at),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            color=_COLOURS[colour],
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": _COLOURS["line"], "linewidth": 0.8},
+        )
+
+
+def _several(trials: Sequence[Trial]) -> list[Trial]:
+    """Those that paid most, each mend once."""
+    by_mend: dict[str, Trial] = {}
+    for trial in trials:
+        by_mend.setdefault(trial.mend, trial)
+    return sorted(by_mend.values(), key=lambda trial: -trial.gain)[:_MOST_TRIALS]
+
+
+def _trial_label(trial: Trial) -> str:
+    loss = f"{trial.loss:.3g}" if math.isfinite(trial.loss) else "not finite"
+    return printable(f"{loss}  {mend_title(trial.mend)}")
+
+
+def _loss_words(record: Record, trials: Sequence[Trial]) -> str:
+    words = f"Loss by step: {_course_words(record.losses, record.steps_of_losses)}."
+    if trials:
+        words += " Trials: " + "; ".join(_trial_label(trial) for trial in trials) + "."
+    return words
+
+
+def _course_words(losses: Sequence[float], steps: Sequence[int]) -> str:
+    if not losses:
+        return "no step"
+    return f"{losses[0]:.3g} at step {steps[0]}, {losses[-1]:.3g} at step {steps[-1]}"
+
+
+def _svg(figure: "Figure", name: str, words: str) -> "Markup":
+    """The figure as an element of the page, with words for those who can't see it."""
+    from markupsafe import Markup, escape
+
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # Identifiers of their own; letters of the page; colours of the page.
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r"font: (?:\w+ )*?([\d.]+px) [^;\"]*", r"font-size: \1", svg)
+    for colour, drawn in _COLOURS.items():
+        svg = svg.replace(drawn, f"var(--{colour})")
+    view_box = re.search(r'viewBox="[^"]*"', svg)
+    assert view_box is not None
+    head = f'<svg {view_box[0]} role="img" aria-labelledby="{name}-words" class="picture">'
+    head += f'<title id="{name}-words">{escape(printable(words))}</title>'
+    return Markup(head + svg[svg.index(">") + 1 :])

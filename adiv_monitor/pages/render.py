@@ -1,0 +1,121 @@
+"""Templates to text: everything is escaped, nothing is loaded from elsewhere."""
+
+import base64
+import hashlib
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adiv_monitor.diagnosis.titles import (
+    MEASURE_TITLES,
+    SHORT_TITLES,
+    finding_title,
+    measure_title,
+    mend_title,
+)
+from adiv_monitor.pages.findings import (
+    STRENGTH_WORDS,
+    evidence_rows,
+    significant,
+)
+from adiv_monitor.pages.multiples import HEIGHT, WIDTH
+from adiv_monitor.printable import printable
+from adiv_monitor.report.wording import number, percent
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+_HERE = Path(__file__).parent
+
+
+def render(template: str, **values: Any) -> str:
+    """The page that a template makes of values; all of them are escaped, and printable.
+
+    The page's own content security policy allows no script but ours, by its hash, and no request.
+    """
+    from markupsafe import Markup
+
+    style, script = _asset("page.css"), _asset("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assets = {"style": Markup(style), "script": Markup(script), "script_hash": digest}
+    return _environment().get_template(template).render(**values, **assets)
+
+
+# What all templates may call.
+_WORDS: dict[str, Any] = {
+    "finding_title": finding_title,
+    "measure_title": measure_title,
+    "mend_title": mend_title,
+    "measure_titles": MEASURE_TITLES,
+    "short_titles": SHORT_TITLES,
+    "strength_words": STRENGTH_WORDS,
+    "evidence_rows": evidence_rows,
+    "significant": significant,
+    "isfinite": math.isfinite,
+    "size": {"width": WIDTH, "height": HEIGHT},
+}
+
+
+@cache
+def _environment() -> "Environment":
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError as error:
+        raise ImportError(
+            'the audit\'s page needs the package jinja2: pip install "adiv-monitor[audit]"'
+        ) from error
+    environment = Environment(
+        loader=FileSystemLoader(_HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "percent": percent, "path": path}
+    environment.filters |= {"explained": explained, "code": code}
+    environment.globals |= _WORDS
+    return environment
+
+
+def path(name: str) -> "Markup":
+    """A module's path, which may break after its dots."""
+    from markupsafe import Markup, escape
+
+    if not name:
+        return Markup("<i>the model itself</i>")
+    return Markup(".<wbr>").join(escape(piece) for piece in printable(name).split("."))
+
+
+def code(text: str) -> "Markup":
+    """A sentence in which what stands between backquotes is code."""
+    from markupsafe import Markup, escape
+
+    parts = printable(text).split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if i % 2 else escape(part)
+        for i, part in enumerate(parts)
+    )
+
+
+def _shown(value: object) -> object:
+    """What a template writes; its own parts, which are markup, stay as they are."""
+    from markupsafe import Markup
+
+    return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value)
+
+
+def explained(finding: str) -> "dict[str, Markup]":
+    """What docs/findings say of a finding: "means", "hurts", "problems"; nothing of others."""
+    from markupsafe import Markup
+
+    known: dict[str, str] = json.loads(_asset("findings.json")).get(finding, {})
+    return {section: Markup(html) for section, html in known.items()}
+
+
+@cache
+def _asset(name: str) -> str:
+    return (_HERE / "assets" / name).read_text(encoding="utf-8")

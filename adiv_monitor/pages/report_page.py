@@ -1,0 +1,187 @@
+"""The page of one report."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from adiv_monitor.diagnosis.diagnosis import Diagnosis
+from adiv_monitor.diagnosis.finding import STRENGTHS, Finding, outcome
+from adiv_monitor.diagnosis.hidden import without_secrets
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.pages.drives import drives
+from adiv_monitor.pages.findings import (
+    all_trials,
+    checks,
+)
+from adiv_monitor.pages.heat import heat_map, heat_measures
+from adiv_monitor.pages.layers import layer_table, worst
+from adiv_monitor.pages.pictures import cosine_picture, loss_picture
+from adiv_monitor.pages.render import render
+from adiv_monitor.pages.what_if import what_if_tables
+from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, StepReport, taken
+from adiv_monitor.report.wording import not_measured, number
+
+
+def page(report: Diagnosis) -> str:
+    """A report as one self-contained HTML page, which asks for nothing over a network.
+
+    Args:
+        report: what an audit found.
+
+    Returns:
+        The text of the file, to be written as UTF-8.
+
+    Raises:
+        ImportError: without the packages jinja2 and matplotlib.
+    """
+    record = report.record
+    last = last_told(record.reports)
+    trials = all_trials(report.findings, record)
+    layers = None if last is None else layer_table(last)
+    return render(
+        "report.html",
+        title=f"Audit of {record.facts.model}",
+        report=report,
+        record=record,
+        facts=record.facts,
+        findings=report.findings,
+        headline=headline(report.findings),
+        strengths=strengths_of(report.findings),
+        checks=checks(report.findings, record),
+        last=last,
+        not_measured=[] if last is None else not_measured(last),
+        notes=notes_of(record),
+        worst=[] if last is None else worst(last),
+        drives=None if last is None else drives(last),
+        cosine_picture=cosine_picture(record.reports),
+        loss_picture=loss_picture(record, trials) if record.losses else None,
+        trials=trials,
+        changes=_changes(record),
+        heat=heat_map(record, heat_measures(record, report.findings)),
+        layers=layers,
+        anchors={} if last is None else {path: i for i, path in enumerate(last.layers)},
+        attention=None if last is None else attention_table(last),
+        alignment=None if last is None else alignment_table(last),
+        what_if=what_if_tables(report.what_if),
+        settings=settings(record),
+        outcome=outcome,  # pages of runs that nothing is tried of have none
+    )
+
+
+def headline(findings: Sequence[Finding]) -> str:
+    """What there is to do, in a few words."""
+    counts = Counter(finding.strength for finding in findings)
+    if counts["act"]:
+        things = "one thing" if counts["act"] == 1 else f"{counts['act']} things"
+        return f"{things[0].upper()}{things[1:]} to fix"
+    if counts["watch"]:
+        things = "one thing" if counts["watch"] == 1 else f"{counts['watch']} things"
+        return f"Nothing to fix, {things} to watch"
+    return "Nothing to fix"
+
+
+def settings(record: Record) -> dict[str, str]:
+    """Facts about the model and the run, by name, as they are printed."""
+    facts = record.facts
+    hidden = without_secrets(facts.settings)
+    optimizer = ", ".join(f"{name} {_plain(value)}" for name, value in hidden.items())
+    clip = "not clipped" if facts.clip_norm is None else f"clipped to {facts.clip_norm:g}"
+    again = ", repeated" if facts.batches < facts.steps else ""
+    seconds = facts.seconds_per_step
+    return {
+        "Model": facts.model,
+        "Parameters": f"{facts.parameters:,}, of which {facts.trainable:,} are trained",
+        "Optimizer": f"{facts.optimizer} ({optimizer})" if optimizer else facts.optimizer,
+        "Gradients": clip,
+        "Batches": f"{facts.batches:,} of {facts.batch_size:,} samples{again}",
+        "Steps": f"{len(record.losses):,} of {facts.steps:,}, every "
+        f"{'one' if facts.every_n_steps == 1 else f'{facts.every_n_steps} steps one'} measured",
+        "Seed": f"{facts.seed}",
+        "Device": facts.device,
+        "torch": facts.torch,
+        "Time of a step": "–" if math.isnan(seconds) else f"{seconds * 1000:.3g} ms (not measured)",
+    }
+
+
+def _changes(record: Record) -> list[dict[str, float]]:
+    """Of the measured steps, how the loss should have changed and how it has."""
+    changes = []
+    for report in record.reports:
+        realised = record.realised.get(report.step, report.realised_loss_change)
+        if realised is None or report.step >= len(record.losses):
+            continue
+        expected = math.nan if report.descent is None else -report.descent
+        changes.append(
+            {
+                "step": report.step,
+                "loss": record.losses[report.step],
+                "expected": expected,
+                "realised": realised,
+            }
+        )
+    return changes
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def last_told(reports: Sequence[StepReport]) -> StepReport | None:
+    """The last step in which layers had a direction; else the last that there is."""
+    for report in reversed(reports):
+        values = (reading.update_cosine for reading in report.layers.values())
+        if any(value is not None and math.isfinite(value) for value in values):
+            return report
+    return reports[-1] if reports else None
+
+
+def is_taken(reports: Sequence[StepReport], measure: str) -> bool:
+    """Whether some layer has the measure at some step."""
+    return any(taken(report, (measure,)) for report in reports)
+
+
+def strengths_of(findings: Sequence[Finding]) -> Mapping[str, int]:
+    """How many findings there are of each strength."""
+    return {strength: sum(f.strength == strength for f in findings) for strength in STRENGTHS}
+
+
+def notes_of(record: Record) -> list[str]:
+    """What the record and its reports say, each once."""
+    notes = [*record.notes, *(note for report in record.reports for note in report.notes)]
+    return list(dict.fromkeys(notes))
+
+
+def attention_table(report: StepReport) -> dict[str, Any] | None:
+    """A row for each module that attends; None where none was looked at."""
+    if not report.attention:
+        return None
+    measures = taken(report, ATTENTION_MEASURES)
+    rows = [
+        (
+            path,
+            f"{reading.samples_seen:,} of {reading.samples_total:,}",
+            [
+                "" if value is None else number(value, reading.standard_error.get(measure, 0.0))
+                for measure in measures
+                for value in (getattr(reading, measure),)
+            ],
+        )
+        for path, reading in report.attention.items()
+    ]
+    return {"measures": measures, "rows": rows}
+
+
+def alignment_table(report: StepReport) -> dict[str, Any] | None:
+    """A row for each layer of the probe; None where none was asked for."""
+    if not report.alignment:
+        return None
+    rows = [
+        (
+            path,
+            f"{reading.role}, {reading.kind}, {reading.fan_in:,} → {reading.fan_out:,}",
+            [getattr(reading, measure) for measure in ALIGNMENT_MEASURES],
+        )
+        for path, reading in report.alignment.items()
+    ]
+    return {"measures": ALIGNMENT_MEASURES, "rows": rows}

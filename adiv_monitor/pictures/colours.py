@@ -1,0 +1,156 @@
+"""The colour that a value has: the same for one measure in all runs, so that pictures compare."""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adiv_monitor.diagnosis.health import HEALTH
+
+TOO_LITTLE, HEALTHY, TOO_MUCH = "#08519c", "#e3ebdf", "#b30000"
+_OF_HEALTH = (TOO_LITTLE, HEALTHY, HEALTHY, HEALTHY, TOO_MUCH)
+# viridis of matplotlib, without its darkest eighth.
+_IN_ORDER = ("#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
+# Two colours in stripes, so that neither is taken for a value: at these cells there is none.
+NOT_FINITE, NO_DIRECTION = ("#000000", "#ff3fd8"), ("#ffffff", "#c9ced6")
+_STRIPES = 6  # pixels from one to the next
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+class Scale(NamedTuple):
+    """Of a measure whose values are coloured in their order, not by how healthy they are.
+
+    Attributes:
+        low: what is less has the colour of this.
+        high: what is more has the colour of this.
+        healthy: what the layers of 30 healthy runs read
+            (tests/benchmarks/results/separation.md), rounded; None: that is not known.
+        logarithmic: values are told apart by their ratios.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    healthy: tuple[float, float] | None = None
+    logarithmic: bool = False
+
+
+# Wide enough for all of 182 runs, healthy or not. All other measures are cosines and shares, of the
+# plain scale from 0 to 1.
+SCALES: Mapping[str, Scale] = MappingProxyType(
+    {
+        "descent": Scale(1e-6, 10, (4e-4, 0.3), True),
+        "update_cosine": Scale(0, 1, (0.03, 0.8)),
+        "effective_lr": Scale(1e-3, 1e5, (0.2, 800), True),
+        "scale_mean": Scale(1, 1e6, (3, 600), True),
+        "interference_ratio": Scale(0.1, 100, None, True),
+        "first_order_error": Scale(1e-3, 10, None, True),
+    }
+)
+# Cosines that may be negative; all other measures are lengths, or shares of them.
+_SIGNED = frozenset(
+    ("update_cosine", "gradient_cosine", "row_cosine_p50", "parameter_cosine", "projection_cosine")
+).union(("realised_cosine", "single_layer_share"))
+
+
+class Bar(NamedTuple):
+    """What the colours of a measure stand for.
+
+    Attributes:
+        low: the place of its lower end.
+        high: the place of its upper end.
+        ticks: place → value in words; what matters most comes first.
+        healthy: places between which healthy layers lie, where colours don't say it.
+    """
+
+    low: float
+    high: float
+    ticks: dict[float, str]
+    healthy: tuple[float, float] | None
+
+
+def is_judged(measure: str) -> bool:
+    """Whether its colours say how healthy a value is, not just where it lies."""
+    return measure in HEALTH and bool(HEALTH[measure].knots)
+
+
+def places(measure: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Where values lie among the measure's colours, 0 to 1; NaN stays."""
+    if is_judged(measure):
+        return (HEALTH[measure].level(values) + 1) / 2
+    low, high, _, logarithmic = SCALES.get(measure, Scale())
+    clipped = np.clip(values, low, high)
+    if logarithmic:
+        low, high, clipped = math.log(low), math.log(high), np.log(clipped)
+    return np.asarray((clipped - low) / (high - low), dtype=np.float64)
+
+
+def bar(measure: str) -> Bar:
+    """The measure's colours in words: the limits of healthy values, then the ends."""
+    limits, healthy = {}, None
+    if is_judged(measure):
+        at = {(level + 1) / 2: value for value, level in HEALTH[measure].knots}
+        limits = {p: v for p, v in at.items() if p in (0.25, 0.75)}
+    else:
+        scale = SCALES.get(measure, Scale())
+        at = {0.0: scale.low, 1.0: scale.high}
+        if scale.healthy is not None:
+            first, last = places(measure, np.asarray(scale.healthy)).tolist()
+            limits = dict(zip((first, last), scale.healthy, strict=True))
+            healthy = first, last
+    ends = min(at), max(at)
+    least, most = _bounds(measure)
+    below = "≤ " if at[ends[0]] > least else ""
+    above = "≥ " if at[ends[1]] < most else ""
+    ticks = {place: _shortly(value) for place, value in limits.items()}
+    ticks[ends[0]] = below + _shortly(at[ends[0]])
+    ticks[ends[1]] = above + _shortly(at[ends[1]])
+    return Bar(*ends, ticks, healthy)
+
+
+def _bounds(measure: str) -> tuple[float, float]:
+    """What the measure can't be less or more than."""
+    least = -1.0 if measure in _SIGNED else 0.0
+    is_share = "cosine" in measure or measure.endswith(("_share", "_fraction"))
+    return least, 1.0 if is_share else math.inf
+
+
+def painted(measure: str, levels: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """The colours of levels, as of `places`: levels' shape × red, green and blue; NaN is white."""
+    anchors = _OF_HEALTH if is_judged(measure) else _IN_ORDER
+    at = np.linspace(0, 1, len(anchors))
+    rgb = np.array([_rgb(colour) for colour in anchors])
+    found = np.stack([np.interp(levels, at, rgb[:, i]) for i in range(3)], axis=-1)
+    return np.asarray(np.nan_to_num(found, nan=255).round(), dtype=np.uint8)
+
+
+def stripe(pixels: NDArray[np.uint8], where: NDArray[np.bool_], colours: tuple[str, str]) -> None:
+    """Draw slanted stripes of the second colour on the first over some of the pixels."""
+    rows, columns = np.nonzero(where)
+    on_stripe = (rows + columns) % _STRIPES < _STRIPES // 3
+    ground, line = (np.array(_rgb(colour), dtype=np.uint8) for colour in colours)
+    pixels[rows, columns] = np.where(on_stripe[:, None], line, ground)
+
+
+def plain(colour: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """One colour all over."""
+    return np.full((*shape, 3), _rgb(colour), dtype=np.uint8)
+
+
+def _rgb(colour: str) -> tuple[int, int, int]:
+    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
+    return red, green, blue
+
+
+def _shortly(value: float) -> str:
+    """Far powers of ten as such.
+
+    >>> _shortly(0.009), _shortly(70.0), _shortly(1e-6)
+    ('0.009', '70', '10⁻⁶')
+    """
+    exponent = math.log10(value) if value > 0 else 0.0
+    if abs(exponent) > 3 and exponent == round(exponent):
+        return "10" + str(round(exponent)).translate(_SUPERSCRIPT)
+    return f"{value:g}"

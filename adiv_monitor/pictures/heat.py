@@ -1,0 +1,342 @@
+"""Pictures of layers × steps, in the network's order: one measure, or what to know at a glance."""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adiv_monitor.diagnosis.health import HEALTH, value_of
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.pictures.colours import (
+    HEALTHY,
+    NO_DIRECTION,
+    NOT_FINITE,
+    TOO_LITTLE,
+    TOO_MUCH,
+    bar,
+    painted,
+    places,
+    plain,
+    stripe,
+)
+from adiv_monitor.pictures.picture import BAD, INK, MUTED, Box, Font, Picture
+from adiv_monitor.printable import printable
+from adiv_monitor.report.blocks import blocks, common_stem
+
+_WIDTH, _MARGIN, _GAP = 860, 12, 18  # pixels
+_MOST_BLOCKS = 40
+_HEADLINE, _SMALLEST_HEADLINE = 37, 22  # sizes; longer headlines are smaller, then in two lines
+_MOST_LINES = 7
+_APART = 6  # pixels between two texts of a row
+
+
+class Grid(NamedTuple):
+    """A measure of all layers at all kept steps.
+
+    Attributes:
+        measure: its name.
+        layers: paths, in the network's order.
+        steps: numbers of the steps.
+        values: layers × steps; NaN: no direction, or not measured.
+        not_finite: layers × steps; where inputs, outputs, gradient or update of the layer, or the
+            value itself, were NaN or infinite.
+    """
+
+    measure: str
+    layers: tuple[str, ...]
+    steps: tuple[int, ...]
+    values: NDArray[np.float64]
+    not_finite: NDArray[np.bool_]
+
+    def of(self, layers: Sequence[str]) -> "Grid":
+        """The rows of these layers, empty where there is none."""
+        rows = {layer: i for i, layer in enumerate(self.layers)}
+        at = [rows.get(layer, -1) for layer in layers]
+        absent = np.array(at)[:, None] < 0
+        return self._replace(
+            layers=tuple(layers),
+            values=np.where(absent, math.nan, self.values[at]),
+            not_finite=self.not_finite[at] & ~absent,
+        )
+
+
+class _Style(NamedTuple):
+    """How large what is; all sizes in pixels."""
+
+    title: Font
+    small: Font
+    most_names: int  # more layers have the names of their blocks beside them
+    names: float  # share of the width that names have at most
+    bar: int
+
+
+_OVERVIEW = _Style(Font(18), Font(13, colour=MUTED), 15, 0.3, 12)
+_SINGLE = _Style(Font(18), Font(12, colour=MUTED), 60, 0.4, 12)
+_STEP = _Style(Font(11), Font(11, colour=MUTED), 60, 0.2, 12)  # nine panels
+
+
+def grid(record: Record, measure: str) -> Grid | None:
+    """The values of one of `HEALTH` in all reports; None where no layer has any."""
+    columns = [value_of(record, report, measure) for report in record.reports]
+    layers = tuple(dict.fromkeys(path for report in record.reports for path in report.layers))
+    kept = tuple(path for path in layers if any(path in column for column in columns))
+    if not kept:
+        return None
+    values = np.array([[c.get(path, math.nan) for c in columns] for path in kept])
+    flawed = [
+        [bool(getattr(report.layers.get(path), "non_finite", ())) for report in record.reports]
+        for path in kept
+    ]
+    steps = tuple(report.step for report in record.reports)
+    return Grid(measure, kept, steps, values, np.array(flawed) | np.isinf(values))
+
+
+def heat_picture(found: Grid, named: Collection[str] = ()) -> Picture:
+    """One measure: a row per layer, a column per kept step, and what the colours mean.
+
+    Args:
+        found: the values.
+        named: layers that a finding names; their names are in red.
+    """
+    picture = Picture(_WIDTH)
+    health, room = HEALTH[found.measure], _WIDTH - 2 * _MARGIN
+    title, reads = Font(17), Font(13, colour=MUTED)
+    words = title.wrapped(f"{health.title} ({found.measure})", room)
+    top = picture.lines(_MARGIN, _MARGIN - 4, words, title) + 2
+    top = picture.lines(_MARGIN, top, reads.wrapped(health.reads, room), reads) + 6
+    # A name of twelve pixels has its line, as far as there are names.
+    layers = len(found.layers)
+    rows = 16 * layers if layers <= _SINGLE.most_names else max(3 * layers, 900)
+    _panels(picture, top, (found,), named, max(rows, 64), _SINGLE)
+    return picture
+
+
+def overview_picture(
+    grids: Sequence[Grid], headline: str, paragraphs: Iterable[str], named: Collection[str]
+) -> Picture:
+    """What to know in one screen: the verdict in words, and the measures side by side.
+
+    As wide and as large in type as TensorBoard's cards, which are small, want it.
+    """
+    picture = Picture(_WIDTH)
+    room = _WIDTH - 2 * _MARGIN
+    widest = Font(_HEADLINE, bold=True).width(headline)
+    size = max(_SMALLEST_HEADLINE, min(_HEADLINE, int(_HEADLINE * room / max(widest, 1))))
+    head, body = Font(size, bold=True), Font(19)
+    top = picture.lines(_MARGIN, _MARGIN - 4, _some(head.wrapped(headline, room), 2), head) + 6
+    indent = body.width("• ")
+    said: list[tuple[float, str]] = []
+    for paragraph in paragraphs:
+        first, *others = body.wrapped(paragraph, room - indent)
+        below = indent if paragraph.startswith("• ") else 0.0
+        said += [(_MARGIN, first), *((_MARGIN + below, line) for line in others)]
+    if len(said) > _MOST_LINES:
+        said[_MOST_LINES - 1 :] = [(_MARGIN + indent, "… (see Text)")]
+    for i, (left, line) in enumerate(said):
+        picture.text(left, top + i * body.line, line, body)
+    top += len(said) * body.line + 8
+    if grids:
+        layers = grids[0].layers
+        rows = min(max(20 * len(layers), 60), 260)
+        _panels(picture, top, [found.of(layers) for found in grids], named, rows, _OVERVIEW)
+    return picture
+
+
+def step_picture(grids: Sequence[Grid], headline: str, lines: Iterable[str]) -> Picture:
+    """One step: layers by measures, each of which is a grid of one step."""
+    picture = Picture(_WIDTH)
+    head = Font(17)
+    top = _MARGIN - 4.0
+    for words in (headline, *lines):
+        top = picture.lines(_MARGIN, top, head.wrapped(words, _WIDTH - 2 * _MARGIN), head)
+    layers = len(grids[0].layers)
+    rows = 15 * layers if layers <= _STEP.most_names else 900
+    _panels(picture, top + 8, grids, (), max(rows, 60), _STEP)
+    return picture
+
+
+def _some(lines: list[str], most: int) -> list[str]:
+    return lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][:-1]}…"]
+
+
+def _panels(
+    picture: Picture,
+    top: float,
+    grids: Sequence[Grid],
+    named: Collection[str],
+    rows: int,
+    style: _Style,
+) -> None:
+    """Grids of the same layers side by side, `rows` pixels high, with names, bars and legend."""
+    groups = _named(grids[0].layers, style.most_names)
+    font = style.small._replace(colour=INK)
+    most = style.names * _WIDTH
+    names = [font.shortened(name, most) for name in _short(groups)]
+    left = _MARGIN + max(font._replace(bold=True).width(name) for name in names) + 8
+    each = int((_WIDTH - _MARGIN - left + _GAP) / len(grids)) - _GAP
+    if len(grids) > 1:
+        titles = [style.title.wrapped(HEALTH[g.measure].short, each) for g in grids]
+        highest = max(map(len, titles))
+        for i, lines in enumerate(titles):
+            down = (highest - len(lines)) * style.title.line
+            picture.lines(left + i * (each + _GAP), top + down, lines, style.title)
+        top += highest * style.title.line + 4
+    for i, found in enumerate(grids):
+        begin = left + i * (each + _GAP)
+        picture.pixels(begin, top, _cells(found, rows, each, groups))
+        _steps(picture, begin, top + rows + 3, each, found.steps, style.small)
+        _bar(picture, begin, top + rows + style.small.line + 12, each, found.measure, style)
+    _name_rows(picture, top, rows, groups, names, named, font)
+    below = top + rows + 2 * style.small.line + style.bar + 32
+    _legend(picture, below, [found.measure for found in grids], style.small)
+
+
+def _cells(
+    found: Grid, rows: int, columns: int, groups: dict[str, tuple[str, ...]]
+) -> NDArray[np.uint8]:
+    """The pixels of a grid; white lines between blocks where names are those of blocks."""
+    levels, not_finite = _pooled(found, most=rows // 2)
+    layers, steps = levels.shape
+    down, across = np.arange(rows) * layers // rows, np.arange(columns) * steps // columns
+    cells = np.ix_(down, across)
+    pixels = painted(found.measure, levels)[cells]
+    stripe(pixels, np.isnan(levels)[cells], NO_DIRECTION)
+    stripe(pixels, not_finite[cells], NOT_FINITE)
+    if len(groups) < len(found.layers):
+        ends = np.cumsum([len(block) for block in groups.values()])[:-1]
+        pixels[ends * rows // len(found.layers)] = 255
+    return pixels
+
+
+def _pooled(found: Grid, most: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Of neighbouring layers that share a row, the one furthest from healthy, or darkest.
+
+    What is not finite goes before all others.
+    """
+    levels = places(found.measure, found.values)
+    together = -(-len(levels) // most)
+    if together == 1:
+        return levels, found.not_finite
+    far = np.abs(levels - 0.5) if HEALTH[found.measure].knots else -levels
+    far = np.where(found.not_finite, np.inf, np.where(np.isnan(levels), -np.inf, far))
+    at = [
+        begin + far[begin : begin + together].argmax(axis=0)
+        for begin in range(0, len(levels), together)
+    ]
+    chosen = np.stack(at), np.arange(levels.shape[1])
+    return levels[chosen], found.not_finite[chosen]
+
+
+def _named(layers: tuple[str, ...], most: int) -> dict[str, tuple[str, ...]]:
+    """Name → its layers: each of its own, or blocks of neighbours where there are too many."""
+    if len(layers) <= most:
+        return {path: (path,) for path in layers}
+    return blocks(layers, most=min(most, _MOST_BLOCKS))
+
+
+def _short(groups: dict[str, tuple[str, ...]]) -> list[str]:
+    """Their names without what all paths begin with."""
+    stem = printable(common_stem(path for block in groups.values() for path in block))
+    names = [printable(name) for name in groups]
+    return [name.removeprefix(stem) or name for name in names]
+
+
+def _name_rows(
+    picture: Picture,
+    top: float,
+    rows: int,
+    groups: dict[str, tuple[str, ...]],
+    names: list[str],
+    named: Collection[str],
+    font: Font,
+) -> None:
+    """Names that would lie on each other give way, those that no finding names first."""
+    sizes = [len(block) for block in groups.values()]
+    ends = np.cumsum(sizes)
+    middles = [(end - size / 2) * rows / ends[-1] for end, size in zip(ends, sizes, strict=True)]
+    marked = [any(path in named for path in block) for block in groups.values()]
+    kept: list[float] = []
+    for i in sorted(range(len(groups)), key=lambda i: not marked[i]):
+        if any(abs(middles[i] - other) < font.line - 1 for other in kept):
+            continue
+        kept.append(middles[i])
+        own = font._replace(bold=True, colour=BAD) if marked[i] else font
+        picture.text(_MARGIN, top + middles[i] - font.line / 2, names[i], own)
+
+
+def _steps(
+    picture: Picture, left: float, top: float, width: float, steps: tuple[int, ...], font: Font
+) -> None:
+    """Numbers below a grid: of the first and the last step, and of some between."""
+    last = len(steps) - 1
+    chosen = dict.fromkeys([last, 0, *(round(last * part / 4) for part in (2, 1, 3))])
+    each = width / len(steps)
+    _row(picture, left, top, width, {(i + 0.5) * each: f"{steps[i]:,}" for i in chosen}, font)
+
+
+def _bar(
+    picture: Picture, left: float, top: float, width: int, measure: str, style: _Style
+) -> None:
+    """What the colours stand for: healthy limits, and the ends."""
+    meant = bar(measure)
+    span = meant.high - meant.low
+    ramp = painted(measure, np.linspace(meant.low, meant.high, width))
+    picture.pixels(left, top, np.tile(ramp, (style.bar, 1, 1)))
+    at = {(place - meant.low) / span * width: words for place, words in meant.ticks.items()}
+    for x in at:
+        mark = left + min(x, width - 1)
+        picture.pixels(mark, top + style.bar, plain(MUTED, (3, 1)))
+    if meant.healthy is not None:
+        first, second = (round((place - meant.low) / span * width) for place in meant.healthy)
+        picture.pixels(left + first, top + style.bar, plain(INK, (3, second - first)))
+    _row(picture, left, top + style.bar + 4, width, at, style.small)
+
+
+def _row(
+    picture: Picture, left: float, top: float, width: float, labels: dict[float, str], font: Font
+) -> None:
+    """Labels centred at their places, but within the width; earlier ones before later ones."""
+    kept: list[Box] = []
+    for place, words in labels.items():
+        wide = font.width(words)
+        begin = min(max(place - wide / 2, 0), width - wide)
+        box = Box(left + begin, top, left + begin + wide, top + font.line)
+        if wide <= width and not any(box.overlaps(other, _APART) for other in kept):
+            kept.append(box)
+            picture.text(box.left, top, words, font)
+
+
+def _legend(picture: Picture, top: float, measures: Sequence[str], font: Font) -> None:
+    """What the colours mean, in as many lines as it takes."""
+    height = font.size
+    shape = (height, 2 * height)
+    limits = [bool(HEALTH[measure].knots) for measure in measures]
+    entries: list[tuple[NDArray[np.uint8], str]] = []
+    if any(limits):
+        entries += [
+            (plain(HEALTHY, shape), "healthy"),
+            (plain(TOO_LITTLE, shape), "too little"),
+            (plain(TOO_MUCH, shape), "too much"),
+        ]
+    if not all(limits):
+        measure = next(m for m in measures if not HEALTH[m].knots)
+        ramp = painted(measure, np.linspace(0, 1, shape[1]))
+        entries.append((np.tile(ramp, (height, 1, 1)), "small to large"))
+        line = plain("#ffffff", shape)
+        line[height // 2 : height // 2 + 3] = plain(INK, (3, shape[1]))
+        entries.append((line, "30 healthy runs read"))
+    stripes = {"not finite": NOT_FINITE, "no direction, or not measured": NO_DIRECTION}
+    for words, colours in stripes.items():
+        pixels = plain("#ffffff", shape)
+        stripe(pixels, np.ones(shape, dtype=bool), colours)
+        entries.append((pixels, words))
+    left = float(_MARGIN)
+    for pixels, words in entries:
+        wide = shape[1] + 5 + font.width(words)
+        if left > _MARGIN and left + wide > _WIDTH - _MARGIN:
+            left, top = float(_MARGIN), top + font.line + 4
+        picture.pixels(left, top + 1, pixels)
+        picture.text(left + shape[1] + 5, top - 1, words, font)
+        left += wide + 16

@@ -1,0 +1,142 @@
+"""The ensemble's networks as anyone would write them: one model, one optimizer, one loop each.
+
+What the stacked ones are compared with: for equality in the tests, for speed by
+
+    python examples/paper/plain.py --data DIR
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import cifar
+import torch
+from adiv_layers import AffineLikeLinear, NormLikeLinear
+from ensemble import ACTIVATIONS, Network
+from methods import METHODS, Columns
+from table1 import ARMS
+from torch import Tensor, nn
+from training import Course, Setting
+
+
+class Centred(nn.Module):
+    """x less a running mean: of all batches at first, later one that forgets."""
+
+    mean: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.batches = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows less the mean."""
+        if self.training:
+            self.batches += 1
+            share = max(1 / self.batches, Columns.FORGETTING)
+            self.mean += share * (x.detach().mean(0) - self.mean)
+        return x - self.mean
+
+
+class Over(nn.Module):
+    """x over a constant."""
+
+    def __init__(self, divisor: float) -> None:
+        super().__init__()
+        self.divisor = divisor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows over the constant."""
+        return x / self.divisor
+
+
+def model(network: Network, sizes: Sequence[int], typical: float) -> nn.Sequential:
+    """One network, with the weights it has at first in an ensemble."""
+    torch.manual_seed(network.seed)
+    layers: list[nn.Module] = []
+    for n, m in itertools.pairwise(sizes):
+        if network.method == "constant-scale" and not layers:
+            layers.append(Over(typical))
+        layers += [*_normaliser(network.method, n), _linear(network.method)(n, m)]
+        layers.append(nn.Tanh() if network.activation == "tanh" else nn.LeakyReLU())
+    return nn.Sequential(*layers[:-1])
+
+
+def optimizer(network: Network, parameters: nn.Module) -> torch.optim.Adam:
+    """The network's own Adam."""
+    rate = network.learning_rate * METHODS[network.method].rate
+    return torch.optim.Adam(parameters.parameters(), lr=rate)
+
+
+def _normaliser(method: str, width: int) -> list[nn.Module]:
+    if method == "batchnorm":
+        return [nn.BatchNorm1d(width, affine=False)]
+    if method == "layernorm":
+        return [nn.LayerNorm(width, elementwise_affine=False)]
+    if method == "rmsnorm":
+        return [nn.RMSNorm(width, METHODS[method].constant, elementwise_affine=False)]
+    return [Centred(width)] if METHODS[method].columns == "centred" else []
+
+
+def _linear(method: str) -> type[nn.Linear]:
+    if method.startswith("norm-like"):
+        return NormLikeLinear
+    return AffineLikeLinear if METHODS[method].scaled_bias else nn.Linear
+
+
+def compare(data: cifar.Data, batch_size: int, steps: int) -> tuple[float, float]:
+    """Networks × steps per second of a plain loop and of the ensemble, medians of five rounds."""
+    networks = tuple(
+        itertools.starmap(Network, itertools.product(ARMS, ACTIVATIONS, range(3), [1e-3]))
+    )
+    course = Course(Setting(batch_size, 32, 2, "unit", networks), data)
+    models = [model(network, course.ensemble.sizes, 29.6) for network in networks[::3]]
+    optimizers = [optimizer(n, m) for n, m in zip(networks[::3], models, strict=True)]
+    rows = torch.split(torch.randperm(len(data.train))[: steps * batch_size], batch_size)
+    images, labels = course.train
+
+    def plainly() -> None:
+        for each, adam in zip(models, optimizers, strict=True):
+            for chosen in rows:
+                adam.zero_grad()
+                x, y = course.pixels(images[chosen]), labels[chosen]
+                nn.functional.cross_entropy(each(x), y).backward()
+                adam.step()
+
+    def stacked() -> None:
+        for chosen in rows:
+            course.ensemble.step(
+                {seed: course.pixels(images[chosen]) for seed in course.ensemble.seeds},
+                dict.fromkeys(course.ensemble.seeds, labels[chosen]),
+            )
+
+    def speed(run: Callable[[], None], count: int) -> float:
+        seconds = []
+        for _ in range(5):
+            started = time.process_time()
+            run()
+            seconds.append(time.process_time() - started)
+        return count * len(rows) / statistics.median(seconds)
+
+    return speed(plainly, len(models)), speed(stacked, len(networks))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Networks × steps per second of processor time.")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 32, 128])
+    parser.add_argument("--steps", type=int, default=50)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    data = cifar.load(given.data)
+    for batch_size in given.batch_sizes:
+        plain, stacked = compare(data, batch_size, given.steps)
+        ratio = stacked / plain
+        print(f"batch size {batch_size}: plain {plain:.0f}, stacked {stacked:.0f}, {ratio:.1f} ×")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Training an ensemble epoch by epoch, such that it can be killed at any moment and go on.
+
+A folder holds one ensemble: `setting.json` (what is trained), `results.jsonl` (a line per epoch,
+with accuracies in the order of the setting's networks) and `checkpoint.pt`. What happens in an
+epoch depends on nothing but the checkpoint before it: the order of the images is drawn from seed
+and number of the epoch. So results do not depend on when a run was killed.
+"""
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from cifar import Data, Pixels, pixels
+from ensemble import ACTIVATIONS, Ensemble, Network
+from methods import METHODS
+from torch import Tensor
+
+CLASSES = 10
+CHECKPOINT_EVERY = 5  # epochs
+TRAIN_SUBSET = 5000  # training images, always the same, that training accuracy is taken on
+BY_BATCH = "test_accuracy_by_batch_statistics"
+EVALUATED = 256  # rows at once, about
+
+
+class Setting(NamedTuple):
+    """An ensemble: what its networks share, and the networks."""
+
+    batch_size: int
+    width: int
+    depth: int
+    pixels: str
+    networks: tuple[Network, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the ensemble's folder."""
+        return f"batch{self.batch_size}-width{self.width}-depth{self.depth}-{self.pixels}"
+
+
+def train(
+    setting: Setting,
+    data: Data,
+    folder: Path,
+    epochs: int,
+    device: str = "cpu",
+    tell: Callable[[int, float], None] = lambda epoch, seconds: None,
+) -> list[dict[str, Any]]:
+    """Train to a number of epochs, from the last checkpoint if there is one.
+
+    Args:
+        setting: the ensemble.
+        data: images and labels.
+        folder: of this ensemble.
+        epochs: where to stop; more can follow later.
+        device: where to train.
+        tell: called after every epoch with its number and its seconds.
+
+    Returns:
+        The lines of `results.jsonl`.
+
+    Raises:
+        ValueError: the folder holds another ensemble.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    course = Course(setting, data, device)
+    _same_setting(course, setting, data, folder / "setting.json")
+    results, checkpoint = folder / "results.jsonl", folder / "checkpoint.pt"
+    done = 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint, map_location=device, weights_only=True)
+        course.ensemble.load(state["ensemble"])
+        done = state["epoch"]
+    lines = _lines(results)[:done]
+    _replace(results, "".join(lines).encode())
+    for epoch in range(done + 1, epochs + 1):
+        started = time.perf_counter()
+        found = course.epoch(epoch)
+        seconds = time.perf_counter() - started
+        with results.open("a") as file:
+            file.write(json.dumps({"epoch": epoch, **found, "seconds": round(seconds, 3)}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if epoch % CHECKPOINT_EVERY == 0 or epoch == epochs:
+            unfinished = checkpoint.with_suffix(".new")
+            torch.save({"epoch": epoch, "ensemble": course.ensemble.state()}, unfinished)
+            unfinished.replace(checkpoint)
+        tell(epoch, seconds)
+    return [json.loads(line) for line in _lines(results)]
+
+
+def runs(folder: Path) -> list[dict[str, Any]]:
+    """All runs below a folder of ensembles, as the published tables hold them.
+
+    Returns:
+        Per run what tells it from the others, and by epoch its accuracies in percent.
+    """
+    found = []
+    for file in sorted(folder.glob("*/setting.json")):
+        setting = json.loads(file.read_text())
+        lines = [json.loads(line) for line in _lines(file.with_name("results.jsonl"))]
+        if not lines:  # it has only begun
+            continue
+        shared = {name: setting[name] for name in ("batch_size", "width", "depth", "pixels")}
+        for place, network in enumerate(setting["networks"]):
+            run = {**Network(*network)._asdict(), **shared, "data": setting["source"]}
+            run["updates_per_epoch"] = -(-setting["training_images"] // setting["batch_size"])
+            run["epoch"] = [line["epoch"] for line in lines]
+            for name in ("train_accuracy", "test_accuracy", BY_BATCH):
+                if name in lines[0] and (name != BY_BATCH or run["method"] == "batchnorm"):
+                    run[name] = [line[name][place] for line in lines]
+            found.append(run)
+    return sorted(found, key=_place)
+
+
+class Course:
+    """An ensemble, its data, and what an epoch of it is.
+
+    Args:
+        setting: the ensemble.
+        data: images and labels.
+        device: where to train.
+    """
+
+    def __init__(self, setting: Setting, data: Data, device: str = "cpu") -> None:
+        self.batch_size = setting.batch_size
+        self.pixels = Pixels(*(each.to(device) for each in pixels(setting.pixels, data.train)))
+        self.train = data.train.to(device), data.train_labels.to(device)
+        # Shuffled, for files come in the order of classes, and then a batch has statistics of one.
+        self.test = _some(len(data.test), data.test, data.test_labels, device)
+        self.subset = _some(TRAIN_SUBSET, data.train, data.train_labels, device)
+        squares = 0.0
+        for rows in torch.split(self.train[0], 1000):
+            squares += self.pixels(rows).square().sum(dtype=torch.float64).item()
+        typical = math.sqrt(squares / len(data.train))
+        sizes = (data.train.shape[1], *[setting.width] * setting.depth, CLASSES)
+        self.ensemble = Ensemble(setting.networks, sizes, typical, device=device)
+
+    def epoch(self, number: int) -> dict[str, list[float]]:
+        """Train one epoch; accuracies in percent after it, per network."""
+        images, labels = self.train
+        orders = {
+            seed: torch.randperm(len(images), generator=_generator(seed, number)).to(images.device)
+            for seed in self.ensemble.seeds
+        }
+        for start in range(0, len(images), self.batch_size):
+            rows = {s: order[start : start + self.batch_size] for s, order in orders.items()}
+            self.ensemble.step(
+                {seed: self.pixels(images[chosen]) for seed, chosen in rows.items()},
+                {seed: labels[chosen] for seed, chosen in rows.items()},
+            )
+        found = {
+            "train_accuracy": self.accuracy(*self.subset),
+            "test_accuracy": self.accuracy(*self.test),
+        }
+        if any(network.method == "batchnorm" for network in self.ensemble.networks):
+            # The paper does not say which statistics batch normalisation takes when tested.
+            by_batch = self.accuracy(*self.test, group=self.batch_size)
+            found[BY_BATCH] = by_batch
+        return found
+
+    def accuracy(self, images: Tensor, labels: Tensor, group: int | None = None) -> list[float]:
+        """Percent of images that every network classifies rightly."""
+        rows = EVALUATED if group is None else max(EVALUATED // group, 1) * group
+        right = torch.zeros(len(self.ensemble.networks), dtype=torch.long, device=images.device)
+        for some, theirs in zip(torch.split(images, rows), torch.split(labels, rows), strict=True):
+            said = self.ensemble.logits(self.pixels(some), group).argmax(-1)
+            right += (said == theirs).sum(-1)
+        return [round(100 * n / len(images), 4) for n in right.tolist()]
+
+
+def _some(count: int, images: Tensor, labels: Tensor, device: str) -> tuple[Tensor, Tensor]:
+    """Images and labels in an order that is random and always the same."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]
+    return images[order].to(device), labels[order].to(device)
+
+
+def _generator(seed: int, epoch: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1_000_003 * seed + epoch)
+
+
+def _place(run: dict[str, Any]) -> tuple[float, ...]:
+    """Runs in the order of activations and methods, as they are declared."""
+    kind = (ACTIVATIONS.index(run["activation"]), list(METHODS).index(run["method"]))
+    return (*kind, run["learning_rate"], run["batch_size"], run["seed"])
+
+
+def _same_setting(course: Course, setting: Setting, data: Data, file: Path) -> None:
+    """Write what is trained on what, or find the same there.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    images = hashlib.sha256(data.train.numpy().tobytes()).hexdigest()
+    networks = [list(network) for network in course.ensemble.networks]
+    mine = {**setting._asdict(), "networks": networks, "images": images}
+    known = {**mine, "source": data.source, "training_images": len(data.train)}
+    if not file.exists():
+        _replace(file, json.dumps(known, indent=1).encode())
+    theirs = json.loads(file.read_text())
+    for name, value in mine.items():
+        if theirs[name] != value:
+            raise ValueError(f"{file.parent} holds runs with other {name}: choose another folder.")
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines(keepends=True) if file.exists() else []
+
+
+def _replace(file: Path, content: bytes) -> None:
+    unfinished = file.with_suffix(".new")
+    unfinished.write_bytes(content)
+    unfinished.replace(file)

@@ -1,0 +1,162 @@
+"""What the monitor costs on a GPU, at sizes that are real there, in bfloat16 by autocast.
+
+Ratios are those of monitor.py: each step between two plain ones, eager or compiled as it is itself;
+the steps of a compiled model that are measured run eagerly. Host time is that of a step on one
+sample, where the device waits for the host: what a measured step takes longer, by layer.
+"""
+
+import gc
+import statistics
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from adiv_layers.kernels import choice
+from models import GPT, Task, Trainer, ViT, images, text, vision
+from monitor import Subject, peak, ratios, spread, timed, wait
+from timing import here
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+MEASURED: dict[str, object] = {"every_n_steps": 1}
+NOT_MEASURED: dict[str, object] = {"every_n_steps": 10**9}
+TASKS = [
+    Task(
+        "GPT-2 small, 8×1,024 tokens",
+        lambda: GPT(vocabulary=50257, length=1024, width=768, depth=12, heads=12),
+        lambda: text(50257, 8, 1024),
+        is_half=True,
+    ),
+    Task(
+        "ResNet-50, 128×3×224×224",
+        lambda: vision.resnet50(num_classes=10),
+        lambda: images(128, 3, 224, 224),
+        is_half=True,
+    ),
+    Task(
+        "ViT-B/16, 64×3×224×224",
+        lambda: ViT(side=224, patch=16, channels=3, width=768, depth=12, heads=12),
+        lambda: images(64, 3, 224, 224),
+        is_half=True,
+    ),
+]
+TINY = [
+    Task(
+        "GPT, 2×8 tokens",
+        lambda: GPT(vocabulary=16, length=8, width=8, depth=1, heads=2),
+        lambda: text(16, 2, 8),
+        is_half=True,
+    ),
+]
+
+
+class Unfused:
+    """The trainer without fused kernels."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.close = trainer.close
+
+    def step(self) -> None:
+        with mock.patch.object(choice, "DEVICES", set()):
+            self.trainer.step()
+
+
+def measure(task: Task, compiled: bool, tiny: bool, emit: Callable[..., None]) -> None:
+    """All there is to know of one model, a row at a time."""
+    if compiled:
+        torch.compiler.reset()
+    device = here()
+    eager = "eager" if tiny else "inductor"  # what a compiled model is compiled by
+    backend = eager if compiled else None
+
+    def trainer(monitor: dict[str, object] | None = None) -> Trainer:
+        return Trainer(task, monitor, device, backend)
+
+    plain = trainer()
+    variants: dict[str, Subject] = {
+        "not measured": trainer(NOT_MEASURED),
+        "measured": trainer(MEASURED),
+    }
+    if not compiled:
+        variants["plain again"] = trainer()
+        variants["measured, without fused kernels"] = Unfused(trainer(MEASURED))
+    rounds, seconds = (2, 0.0) if tiny else (30, 20.0)
+    found = ratios(plain, variants, rounds, seconds, device)
+    taken = statistics.median(timed(plain, device) for _ in range(3))
+    mode = "compiled" if compiled else "eager"
+    for name, values in found.items():
+        emit(
+            model=task.title,
+            step=f"{mode}, {name}",
+            **{"x plain": spread(values), "rounds": len(values), "plain, ms": f"{1e3 * taken:.1f}"},
+        )
+    del plain, variants
+    if not compiled:
+        costs(task, tiny, emit)
+    gc.collect()
+
+
+def costs(task: Task, tiny: bool, emit: Callable[..., None]) -> None:
+    """Launches, copies to the host, memory and host time of a plain and of a measured step."""
+    device = here()
+    plain, measured = Trainer(task, None, device), Trainer(task, MEASURED, device)
+    unfused = Unfused(Trainer(task, MEASURED, device))
+    steps: dict[str, Subject] = {
+        "plain": plain,
+        "measured": measured,
+        "measured, without fused kernels": unfused,
+    }
+    for subject in steps.values():
+        for _ in range(3):
+            subject.step()
+            wait(device)  # a report comes when the device has found it
+    assert measured.monitor is not None and measured.monitor.latest is not None
+    layers = len(measured.monitor.latest.layers)
+    for name, subject in steps.items():
+        kernels, copies = launches(subject, device)
+        emit(
+            model=task.title,
+            layers=layers,
+            step=name,
+            kernels=kernels,
+            **{"copies to the host": copies},
+        )
+    for held in (plain, measured, unfused.trainer):
+        held.x, held.y = held.x[:1], held.y[:1]
+    times = {name: host_time(subject, device, 3 if tiny else 20) for name, subject in steps.items()}
+    for name, one in times.items():
+        each = (one - times["plain"]) / layers
+        emit(
+            model=task.title,
+            **{"on one sample": name, "ms": f"{1e3 * one:.1f}"},
+            **{"more than plain, µs per layer": f"{1e6 * each:.0f}"},
+        )
+    for subject in steps.values():
+        subject.close()
+    del plain, measured, unfused, steps, subject
+    gc.collect()
+    peaks = [peak(task, monitor, device) / 2**20 for monitor in (None, MEASURED)]
+    names = ("peak of a plain step, MiB", "of a measured one")
+    emit(model=task.title, **dict(zip(names, (f"{p:.1f}" for p in peaks), strict=True)))
+
+
+def host_time(subject: Subject, device: str, rounds: int) -> float:
+    """Median time of a step."""
+    subject.step()
+    return statistics.median(timed(subject, device) for _ in range(rounds))
+
+
+def launches(subject: Subject, device: str) -> tuple[int, int]:
+    """Kernels that a step launches, and copies to the host; without a GPU none."""
+    activities = [ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        subject.step()
+        wait(device)
+    names = [
+        event.name
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    copies = sum(name.startswith("Memcpy DtoH") for name in names)
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in names), copies

@@ -1,0 +1,142 @@
+"""One part of what gpu.py runs: its rows go to the file of results as they are found, and out.
+
+Nothing of one part is imported by another, so that what is missing stops only who needs it.
+"""
+
+import argparse
+import importlib.util
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu import ROOT, append
+
+Emit = Callable[..., None]
+
+
+def tests(tiny: bool, emit: Emit) -> None:
+    """Those that need a GPU; by several processes, as most of their time goes to compiling."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of whatever is installed there
+    import pytest
+
+    counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
+
+    class Outcomes:
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                counts[report.outcome] += 1
+            if report.failed:
+                cause = str(report.longrepr).splitlines()[-1:]
+                emit(test=report.nodeid, failed=" ".join(cause).replace("|", "¦"))
+
+    files = [str(ROOT / "tests" / name / "test_gpu.py") for name in ("layers", "monitor")]
+    # A kernel that does not start warns; what torch or Python warn of here is not what is tested.
+    options = ["-q", "-W", "default", "-W", "error::RuntimeWarning", "-p", "no:cacheprovider"]
+    if not tiny and importlib.util.find_spec("xdist"):
+        options += ["-p", "xdist.plugin", "--numprocesses", "8"]
+    status = pytest.main([*options, *files], plugins=[Outcomes()])
+    emit(**counts)
+    if status != 0:
+        raise RuntimeError(f"pytest: {status!r}")
+
+
+def calibration(tiny: bool, emit: Emit) -> None:
+    from gpu_kernels import calibration
+
+    calibration(tiny, emit)
+
+
+def rows(tiny: bool, emit: Emit) -> None:
+    from gpu_kernels import row_kernels
+
+    row_kernels(tiny, emit)
+
+
+def layers_in(mode: str) -> Callable[[bool, Emit], None]:
+    def layers(tiny: bool, emit: Emit) -> None:
+        from layer_contests import CUDA, TINY
+
+        from layers import HEADER, run
+
+        for contest in TINY if tiny else CUDA:
+            try:
+                for row in run(contest, (mode,), 2 if tiny else None):
+                    emit(**dict(zip(HEADER, row, strict=True)))
+            except Exception as cause:  # the next contest may be measured all the same
+                emit(case=contest.title, failed=short(cause))
+
+    return layers
+
+
+def monitor_on(compiled: bool) -> Callable[[bool, Emit], None]:
+    def monitor(tiny: bool, emit: Emit) -> None:
+        from gpu_monitor import TASKS, TINY, measure
+
+        for task in TINY if tiny else TASKS:
+            try:
+                measure(task, compiled, tiny, emit)
+            except Exception as cause:
+                emit(model=task.title, failed=short(cause))
+
+    return monitor
+
+
+PARTS = {
+    "tests": tests,
+    "calibration": calibration,
+    "rows": rows,
+    "layers": layers_in("eager"),
+    "layers-compiled": layers_in("compiled"),
+    "monitor": monitor_on(compiled=False),
+    "monitor-compiled": monitor_on(compiled=True),
+    "layers-graph": layers_in("graph"),
+}
+
+
+def short(cause: BaseException) -> str:
+    """In one cell of a table."""
+    cause = cause.__cause__ or cause
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}".replace("|", "¦")
+
+
+def machine() -> dict[str, str]:
+    """What it runs on, and with which versions."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    found = importlib.util.find_spec("triton")
+    triton = importlib.import_module("triton").__version__ if found else "none"
+    cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    python = platform.python_version()
+    versions = f"Python {python}, torch {torch.__version__}, Triton {triton}, {cuda}"
+    return {"device": name, "versions": versions}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--run", default="by hand", help="what rows of this run have in common")
+    parser.add_argument("--lines", type=Path, default=Path(os.devnull), help="file of the rows")
+    arguments = parser.parse_args()
+
+    def emit(**cells: object) -> None:
+        append(arguments.lines, part=arguments.part, run=arguments.run, **cells)
+        print(*(f"{name}: {value}" for name, value in cells.items()), sep=" | ", flush=True)
+
+    try:
+        if not torch.cuda.is_available():
+            if not arguments.tiny:
+                raise RuntimeError("no GPU here")
+            os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
+            torch.set_num_threads(1)
+        emit(**machine(), sizes="of a trial: no measurements" if arguments.tiny else "real")
+        PARTS[arguments.part](arguments.tiny, emit)
+    except Exception as cause:
+        emit(failed=short(cause))
+        raise
+
+
+if __name__ == "__main__":
+    main()

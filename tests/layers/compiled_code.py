@@ -1,0 +1,101 @@
+"""What the compiled code of a kernel tells: registers, spills, how memory is accessed.
+
+On NVIDIA's also how many 2-byte accesses have no neighbour in the next thread.
+"""
+
+import math
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from adiv_layers.kernels.launch import divide_up
+
+
+def narrow_products(code):
+    """Lines of TTIR that multiply, in 32 bits, a number given at the launch by another.
+
+    A stride times a place soon has more than 31, and the product wraps silently. Quotients and
+    remainders of such numbers are left out: times their divisor they are no larger than before.
+    """
+    header = re.search(r"tt\.func public @\w+\((.*)", code)[1]
+    given = set(re.findall(r"(%\w+): i32", header))
+    narrow = []
+    kept = r"tt\.(?:splat|expand_dims|broadcast|reshape)|arith\.(?:addi|subi|muli|select)"
+    operation = rf"^\s*(%\w+) = ({kept}) (.*?) : (.*)$"
+    for line in re.finditer(operation, code, re.MULTILINE):
+        name, kind, operands, types = line.groups()
+        if given & set(re.findall(r"%\w+", operands)):
+            given.add(name)
+            if kind == "arith.muli" and "i64" not in types:
+                narrow.append(line[0].strip())
+    return narrow
+
+
+def nvidia_usage(compiled):
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [str(tool), "-res-usage", "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    ptx = compiled.asm["ptx"]
+    singles = accesses(ptx, "ld")[2] + accesses(ptx, "st")[2]
+    return {
+        "registers": used["REG"],
+        "spilled": used["STACK"] + used["LOCAL"],
+        "loads": accesses(ptx, "ld"),
+        "stores": accesses(ptx, "st"),
+        "copies": copies(ptx),
+        "instructions": len(re.findall(r"^\s+/\*[\da-f]{4}\*/\s+(?!NOP)", text, re.MULTILINE)),
+        "apart": max(0, singles - neighbours(compiled.asm["ttgir"])),
+    }
+
+
+def neighbours(code):
+    """How many elements a thread loads or stores singly, whose neighbours are other threads'."""
+    layout = r"(#\w+) = #ttg.blocked<{sizePerThread = \[([\d, ]+)\].*? order = \[(\d)"
+    side_by_side = {
+        name: int(sizes.split(", ")[int(fast)]) for name, sizes, fast in re.findall(layout, code)
+    }
+    threads = 32 * int(re.search(r'"ttg.num-warps" = (\d+)', code)[1])
+    found = 0
+    access = r"tt\.(?:load|store) .*tensor<([\dx]+)x!tt.ptr<\w+>, (#ttg.slice|#\w+)"
+    for shape, name in re.findall(access, code):
+        sizes = [int(size) for size in shape.split("x")]
+        if name == "#ttg.slice":
+            found += math.prod(sizes)  # a number per row
+        elif side_by_side[name] == 1 or sizes[-1] == 16:  # the edges of a row
+            found += divide_up(math.prod(sizes), threads)
+    return found
+
+
+def accesses(ptx, kind):
+    """How many bytes of global memory a thread moves in one instruction: how often it does."""
+    found = re.findall(rf"{kind}\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
+    return Counter(int(count or 1) * int(bits) // 8 for count, bits in found)
+
+
+def copies(ptx):
+    """How many bytes a thread copies ahead, without waiting, in one instruction: how often."""
+    found = re.findall(r"cp\.async\.c[ag]\.shared\.global .*\], 0x([\da-f]+)", ptx)
+    return Counter(int(size, 16) for size in found)
+
+
+def amd_usage(compiled):
+    text = compiled.asm["amdgcn"]
+    used = {key: int(n) for key, n in re.findall(r"\.(vgpr_count|\w+_spill_count):\s*(\d+)", text)}
+    sizes = {"dwordx4": 16, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2, "short_d16": 2}
+    moved = {
+        kind: Counter(sizes.get(size, 0) for size in re.findall(rf"_{kind}_(\w+)", text))
+        for kind in ("load", "store")
+    }
+    return {
+        "registers": used["vgpr_count"],
+        "spilled": used["vgpr_spill_count"] + used["sgpr_spill_count"],
+        "loads": moved["load"],
+        "stores": moved["store"],
+    }

@@ -1,0 +1,48 @@
+"""Callbacks take the options of the monitor: one list of them, with the monitor's own defaults."""
+
+from collections.abc import Callable
+from inspect import Parameter, signature
+from typing import Any
+
+import pytest
+
+from adiv_monitor import Monitor
+from adiv_monitor.callback_monitor import Options
+
+# Of a monitor, what a callback makes itself.
+MADE = {"model", "optimizer", "every_n_steps", "sinks", "loss", "keep"}
+
+
+@pytest.fixture(params=["lightning", "huggingface"])
+def callback(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    if request.param == "lightning":
+        pytest.importorskip("pytorch_lightning")
+        from adiv_monitor.lightning import DivergenceCallback
+
+        return DivergenceCallback
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from adiv_monitor.huggingface import DivergenceTrainerCallback
+
+    return DivergenceTrainerCallback
+
+
+def test_every_option_is_named_with_the_monitors_default(callback: Callable[..., Any]) -> None:
+    ours, monitors = signature(callback).parameters, signature(Monitor).parameters
+    assert Options.__annotations__.keys() <= ours.keys()
+    assert not [p for p in ours.values() if p.kind is Parameter.VAR_KEYWORD]
+    for name in ours.keys() & monitors.keys() - {"every_n_steps"}:
+        assert ours[name].default == monitors[name].default
+        assert ours[name].kind is Parameter.KEYWORD_ONLY
+    left_out = monitors.keys() - MADE - ours.keys()
+    assert left_out <= {"alignment"}  # Hugging Face's Trainer hands out no batch to read it on
+
+
+def test_an_option_that_is_none_is_refused_at_once(callback: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{callback.__name__}\(\).*'max_row'$"):
+        callback(max_row=3)
+
+
+def test_what_is_given_replaces_the_default(callback: Callable[..., Any]) -> None:
+    options = callback(max_rows=7, seed=3)._options
+    assert (options["max_rows"], options["seed"], options["on_error"]) == (7, 3, "warn")

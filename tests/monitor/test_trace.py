@@ -1,0 +1,291 @@
+"""Plain hooks, where uses of parameters are known, read what a watch of all functions reads.
+
+And where a model changes in mid-run, no reading is wrong and none is missing for long.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+from adiv_monitor import Monitor
+from adiv_monitor.capture import trace
+from adiv_monitor.report import LayerReading, StepReport
+
+Step = Callable[[int, nn.Module], None]
+
+
+class Tied(nn.Module):
+    """Its head uses the embedding's weight, by a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.mix = nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x[:, :4].abs() * 5).long() % 11
+        mixed: Tensor = self.mix(self.norm(self.embed(tokens)))
+        return functional.linear(mixed, self.embed.weight).sum(2)
+
+
+class Shown(nn.Module):
+    """A token is put before the others of each sample, and positions are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 6))
+        self.position = nn.Parameter(torch.randn(1, 3, 6))
+        self.first, self.out = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), x.view(len(x), 2, 6)], 1)
+        made: Tensor = self.out(self.first(tokens + self.position).relu())
+        return made.mean(1)
+
+
+class Twice(nn.Module):
+    """Calls one module twice, and changes an output in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(12, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.out(torch.relu_(self.inner(torch.relu_(self.inner(x)))))
+        return made
+
+
+class Before(nn.Linear):
+    """Changes what it was given after it used it, and what it gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        made = functional.linear(x, self.weight, self.bias)
+        return made.mul_(0.5) if self.in_features % 2 else made
+
+
+def images() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Unflatten(1, (1, 3, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)),
+        *(nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, groups=4, padding=1), nn.GroupNorm(2, 4)),
+        *(nn.Flatten(), nn.Linear(48, 4)),
+    )
+
+
+class Attends(nn.Module):
+    """torch's own attention, and a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.recur, self.out = nn.GRU(6, 5, batch_first=True), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.view(len(x), 2, 6)
+        attended = self.attend(tokens, tokens, tokens, need_weights=False)[0]
+        made: Tensor = self.out(self.recur(attended)[0].mean(1))
+        return made
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 4)),
+    "images": images,
+    "tied": Tied,
+    "shown": Shown,
+    "twice": Twice,
+    "attends": Attends,
+    "changes what it has": lambda: nn.Sequential(Before(12, 13), Before(13, 4)),
+    "weight norm": lambda: nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(12, 9)), nn.Tanh(), nn.Linear(9, 4)
+    ),
+    "spectral norm": lambda: nn.Sequential(
+        parametrizations.spectral_norm(nn.Linear(12, 9)), nn.Tanh(), nn.Linear(9, 4)
+    ),
+}
+
+
+def run(
+    build: Callable[[], nn.Module], steps: int, before: Step = lambda number, model: None
+) -> list[StepReport]:
+    """Reports of every step."""
+    torch.manual_seed(0)
+    model = build().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Monitor(model, optimizer, every_n_steps=1, on_error="raise", seed=3) as monitor:
+        for number in range(steps):
+            before(number, model)
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if new := [p for p in model.parameters() if id(p) not in held]:
+                optimizer.add_param_group({"params": new})
+            optimizer.zero_grad()
+            model(torch.randn(7, 12).double()).square().mean().backward()
+            optimizer.step()
+        monitor.complete_report()
+    return [*monitor.reports]
+
+
+def assert_same(expected: Mapping[str, LayerReading], report: StepReport) -> None:
+    """Each number of each reading, but for rounding."""
+    for path, reading in expected.items():
+        found = asdict(report.layers[path])
+        for name, value in asdict(reading).items():
+            if isinstance(value, float | tuple | dict):
+                value = pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True)
+            assert found[name] == value, (report.step, path, name)
+
+
+@pytest.fixture
+def always_whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return lambda: monkeypatch.setattr(trace, "_EVERY", 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plain_hooks_read_what_a_watch_of_all_functions_reads(
+    name: str, always_whole: Callable[[], None]
+) -> None:
+    plain = run(MODELS[name], 6)
+    always_whole()
+    watched = run(MODELS[name], 6)
+    assert [r.layers.keys() for r in plain] == [r.layers.keys() for r in watched]
+    for one, other in zip(plain, watched, strict=True):
+        assert one.coverage == other.coverage == 1
+        assert one.notes == other.notes
+        assert_same(other.layers, one)
+
+
+def test_functions_of_plain_modules_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    original = trace.Trace.plan
+
+    def plan(self: trace.Trace, *args: object) -> trace.Plan | None:
+        made = original(self, *args)  # type: ignore[arg-type]
+        seen.append(-1 if made is None else len(made.watched))
+        return made
+
+    monkeypatch.setattr(trace.Trace, "plan", plan)
+    run(images, 20)
+    assert seen[:6] == [-1, -1, 0, 0, 0, 0]  # the first steps see all functions
+    assert [step for step, watched in enumerate(seen) if watched < 0] == [0, 1, 16]
+
+
+class Changing(nn.Module):
+    """What it does can be changed while it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.out = nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Linear(12, 4)
+        self.branch = nn.Linear(12, 12)
+        self.late: nn.Module = nn.Linear(12, 12)
+        self.conv = nn.Conv1d(2, 2, 3, padding=1)
+        self.takes_branch = self.takes_weight = self.repeats = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x)).tanh()
+        x = torch.cat([self.conv(x.view(len(x), 2, 6)).flatten(1), x], 1)[:, :12]
+        for _ in range(1 + 2 * self.repeats):
+            x = self.late(x).tanh()
+        if self.takes_branch:
+            x = self.branch(x)
+        if self.takes_weight:  # of a module that is not called
+            x = functional.linear(x, self.branch.weight, self.branch.bias)
+        made: Tensor = self.out(x)
+        return made
+
+
+def set_to(name: str, **values: object) -> Callable[[Changing], None]:
+    def change(model: Changing) -> None:
+        for attribute, value in values.items():
+            setattr(model.get_submodule(name), attribute, value)
+
+    return change
+
+
+def replace(model: Changing) -> None:
+    model.late = nn.Linear(12, 12).double()
+
+
+def wrap(model: Changing) -> None:
+    model.late = nn.Sequential(nn.Identity(), model.late)
+
+
+def parametrize(model: Changing) -> None:
+    parametrizations.weight_norm(model.late)
+
+
+def hook_on_output(model: Changing) -> None:
+    model.late.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def hook_on_input(model: Changing) -> None:
+    model.late.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+
+
+def hook_that_uses_a_weight(model: Changing) -> None:
+    model.late.register_forward_hook(
+        lambda module, args, output: output + functional.linear(output, model.branch.weight)
+    )
+
+
+def own_forward(model: Changing) -> None:
+    late: Any = model.late
+    late.forward = lambda x: functional.linear(x * 2, late.weight, late.bias)
+
+
+def freeze(model: Changing) -> None:
+    model.first.requires_grad_(False)
+
+
+def unfreeze(model: Changing) -> None:
+    model.late.requires_grad_(True)
+
+
+def evaluate(model: Changing) -> None:
+    model.norm.eval()
+
+
+CHANGES: dict[str, Callable[[Changing], None]] = {
+    "a branch": set_to("", takes_branch=True),
+    "a function of a weight": set_to("", takes_weight=True),
+    "more calls": set_to("", repeats=True),
+    "evaluation mode": evaluate,
+    "another stride": set_to("conv", stride=(2,), padding=(2,)),
+    "unfrozen": unfreeze,
+    "frozen": freeze,
+    "replaced": replace,
+    "wrapped": wrap,
+    "parametrized": parametrize,
+    "a hook that changes outputs": hook_on_output,
+    "a hook that changes inputs": hook_on_input,
+    "a hook that uses a weight": hook_that_uses_a_weight,
+    "a forward of its own": own_forward,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_changes_is_never_misread(name: str, always_whole: Callable[[], None]) -> None:
+    def build() -> Changing:
+        model = Changing()
+        model.late.requires_grad_(name != "unfrozen")
+        return model
+
+    def before(number: int, model: nn.Module) -> None:
+        if number == 5:
+            CHANGES[name](model)  # type: ignore[arg-type]
+
+    plain = run(build, 9, before)
+    always_whole()
+    watched = run(build, 9, before)
+    for number, (one, other) in enumerate(zip(plain, watched, strict=True)):
+        lost = other.layers.keys() - one.layers.keys()
+        assert one.layers.keys() == other.layers.keys() - lost
+        assert number == 5 or not lost
+        told = " ".join(one.unsupported)
+        assert all(path in told for path in lost)
+        assert_same(
+            {path: reading for path, reading in other.layers.items() if path not in lost}, one
+        )

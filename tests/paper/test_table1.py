@@ -1,0 +1,122 @@
+"""Lines through accuracies, and the whole command as small as it can be."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("scipy")
+pytest.importorskip("matplotlib")
+
+import table
+import table1
+from slopes import BY_BATCH, Arm, arms, at_the_end, at_updates, mean_and_error, with_both_tests
+
+
+def run(accuracies: list[float], batch_size: int = 8, **changed: Any) -> dict[str, Any]:
+    return {
+        "method": "affine-like",
+        "activation": "tanh",
+        "seed": 0,
+        "learning_rate": 1e-3,
+        "batch_size": batch_size,
+        "updates_per_epoch": 800 // batch_size,
+        "epoch": list(range(1, len(accuracies) + 1)),
+        "test_accuracy": accuracies,
+        **changed,
+    }
+
+
+def test_a_line_and_its_errors() -> None:
+    # Residuals 1, −2, 1 around 50 − x/2 at x = 0, 1, 2.
+    line = Arm("standard", "tanh", 1e-3, {0: {0: 51}, 1: {0: 47.5}, 2: {0: 50}}).line()
+    assert line is not None
+    assert (line.intercept, line.slope) == pytest.approx((50, -0.5))
+    assert line.slope_error == pytest.approx((6 / 2) ** 0.5)  # √(6 / (3 − 2) / Σ(x − 1)²)
+    assert line.intercept_error == pytest.approx((6 * (1 / 3 + 1 / 2)) ** 0.5)
+    # Student's t with one degree of freedom is Cauchy's.
+    beyond = math.atan(0.5 / 3**0.5) / math.pi
+    assert line.chance(-1) == pytest.approx(0.5 - beyond)
+    assert line.chance(1) == pytest.approx(0.5 + beyond)
+
+
+def test_no_line_through_one_batch_size() -> None:
+    assert Arm("standard", "tanh", 1e-3, {8: {0: 40.0, 1: 41.0, 2: 42.0}}).line() is None
+
+
+def test_the_last_tenth_of_epochs() -> None:
+    assert at_the_end(run([3.0])) == 3
+    assert at_the_end(run([0.0] * 18 + [1.0, 2.0])) == 1.5
+
+
+def test_equal_updates() -> None:
+    accuracies = [float(i) for i in range(1, 21)]
+    read = at_updates(200)
+    assert read(run(accuracies, batch_size=8)) == 2  # 100 an epoch
+    assert read(run(accuracies, batch_size=80)) == 19.5  # 10 an epoch: the 19th and 20th
+    assert read(run(accuracies[:10], batch_size=80)) is None  # has made half of them
+    assert read(run(accuracies, batch_size=2)) is None  # the first epoch makes twice as many
+    assert at_updates(460)(run(accuracies, batch_size=8)) == 5  # none ends in the last tenth
+
+
+def test_arms_gather_seeds_and_batch_sizes() -> None:
+    found = [run([1.0], 8), run([3.0], 8, seed=1), run([5.0], 16), run([9.0], activation="leaky")]
+    tanh, leaky = arms(found, at_the_end)
+    assert tanh.accuracies == {8: {0: 1, 1: 3}, 16: {0: 5}}
+    assert tanh.at(8) == (2, pytest.approx(1))
+    assert leaky.accuracies == {8: {0: 9}}
+    assert mean_and_error([1.0, 2.0, 6.0]) == (3, pytest.approx((7 / 3) ** 0.5))
+
+
+def test_batch_normalisation_is_shown_under_both_tests() -> None:
+    (plain, by_batch) = with_both_tests([run([1.0], method="batchnorm", **{BY_BATCH: [2.0]})])
+    assert at_the_end(plain) == 1 and at_the_end(by_batch) == 2
+    assert by_batch["method"] != "batchnorm"
+
+
+def test_the_page_compares_seed_by_seed() -> None:
+    shared = {"data": "x", "pixels": "unit", "width": 2, "depth": 1}
+    found = [
+        run([base + 10 * seed + less], b, seed=seed, method=method, train_accuracy=[0.0], **shared)
+        for method, less in (("affine-like", 0), ("constant-scale", 3))
+        for b, base in ((8, 50), (16, 40))
+        for seed in (0, 1)
+    ]
+    page = table.text(found)
+    assert "| constant-scale | +3.00 ± 0.00 | +3.00 ± 0.00 | +3.00 |" in page
+    assert "Slopes with the stated sign: 1 of 1." in page
+
+
+def test_the_command_leaves_runs_and_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
+        monkeypatch.setattr(torch, name, lambda setting: None)
+
+    def call(*more: str) -> None:
+        few = ["--quick", "--methods", "affine-like", "batchnorm"]
+        where = ["--data", "synthetic", "--out", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["table1.py", *few, *where, *more])
+        table1.main()
+
+    call()
+    printed = capsys.readouterr().out
+    assert "SYNTHETIC" in printed and "What needs more epochs" in printed
+    found = json.loads((tmp_path / "table1.json").read_text())
+    assert len(found) == 2 * 3 * 2  # methods, batch sizes, seeds
+    fields = {"method", "activation", "batch_size", "width", "seed", "learning_rate", "pixels"}
+    for each in found:
+        assert fields | {"epoch", "train_accuracy", "test_accuracy"} <= set(each)
+        assert each["epoch"] == [1] and len(each["train_accuracy"]) == 1
+        assert (BY_BATCH in each) == (each["method"] == "batchnorm")
+    assert (tmp_path / "table1.png").stat().st_size > 10_000
+    with pytest.raises(SystemExit):
+        call()
+    assert "--resume" in capsys.readouterr().err
+    (tmp_path / "table1.json").unlink()
+    call("--resume")
+    assert json.loads((tmp_path / "table1.json").read_text()) == found
