@@ -20,7 +20,7 @@ T = TypeVar("T")
 _FLOAT32 = float(np.finfo(np.float32).eps)
 
 
-class Vector(Enum):
+class Vector(str, Enum):
     """The vectors of a row whose dot products are taken, in their order.
 
     G = ∂L/∂z, e what a plain gradient step does, z the output, e's parts by the row's own scale (of

@@ -1,6 +1,5 @@
 """From the device to the host: everything of a step at once."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
@@ -77,16 +76,14 @@ def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
 def _fetched(tensors: Sequence[Tensor]) -> list[Array]:
     """Float64 arrays of the same shapes, by one transfer from each device."""
     arrays: list[Array] = [np.empty(0)] * len(tensors)
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for i, tensor in enumerate(tensors):
-        by_device[tensor.device].append(i)
-    for places in by_device.values():
-        numbers = _packed([tensors[i] for i in places])
-        end = 0
+    for device in {tensor.device for tensor in tensors}:
+        places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        packed, end = _packed([tensors[i] for i in places]), 0
         for i in places:
             shape = tensors[i].shape
             start, end = end, end + prod(shape)
-            arrays[i] = numbers[start:end].reshape(shape)
+            part = packed[start:end]
+            arrays[i] = part if len(shape) == 1 else part.reshape(shape)
     return arrays
 
 
