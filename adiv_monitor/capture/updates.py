@@ -9,12 +9,13 @@ So the first measured step of a layer keeps everything, and what it sees decides
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
@@ -26,8 +27,8 @@ from adiv_monitor.maths import dots
 _SMALL = 8_192
 _GOLDEN = 0.6180339887498949  # of which no two multiples end alike
 _STRETCHES, _STRETCH = 16, 64
-_ByPiece = dict[int, Tensor]
 T = TypeVar("T")
+Array = np.ndarray[Any, np.dtype[np.float64]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -119,8 +120,9 @@ class ParameterSteps:
         uses = Counter(pieces)
         every = list(uses)
         self._shared = {p.key for p, count in uses.items() if count > 1}
-        self._small = [p for p in every if is_small(p.value())]
-        self._large = [p for p in every if not is_small(p.value())]
+        values = {p.key: p.value() for p in every}
+        self._small = [p for p in every if is_small(values[p.key])]
+        self._large = [p for p in every if not is_small(values[p.key])]
         self._keep_update = new or watch.weights_change
         # Until the next forward pass `.grad` may be zeroed, so then too γ has to be a copy.
         self.has_copies = copy_gradient or watch.gradient_changes or self._keep_update
@@ -134,16 +136,20 @@ class ParameterSteps:
         self._whole = {id(p.parameter): p.key for p in every if p.view is None}
         self._seen = _Entries(self._parameters)
         grads = {p.key: p.own(self._parameters[id(p.parameter)]) for p in every}
-        copied = every if self.has_copies else self._small
-        self._before, moving = _copied(
-            {p.key: p.value() for p in every} if updates else {},
-            {p.key: grads[p.key] for p in copied},
+        small = [p.key for p in self._small]
+        self._gammas = SideBySide({key: grads[key] for key in small})
+        self._befores = SideBySide({key: values[key] for key in small} if updates else {})
+        self._updates: SideBySide | None = None
+        before, moving = _copied(
+            {p.key: values[p.key] for p in self._large} if updates else {},
+            {p.key: grads[p.key] for p in self._large} if self.has_copies else {},
         )
-        self._gamma = grads | moving
+        self._before = before | self._befores.views
+        self._gamma = grads | moving | self._gammas.views
         large = [p.key for p in self._large]
         norms = dots.norms_of([grads[key] for key in large])
         self.norms.gamma_gamma.update(zip(large, norms, strict=True))
-        self._multiply((self.products.gamma_gamma, self._gamma, self._gamma))
+        self.products.gamma_gamma.update(self._gammas.times(self._gammas))
         self._update: dict[int, Tensor] = {}
         self.updated = False
         self._places: dict[object, Tensor] = {}
@@ -172,7 +178,8 @@ class ParameterSteps:
     def stepped(self) -> None:
         """The optimizer has stepped: what it took away of the small parameters."""
         self.updated = True
-        self._update = self._taken_from_small()
+        self._updates = self._taken_from_small()
+        self._update = dict(self._updates.views)
 
     def taken(self, piece: Piece) -> Tensor:
         """What the step took away, w = θ before − θ, in the precision of the measures."""
@@ -209,8 +216,10 @@ class ParameterSteps:
 
         By value: version counters miss what is done through .data or by fused kernels.
         """
-        update, found = self._update, self.products
-        self._multiply((found.w_w, update, update), (found.w_gamma, update, self._gamma))
+        update, found = self._updates, self.products
+        assert update is not None
+        found.w_w.update(update.times(update))
+        found.w_gamma.update(update.times(self._gammas))
         changed = self._seen.differ(_Entries(self._parameters))
         self._parameters.clear()
         if not self._keep_update:
@@ -219,18 +228,17 @@ class ParameterSteps:
 
     def applied(self) -> None:
         """The next forward begins: a's products, or where a = u is expected, what proves it."""
-        applied, found = self._taken_from_small(), self.products
+        applied, update, found = self._taken_from_small(), self._updates, self.products
+        assert update is not None
         if not self._keep_update:
-            found.stepped.update(self._update)
-            found.applied.update(applied)
+            found.stepped.update(update.flat)
+            found.applied.update(applied.flat)
             for p in self._large:
                 found.applied[p.key] = self._row_products(p)
         else:
-            self._multiply(
-                (found.a_a, applied, applied),
-                (found.a_w, applied, self._update),
-                (found.a_gamma, applied, self._gamma),
-            )
+            found.a_a.update(applied.times(applied))
+            found.a_w.update(applied.times(update))
+            found.a_gamma.update(applied.times(self._gammas))
             for p in self._large:
                 key = p.key
                 if key not in self._update:  # its layer failed to be measured
@@ -255,22 +263,70 @@ class ParameterSteps:
         with without_autocast(rows):  # the next forward pass may be one with it
             return rows @ self._places[kind]
 
-    def _taken_from_small(self) -> dict[int, Tensor]:
-        if not self._small:
-            return {}
-        before = [exact(self._before[p.key]) for p in self._small]
-        now = [exact(p.value()) for p in self._small]
-        keys = (p.key for p in self._small)
-        return dict(zip(keys, torch._foreach_sub(before, now), strict=True))
+    def _taken_from_small(self) -> "SideBySide":
+        now = SideBySide({p.key: p.value() for p in self._small})
+        return self._befores.minus(now)
 
-    def _multiply(self, *several: tuple[_ByPiece, _ByPiece, _ByPiece]) -> None:
-        """Puts the products of the small parameters' entries there, in one operation."""
-        keys = [p.key for p in self._small]
-        if keys:
-            pairs = [(exact(a[key]), exact(b[key])) for _, a, b in several for key in keys]
-            found = iter(torch._foreach_mul(*map(list, zip(*pairs, strict=True))))
-            for into, _, _ in several:
-                into.update({key: next(found) for key in keys})
+    def tell_apart(self, found: PieceNumbers[Array]) -> None:
+        """Let numbers of the small ones, on the host, be known by their pieces."""
+        places = self._gammas.places
+        for name in found.__slots__:
+            numbers: dict[int, Array] = getattr(found, name)
+            flat = {key: numbers.pop(key) for key in self._gammas.flat if key in numbers}
+            if flat:
+                numbers.update({key: flat[of][place] for key, (of, place) in places.items()})
+
+
+class SideBySide:
+    """Small tensors, copied side by side on each device, in the precision of the measures.
+
+    Args:
+        tensors: by the keys of pieces.
+
+    Attributes:
+        flat: all of a device's in one, by a key that is no piece's.
+        views: each of them.
+    """
+
+    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+        kinds: dict[torch.device, dict[int, Tensor]] = defaultdict(dict)
+        for key, tensor in tensors.items():
+            kinds[tensor.device][key] = tensor
+        self._kinds = list(kinds.values())
+        self._lay([_side_by_side(list(of.values())) for of in self._kinds])
+
+    def _lay(self, flat: Sequence[Tensor]) -> None:
+        self.flat = {-1 - i: tensor for i, tensor in enumerate(flat)}
+        self.views: dict[int, Tensor] = {}
+        for tensor, of in zip(flat, self._kinds, strict=True):
+            views = _unflatten_dense_tensors(tensor, list(of.values()))  # type: ignore[no-untyped-call]
+            self.views.update(zip(of, views, strict=True))
+
+    @property
+    def places(self) -> dict[int, tuple[int, slice]]:
+        """By key of a piece, in which of the flat ones it is, and where."""
+        found: dict[int, tuple[int, slice]] = {}
+        for i, of in enumerate(self._kinds):
+            end = 0
+            for key, tensor in of.items():
+                start, end = end, end + tensor.numel()
+                found[key] = -1 - i, slice(start, end)
+        return found
+
+    def times(self, other: "SideBySide") -> dict[int, Tensor]:
+        """The products of all entries."""
+        return {key: mine * other.flat[key] for key, mine in self.flat.items()}
+
+    def minus(self, other: "SideBySide") -> "SideBySide":
+        """What the others were taken away to, which are used up."""
+        for key, mine in self.flat.items():
+            torch.sub(mine, other.flat[key], out=other.flat[key])
+        return other
+
+
+def _side_by_side(tensors: list[Tensor]) -> Tensor:
+    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return exact(flat.clone() if len(tensors) == 1 else flat)
 
 
 class _Entries:

@@ -253,6 +253,8 @@ class MeasuredStep:
                 {path: found.values for path, found in attended.items()},
             )
         )
+        if steps is not None:
+            steps.tell_apart(found.products)
         part = make_part(
             found,
             pieces,
