@@ -232,7 +232,8 @@ class Forwards:
         watched, plain = (self._modules, ()) if plan is None else (plan.watched, plan.known)
         if plan is not None:
             begin = Hook(self._guarded, self._begin)
-            self._hooks += [ModuleHook(m, begin, before=True) for m in plan.outermost]
+            outermost = [m for m in plan.outermost if m not in plan.watched]
+            self._hooks += [ModuleHook(m, begin, before=True) for m in outermost]
             take = Hook(self._guarded, self._take)
             # While the output is what the function gave.
             self._hooks += [ModuleHook(m, take, before=False, first=True) for m in plain]

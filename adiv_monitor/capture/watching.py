@@ -102,6 +102,8 @@ class Watching:
             self._layer_begins()
         if self._forwards.is_outermost:
             self.record.outermost[forward.module] = None
+        elif forward.module in self._forwards.around:  # how deep it goes is to be followed
+            self.record.others.add(forward.module)
         if self._calls is not None:
             around = self._forwards.around
             self._calls.began(forward.module, forward.args, forward.kwargs, around)
@@ -124,19 +126,21 @@ class Watching:
             return
         given = known.given(args, kwargs)
         values = [] if given is None else values_in(known.function, *given)
-        trained: list[Tensor] = [value for value in values if isinstance(value, nn.Parameter)]
-        if given is None or not trained:
+        trained = [t for t in values if isinstance(t, nn.Parameter) and t.requires_grad]
+        if given is None:
             self.record.others.add(module)
+        if given is None or not trained:  # frozen, for the time being
             return
         self._leftovers.account(map(id, trained))
-        with self._noting(trained), without_autocast(output):
+        with self._noting([*trained]), without_autocast(output):
             call, inputs = FunctionCall(output, self._origin.of_model), _made(values)
             found = uses_in(known.function, call, *given)
             if len(found) != len(known.layers):
                 self.record.others.add(module)
                 return
             for use, layer in zip(found, known.layers, strict=True):
-                self._takes.use(use, output, layer, inputs=inputs)
+                same = all(p.requires_grad for p in layer.parameters)
+                self._takes.use(use, output, layer if same else layer.path, inputs=inputs)
 
     def ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

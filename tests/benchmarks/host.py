@@ -86,7 +86,7 @@ def row(name: str, task: Task, steps: int) -> tuple[object, ...]:
         for runner in (plain, *others.values()):
             for _ in range(5):
                 runner.step()
-        operations = operations_of(task)
+        operations = operations_of(task, "cpu")
         times: dict[str, list[float]] = {key: [] for key in ("plain", "operations", *others)}
         garbage = []
         for _ in range(steps):

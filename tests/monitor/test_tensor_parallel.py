@@ -609,7 +609,7 @@ def test_every_row_is_dealt_to_one(most: int | None) -> None:
             found["squares"] += call.whole.weight_square.tolist()
             found["sums"].append(float(call.whole.weight_sum))  # type: ignore[arg-type]
         # The keys that `prepared` draws for them.
-        assert sum(len(call.z) for call in calls) == len(range(place, of_all.rows_seen, 2))
+        assert sum(len(call.z) for call in calls) == len(range(place, of_all.seen, 2))
     seen = [0.0, 1, 2, *range(3, 3 + (most or 6))]
     assert sorted(found["z"]) == sorted(found["phi"]) == seen
     assert sorted(found["squares"]) == list(range(9))

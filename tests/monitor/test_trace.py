@@ -303,3 +303,20 @@ def test_a_model_that_changes_is_never_misread(name: str, always_whole: Callable
         assert_same(
             {path: reading for path, reading in other.layers.items() if path not in lost}, one
         )
+
+
+def test_what_is_frozen_by_turns_is_read_when_it_is_trained(
+    always_whole: Callable[[], None],
+) -> None:
+    """As adversarial training does it, after the monitor was told what is trained."""
+
+    def before(number: int, model: nn.Module) -> None:
+        model.get_submodule("late").requires_grad_(number % 2 == 0)
+        model.get_submodule("out").get_parameter("bias").requires_grad_(number % 3 != 0)
+
+    plain = run(Changing, 8, before)
+    always_whole()
+    watched = run(Changing, 8, before)
+    for one, other in zip(plain, watched, strict=True):
+        assert one.layers.keys() == other.layers.keys()
+        assert_same(other.layers, one)
