@@ -127,7 +127,8 @@ class _Running(threading.local):
         self.forwards: list[Forward] = []
         self.mode: _Mode | None = None
         self.inside = ""  # which function was opened
-        self.closed: tuple[nn.Module, _Mode] | None = None
+        # In which module no function is looked at, and what was taken off for that, if it could be.
+        self.closed: tuple[nn.Module, _Mode | None] | None = None
         self.plain: nn.Module | None = None  # what a plain hook is on that runs
 
 
@@ -257,6 +258,11 @@ class Forwards:
         """The module whose forward runs, or has just run where a plain hook is on it."""
         plain = self._running.plain
         return self.forward.module if plain is None else plain
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a module runs whose functions are not to be looked at."""
+        return self._running.closed is not None
 
     @property
     def number(self) -> int:
@@ -422,18 +428,24 @@ class Forwards:
         begins = not running.forwards and self._may_begin(args)
         if begins and self._hands_over(module, args, kwargs):
             return
-        if running.mode is not None and _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
+        if running.mode is None or running.closed is not None:
+            return
+        if _get_current_function_mode() is running.mode:  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
             running.closed, running.mode = (module, running.mode), None
+        else:  # another mode is on within, which must stay so
+            running.closed = module, None
 
     def _reopen(self, module: nn.Module, *others: object) -> None:
         if is_replaying() is not self._repeated:
             return
         running = self._running
         if running.closed is not None and running.closed[0] is module:
-            _, running.mode = running.closed
+            _, mode = running.closed
             running.closed = None
-            _push_mode(running.mode)  # type: ignore[no-untyped-call]
+            if mode is not None:
+                running.mode = mode
+                _push_mode(mode)  # type: ignore[no-untyped-call]
 
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

@@ -232,6 +232,7 @@ class Watching:
         """Whether what is called can be part of what is measured."""
         return (
             self._active
+            and not self._forwards.is_closed
             and torch._C._functorch.peek_interpreter_stack() is None
             and not (self._ruled and self._forwards.innermost in self._ruled)
         )

@@ -49,6 +49,14 @@ class Shown(nn.Module):
         return made.mean(1)
 
 
+class Within(Shown):
+    """Another mode is on within."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.device("cpu"):
+            return super().forward(x)
+
+
 class Twice(nn.Module):
     """Calls one module twice, and changes an output in place."""
 
@@ -110,6 +118,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "images": images,
     "tied": Tied,
     "shown": Shown,
+    "within another mode": Within,
     "twice": Twice,
     "attends": Attends,
     "changes what it has": lambda: nn.Sequential(Before(12, 13), Before(13, 4)),
