@@ -209,7 +209,7 @@ class Capture:
             reason = found
         elif (ended := self._origin.tape.ended_in(parameter)) and not self._layers.have(parameter):
             reason = f"it went through torch's {ended}, whose result no function was seen to use"
-        elif self.plan is not None:
+        elif self.plan is not None and key not in self.plan.unseen:
             reason = (
                 "it has a gradient, but where it was used before it was not seen used: at the next "
                 "measured step all functions are watched again"

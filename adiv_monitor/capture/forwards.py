@@ -146,7 +146,7 @@ class Watcher(Protocol):
     def plain(
         self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A forward has run whose use of parameters is known; `output` is None if it raised."""
+        """A forward has run whose use of parameters is known."""
         ...
 
     def ends(

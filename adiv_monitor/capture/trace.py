@@ -94,7 +94,16 @@ class Known:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Called:
-    """A call that takes trained parameters, in the forward of a module that runs."""
+    """A call that takes trained parameters, in the forward of a module that runs.
+
+    Attributes:
+        function: its name, as rules know it.
+        args: what it got.
+        kwargs: see args.
+        result: what it gave.
+        versions: of the memory of all these tensors, when it was made.
+        layers: that its uses are, in their order.
+    """
 
     function: str
     args: tuple[Any, ...]
@@ -147,7 +156,7 @@ def _known(
 ) -> Known:
     """The module as it is now."""
     attributes = vars(module)
-    settings = [(name, value) for name, value in attributes.items() if _is_constant(value)]
+    settings = [(name, _copy(value)) for name, value in attributes.items() if _is_constant(value)]
     forward = attributes.get("forward")
     return Known(module, type(module), forward, settings, 0, function, args, kwargs, layers)
 
@@ -158,7 +167,12 @@ def _place(value: object, places: Mapping[int, object]) -> object:
         return places[id(value)]
     if not _is_constant(value):
         raise LookupError
-    return list(value) if isinstance(value, list) else value
+    return _copy(value)
+
+
+def _copy(constant: object) -> object:
+    """The constant, which nobody can change."""
+    return list(constant) if isinstance(constant, list) else constant
 
 
 def _is_constant(value: object) -> bool:
@@ -231,11 +245,13 @@ class Plan:
         known: modules with plain hooks.
         watched: modules in which functions are watched.
         outermost: modules that are called first.
+        unseen: ids of parameters with a gradient, and no use that was seen when all was watched.
     """
 
     known: dict[nn.Module, Known]
     watched: list[nn.Module]
     outermost: list[nn.Module]
+    unseen: set[int]
 
 
 class Trace:
@@ -277,7 +293,7 @@ class Trace:
                     known[module] = found
                 else:
                     watched.append(module)
-        return Plan(known, watched, self._outermost)
+        return Plan(known, watched, self._outermost, self._unseen)
 
     def _is_known(self, selection: Selection, suspects: Collection[str]) -> bool:
         due = self._steps < _FIRST or self._steps % _EVERY == 0
@@ -314,7 +330,3 @@ class Trace:
             if module not in record.others:
                 calls = record.calls[module]
                 self._known[module] = found and replace(found, calls=calls)
-
-    def doubt(self) -> None:
-        """A plain hook met what it does not know."""
-        self._doubted = True

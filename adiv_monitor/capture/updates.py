@@ -9,7 +9,7 @@ So the first measured step of a layer keeps everything, and what it sees decides
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic
 
 import numpy as np
 import torch
@@ -22,13 +22,12 @@ from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import exact, to_device
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import dots
+from adiv_monitor.maths.sums import Array, T
 
 # Smaller parameters go through one operation for all of them, and their products to the host whole.
 _SMALL = 8_192
 _GOLDEN = 0.6180339887498949  # of which no two multiples end alike
 _STRETCHES, _STRETCH = 16, 64
-T = TypeVar("T")
-Array = np.ndarray[Any, np.dtype[np.float64]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -69,13 +69,25 @@ class Twice(nn.Module):
         return made
 
 
-class Before(nn.Linear):
-    """Changes what it was given after it used it, and what it gives."""
+class Repeating(nn.Module):
+    """A container that calls what it holds once, or twice."""
+
+    repeats = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        made = functional.linear(x, self.weight, self.bias)
-        return made.mul_(0.5) if self.in_features % 2 else made
+        made: Tensor = self.inner(x)
+        return self.inner(made) if self.repeats else made
+
+
+class Halves(nn.Linear):
+    """Changes what its function gave, in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias).mul_(0.5)
 
 
 class Squared(nn.Linear):
@@ -121,7 +133,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "within another mode": Within,
     "twice": Twice,
     "attends": Attends,
-    "changes what it has": lambda: nn.Sequential(Before(12, 13), Before(13, 4)),
+    "halves": lambda: nn.Sequential(Halves(12, 13), nn.Tanh(), Halves(13, 4)),
     "a rule of its class": lambda: nn.Sequential(Squared(12, 9), nn.Tanh(), Squared(9, 4)),
     "weight norm": lambda: nn.Sequential(
         parametrizations.weight_norm(nn.Linear(12, 9)), nn.Tanh(), nn.Linear(9, 4)
@@ -146,7 +158,9 @@ def run(
             if new := [p for p in model.parameters() if id(p) not in held]:
                 optimizer.add_param_group({"params": new})
             optimizer.zero_grad()
-            model(torch.randn(7, 12).double()).square().mean().backward()
+            loss = model(torch.randn(7, 12).double()).square().mean()
+            beside = [p.square().sum() for name, p in model.named_parameters() if name == "loose"]
+            sum(beside, loss).backward()
             optimizer.step()
         monitor.complete_report()
     return [*monitor.reports]
@@ -181,19 +195,59 @@ def test_plain_hooks_read_what_a_watch_of_all_functions_reads(
         assert_same(other.layers, one)
 
 
-def test_functions_of_plain_modules_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+class Loose(nn.Sequential):
+    """The loss uses a parameter of it, beside what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 4))
+        self.loose = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self[2](self[1](self[0](x)))
+        return made
+
+
+def test_why_a_parameter_is_not_measured_does_not_depend_on_the_way(
+    always_whole: Callable[[], None],
+) -> None:
+    plain = run(Loose, 5)
+    always_whole()
+    watched = run(Loose, 5)
+    assert [report.unsupported for report in plain] == [report.unsupported for report in watched]
+    assert all("no function was seen to use it" in report.unsupported["loose"] for report in plain)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | None]:
+    """What is watched in each step: classes of modules; None: all."""
+    found: list[list[str] | None] = []
     original = trace.Trace.plan
 
-    def plan(self: trace.Trace, *args: object) -> trace.Plan | None:
-        made = original(self, *args)  # type: ignore[arg-type]
-        seen.append(-1 if made is None else len(made.watched))
+    def plan(self: trace.Trace, *args: Any) -> trace.Plan | None:
+        made = original(self, *args)
+        found.append(None if made is None else [type(module).__name__ for module in made.watched])
         return made
 
     monkeypatch.setattr(trace.Trace, "plan", plan)
+    return found
+
+
+def test_functions_of_plain_modules_are_not_watched(watched: list[list[str] | None]) -> None:
     run(images, 20)
-    assert seen[:6] == [-1, -1, 0, 0, 0, 0]  # the first steps see all functions
-    assert [step for step, watched in enumerate(seen) if watched < 0] == [0, 1, 16]
+    assert [step for step, modules in enumerate(watched) if modules is None] == [0, 1, 16]
+    assert not any(watched)
+
+
+def test_a_module_that_is_called_otherwise_is_watched_again(
+    watched: list[list[str] | None],
+) -> None:
+    def before(number: int, model: nn.Module) -> None:
+        assert isinstance(model, Repeating)
+        model.repeats = number >= 5
+
+    run(Repeating, 9, before)
+    # Armed once more when the last step is over.
+    assert watched == [None, None, [], [], [], [], ["Linear"], [], [], []]
 
 
 class Changing(nn.Module):
