@@ -76,7 +76,7 @@ def surroundings(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any
         "default dtype": torch.get_default_dtype(),
         "stance": (len(eager._holders), eager._outside),
         "aside": hook._aside.on,
-        "replaying": hook._replay.under_way,
+        "rerun": surroundings._rerun.under_way,
         "threads": threading.active_count(),
         "depth of the stack": sys.getrecursionlimit(),
         "all optimizers": [

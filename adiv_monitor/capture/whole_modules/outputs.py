@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
-from adiv_monitor.capture.again.graph import nodes_above
 from adiv_monitor.capture.guard import Guard
-from adiv_monitor.capture.weights.tape import tensors_in
+from adiv_monitor.capture.whole_modules.graph import nodes_above
 from adiv_monitor.features.rows import shares_memory
+from adiv_monitor.rerun.nested import tensors_in
 
 
 class Outputs:
