@@ -4,8 +4,7 @@ The keyboard may interrupt between any two byte codes. A `with` leaves some unco
 call what ends it. So whatever is put back can be put back again, and is, where it was interrupted.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd import forward_ad
@@ -101,13 +100,3 @@ def surely(action: Callable[..., object], *args: object) -> None:
     except BaseException:
         action(*args)
         raise
-
-
-@contextmanager
-def afterwards(put_back: Callable[[], object]) -> Iterator[None]:
-    """Call `put_back` at the end of the context, and once more where that is interrupted."""
-    try:
-        yield
-        put_back()
-    finally:
-        put_back()

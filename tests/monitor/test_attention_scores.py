@@ -22,6 +22,7 @@ from adiv_monitor.capture.attention.score_scales import scales, some_keys
 from adiv_monitor.capture.attention.some_samples import of_samples
 from adiv_monitor.features import scores
 from adiv_monitor.features.scores import attention, of_heads
+from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention import attention_reading
 from adiv_monitor.rerun.randomness import Randomness
 
@@ -370,7 +371,7 @@ def test_a_module_without_attention_is_told() -> None:
     module = nn.Linear(3, 3)
     named = dict(module.named_parameters())
     attends = AttentionModule(twin_of(module, (torch.ones(2, 3),), {}, named), named)
-    with pytest.raises(RuntimeError, match=r"Linear: got 0 calls .* expected 1"):
+    with pytest.raises(Refused, match=r"Linear: got 0 calls .* expected 1"):
         moves_of_scores(attends, {"u": {}})
 
 

@@ -9,15 +9,14 @@ outputs do nothing to the scores.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
-from adiv_layers.autocast import without_autocast
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,6 +27,7 @@ from adiv_monitor.features import uses
 from adiv_monitor.features.registry import Rule, find_rule, use_of
 from adiv_monitor.features.rows import Rows, exact, precise
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
+from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.derivatives import Parameters
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
@@ -76,10 +76,9 @@ def twin_of(
     kwargs = dict(kwargs)
     if isinstance(module, nn.MultiheadAttention):  # else scores are made where none looks
         kwargs["need_weights"] = False
-    device = next(iter(parameters.values())).device
     own = {id(p): p for name, p in module.named_parameters() if name in parameters}
-    with _failing(module), without_autocast(torch.empty(0, device=device)):
-        surroundings = Surroundings(Randomness([device]))
+    surroundings = Surroundings(Randomness([next(iter(parameters.values())).device]))
+    with _saying(module):
         return Twin(module, (tuple(args), kwargs), surroundings, written, own, precise)
 
 
@@ -116,14 +115,17 @@ def moves_of_scores(
         directions: by name, a change of some parameters: the tangents.
 
     Raises:
-        RuntimeError: the module calls attention less often than it should, or uses a function
-            that has no derivatives.
+        Refused: the module calls attention less often than it should.
+        RuntimeError: it fails, or uses a function that has no derivatives.
     """
+    values = {name: precise(value.detach()) for name, value in attends.parameters.items()}
+
+    def run(module: nn.Module, call: Callable[[], object]) -> list[dict[str, Any]]:
+        return _AttentionCalls(attends.calls).seen(module, call).arguments
+
     found: list[tuple[Attention, dict[str, Move]]] = []
     for name, direction in directions.items():
-        values = {key: precise(value.detach()) for key, value in attends.parameters.items()}
-        with _failing(attends.twin.module):
-            run = partial(_arguments, attends)
+        with _saying(attends.twin.module):
             reached, moved = attends.twin.jvp(values, direction, run)
         if not found:
             found = [(attention(**each, samples=attends.samples), {}) for each in reached]
@@ -147,14 +149,16 @@ def scores_with_graph(attends: AttentionModule) -> tuple[list[Reached], Paramete
         The calls, and the leaves of the graph, by name.
 
     Raises:
-        RuntimeError: the module calls attention less often than it should.
+        Refused: the module calls attention less often than it should.
+        RuntimeError: it fails.
     """
     leaves = {n: precise(p).detach().requires_grad_() for n, p in attends.parameters.items()}
-    with _failing(attends.twin.module):
-        run = attends.twin.run(leaves, partial(_run, attends, leaves))
+    noting = _AttentionCalls(attends.calls, leaves.values())
+    with _saying(attends.twin.module):
+        attends.twin.run(leaves, noting.seen)
     with torch.enable_grad():
-        pairs = [_of_equal_shape(each["query"], each["key"]) for each in run.arguments]
-    used = (run.uses[:before] for before in run.uses_before)
+        pairs = [_of_equal_shape(each["query"], each["key"]) for each in noting.arguments]
+    used = (noting.uses[:before] for before in noting.uses_before)
     return [Reached(*pair, before) for pair, before in zip(pairs, used, strict=True)], leaves
 
 
@@ -169,17 +173,34 @@ class _ScoresReached(Exception):
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Notes the arguments of the first so many attention calls, and ends the run with the last."""
+    """Notes the arguments of the first so many attention calls, and ends the run with the last.
 
-    def __init__(self, calls: int, state: Collection[int] | None = None) -> None:
+    Args:
+        calls: how many.
+        leaves: parameters whose uses are noted too; None: no uses are.
+    """
+
+    def __init__(self, calls: int, leaves: Iterable[Tensor] | None = None) -> None:
         super().__init__()
         self.arguments: list[dict[str, Any]] = []
         self.uses: list[Use] = []
         self.uses_before: list[int] = []  # each of the calls
         self._calls = calls
-        self._notes_uses = state is not None
-        self._state = state or ()  # ids of all parameters and buffers that the run uses
+        self._notes_uses = leaves is not None
+        self._state = set(map(id, leaves or ()))  # of all parameters and buffers that the run uses
         self._inside = 0  # how many modules with rules of their own
+
+    def seen(self, module: nn.Module, call: Callable[[], object]) -> Self:
+        """Itself, once the call of the module has come to the last of them."""
+        self._state |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        with suppress(_ScoresReached), self._by_rules(module), self:
+            call()
+        if len(self.arguments) < self._calls:
+            raise Refused(
+                f"{type(module).__name__}: got {len(self.arguments)} calls of "
+                f"F.scaled_dot_product_attention when run once more, expected {self._calls}"
+            )
+        return self
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -215,7 +236,7 @@ class _AttentionCalls(TorchFunctionMode):
             return z.clone() if len(self.uses) > count else z
 
     @contextmanager
-    def by_rules(self, module: nn.Module) -> Iterator[None]:
+    def _by_rules(self, module: nn.Module) -> Iterator[None]:
         """Modules that have rules of their own are uses as a whole."""
         with ExitStack() as hooks:
             for each in module.modules() if self._notes_uses else ():
@@ -270,49 +291,13 @@ _SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
 _opened = without_overrides(functional.multi_head_attention_forward)
 
 
-def _arguments(
-    attends: AttentionModule, module: nn.Module, call: Callable[[], object]
-) -> list[dict[str, Any]]:
-    """What the attentions got."""
-    return _noted(attends, _AttentionCalls(attends.calls), module, call).arguments
-
-
-def _run(
-    attends: AttentionModule, leaves: Parameters, module: nn.Module, call: Callable[[], object]
-) -> _AttentionCalls:
-    """The same, with the uses of parameters before them."""
-    own = (*module.parameters(), *module.buffers(), *leaves.values())
-    return _noted(attends, _AttentionCalls(attends.calls, set(map(id, own))), module, call)
-
-
-def _noted(
-    attends: AttentionModule,
-    noting: _AttentionCalls,
-    module: nn.Module,
-    call: Callable[[], object],
-) -> _AttentionCalls:
-    """The attention calls of a run, which ends with the last of them."""
-    with suppress(_ScoresReached), noting.by_rules(module), noting:
-        call()
-    if len(noting.arguments) < attends.calls:
-        raise _TooFew(
-            f"{type(module).__name__}: got {len(noting.arguments)} calls of "
-            f"F.scaled_dot_product_attention when run once more, expected {attends.calls}"
-        )
-    return noting
-
-
-class _TooFew(Exception):
-    """The module calls attention less often than it should."""
-
-
 @contextmanager
-def _failing(module: nn.Module) -> Iterator[None]:
-    """What fails within says of which module."""
+def _saying(module: nn.Module) -> Iterator[None]:
+    """What fails within is an error that says in which module."""
     try:
         yield
-    except _TooFew as error:
-        raise RuntimeError(str(error)) from error
+    except Refused:
+        raise
     except Exception as error:
         raise RuntimeError(
             f"{type(module).__name__}: failed when run once more: {type(error).__name__}: {error}"

@@ -183,14 +183,14 @@ class Leftovers:
                     written=began.written,
                     own=self._before,
                 )
-                moving = Moving(twin, names, outputs)
-                again = own.take(moving(tried)[0])
+                run = partial(_run, twin, names, outputs, own)
+                again, _ = run(tried)
             except Exception as error:
                 reason = f"its forward can't be run again with derivatives: {error}".splitlines()[0]
                 continue
             away = float(torch.linalg.vector_norm(again - expected))
-            if away <= tolerance(moving.precision) * length:
-                return JacobianFeatures(partial(_moved, moving, own))
+            if away <= tolerance(max(twin.precision, outputs.precision)) * length:
+                return JacobianFeatures(partial(_moved, run))
             reason = (
                 f"its forward, run again, gave another output (off by {away:.2g} of {length:.2g}): "
                 "a hook changes it, or it changes its input or a state that is no buffer, or draws "
@@ -209,43 +209,26 @@ def _below(selection: Selection) -> dict[nn.Module, set[int]]:
     return held
 
 
-class Moving:
-    """z of one call of a module, and J_Θ(z) ΔΘ, for changes of some of its parameters.
+def _run(
+    twin: Twin, names: Sequence[str], outputs: Outputs, rows: Rows, vector: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The rows of z, and J_Θ(z) ΔΘ of them, for a change of these parameters as one vector."""
+    unit = vector.abs().amax()  # half precision has no numbers as small as changes may be
+    unit = torch.where(unit == 0, 1, unit)
+    moving = {name: twin.parameters[name] for name in names}
+    parts = torch.split(vector / unit, [p.numel() for p in moving.values()])
+    tangents = {n: part.view_as(moving[n]) for n, part in zip(names, parts, strict=True)}
 
-    Args:
-        twin: of the module.
-        names: of the parameters that move.
-        outputs: which tensors of what it gives are z.
-    """
-
-    def __init__(self, twin: Twin, names: Sequence[str], outputs: Outputs) -> None:
-        self._twin = twin
-        self._parameters = {name: twin.parameters[name] for name in names}
-        self._outputs = outputs
-
-    @property
-    def precision(self) -> float:
-        """Rounding of the coarsest numbers that the forward computes with."""
-        given = (torch.finfo(dtype).eps for _, dtype, _ in self._outputs.like)
-        return max(self._twin.precision, *given)
-
-    def __call__(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Z and J_Θ(z) ΔΘ, laid out as rows, for ΔΘ, one parameter after the other, (P,)."""
-        unit = vector.abs().amax()  # half precision has no numbers as small as changes may be
-        unit = torch.where(unit == 0, 1, unit)
-        parts = torch.split(vector / unit, [p.numel() for p in self._parameters.values()])
-        pairs = zip(self._parameters.items(), parts, strict=True)
-        tangents = {name: part.view_as(p) for (name, p), part in pairs}
-        z, moved = self._twin.jvp(self._parameters, tangents, self._call)
-        return exact(self._outputs.rows(z)), exact(self._outputs.rows(moved)) * unit
-
-    def _call(self, module: nn.Module, call: Callable[[], Any]) -> list[Tensor]:
+    def call(module: nn.Module, forward: Callable[[], Any]) -> list[Tensor]:
         with torch._C.DisableTorchFunction():
-            return self._outputs.of(call())
+            return outputs.of(forward())
+
+    z, moved = (exact(outputs.rows(found)) for found in twin.jvp(moving, tangents, call))
+    return rows.take(z), rows.take(moved) * unit
 
 
-def _moved(moving: Moving, rows: Rows, vector: Tensor) -> Tensor:
-    return rows.take(moving(vector)[1])
+def _moved(run: Callable[[Tensor], tuple[Tensor, Tensor]], vector: Tensor) -> Tensor:
+    return run(vector)[1]
 
 
 def _held(elements: Tensor | None, batch: int, tensor: Tensor) -> Tensor:

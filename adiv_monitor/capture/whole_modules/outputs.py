@@ -48,6 +48,11 @@ class Outputs:
         self.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self._kept = _alike([tensor.shape for tensor in tensors])
 
+    @property
+    def precision(self) -> float:
+        """Rounding of the coarsest of those tensors."""
+        return max(torch.finfo(dtype).eps for _, dtype, _ in self.like)
+
     def of(self, output: Any) -> list[Tensor]:
         """The same tensors of what another call gave."""
         every = list(tensors_in(output))
