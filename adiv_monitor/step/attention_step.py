@@ -9,16 +9,17 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.attention.attention_calls import Attending, AttentionCall, AttentionCalls
-from adiv_monitor.capture.attention.score_replay import (
+from adiv_monitor.capture.attention.score_moves import (
     AttentionModule,
-    Parameters,
     moves_of_scores,
     scores_with_graph,
+    twin_of,
 )
 from adiv_monitor.capture.attention.score_scales import scales, some_keys
 from adiv_monitor.capture.updates import ParameterSteps
 from adiv_monitor.features.rows import Index, exact, to_device
 from adiv_monitor.features.scores import Attention, Move, of_heads, scale_sums, sums
+from adiv_monitor.rerun.derivatives import Parameters
 from adiv_monitor.step.attention_outcome import Attended
 
 # Diagonals of scores, of all heads together, whose scale is looked at: each takes two backward
@@ -172,11 +173,8 @@ class AttentionStep:
         if made.picked is not None:
             within = torch.arange(of_each, device=made.picked.device)
             samples = (made.picked[:, None] * of_each + within).flatten()
-        attends = AttentionModule(
-            *(attending.module, seen.args, seen.kwargs, now, attending.number),
-            written=seen.written,
-            samples=samples,
-        )
+        twin = twin_of(attending.module, seen.args, seen.kwargs, now, seen.written)
+        attends = AttentionModule(twin, now, attending.number, samples)
         call, moves = moves_of_scores(attends, {"e": gamma})[-1]
         call = replace(call, kept=_looked_at(made, seen.kept))
         heads, lengths = call.query.shape[1], call.lengths

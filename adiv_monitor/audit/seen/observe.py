@@ -21,11 +21,11 @@ from adiv_monitor.audit.seen.wiring import input_matters, unused
 from adiv_monitor.audit.training.batches import copied, size_of
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Course, Progress, held, train
-from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.diagnosis.hidden import without_secrets
 from adiv_monitor.diagnosis.record import Facts, Record, Wiring
 from adiv_monitor.monitor import Monitor
+from adiv_monitor.rerun.eager import forced_eager
 
 T = TypeVar("T")
 # Batches that the trained model is looked at with: at least so many, and so many samples.

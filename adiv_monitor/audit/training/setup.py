@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from adiv_monitor.rerun.randomness import Randomness
+
 Loss = Callable[[nn.Module, Any], Tensor]
 OptimizerFactory = Callable[[nn.Module], Optimizer]
 
@@ -131,14 +133,10 @@ def _check_optimizer(model: nn.Module, optimizer: object) -> None:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Run with random numbers begun at `seed`; afterwards torch's, Python's and numpy's go on."""
-    python, numpy = random.getstate(), np.random.get_state()
-    on_cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices=on_cuda):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    on_cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in on_cuda)]
+    with Randomness(devices).again():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield

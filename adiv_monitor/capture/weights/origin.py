@@ -9,8 +9,9 @@ from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.weights.derived import Derived
 from adiv_monitor.capture.weights.pieces import Pieces, Source, Strides
 from adiv_monitor.capture.weights.shards import Standing, is_shard, waiting
-from adiv_monitor.capture.weights.tape import Tape, tensors_in, whole_of
+from adiv_monitor.capture.weights.tape import Tape, whole_of
 from adiv_monitor.features.uses import Refused
+from adiv_monitor.rerun.nested import tensors_in
 
 
 class Origin:
