@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from adiv_monitor.diagnosis.health import HEALTH
+from adiv_monitor.diagnosis.health import GRADIENT, HEALTH
 
 
 class Title(NamedTuple):
@@ -54,6 +54,7 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "update_ratio": Title(
             "Move of the activations", "‖Δz‖ / ‖z‖: how far the activations move in one step"
         ),
+        GRADIENT: Title("Gradient that arrives", "‖∂L/∂z‖ over the last layer's"),
         "row_cosine_p50": Title(
             "Cosine of the median row", "median of cos(d_r, g_r): how a single sample fares"
         ),
@@ -171,9 +172,27 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
 
 def measure_title(measure: str) -> str:
     """A measure, or what else was recorded, in a few plain words."""
-    if measure in MEASURE_TITLES:
-        return MEASURE_TITLES[measure].title
-    return HEALTH[measure].title if measure in HEALTH else _sentence(measure)
+    known = MEASURE_TITLES.get(measure)
+    return _sentence(measure) if known is None else known.title
+
+
+def how_to_read(measure: str) -> str:
+    """What a measure in `MEASURE_TITLES` says; where that is known, what healthy layers read."""
+    known = HEALTH.get(measure)
+    return f"{MEASURE_TITLES[measure].reads}." if known is None else known.reads
+
+
+def chart_text(tag: str) -> str:
+    """What a scalar's chart shows and what healthy layers read, by its tag; "": nothing is known.
+
+    >>> chart_text("adiv.summary/update_ratio_min").partition(".")[0]
+    'Move of the activations: ‖Δz‖ / ‖z‖'
+    """
+    group, _, name = tag.partition("/")
+    measure = group.removeprefix("adiv.")
+    if measure.partition(".")[0] == "summary":
+        measure = name.rpartition("_")[0]
+    return f"{measure_title(measure)}: {how_to_read(measure)}" if measure in HEALTH else ""
 
 
 def finding_title(name: str) -> str:

@@ -86,7 +86,7 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
     readings = {p: _reading(layer, measured[p], facts) for p, layer in kept.items()}
     watch.distrusted |= {path for path, reason in reasons.items() if reason not in ("", "seems")}
     watch.suspected = {path for path, found in measured.items() if found.suspected}
-    attention, of_attention = attention_outcome(part.attended, part.attention, part.no_attention)
+    attention, of_attention = attention_outcome(part.attention, part.no_attention)
     notes = [
         *part.notes,
         *finite.notes(readings),

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from adiv_monitor.capture.updates import PieceNumbers, Watch
+from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array, Dots, LayerSums, Vector, of_rows
 from adiv_monitor.report import AlignmentReading, Turn
-from adiv_monitor.step.attention_outcome import Attended
 from adiv_monitor.step.transfer import StepSums
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
@@ -77,8 +77,7 @@ class Part:
         coverage: as in `StepReport`.
         loss_change: how the loss really changed, if that was measured.
         loss_changes: of every sample.
-        attended: by path, attentions.
-        attention: by path, their numbers.
+        attention: by path, the attentions that were looked at.
         no_attention: path → why there are none.
         alignment: as in `StepReport`; of all processes already.
         turn: as in `StepReport`, without the elements.
@@ -100,8 +99,7 @@ class Part:
     coverage: float = 0.0
     loss_change: float | None = None
     loss_changes: tuple[float, ...] = ()
-    attended: dict[str, Attended] = field(default_factory=dict)
-    attention: dict[str, dict[str, Array]] = field(default_factory=dict)
+    attention: dict[str, AttentionSums[Array]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
     turn: Turn | None = None

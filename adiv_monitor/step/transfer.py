@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from adiv_monitor.capture.updates import PieceNumbers
+from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.maths.sums import Array, LayerSums, T
 
@@ -45,14 +46,14 @@ class StepSums(Generic[T]):
         flags: of the step as a whole.
         products: numbers that add up to dot products of the parameters.
         norms: norms whose squares add up to such; once on the host, they are in `products`.
-        attention: by path and name.
+        attention: by path, of each call.
     """
 
     layers: dict[str, LayerSums[T]]
     flags: Flags[T]
     products: PieceNumbers[T]
     norms: PieceNumbers[T]
-    attention: dict[str, dict[str, T]]
+    attention: dict[str, tuple[AttentionSums[T], ...]]
 
 
 def fetch(step: StepSums[Tensor]) -> StepSums[Array]:

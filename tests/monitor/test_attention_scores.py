@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +25,18 @@ from adiv_monitor.features import scores
 from adiv_monitor.features.scores import attention, of_heads
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention import attention_reading
+from adiv_monitor.maths.attention_sums import (
+    AttentionSums,
+    MoveSums,
+    RerunErrors,
+    ScaleSums,
+    map_samples,
+    merge,
+    move_sums,
+    scale_sums,
+)
+from adiv_monitor.maths.records import numbers_of, with_numbers
+from adiv_monitor.maths.sums import Array
 from adiv_monitor.rerun.randomness import Randomness
 
 ALL = slice(None)
@@ -262,9 +275,9 @@ def test_scores_ask_of_the_parameters_what_their_gradient_is(observed: Observed)
     assert observed.output.grad is not None
     keys = torch.zeros(*Y.shape[:3], 1, dtype=torch.int64)
     of = attended.score_gradient(observed.output.grad)
-    found = scores.sums(attended, of, moves, keys)
+    _, e, _ = move_sums(attended, of, moves["e"], keys)
     whole = sum(float(part.square().sum()) for part in gamma.values())
-    assert float(found["e_G"].sum()) == pytest.approx(whole, rel=1e-8)
+    assert float(e.G.sum()) == pytest.approx(whole, rel=1e-8)
 
 
 def test_sums_leave_idle_scores_out(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,9 +287,9 @@ def test_sums_leave_idle_scores_out(observed: Observed, monkeypatch: pytest.Monk
     G = observed.G[[3, 1]]
     keys = torch.from_numpy(some_keys(*G.shape, 3, np.random.default_rng(0)))
     monkeypatch.setattr(scores, "CHUNK", 2 * G.shape[1] * G.shape[3])  # one query, in parts
-    found = scores.sums(call, lambda queries: G[:, :, queries], moves, keys)
+    found = {m: move_sums(call, lambda t: G[:, :, t], move, keys) for m, move in moves.items()}
     for i, head in np.ndindex(*G.shape[:2]):
-        sums = dict.fromkeys(("G_G", "d_G", "d_d", "e_G", "e_e"), 0.0)
+        expected = dict.fromkeys(moves, np.zeros(3))  # ‖g‖², ⟨ΔY, g⟩, ‖ΔY‖²
         for t, s in np.ndindex(*G.shape[2:]):
             g = float(G[i, head, t, s])
             if g == 0:
@@ -286,15 +299,15 @@ def test_sums_leave_idle_scores_out(observed: Observed, monkeypatch: pytest.Monk
                 + float(call.query[i, head, t] @ dk[i, head, s])
                 for m, (dq, dk) in moves.items()
             }
-            sums["G_G"] += g * g
             for m, y in change.items():
-                sums[f"{m}_G"] += y * g
-                sums[f"{m}_{m}"] += y * y
-        for name, value in sums.items():
-            assert float(found[name][i, head]) == pytest.approx(value, rel=1e-9, abs=1e-14)
-    for i, h, t, draw in np.ndindex(*keys.shape):
-        s = int(keys[i, h, t, draw])
-        assert bool(found["active"][i, h, t, draw]) == (s >= 0 and bool(G[i, h, t, s] != 0))
+                expected[m] = expected[m] + (g * g, y * g, y * y)
+        for m, (G_G, move, _) in found.items():
+            sums = [float(x[i, head]) for x in (G_G, move.G, move.square)]
+            assert sums == pytest.approx(expected[m], rel=1e-9, abs=1e-14)
+    for _, _, active in found.values():
+        for i, h, t, draw in np.ndindex(*keys.shape):
+            s = int(keys[i, h, t, draw])
+            assert bool(active[i, h, t, draw]) == (s >= 0 and bool(G[i, h, t, s] != 0))
 
 
 # The attention scale
@@ -398,7 +411,7 @@ def test_some_keys_are_all_scores_alike_and_no_key_twice() -> None:
 # The measures
 
 
-def made_up(samples: int, heads: int = 3) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndarray, np.ndarray]:
     """Sums of scores that are made up, with the scores (samples, heads, scores) and scales."""
     draw = np.random.default_rng(0)
     G = draw.normal(size=(samples, heads, 40)) * draw.uniform(0.5, 1.5, (samples, 1, 1))
@@ -406,17 +419,28 @@ def made_up(samples: int, heads: int = 3) -> tuple[dict[str, np.ndarray], np.nda
     d = np.where(G != 0, G + 2 * draw.normal(size=G.shape), 0)
     e = np.where(G != 0, G + draw.normal(size=G.shape), 0)
     D = draw.uniform(1, 3, G.shape) * (1 + np.arange(heads))[:, None]
-    vectors = {"G": G, "d": d, "e": e}
-    sums = {f"{a}_{b}": (vectors[a] * vectors[b]).sum(2) for a, b in ("GG", "dG", "dd", "eG", "ee")}
-    made = scores.scale_sums(torch.from_numpy(D)[..., None], torch.from_numpy(G != 0)[..., None])
-    sums |= {name: np.asarray(value) for name, value in made.items()}
-    sums["scale_share"] = np.asarray(1.0)
+    none = np.array(0.0)
+    sums = AttentionSums(
+        samples=samples,
+        precision=1e-16,
+        G_G=(G * G).sum(2),
+        e=MoveSums((e * G).sum(2), (e * e).sum(2)),
+        errors=RerunErrors(none, none, none),
+        d=MoveSums((d * G).sum(2), (d * d).sum(2)),
+        scale=scales_of(D[..., None], G[..., None] != 0),
+    )
     return sums, np.stack([G, d, e]), D
+
+
+def scales_of(scale: np.ndarray, active: np.ndarray) -> ScaleSums[Array]:
+    error = torch.zeros((), dtype=torch.float64)
+    made = scale_sums(torch.from_numpy(scale), torch.from_numpy(active), error, 1.0)
+    return with_numbers(cast("ScaleSums[Array]", made), [x.numpy() for x in numbers_of(made)])
 
 
 def test_measures_over_all_samples_are_exact() -> None:
     sums, (G, d, e), D = made_up(5)
-    reading = attention_reading(sums, 5)
+    reading = attention_reading(sums)
 
     def cosine(a: np.ndarray, b: np.ndarray) -> float:
         return float((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
@@ -435,7 +459,8 @@ def test_measures_over_all_samples_are_exact() -> None:
         found = {name: values[head] for name, values in reading.heads.items()}
         assert found == pytest.approx(expected(np.s_[:, head]), rel=1e-12)
     assert not reading.standard_error
-    some = attention_reading({**sums, "scale_share": np.asarray(0.5)}, 5)
+    assert sums.scale is not None
+    some = attention_reading(replace(sums, scale=replace(sums.scale, share=0.5)))
     assert set(some.standard_error) == {"attention_scale_mean", "attention_scale_cv"}
     assert (reading.samples_seen, reading.samples_total) == (5, 5)
 
@@ -443,13 +468,12 @@ def test_measures_over_all_samples_are_exact() -> None:
 def test_errors_of_sampled_measures_are_what_they_say() -> None:
     total, seen = 400, 24
     sums, _, _ = made_up(total)
-    truth = attention_reading(sums, total)
+    truth = attention_reading(sums)
     deviations: dict[str, list[float]] = {name: [] for name in truth.measures()}
     draw = np.random.default_rng(1)
     for _ in range(300):
         chosen = draw.choice(total, seen, replace=False)
-        some = {n: part[chosen] if part.ndim else part for n, part in sums.items()}
-        reading = attention_reading(some, total)
+        reading = attention_reading(map_samples(sums, partial(np.take, indices=chosen, axis=0)))
         for name, value in reading.measures().items():
             error = reading.standard_error[name]
             deviations[name].append((value - truth.measures()[name]) / error)
@@ -459,19 +483,51 @@ def test_errors_of_sampled_measures_are_what_they_say() -> None:
 
 
 def test_measures_that_were_not_taken_are_absent() -> None:
-    sums, _, _ = made_up(4)
-    reading = attention_reading({n: v for n, v in sums.items() if n[0] in "eG"}, 9)
+    sums = replace(made_up(4)[0], samples=9)
+    reading = attention_reading(replace(sums, d=None, scale=None))
     assert set(reading.measures()) == {"attention_gradient_cosine"} == set(reading.heads)
-    alone = attention_reading({n: v[:1] if v.ndim else v for n, v in sums.items()}, 9)
+    alone = attention_reading(map_samples(sums, lambda x: x[:1]))
     assert np.isnan(alone.standard_error["attention_scale_mean"]), "one sample can't tell"
-    idle = {n: np.zeros_like(v) for n, v in sums.items()}
-    assert all(np.isnan(v) for v in attention_reading(idle, 4).measures().values())
+    idle = attention_reading(map_samples(sums, np.zeros_like))
+    assert all(np.isnan(v) for v in idle.measures().values())
 
 
 def test_equal_scales_have_no_spread() -> None:
-    same = torch.full((4, 2, 5, 1), 0.1 + 0.2, dtype=torch.float32)
-    sums, _, _ = made_up(4, heads=2)
-    made = scores.scale_sums(same, torch.ones(same.shape, dtype=torch.bool))
-    sums |= {name: np.asarray(value, dtype=np.float64) for name, value in made.items()}
-    reading = attention_reading(sums, 4)
+    same = np.full((4, 2, 5, 1), 0.1 + 0.2, dtype=np.float32)
+    scale = scales_of(same, np.ones(same.shape, dtype=bool))
+    reading = attention_reading(replace(made_up(4, heads=2)[0], scale=scale))
     assert reading.attention_scale_cv == pytest.approx(0, abs=1e-6)
+
+
+def test_parts_of_the_samples_merge_to_the_sums_of_all() -> None:
+    sums, _, _ = made_up(7)
+    parts = [map_samples(sums, lambda x, part=part: x[part]) for part in (slice(3), slice(3, 7))]
+    assert parts[1].scale is not None
+    off = 0.7  # the second part's scales are relative to another number
+    shifted = replace(
+        parts[1].scale,
+        pivot=parts[1].scale.pivot - off,
+        sum=parts[1].scale.sum + off * parts[1].scale.count,
+        square=parts[1].scale.square + 2 * off * parts[1].scale.sum + off**2 * parts[1].scale.count,
+    )
+    merged = merge([replace(parts[0], samples=3), replace(parts[1], samples=4, scale=shifted)])
+    assert merged.samples == 7
+    for found, expected in zip(numbers_of(merged), numbers_of(sums), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_one_part_does_not_know_is_not_known_of_all() -> None:
+    sums, _, _ = made_up(3)
+    other = replace(sums, d=None, scale=None, no_scale="why", precision=1e-3)
+    assert sums.scale is not None
+    worse = replace(
+        sums,
+        errors=replace(sums.errors, key=np.array(0.5)),
+        scale=replace(sums.scale, share=0.25),
+    )
+    whole = merge([sums, other, worse])
+    assert whole.d is None and whole.scale is None
+    assert (whole.no_scale, whole.precision, whole.samples) == ("why", 1e-3, 9)
+    assert [float(error) for error in numbers_of(whole.errors)] == [0, 0.5, 0]
+    known = merge([sums, worse]).scale
+    assert known is not None and known.share == 0.25

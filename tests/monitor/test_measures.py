@@ -13,6 +13,7 @@ from torch import Tensor
 from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import dots, measures, readings
+from adiv_monitor.maths.attention_sums import AttentionSums, MoveSums, RerunErrors
 from adiv_monitor.maths.estimates import (
     Sample,
     Sum,
@@ -276,7 +277,16 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     norms: PieceNumbers[Tensor] = PieceNumbers()
     products.w_w[7] = torch.tensor([3.0], dtype=torch.float64)
     norms.w_w[8], norms.a_a[7] = torch.tensor([2.0, 3.0]), torch.tensor([4.0])
-    attending = {"z": {"G_G": torch.tensor([5.0, 6.0])}}
+    none = torch.tensor(0.0)
+    attending = {
+        "z": tuple(
+            AttentionSums(
+                *(1, 1e-7, torch.tensor([[5.0, g]])),
+                *(MoveSums(none, none), RerunErrors(none, none, none)),
+            )
+            for g in (6.0, 7.0)
+        )
+    }
     flags = Flags(skipped=torch.tensor(0.0))
     found = fetch(StepSums(layers, flags, products, norms, attending))
     x, y = found.layers["x"], found.layers["y"]
@@ -287,7 +297,7 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     assert x.evidence.now[0] is None and x.evidence.now[1].tolist() == [8]
     assert all(array.dtype == np.float64 for _, array in leaves(found))
     assert found.flags.skipped == 0 and found.flags.moved is None
-    assert found.attention["z"]["G_G"].tolist() == [5, 6]
+    assert [sums.G_G.tolist() for sums in found.attention["z"]] == [[[5, 6]], [[5, 7]]]
     assert {key: part.tolist() for key, part in found.products.w_w.items()} == {7: [3], 8: [4, 9]}
     assert found.products.a_a[7].tolist() == [16]
 
