@@ -137,7 +137,7 @@ def shown(found: AuditReport) -> None:
         one.attention_rows()
 
 
-@pytest.mark.thinned(20)
+@pytest.mark.slow(one_in=20)
 @pytest.mark.parametrize("part", range(40))
 def test_what_is_read_is_shown(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for its pictures, which take seconds."""
