@@ -38,6 +38,7 @@ def test_in_the_interpreter() -> None:
     assert " passed" in output and " skipped" not in output, output
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "constexprs" not in inspect.signature(compiler.ASTSource).parameters,
     reason="this Triton compiles ahead of time by another interface",
