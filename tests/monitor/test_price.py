@@ -85,6 +85,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
