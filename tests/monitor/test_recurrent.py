@@ -208,6 +208,7 @@ def trained(
     return monitor.latest
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bias", [False, True])
@@ -442,6 +443,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("max_rows", [None, 5])
 @pytest.mark.parametrize("course", LOOPS)
 @pytest.mark.parametrize("kind", ["lstm", "gru", "lstm-cell"])

@@ -146,6 +146,7 @@ def assert_near(ours: Tensor, theirs: Tensor | None, tolerance: float) -> None:
     )
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
