@@ -165,6 +165,14 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "double-softmax": "The softmax is taken twice",
         "activated-logits": "An activation function on the logits",
         "target-scale": "A loss that is large by nature",
+        "unbounded-loss": "A loss without a lowest value",
+        "hidden-parameters": "Parameters that the model does not know of",
+        "rate-zero": "A learning rate of zero",
+        "rounded-away": "Steps that rounding takes back",
+        "gradient-hooks": "Hooks that change the gradient",
+        "left-in-eval": "Normalisations left in evaluation mode",
+        "batch-norm-starved": "Batch normalisation of too few values",
+        "dropout-too-high": "Dropout that drops most",
     }
 )
 

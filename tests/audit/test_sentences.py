@@ -28,7 +28,9 @@ from adiv_monitor.diagnosis import diagnose, rules
 from adiv_monitor.diagnosis.finding import RATES, Finding, Trial, unrefuted
 from adiv_monitor.diagnosis.record import (
     ActivatedOutput,
+    Fact,
     Facts,
+    Probed,
     Record,
     UnitStatistics,
     WeightStatistics,
@@ -115,6 +117,33 @@ LOWISH = trials(own=2.0, x01=2.29, x10=1.3)  # watch
 HIGH = trials(own=2.2, x01=0.5)
 
 
+def probed(name: str, *facts: Fact, **values: object) -> Record:
+    """A run of which a probe found something."""
+    return record(probed={name: Probed(facts)}, **values)
+
+
+def zero(initial: float) -> Record:
+    return probed("rate-zero", Fact("a.weight", {"share": 0.3, "initial_lr": initial}))
+
+
+def coarse(share: float) -> Record:
+    return probed("rounded-away", Fact("", {"share": share}, {"dtype": "bfloat16"}))
+
+
+def hooked(ratio: float, cosine: float) -> Record:
+    return probed("gradient-hooks", Fact("", {"ratio": ratio, "cosine": cosine}))
+
+
+def dropped(loss: float, **values: object) -> Record:
+    fact = Fact("dropout in 'a'", {"rate": 0.9, "with": loss, "without": 1.0})
+    return probed("dropout-too-high", fact, **values)
+
+
+HIDDEN = probed("hidden-parameters", Fact("a[0].weight", {"share": 0.5}))
+UNBOUNDED = tuple(2 - 1e6 * (i / (STEPS - 1)) ** 3 for i in range(STEPS))
+DENSITY = tuple(2 - 1e3 * (i / (STEPS - 1)) ** 0.5 for i in range(STEPS))  # ever slower
+
+
 def by_reports(
     *steps: dict[str, LayerReading],
     rates: tuple[float, ...] = (),
@@ -135,7 +164,7 @@ def broken(*what: str) -> dict[str, LayerReading]:
 
 HEALTHY = by_reports(*[layers()] * 4)
 STANDS = layers() | {"a": reading(update_ratio=0.004)}
-ROWS = [
+ROWS: list[Row] = [
     # non-finite
     Row("non-finite", "Values are not finite after 3 steps; first in: loss",
         record(losses=(2.3, 2.2, 2.1, math.nan)), record()),
@@ -255,7 +284,74 @@ ROWS = [
     Row("input-ignored", "More steps or another learning rate teach at best",
         record(wiring=Wiring(input_matters=0.0)),
         record(wiring=Wiring(input_matters=0.0), rates=LOW)),
+    # What copies of the model tell
+    Row("hidden-parameters", "forward() uses 'a[0].weight', 'a[1].weight', 'a[2].weight' and 1 "
+        "more, which no parameter of the model is: torch does not look into plain lists",
+        probed("hidden-parameters", *(Fact(f"a[{i}].weight", {"share": 0.1}) for i in range(4))),
+        record(probed={"hidden-parameters": Probed()})),
+    Row("hidden-parameters", "Another learning rate changes nothing", HIDDEN,
+        replace(HIDDEN, rates=LOW)),
+    Row("hidden-parameters", "put modules into nn.ModuleList or nn.ModuleDict and tensors into "
+        "nn.Parameter, then make the optimizer", HIDDEN, record()),
+    Row("hidden-parameters", "This would explain: loss-stuck.", replace(HIDDEN, losses=STILL),
+        HIDDEN),
+    Row("rate-zero", "The learning rate is 0 for 30% of the parameters, from 'a.weight' on, which "
+        "have a gradient: they stay as they are to the last bit", zero(0.0),
+        record(probed={"rate-zero": Probed()})),
+    Row("rate-zero", "A scheduler has set it, and would not raise it within these steps: look for "
+        "a division of integers", zero(0.1), zero(0.0)),
+    Row("rate-zero", "give this parameter group a learning rate, or set requires_grad=False",
+        zero(0.0), record()),
+    Row("rate-zero", "A factor on the learning rate leaves zero at zero", zero(0.0),
+        replace(zero(0.0), rates=LOW)),
+    Row("rounded-away", "80% of the entries that have a gradient are equal to the last bit after a "
+        "step: the weights are bfloat16, and the step is smaller than their last digit",
+        coarse(0.8), coarse(0.4)),
+    Row("rounded-away", "keep the weights in float32, and compute in 16 bits under torch.autocast",
+        coarse(0.8), coarse(0.4)),
+    Row("rounded-away", "A lower learning rate makes steps that are rounded away altogether",
+        coarse(0.8), replace(coarse(0.8), rates=HIGH)),
+    Row("gradient-hooks", "Hooks change the gradient between backward() and the step: the "
+        "optimizer uses one of 0.001 times its length, with a cosine of 1.00 to it",
+        hooked(0.001, 1.0), hooked(0.2, 0.95)),
+    Row("gradient-hooks", "Hooks change the gradient between backward() and the step",
+        hooked(20.0, 1.0), hooked(9.0, 1.0)),
+    Row("gradient-hooks", "with a cosine of 0.50 to it", hooked(1.0, 0.5), hooked(1.0, 0.95)),
+    Row("gradient-hooks", "take off the hooks that change gradients", hooked(0.001, 1.0),
+        hooked(1.0, 1.0)),
+    Row("left-in-eval", "Evaluation mode while the model trains: 'a', with the mean 0 and the "
+        "variance 1 that they were made with: they normalise nothing",
+        probed("left-in-eval", Fact("a", {"given": 0.0})),
+        probed("left-in-eval", Fact("a", {"given": 1.0}))),
+    Row("left-in-eval", "call train() on these modules before training",
+        probed("left-in-eval", Fact("a", {"given": 0.0})),
+        probed("left-in-eval", Fact("a", {"given": 1.0}))),
+    Row("left-in-eval", "The model was given in evaluation mode, and its normalisations have the "
+        "mean 0 and the variance 1 that they were made with. The audit has trained it in training "
+        "mode; a loop that does not call train() normalises nothing",
+        probed("left-in-eval", Fact("a", {"given": 1.0})),
+        probed("left-in-eval", Fact("a", {"given": 0.0}))),
+    Row("left-in-eval", "call model.train() at the head of the training loop",
+        probed("left-in-eval", Fact("a", {"given": 1.0})), record()),
+    Row("batch-norm-starved", "Mean and variance of 2 values in each channel: 'a'. They differ "
+        "from batch to batch by about as much as they are",
+        probed("batch-norm-starved", Fact("a", {"values": 2.0})), record()),
+    Row("batch-norm-starved", "LayerNorm or GroupNorm in their place",
+        probed("batch-norm-starved", Fact("a", {"values": 2.0})), record()),
+    Row("batch-norm-starved", "larger batches",
+        probed("batch-norm-starved", Fact("a", {"values": 2.0})), record()),
+    Row("dropout-too-high", "dropout in 'a' drops 90% of what it is given. The trained model's "
+        "loss is 2 with it, 1 without", dropped(2.0), record()),
+    Row("dropout-too-high", "a rate of 0.1: the argument is the share to drop, not to keep",
+        dropped(2.0), record()),
     # The loss
+    Row("unbounded-loss", "The loss falls without bound, ever faster: 2 at first, -1e+06 at the "
+        "end. How far it falls says nothing", record(losses=UNBOUNDED), record(losses=DENSITY)),
+    Row("unbounded-loss", "look for a term of the wrong sign, one that grows as what it measures "
+        "gets worse and is subtracted, and for a variance or a temperature that is learnt and has "
+        "no lower limit", record(losses=UNBOUNDED), record(losses=DENSITY)),
+    Row("unbounded-loss", "Another learning rate only changes how fast it falls",
+        record(losses=UNBOUNDED), record(losses=DENSITY)),
     Row("double-softmax", "The model's outputs are probabilities already",
         record(double_softmax=True), record(double_softmax=False)),
     Row("double-softmax", "A higher learning rate only saturates the first softmax",
