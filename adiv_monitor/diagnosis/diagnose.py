@@ -1,7 +1,8 @@
 """All rules, causes before what follows from them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Finding, unrefuted
 from adiv_monitor.diagnosis.record import Record
@@ -15,6 +16,7 @@ from adiv_monitor.diagnosis.rules import (
     optimizer,
     rates,
     states,
+    targets,
     units,
     wiring,
 )
@@ -32,8 +34,15 @@ RULES: tuple[Rule, ...] = (
     code.rounded_away,
     code.gradient_hooks,
     code.left_in_eval,
+    targets.future_leak,
+    targets.broadcast_loss,
+    targets.no_log,
+    targets.softmax_of_one,
+    targets.softmax_over_samples,
     loss.double_softmax,
     loss.activated_logits,
+    targets.targets_out_of_range,
+    targets.target_is_input,
     loss.unbounded,
     wiring.frozen,
     numbers.non_finite_from_the_start,
@@ -73,13 +82,20 @@ CAUSES = frozenset(
     {
         *("not-held", "hidden-parameters", "unreached", "rate-zero", "rounded-away"),
         *("gradient-hooks", "left-in-eval", "double-softmax", "activated-logits"),
-        "unbounded-loss",
+        *("future-leak", "broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
+        *("targets-out-of-range", "target-is-input", "unbounded-loss"),
     }
 )
 FOLLOWS = frozenset(
     {
         *("rate-too-high", "rate-too-low", "dead-units", "saturated-units", "cannot-overfit"),
         "loss-stuck",
+    }
+)
+ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "softmax-of-one": frozenset({"input-ignored", "target-scale", "vanishing"}),
+        "unbounded-loss": frozenset({"non-finite", "exploding"}),
     }
 )
 FIRST_THAT = (Advice("fix first what stands above"),)
@@ -107,11 +123,12 @@ def _explained(findings: Sequence[Finding]) -> list[Finding]:
     if cause is None:
         is_last = any(finding.name != "cannot-overfit" for finding in act)
         return [_behind(f) if f.name == "cannot-overfit" and is_last else f for f in findings]
-    explains = dict.fromkeys(finding.name for finding in findings if finding.name in FOLLOWS)
+    follows = FOLLOWS | ALSO.get(cause.name, frozenset())
+    explains = dict.fromkeys(finding.name for finding in findings if finding.name in follows)
     said = f" This would explain: {', '.join(explains)}." if explains else ""
     return [
         replace(f, summary=f"{f.summary}{said}") if f is cause
-        else _behind(f) if f.name in FOLLOWS
+        else _behind(f) if f.name in follows
         else f
         for f in findings
     ]  # fmt: skip

@@ -12,7 +12,8 @@ STRENGTHS: tuple[Strength, ...] = ("act", "watch", "note")  # strongest first
 WIRING = frozenset(
     {
         *("not-held", "unreached", "frozen", "input-ignored"),
-        *("hidden-parameters", "rate-zero"),
+        *("hidden-parameters", "rate-zero", "broadcast-loss", "softmax-of-one", "no-log"),
+        *("future-leak", "target-is-input", "softmax-over-samples"),
     }
 )
 # Facts whose harm depends: to be watched, unless the run suffers, or a fix of theirs helps and
@@ -24,6 +25,7 @@ IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
         "left-in-eval": 1.0,
         "batch-norm-starved": 1.0,
         "dropout-too-high": 0.5,
+        "targets-out-of-range": 1.0,
     }
 )
 # Learning rates below and above the run's own, by the names of their trials.

@@ -97,7 +97,11 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
     (
         "Loss",
         "Does it take logits for logits, and once only? Is it of a suitable size?",
-        ("double-softmax", "activated-logits", "target-scale", "unbounded-loss"),
+        (
+            *("double-softmax", "activated-logits", "target-scale", "unbounded-loss"),
+            *("broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
+            *("targets-out-of-range", "target-is-input", "future-leak"),
+        ),
         _of_loss,
     ),
     (

@@ -54,7 +54,8 @@ def test_every_rule_bears_an_empty_record() -> None:
 
 def probed(name: str, losses: tuple[float, ...] = WELL, **numbers: float) -> Record:
     """A run of which a probe found one thing."""
-    words = {"dtype": "bfloat16"}
+    words = {"dtype": "bfloat16", "of": "(64, 1)", "and": "(64,)", "function": "softmax"}
+    words |= {"shape": "(64, 1)", "low": "0", "high": "inf"}
     return record(probed={name: Probed((Fact("a", numbers, words),))}, losses=losses)
 
 
@@ -93,6 +94,13 @@ HITS = {
     "rate-zero": probed("rate-zero", share=0.5, initial_lr=0.0),
     "rounded-away": probed("rounded-away", share=0.8, losses=STILL),
     "gradient-hooks": probed("gradient-hooks", ratio=0.001, cosine=1.0, losses=STILL),
+    "broadcast-loss": probed("broadcast-loss", times=64.0),
+    "no-log": probed("no-log"),
+    "softmax-of-one": probed("softmax-of-one"),
+    "softmax-over-samples": probed("softmax-over-samples"),
+    "targets-out-of-range": probed("targets-out-of-range", share=0.4, losses=STILL),
+    "target-is-input": probed("target-is-input", share=1.0),
+    "future-leak": probed("future-leak", change=0.5),
     "left-in-eval": probed("left-in-eval", given=0.0, losses=STILL),
     "batch-norm-starved": probed("batch-norm-starved", values=3.0, losses=STILL),
     "dropout-too-high": probed("dropout-too-high", rate=0.9, **{"with": 2.0, "without": 1.0}),
@@ -134,6 +142,7 @@ NEAR_MISSES = {
     "target-scale": record(chance=11.0),
     "unbounded-loss": record(losses=tuple(2 - 1e3 * (i / 39) ** 0.5 for i in range(STEPS))),
     "rounded-away": probed("rounded-away", share=0.45),
+    "targets-out-of-range": probed("targets-out-of-range", share=0.005),
     "gradient-hooks": probed("gradient-hooks", ratio=0.2, cosine=0.95),
 }
 

@@ -1,6 +1,7 @@
 """What is asked of copies: each bug is named where it is planted, and not in its fixed twin."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.seen.probes import PROBES, asked
 from adiv_monitor.audit.seen.wiring import input_matters
 from adiv_monitor.audit.training.schedulers import lifted
+from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
@@ -172,5 +174,10 @@ def test_calls_are_told_with_their_place_and_can_be_changed() -> None:
     change_calls(fork, lambda c: c.args[0] if c.name == "tanh" else NotImplemented)
     changed = float(see_calls(fork, lambda call: None).detach())
     x, y = of.batches[0]
+    numbers: list[tuple[int, str]] = []
+    other = of.fork()
+    change_calls(other, lambda c: numbers.append((c.number, c.name)) or NotImplemented)
+    train(replace(other, batches=other.batches[:1]))
+    assert numbers == [(c.number, c.name) for c in calls]
     assert plain == float(loss(of.model, (x, y)).detach())
     assert changed == float(loss(of.model[0], (x, y)).detach()) != plain  # type: ignore[index]

@@ -139,6 +139,20 @@ def dropped(loss: float, **values: object) -> Record:
     return probed("dropout-too-high", fact, **values)
 
 
+def of_one(function: str) -> Record:
+    words = {"shape": "(64, 1)", "function": function}
+    return probed("softmax-of-one", Fact(function, {}, words))
+
+
+def out_of_range(share: float) -> Record:
+    fact = Fact("relu", {"share": share}, {"low": "0", "high": "inf"})
+    return probed("targets-out-of-range", fact)
+
+
+BROADCAST = probed(
+    "broadcast-loss", Fact("sub (loss.py:3)", {"times": 64.0}, {"of": "(64, 1)", "and": "(64,)"})
+)
+OVER_SAMPLES = probed("softmax-over-samples", Fact("softmax", {}, {"shape": "(64, 10)"}))
 HIDDEN = probed("hidden-parameters", Fact("a[0].weight", {"share": 0.5}))
 UNBOUNDED = tuple(2 - 1e6 * (i / (STEPS - 1)) ** 3 for i in range(STEPS))
 DENSITY = tuple(2 - 1e3 * (i / (STEPS - 1)) ** 0.5 for i in range(STEPS))  # ever slower
@@ -344,6 +358,47 @@ ROWS: list[Row] = [
         "loss is 2 with it, 1 without", dropped(2.0), record()),
     Row("dropout-too-high", "a rate of 0.1: the argument is the share to drop, not to keep",
         dropped(2.0), record()),
+    Row("broadcast-loss", "sub (loss.py:3) takes (64, 1) and (64,) for one another: broadcast, "
+        "each output is compared with the targets of all samples, and the best that it can give is "
+        "their mean", BROADCAST, record()),
+    Row("broadcast-loss", "squeeze the output, or unsqueeze the target, so that both have one "
+        "shape", BROADCAST, record()),
+    Row("broadcast-loss", "Another learning rate leads to the same mean", BROADCAST,
+        replace(BROADCAST, rates=LOW)),
+    Row("no-log", "nll_loss is given probabilities, which sum to 1, and takes them for their "
+        "logarithms. Its gradient is weakest where the model is wrong",
+        probed("no-log", Fact("nll_loss")), record(probed={"no-log": Probed()})),
+    Row("no-log", "take the logarithm first: log_softmax in place of softmax, or cross_entropy of "
+        "what goes into the softmax", probed("no-log", Fact("nll_loss")), record()),
+    Row("softmax-of-one", "softmax of (64, 1) is over one class: it gives 1, or a loss of 0, "
+        "whatever the model does, and no gradient", of_one("softmax"), record()),
+    Row("softmax-of-one", "take the softmax off, or put a sigmoid in its place", of_one("softmax"),
+        of_one("cross_entropy")),
+    Row("softmax-of-one", "give the model an output for each class, or take "
+        "binary_cross_entropy_with_logits", of_one("cross_entropy"), of_one("softmax")),
+    Row("softmax-of-one", "No learning rate makes a gradient of none", of_one("softmax"),
+        replace(of_one("softmax"), rates=LOW)),
+    Row("softmax-over-samples", "softmax of (64, 10) is over the samples, not the classes: what "
+        "one sample gets depends on the others of its batch", OVER_SAMPLES, record()),
+    Row("softmax-over-samples", "take it over the classes: dim=1", OVER_SAMPLES, record()),
+    Row("targets-out-of-range", "40% of the targets lie outside of 0 to inf, which is all that "
+        "relu on the outputs can give", out_of_range(0.4), out_of_range(0.005)),
+    Row("targets-out-of-range", "take that function off the outputs, or scale the targets into its "
+        "range", out_of_range(0.4), out_of_range(0.005)),
+    Row("targets-out-of-range", "Another learning rate does not widen the range", out_of_range(0.4),
+        replace(out_of_range(0.4), rates=LOW)),
+    Row("target-is-input", "The targets are the tokens that the model is given at the same places, "
+        "and it does not look ahead: it learns to copy its input, not to predict what comes next",
+        probed("target-is-input", Fact("", {"share": 1.0})),
+        record(probed={"target-is-input": Probed()})),
+    Row("target-is-input", "move the labels on by one: outputs up to the last but one against "
+        "tokens from the second on", probed("target-is-input", Fact("", {"share": 1.0})), record()),
+    Row("future-leak", "The targets are the inputs moved on by one, and outputs change with the "
+        "inputs behind them: the model is given what it shall predict. Its loss says nothing of "
+        "how well it predicts", probed("future-leak", Fact("", {"change": 0.5})),
+        record(probed={"future-leak": Probed()})),
+    Row("future-leak", "give attention a causal mask (is_causal=True), and recurrent layers one "
+        "direction only", probed("future-leak", Fact("", {"change": 0.5})), record()),
     # The loss
     Row("unbounded-loss", "The loss falls without bound, ever faster: 2 at first, -1e+06 at the "
         "end. How far it falls says nothing", record(losses=UNBOUNDED), record(losses=DENSITY)),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from thresholds import Case, gained, killed, loss, offset, scaled, unequal
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import SGD, AdamW
 from write_up import parser, table
 
@@ -35,6 +36,7 @@ from adiv_monitor.diagnosis.rules import (
     interference,
     optimizer,
     rates,
+    targets,
     units,
     wiring,
 )
@@ -107,6 +109,60 @@ def regression(by: float) -> Setup:
         return (model(x)[:, 0] - by * (y - 4.5) / 2.9).square().mean()
 
     return replace(HEALTHY.setup(), loss=squared, optimizer=partial(momentum, rate=0.03))
+
+
+def of_shape(shaped: Callable[[Tensor], Tensor]) -> Setup:
+    """A regression of the digit, less its mean and over its standard deviation."""
+
+    def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return (shaped(model(x)) - (y - 4.5) / 2.9).square().mean()
+
+    setup = HEALTHY.setup()
+    layers = [*setup.model.children()][:-1]
+    model = nn.Sequential(*layers, nn.Linear(setup.model[-1].in_features, 1))
+    return replace(setup, model=model, loss=squared, optimizer=partial(momentum, rate=0.03))
+
+
+def odd(last: nn.Module) -> Setup:
+    """Whether the digit is odd."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return functional.binary_cross_entropy(model(x), (y % 2)[:, None].float())
+
+    setup = HEALTHY.setup()
+    layers = [*setup.model.children()][:-1]
+    model = nn.Sequential(*layers, nn.Linear(setup.model[-1].in_features, 1), last)
+    return replace(setup, model=model, loss=loss, optimizer=momentum)
+
+
+class Reader(nn.Module):
+    """A small LSTM of tokens."""
+
+    def __init__(self, both_ways: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 24)
+        self.lstm = nn.LSTM(24, 24, batch_first=True, bidirectional=both_ways)
+        self.head = nn.Linear(24 * (1 + both_ways), 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.table(x))[0])
+
+
+def tokens(moved: int, both_ways: bool) -> Setup:
+    """A walk on a ring of 12 places, to either side by chance."""
+    chance = torch.Generator().manual_seed(0)
+    steps = 2 * torch.randint(0, 2, (60, 32, 17), generator=chance) - 1
+    walks = (torch.randint(0, 12, (60, 32, 1), generator=chance) + steps.cumsum(2)) % 12
+    batches = tuple((walk[:, :16], walk[:, moved : 16 + moved]) for walk in walks)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    torch.manual_seed(0)
+    adam = partial(torch.optim.Adam, lr=0.01)
+    return Setup(Reader(both_ways), lambda m: adam(m.parameters()), loss, batches, 60)
 
 
 class Listed(nn.Module):
@@ -317,6 +373,53 @@ PICTURES: dict[str, Picture] = {
         "a ReLU behind the last layer",
         with_model(lambda model: nn.Sequential(*model, nn.ReLU())),
         {},
+    ),
+    "broadcast-loss": Picture(
+        "a regression of the digit, whose outputs (64, 1) are compared with targets (64,)",
+        lambda: of_shape(lambda z: z),
+        {},
+        None,
+        lambda: of_shape(lambda z: z[:, 0]),
+    ),
+    "no-log": Picture(
+        "nll_loss of a softmax",
+        with_setup(loss=lambda model, batch: functional.nll_loss(
+            model(batch[0]).softmax(1), batch[1])),
+        {},
+    ),
+    "softmax-of-one": Picture(
+        "one output for \"is it odd?\", behind a softmax; the healthy one's is behind a sigmoid",
+        lambda: odd(nn.Softmax(1)),
+        {},
+        None,
+        lambda: odd(nn.Sigmoid()),
+    ),
+    "softmax-over-samples": Picture(
+        "log_softmax over axis 0",
+        with_setup(loss=lambda model, batch: functional.nll_loss(
+            model(batch[0]).log_softmax(0), batch[1])),
+        {},
+    ),
+    "targets-out-of-range": Picture(
+        "a regression of the digit, of mean 0, by a model that ends in a ReLU",
+        lambda: of_shape(lambda z: z[:, 0].relu()),
+        {"share of the targets out of range": of_fact("targets-out-of-range", "share")},
+        (targets, ("OUTSIDE",)),
+        lambda: of_shape(lambda z: z[:, 0]),
+    ),
+    "target-is-input": Picture(
+        "a small LSTM predicts the tokens that it is given; the healthy one the next ones",
+        lambda: tokens(moved=0, both_ways=False),
+        {},
+        None,
+        lambda: tokens(moved=1, both_ways=False),
+    ),
+    "future-leak": Picture(
+        "a small LSTM of both directions predicts the next token; the healthy one has one",
+        lambda: tokens(moved=1, both_ways=True),
+        {"change of outputs with later inputs": of_fact("future-leak", "change")},
+        None,
+        lambda: tokens(moved=1, both_ways=False),
     ),
     "unbounded-loss": Picture(
         "a penalty on the outputs' squares, subtracted",

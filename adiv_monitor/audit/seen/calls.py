@@ -65,9 +65,9 @@ def see_calls(fork: Fork, see: Callable[[Call], None], batch: Any = None) -> Ten
     Returns:
         The loss.
     """
-    batch = fork.batches[0] if batch is None else batch
+    batch = copied(fork.batches[0] if batch is None else batch)
     with seeded(fork.seed), _Watched(fork.model, see):
-        return fork.loss(fork.model, copied(batch))
+        return fork.loss(fork.model, batch)
 
 
 def change_calls(fork: Fork, change: Callable[[Call], Any]) -> None:

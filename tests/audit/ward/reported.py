@@ -4,6 +4,7 @@ Their findings were set by those of `SET_BY`; those of `HELD_OUT` are other netw
 to the same bug, at which nobody looked while a rule was written.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from audit.ward import data, healthy, networks
 from audit.ward.run import Case, Healthy, Run
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
 
@@ -198,8 +200,106 @@ def _case(
     return Case(f"{twin.name}: {what}", twin, expected, plant, because, source)
 
 
+def _one_value() -> Run:
+    """One value of 16 features, as (samples,)."""
+    batches = [(x, y[:, 0]) for x, y in data.taught()]
+    return Run(networks.mlp([16, 48, 48, 1]), batches, squeezed, SGD, {"lr": 0.1})
+
+
+def squeezed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.mse_loss(model(batch[0])[:, 0], batch[1])
+
+
+def _two_circles() -> Run:
+    batches = [(x, y.float()[:, None]) for x, y in data.circles()]
+    model = networks.mlp([2, 32, 32, 1])
+    return Run(model, batches, one_logit, AdamW, {"lr": 1e-2})
+
+
+def one_logit(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
+
+
+ONE_VALUE = Healthy("one-value-sgd", "regression", _one_value)
+TWO_CIRCLES = Healthy("two-circles-adamw", "MLP", _two_circles)
+
+
+def broadcasting(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """(B, 1) against (B,)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as if nobody read what torch says
+        return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def subtracting(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """(B,) against (B, 1)."""
+    x, y = batch
+    return (model(x).flatten() - y[:, None]).abs().mean()
+
+
+def nll_of_shares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.nll_loss(model(batch[0]).softmax(-1), batch[1])
+
+
+def kl_of_shares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    sought = functional.one_hot(y, 10).float()
+    return functional.kl_div(functional.softmax(model(x), dim=1), sought, reduction="batchmean")
+
+
+def softmax_of_one(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.binary_cross_entropy(torch.softmax(model(batch[0]), 1), batch[1])
+
+
+def over_samples(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]).softmax(0), batch[1])
+
+
+def nll_over_samples(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.nll_loss(functional.log_softmax(model(batch[0]), dim=0), batch[1])
+
+
+def with_loss(loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]) -> Callable[[Run], None]:
+    def plant(run: Run) -> None:
+        run.loss = loss
+
+    return plant
+
+
+def ending(module: Callable[[], nn.Module]) -> Callable[[Run], None]:
+    def plant(run: Run) -> None:
+        run.model.head = nn.Sequential(run.model.head, module())
+
+    return plant
+
+
+def one_share(run: Run) -> None:
+    """A softmax behind the one unit, in the model; the loss is the squared error."""
+    run.model.head = nn.Sequential(run.model.head, nn.Softmax(dim=-1))
+    run.loss = healthy.squared_error
+
+
+def not_shifted(run: Run) -> None:
+    run.batches = [(x, x.clone()) for x, _ in run.batches]
+
+
+def looking_ahead(run: Run) -> None:
+    for module in run.model.modules():
+        if isinstance(module, networks.Block):
+            module.causal = False
+
+
+def both_ways(run: Run) -> None:
+    recurrent = run.model.body
+    width = recurrent.lstm.hidden_size
+    recurrent.lstm = nn.LSTM(width, width // 2, batch_first=True, bidirectional=True)
+
+
 NEMO = "https://github.com/NVIDIA-NeMo/Automodel/pull/3444"
 APEX = "https://github.com/NVIDIA/apex/issues/1728"
+KEMPNER = "https://github.com/KempnerInstitute/KempnerForge/issues/154"
+GPT2 = "https://github.com/huggingface/transformers/pull/404"
+ONE_UNIT = "https://geek-questions.imtqy.com/articles/1270335/index.html"
 
 SET_BY = [
     _case(healthy.MLP_SGD, "layers in a list", listed, "hidden-parameters"),
@@ -210,6 +310,13 @@ SET_BY = [
     _case(DEEP_NORMED, "body in evaluation mode", in_evaluation, "left-in-eval"),
     _case(NORMED, "batches of 3", few(3), "batch-norm-starved"),
     _case(DROPPED, "keep for drop", kept(0.9), "dropout-too-high"),
+    _case(ONE_VALUE, "(B, 1) against (B,)", with_loss(broadcasting), "broadcast-loss"),
+    _case(healthy.MLP_SGD, "nll_loss of a softmax", with_loss(nll_of_shares), "no-log"),
+    _case(TWO_CIRCLES, "softmax over one unit", with_loss(softmax_of_one), "softmax-of-one"),
+    _case(healthy.MLP_ADAM, "softmax(dim=0)", with_loss(over_samples), "softmax-over-samples"),
+    _case(healthy.REGRESSION, "ReLU on the outputs", ending(nn.ReLU), "targets-out-of-range"),
+    _case(healthy.GPT, "labels not shifted", not_shifted, "target-is-input", source=KEMPNER),
+    _case(healthy.GPT, "no causal mask", looking_ahead, "future-leak"),
     _case(ADAMW, "rate 1e-7", partial(slower, by=1e4), "rate-too-low"),
 ]  # fmt: skip
 
@@ -223,6 +330,14 @@ HELD_OUT = [
     _case(healthy.CNN_SGD, "gradients clamped to 1e-5", clamped(1e-5), "gradient-hooks"),
     _case(healthy.REGRESSION, "clipped to 0.001 in a hook", clipped, "gradient-hooks"),
     _case(NORMED_REGRESSION, "batches of 2", few(2), "batch-norm-starved"),
+    _case(ONE_VALUE, "(B,) less (B, 1)", with_loss(subtracting), "broadcast-loss"),
+    _case(healthy.CNN_ADAM, "kl_div of a softmax", with_loss(kl_of_shares), "no-log"),
+    _case(TWO_CIRCLES, "nn.Softmax behind one unit", one_share, "softmax-of-one", source=ONE_UNIT),
+    _case(healthy.VIT, "log_softmax(dim=0)", with_loss(nll_over_samples), "softmax-over-samples"),
+    _case(healthy.AUTOENCODER, "sigmoid on the outputs", ending(nn.Sigmoid),
+          "targets-out-of-range"),
+    _case(healthy.LSTM, "labels not shifted", not_shifted, "target-is-input", source=GPT2),
+    _case(healthy.LSTM, "both directions", both_ways, "future-leak"),
     _case(healthy.MLP_DROPOUT, "keep for drop", kept(0.95), "dropout-too-high"),
 ]  # fmt: skip
 TWINS = {case.twin.name: case.twin for case in (*SET_BY, *HELD_OUT)}

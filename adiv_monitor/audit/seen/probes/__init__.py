@@ -9,12 +9,17 @@ from types import MappingProxyType
 
 from adiv_monitor.audit.seen.probes import (
     batch_norm_starved,
+    broadcast_loss,
     dropout_too_high,
     gradient_hooks,
     hidden_parameters,
     left_in_eval,
+    no_log,
     rate_zero,
     rounded_away,
+    sequences,
+    softmax_axes,
+    targets_out_of_range,
 )
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Probed
@@ -28,6 +33,13 @@ PROBES: Mapping[str, Probe] = MappingProxyType(
         "rounded-away": rounded_away.ask,
         "gradient-hooks": gradient_hooks.ask,
         "left-in-eval": left_in_eval.ask,
+        "future-leak": sequences.future_leak,
+        "broadcast-loss": broadcast_loss.ask,
+        "no-log": no_log.ask,
+        "softmax-of-one": softmax_axes.of_one,
+        "softmax-over-samples": softmax_axes.over_samples,
+        "targets-out-of-range": targets_out_of_range.ask,
+        "target-is-input": sequences.target_is_input,
         "batch-norm-starved": batch_norm_starved.ask,
         "dropout-too-high": dropout_too_high.ask,
     }
