@@ -129,7 +129,8 @@ def input_matters(fork: Fork, batches: list[Any]) -> float:
 
     Returns:
         0: the model ignores its inputs; NaN where it can't be told: the model's forward pass does
-        not run, all samples are alike, or something is not finite.
+        not run, all samples are alike, something is not finite, or no output has a part for each
+        sample, as where the forward pass gives the loss itself.
     """
     exchange = _Exchange(fork.model)
     try:
@@ -149,6 +150,7 @@ class _Exchange:
         self._difference = self._length = 0.0
         self._exchanging = False
         self._is_other = False
+        self._samples = 0
         self._outputs: list[Tensor] = []
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -182,11 +184,10 @@ class _Exchange:
         return self._outputs
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not self._exchanging:
-            return None
         names = names_by_place(module, len(args))
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         size = size_of([x for name, x in given.items() if is_input(name)])
+        self._samples = size
 
         def moved_on(x: Tensor) -> Tensor:
             if x.ndim == 0 or len(x) != size:
@@ -195,10 +196,12 @@ class _Exchange:
             self._is_other |= not torch.equal(x, rolled)
             return rolled
 
+        if not self._exchanging:
+            return None
         changed = {n: mapped(x, moved_on) if is_input(n) else x for n, x in given.items()}
         return tuple(changed[n] for n in names), {n: changed[n] for n in kwargs}
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        found = [x.detach().clone() for x in tensors(output) if x.is_floating_point()]
-        whole = [x for x in found if x.ndim]
-        self._outputs += whole or found
+        found = [x.detach() for x in tensors(output) if x.is_floating_point()]
+        # The mean over the samples is the same whatever their order.
+        self._outputs += [x.clone() for x in found if x.ndim and x.numel() >= self._samples]

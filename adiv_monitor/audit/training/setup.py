@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from adiv_monitor.audit.training.hooks import carry_over
+from adiv_monitor.audit.training.schedulers import lifted
 from adiv_monitor.rerun.randomness import Randomness
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -30,6 +32,7 @@ class Fork:
         batches: one of each step.
         clip_norm: largest norm of the gradient; None: not clipped.
         seed: of the run's random numbers.
+        lost: the hooks that it could not be given, by what they are on.
     """
 
     model: nn.Module
@@ -38,6 +41,7 @@ class Fork:
     batches: list[Any]
     clip_norm: float | None
     seed: int
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,17 @@ class Setup:
             model.train()
         if isinstance(self.optimizer, Optimizer):
             optimizer = _copy(self.optimizer, memo)
+            for i in lifted(self.optimizer, self.steps):  # forks have no scheduler
+                optimizer.param_groups[i]["lr"] = optimizer.param_groups[i]["initial_lr"]
         else:
             with seeded(self.seed):
                 optimizer = self.optimizer(model)
         _check_optimizer(model, optimizer)
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
-        return Fork(model, optimizer, loss or self.loss, batches, self.clip_norm, self.seed)
+        given = self.optimizer if isinstance(self.optimizer, Optimizer) else None
+        pair = None if given is None else (given, optimizer)
+        lost = tuple(carry_over(self.model, model, pair, memo))
+        return Fork(model, optimizer, loss or self.loss, batches, self.clip_norm, self.seed, lost)
 
 
 def _own_modules(loss: Loss) -> Loss | None:
@@ -104,7 +113,7 @@ def _own_modules(loss: Loss) -> Loss | None:
 
 
 def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy over the parameters that `memo` has copies of, with the same state and no hooks.
+    """A copy over the parameters that `memo` has copies of, with the same state; hooks come later.
 
     Torch copies state and groups alone; attributes of optimizers' own, LBFGS's say, come here.
     """
