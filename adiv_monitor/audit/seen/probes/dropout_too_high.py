@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from adiv_monitor.audit.seen.again import Again
 from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
 
@@ -25,7 +25,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
     change_calls(
         bare, lambda call: with_rate(call, 0.0) if rate_of(call) > HIGH else NotImplemented
     )
-    price = {"with": Again(trained).loss(batch), "without": Again(bare).loss(batch)}
+    price = {"with": RepeatedLoss(trained).of(batch), "without": RepeatedLoss(bare).of(batch)}
     return Probed(tuple(Fact(place, {"rate": rate, **price}) for place, rate in found.items()))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.audit.seen.again import Again
+from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import mapped, tensors
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.diagnosis.record import Fact, Probed
@@ -30,10 +30,10 @@ def target_is_input(setup: Setup, trained: Fork) -> Probed:
         return Probed(untold="no output has the places of the inputs")
     if ahead > _SAME:  # it may give back what it was given on purpose
         return Probed()
-    again = Again(fork)
-    as_it_is = again.loss(batch)
+    again = RepeatedLoss(fork)
+    as_it_is = again.of(batch)
     other = _with(batch, labels, lambda x: _first_changed(x, tokens))
-    counts = abs(again.loss(other) - as_it_is) > 1e-6 * abs(as_it_is)
+    counts = abs(again.of(other) - as_it_is) > 1e-6 * abs(as_it_is)
     return Probed((Fact("", {"share": 1.0}),) if counts else ())
 
 
@@ -46,9 +46,9 @@ def future_leak(setup: Setup, trained: Fork) -> Probed:
     tokens, labels, moved = found
     fork = setup.fork()
     if moved == 0:  # the model moves them itself, if it does not count the first
-        again = Again(fork)
+        again = RepeatedLoss(fork)
         other = _with(batch, labels, lambda x: _first_changed(x, tokens))
-        if labels is tokens or again.loss(other) != again.loss(batch):
+        if labels is tokens or again.of(other) != again.loss(batch):
             return Probed()
     ahead = looks_ahead(fork, batch, tokens)
     if ahead is None:
@@ -102,8 +102,8 @@ def looks_ahead(fork: Fork, batch: Any, tokens: Tensor) -> float | None:
 
     handle = fork.model.register_forward_hook(note)
     try:
-        Again(fork).loss(batch)
-        Again(fork).loss(_with(batch, tokens, other))
+        RepeatedLoss(fork).of(batch)
+        RepeatedLoss(fork).of(_with(batch, tokens, other))
     finally:
         handle.remove()
     if len(seen) != 2 or not bool(seen[0].any()):
