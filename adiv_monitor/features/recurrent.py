@@ -198,10 +198,24 @@ def rows_of_maps(
         dtype: of its output.
         rng_state: see `replay`.
     """
+    return {linear.name: linear.by_time(linear.z) for linear in _forward(call, dtype, rng_state)}
+
+
+@torch.no_grad()
+def inputs_of_maps(call: RecurrentCall, dtype: torch.dtype) -> dict[str, Tensor]:
+    """By name, the inputs of all rows of every linear map in a call that draws no numbers.
+
+    Args:
+        call: the call.
+        dtype: of its output.
+    """
+    return {linear.name: linear.by_time(linear.inputs) for linear in _forward(call, dtype, None)}
+
+
+def _forward(call: RecurrentCall, dtype: torch.dtype, rng_state: Tensor | None) -> "list[_OpenMap]":
     masks = _masks(call, dtype, rng_state)
     with torch.autocast(call.input.device.type, enabled=False):
-        maps, _ = _run(call, masks)
-    return {linear.name: linear.by_time(linear.z) for linear in maps}
+        return _run(call, masks)[0]
 
 
 def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -79,8 +79,8 @@ def parametrize_model(
     begun: set[int] = set()
     for layer, _, b in chosen:
         sigma = scales.get(layer.path, 1.0) * layer.width**-b
-        if layer.role == "embedding" and layer.slot.kind != "embedding":
-            sigma /= layer.slot.fan_in**0.5
+        if layer.role == "embedding" and not layer.is_table:
+            sigma /= layer.fan_in**0.5
         for parameter in layer.parameters:
             if id(parameter) not in begun:
                 begun.add(id(parameter))
