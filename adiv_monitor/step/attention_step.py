@@ -167,7 +167,6 @@ class AttentionStep:
         scale, no_scale = _scale(attends, every, active)
         sums = AttentionSums(
             samples=made.rows.total,
-            precision=max(seen.precision, made.precision),
             G_G=G_G,
             e=e,
             errors=_errors(made, call),
@@ -242,7 +241,8 @@ def _errors(made: AttentionCall, call: Attention) -> RerunErrors[Tensor]:
     if output is not None:
         pairs.append((output, call.output()))
     found = [_relative(again.reshape(then.shape), then) for then, again in pairs]
-    return RerunErrors(query=found[1], key=found[0], output=found[-1])
+    precision = max(made.seen.precision, made.precision)
+    return RerunErrors(found[1], found[0], found[-1], precision)
 
 
 def _relative(again: Tensor, then: Tensor) -> Tensor:

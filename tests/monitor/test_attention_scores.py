@@ -416,10 +416,9 @@ def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndar
     none = np.array(0.0)
     sums = AttentionSums(
         samples=samples,
-        precision=1e-16,
         G_G=(G * G).sum(2),
         e=MoveSums((e * G).sum(2), (e * e).sum(2)),
-        errors=RerunErrors(none, none, none),
+        errors=RerunErrors(none, none, none, 1e-16),
         d=MoveSums((d * G).sum(2), (d * d).sum(2)),
         scale=scales_of(D[..., None], G[..., None] != 0),
     )
@@ -512,7 +511,8 @@ def test_parts_of_the_samples_merge_to_the_sums_of_all() -> None:
 
 def test_what_one_part_does_not_know_is_not_known_of_all() -> None:
     sums, _, _ = made_up(3)
-    other = replace(sums, d=None, scale=None, no_scale="why", precision=1e-3)
+    coarse = replace(sums.errors, precision=1e-3)
+    other = replace(sums, d=None, scale=None, no_scale="why", errors=coarse)
     assert sums.scale is not None
     worse = replace(
         sums,
@@ -521,7 +521,7 @@ def test_what_one_part_does_not_know_is_not_known_of_all() -> None:
     )
     whole = merge([sums, other, worse])
     assert whole.d is None and whole.scale is None
-    assert (whole.no_scale, whole.precision, whole.samples) == ("why", 1e-3, 9)
+    assert (whole.no_scale, whole.errors.precision, whole.samples) == ("why", 1e-3, 9)
     assert [float(error) for error in numbers_of(whole.errors)] == [0, 0.5, 0]
     known = merge([sums, worse]).scale
     assert known is not None and known.share == 0.25

@@ -1,6 +1,7 @@
 """Other learning rates, which are always tried: what one would mend is no merit of another mend."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
@@ -68,8 +69,8 @@ def rate_trials(
         progress("learning rates", len(factors) + 1, len(factors) + 1)
     hurried = factors is not FACTORS or shorter.steps < setup.steps
     return {
-        factor: compared(
-            *(rate_name(factor), found[factor], without, shorter.steps),
+        factor: replace(
+            compared(rate_name(factor), found[factor], without, shorter.steps),
             constant=constant_loss(record),
             hurried=hurried,
         )
