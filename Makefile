@@ -11,14 +11,20 @@ CONSTRAINTS ?= $(wildcard constraints/python$(VERSION).txt)
 PINS = $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) PIP_BUILD_CONSTRAINT=$(abspath $(CONSTRAINTS)))
 PIP = $(PINS) $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint docs bench models schema gpu mutants clean
+.PHONY: demo test test-all lint docs bench models schema gpu mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
 # One thread for each of as many processes as there are cores.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	$(PYTEST)
+
+# What is marked slow, too, and all cases of it: compilers, a browser, every model of the zoo.
+test-all: lint
+	$(PYTEST) --whole
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -26,15 +26,16 @@ from adiv_monitor.arguments import (
     check_training,
     held_parameters,
 )
-from adiv_monitor.capture.again.losses import LossOf
-from adiv_monitor.capture.again.surroundings import version
-from adiv_monitor.capture.guard import ThreadState, call_all
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import Hook, take_off
 from adiv_monitor.capture.loss_hook import LossHook
+from adiv_monitor.capture.realised.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, structure
 from adiv_monitor.errors import AdivError, AlarmError
 from adiv_monitor.outlet import Outlet
 from adiv_monitor.report import StepReport, Turn
+from adiv_monitor.rerun.surroundings import version
+from adiv_monitor.rerun.thread import ThreadState
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.step.course import Asked, Course, Followed
 from adiv_monitor.step.failures import Failures

@@ -1,5 +1,6 @@
 """What every test gets: fresh seeds, and a compiler that has seen nothing yet."""
 
+import gc
 import sys
 from collections import Counter
 
@@ -8,11 +9,12 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole", action="store_true", help="all cases of tests that are thinned")
+    parser.addoption("--whole", action="store_true", help="slow tests, too, all cases of them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "thinned(every): one case in so many, but with --whole all")
+    meaning = "not without --whole; with one_in=n, every n-th of its cases always"
+    config.addinivalue_line("markers", f"slow(one_in): {meaning}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -21,13 +23,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases: Counter[str] = Counter()
     kept, left_out = [], []
     for item in items:
-        marker = item.get_closest_marker("thinned")
         test = item.nodeid.partition("[")[0]
-        is_left_out = marker is not None and cases[test] % marker.args[0] > 0
+        (left_out if _is_slow(item, cases[test]) else kept).append(item)
         cases[test] += 1
-        (left_out if is_left_out else kept).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, and need not be looked through for garbage again.
+
+    That takes up to a second each time, and a Trainer of Hugging Face's asks for it in every fit.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or what bindings to C++ hold is told to have leaked
+
+
+def _is_slow(item: pytest.Item, case: int) -> bool:
+    marker = item.get_closest_marker("slow")
+    if marker is None:
+        return False
+    one_in = marker.kwargs.get("one_in")
+    return one_in is None or case % one_in > 0
+
+
+@pytest.fixture(scope="session")
+def whole(request: pytest.FixtureRequest) -> bool:
+    """Whether all is tried, also by tests that choose from many cases themselves."""
+    found: bool = request.config.getoption("whole")
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -9,21 +9,25 @@ lines that are nothing but words of a message are left alone here.
 Works on a copy, `.mutants/<file>`. A run that was cut short goes on where it was, unless the
 package or its tests were changed since. A mutant takes one to ten seconds, survivors up to a
 minute, and a large file has 1,300: about a tenth of them, by the last digit of their numbers in
-each function, tells how it stands; it is run anew each time.
+each function, tells how it stands; it is run anew each time. To compare two states of the tests,
+take a sample of all files', which is the same as long as the files are.
 
     make mutants FILE=adiv_monitor/maths/measures.py
     python tests/mutants.py adiv_monitor/maths/{measures,dots}.py --processes 2
     python tests/mutants.py --digits 3            # all files below, every tenth mutant
+    python tests/mutants.py --sample 200 --seed 0 # all files below, 200 mutants in all
 """
 
 import argparse
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -156,6 +160,35 @@ def mutmut(place: Path, *arguments: str, quiet: bool = True) -> str:
     return done.stdout or ""
 
 
+# Run where the settings are, by which mutmut decides what it changes.
+_NAMES = """
+import sys
+from pathlib import Path
+from mutmut.mutation.file_mutation import mutate_file_contents
+from mutmut.utils.format_utils import get_mutant_name
+file = Path(sys.argv[1])
+for name in mutate_file_contents(str(file), file.read_text()).mutant_names:
+    print(get_mutant_name(file, name))
+"""
+
+
+def sampled(files: Sequence[str], count: int, seed: int) -> dict[str, list[str]]:
+    """So many mutants of all files together, by file: each as likely as any other."""
+    names = [(file, name) for file in files for name in mutants_of(file)]
+    chosen: dict[str, list[str]] = {}
+    for file, name in sorted(random.Random(seed).sample(names, min(count, len(names)))):
+        chosen.setdefault(file, []).append(name)
+    return chosen
+
+
+def mutants_of(file: str) -> list[str]:
+    command = [sys.executable, "-c", _NAMES, file.removeprefix("layers/")]
+    done = subprocess.run(
+        command, cwd=prepared(file), stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout.split()
+
+
 def survivors(place: Path, file: str) -> list[str]:
     """One line each: where, and what was changed into what."""
     named = re.findall(r"^\s*(\S+): (survived|no tests)$", mutmut(place, "results"), re.MULTILINE)
@@ -190,10 +223,14 @@ def main() -> None:
     parser.add_argument("files", nargs="*", choices=[*TESTS, []], help="of the core; default: all")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--digits", help="only mutants whose numbers end with one of these")
+    parser.add_argument("--sample", type=int, help="only so many mutants, of all files together")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
     arguments = parser.parse_args()
-    for file in arguments.files or TESTS:
+    files = arguments.files or list(TESTS)
+    sample = sampled(files, arguments.sample, arguments.seed) if arguments.sample else {}
+    for file in sample or files:
         place = prepared(file)
-        chosen = [f"*[{arguments.digits}]"] if arguments.digits else []
+        chosen = [f"*[{arguments.digits}]"] if arguments.digits else sample.get(file, [])
         try:
             mutmut(place, "run", "--max-children", str(arguments.processes), *chosen, quiet=False)
         except SystemExit as failure:

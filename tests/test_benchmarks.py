@@ -23,7 +23,12 @@ from uses import Uses
 
 
 @pytest.mark.parametrize(
-    "script", [host, launches, mode, monitor, peers, pictures, rows], ids=lambda s: s.__name__
+    "script",
+    [
+        *(host, launches, mode, monitor, rows),
+        *(pytest.param(script, marks=pytest.mark.slow) for script in (peers, pictures)),
+    ],
+    ids=lambda script: script.__name__,
 )
 def test_runs_and_writes_what_it_found(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -154,12 +154,13 @@ def test_what_is_installed_is_what_is_allowed(file: Path) -> None:
 def test_hosts_run_what_make_runs() -> None:
     """Every Python from the oldest that is claimed; a commit is held to `make lint`."""
     yaml = pytest.importorskip("yaml")
-    job = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]["test"]
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    job = jobs["test"]
     oldest = re.search(r'requires-python = ">=(.*?)"', (ROOT / "pyproject.toml").read_text())
     assert oldest and job["strategy"]["matrix"]["python"][0] == oldest[1]
-    assert [step["run"] for step in job["steps"] if "run" in step] == ["make test"]
-    ends = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]["ranges"]
-    tried = [end["constraints"] for end in ends["strategy"]["matrix"]["include"]]
+    for name, command in (("test", "make test"), ("all", "make test-all")):
+        assert [step["run"] for step in jobs[name]["steps"] if "run" in step] == [command]
+    tried = [end["constraints"] for end in jobs["ranges"]["strategy"]["matrix"]["include"]]
     assert tried == ["constraints/lowest.txt", ""]
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert [hook["entry"] for hook in repo["hooks"]] == ["make lint"]

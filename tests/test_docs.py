@@ -107,7 +107,7 @@ def test_every_command_is_one(
         monkeypatch.chdir(tmp_path)
         blocks.assert_audits(shlex.join(words), monkeypatch, capsys)
     elif program == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[0] in targets
     elif program == "pip":
         extras = re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -164,6 +164,7 @@ def pictures_of(page: Path) -> list[str]:
     return re.findall(r"!\[[^\]]*\]\(\S*?([\w-]+)\.png\)", page.read_text())
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_every_script_makes_its_pictures(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -220,6 +221,7 @@ def test_every_measure_names_its_function() -> None:
 # The site
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason='needs mkdocs: pip install ".[docs]"')
 def test_the_site_is_built_strictly_and_asks_for_nothing(tmp_path: Path) -> None:
     """Every internal link and anchor is there; no page loads anything over a network."""

@@ -32,6 +32,7 @@ def rows(folder: Path) -> dict[str, list[dict[str, str]]]:
     return found
 
 
+@pytest.mark.slow
 def test_two_broken_parts_leave_what_the_others_found(tmp_path: Path) -> None:
     """Without torchvision, which the monitor's models need and nothing else."""
     pytest.importorskip("triton", reason="without Triton there are no kernels")

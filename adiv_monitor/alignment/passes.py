@@ -16,9 +16,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from adiv_monitor.alignment.slots import Held, Slot, Weights, slots_of, weights_of
 from adiv_monitor.alignment.uses import WeightUse, weight_use
-from adiv_monitor.capture.again.surroundings import untouched
 from adiv_monitor.capture.forwards import without_overrides
 from adiv_monitor.capture.selection import inside_wrappers, named_modules
+from adiv_monitor.rerun.surroundings import untouched
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

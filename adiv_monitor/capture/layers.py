@@ -11,7 +11,6 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulated, Accumulation
-from adiv_monitor.capture.again.forward_calls import ForwardCalls
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.contributions import Contribution
 from adiv_monitor.capture.guard import Guard, call_all
@@ -19,6 +18,7 @@ from adiv_monitor.capture.hook import Hook, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.processes import processes
+from adiv_monitor.capture.realised.forward_calls import ForwardCalls
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.shard_accumulation import ShardAccumulation, is_zero
 from adiv_monitor.capture.weights.origin import Origin

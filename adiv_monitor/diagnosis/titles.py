@@ -166,6 +166,21 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "double-softmax": "The softmax is taken twice",
         "activated-logits": "An activation function on the logits",
         "target-scale": "A loss that is large by nature",
+        "unbounded-loss": "A loss without a lowest value",
+        "broadcast-loss": "Outputs compared with all targets",
+        "no-log": "Probabilities where logarithms are wanted",
+        "softmax-of-one": "A softmax of one class",
+        "softmax-over-samples": "A softmax over the samples",
+        "targets-out-of-range": "Targets that the outputs can't be",
+        "target-is-input": "Targets that are the inputs",
+        "future-leak": "The model sees what it shall predict",
+        "hidden-parameters": "Parameters that the model does not know of",
+        "rate-zero": "A learning rate of zero",
+        "rounded-away": "Steps that rounding takes back",
+        "gradient-hooks": "Hooks that change the gradient",
+        "left-in-eval": "Normalisations left in evaluation mode",
+        "batch-norm-starved": "Batch normalisation of too few values",
+        "dropout-too-high": "Dropout that drops most",
     }
 )
 

@@ -9,11 +9,11 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.attention.attention_calls import Attending, AttentionCall, AttentionCalls
-from adiv_monitor.capture.attention.score_replay import (
+from adiv_monitor.capture.attention.score_moves import (
     AttentionModule,
-    Parameters,
     moves_of_scores,
     scores_with_graph,
+    twin_of,
 )
 from adiv_monitor.capture.attention.score_scales import scales, some_keys
 from adiv_monitor.capture.updates import ParameterSteps
@@ -28,6 +28,7 @@ from adiv_monitor.maths.attention_sums import (
     scale_sums,
 )
 from adiv_monitor.maths.records import replaced
+from adiv_monitor.rerun.derivatives import Parameters
 
 # Diagonals of scores, of all heads together, whose scale is looked at: each takes two backward
 # passes through what lies between projections and scores.
@@ -151,11 +152,8 @@ class AttentionStep:
         if made.picked is not None:
             within = torch.arange(of_each, device=made.picked.device)
             samples = (made.picked[:, None] * of_each + within).flatten()
-        attends = AttentionModule(
-            *(attending.module, seen.args, seen.kwargs, now, attending.number),
-            written=seen.written,
-            samples=samples,
-        )
+        twin = twin_of(attending.module, seen.args, seen.kwargs, now, seen.written)
+        attends = AttentionModule(twin, now, attending.number, samples)
         call, moves = moves_of_scores(attends, {"e": gamma})[-1]
         call = replace(call, kept=_looked_at(made, seen.kept))
         heads, lengths = call.query.shape[1], call.lengths

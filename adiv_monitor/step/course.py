@@ -11,19 +11,20 @@ from torch.optim import Optimizer
 
 from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.eager import in_compiled_code
 from adiv_monitor.capture.forwards import Forwards, unwatched
-from adiv_monitor.capture.guard import Guard, call_all, surely
+from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.processes import processes
+from adiv_monitor.capture.realised.losses import LossOf
 from adiv_monitor.capture.selection import Selection, trainable
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.report import AlignmentReading, StepReport, Turn
+from adiv_monitor.rerun.eager import in_compiled_code
+from adiv_monitor.rerun.thread import surely
 from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.description import describe, report_of
 from adiv_monitor.step.failures import Failures

@@ -252,11 +252,10 @@ class MeasuredStep:
                 {} if self._attention is None else self._attention.sums(),
             )
         )
-        if steps is not None:
-            steps.tell_apart(found.products)
         part = make_part(
             found,
             pieces,
+            {} if steps is None else steps.places,
             unreached=self._unreached,
             notes=[*self._capture_notes(), *self._notes],
             keeps_gradient=steps is not None and steps.has_copies,

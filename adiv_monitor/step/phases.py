@@ -6,13 +6,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.report import AlignmentReading, Turn
+from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
 from adiv_monitor.step.realised import Realised

@@ -443,6 +443,7 @@ def test_a_users_own_file_from_the_shell() -> None:
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_sigint_from_the_shell() -> None:
     Path("slow.py").write_text(
         "import time\nfrom pathlib import Path\nfrom torch import nn\n\n"

@@ -137,7 +137,7 @@ def shown(found: AuditReport) -> None:
         one.attention_rows()
 
 
-@pytest.mark.thinned(20)
+@pytest.mark.slow(one_in=40)
 @pytest.mark.parametrize("part", range(40))
 def test_what_is_read_is_shown(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for its pictures, which take seconds."""
@@ -160,6 +160,7 @@ def test_what_is_read_is_shown(part: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert count
 
 
+@pytest.mark.slow(one_in=5)
 @pytest.mark.parametrize("wrong", [1e308, -1e308, "Infinity", "NaN"])
 @pytest.mark.parametrize(
     "at",

@@ -14,6 +14,7 @@ from audit.browser import Browser, chromium
 
 from adiv_monitor.pages import compare, page
 
+pytestmark = pytest.mark.slow
 COLUMN = "#layer-table thead tr:last-child th:nth-child({}) button"
 LAYERS = ["encoder.0", "encoder.1", "encoder.10", "head"]
 

@@ -56,6 +56,7 @@ def test_equal_seeds_make_equal_runs() -> None:
         assert not torch.equal(one.batches[0][0], other.batches[0][0])
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("name", ILL)
 def test_an_illness_costs_and_is_named_first(name: str) -> None:
     case = CASES[name]
@@ -107,6 +108,7 @@ def test_the_page_of_reports_counts_what_is_said() -> None:
     assert "| mlp-sgd: ReLU on logits | falls | 1 |" in lines
 
 
+@pytest.mark.slow
 def test_advice_is_judged_on_another_seed_beside_chance() -> None:
     row = judge(CASES["blobs-sgd: inputs × 100"], 0)
     assert row["advice"]["pays"] and row["advice"]["loss"] < row["without"]

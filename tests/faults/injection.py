@@ -1,5 +1,6 @@
 """Raises an exception where a function of the monitor's begins: every function is a boundary."""
 
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -116,11 +117,15 @@ class Instruction(NamedTuple):
 class Executed:
     """While it is open, every byte code of the monitor's is noted that is executed.
 
+    Args:
+        calls: of each function these first ones, or all.
+
     Attributes:
         instructions: in the order in which their functions were called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, calls: float = math.inf) -> None:
+        self._most = calls
         self._frames: list[tuple[CodeType, int, list[int]]] = []
         self._calls: Counter[CodeType] = Counter()
 
@@ -142,8 +147,11 @@ class Executed:
         if not frame.f_code.co_filename.startswith(_HOME):
             return None
         offsets: list[int] = []
-        self._frames.append((frame.f_code, self._calls[frame.f_code], offsets))
+        call = self._calls[frame.f_code]
         self._calls[frame.f_code] += 1
+        if call >= self._most:
+            return None
+        self._frames.append((frame.f_code, call, offsets))
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:

@@ -13,13 +13,14 @@ import pytest
 
 pytest.importorskip("triton", reason="without Triton there are no kernels")
 HERE = Path(__file__).parent
+PARTS = ("rows", "patches", "operators", "forms", "strides")
 
 
-@pytest.mark.parametrize("part", ["rows", "patches", "operators", "forms", "strides"])
-def test_in_the_interpreter(part, request):
-    whole = ["--whole"] if request.config.getoption("whole") else []
+def test_in_the_interpreter(whole):
+    options = ["--whole"] if whole else []
+    files = [HERE / f"interpreted_{part}.py" for part in PARTS]
     finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *whole, HERE / f"interpreted_{part}.py"],
+        [sys.executable, "-m", "pytest", "-q", *options, *files],
         cwd=HERE.parents[1],
         env={
             **os.environ,

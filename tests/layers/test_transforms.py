@@ -168,6 +168,7 @@ def test_compile_of_attention():
         close([output], module(x, x, x, need_weights=False, is_causal=True)[:1], tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_compile_with_generated_code():
     module = nn.Sequential(AffineLikeLinear(24, 9), nn.ReLU(), AffineLikeLinear(9, 2))
     compiled = torch.compile(module, fullgraph=True, dynamic=True)

@@ -145,6 +145,7 @@ def test_rows_are_taken_as_they_are(monkeypatch: Patch) -> None:
                 assert torch.equal(found, rows.take(x))
 
 
+@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(9, 5), (3, 5, 70), (4, 33, 6, 5), (1, 1, 2), (2, 3, 2, 2, 3)])
 @pytest.mark.parametrize("last", [False, True])
@@ -170,6 +171,7 @@ def test_a_first_entry_far_from_the_mean() -> None:
     close(found, expected, 2e-6)
 
 
+@pytest.mark.slow
 def test_moments_of_many_parts(monkeypatch: Patch) -> None:
     """More of them than are added up at once, in the same order every time."""
     monkeypatch.setattr(launch, "_multiprocessors", lambda _: 50)
@@ -208,6 +210,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("case", ROWS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("stepped", [False, True])
@@ -330,6 +333,7 @@ def test_what_lies_in_another_order_is_plain() -> None:
     assert attempt("step_products", a[:, ::2], a[:, ::2], a[:, ::2]) is None
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize("max_rows", [8, None])
 def test_a_measured_step(max_rows: int | None, monkeypatch: Patch) -> None:
     started: set[str] = set()

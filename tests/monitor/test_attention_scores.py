@@ -12,17 +12,18 @@ from attending import MODELS, Spy, explicit, tensors
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.capture.again.randomness import random_state
 from adiv_monitor.capture.attention.attention_dropout import kept
-from adiv_monitor.capture.attention.score_replay import (
+from adiv_monitor.capture.attention.score_moves import (
     AttentionModule,
     moves_of_scores,
     scores_with_graph,
+    twin_of,
 )
 from adiv_monitor.capture.attention.score_scales import scales, some_keys
 from adiv_monitor.capture.attention.some_samples import of_samples
 from adiv_monitor.features import scores
 from adiv_monitor.features.scores import attention, of_heads
+from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention import attention_reading
 from adiv_monitor.maths.attention_sums import (
     AttentionSums,
@@ -36,6 +37,7 @@ from adiv_monitor.maths.attention_sums import (
 )
 from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.maths.sums import Array
+from adiv_monitor.rerun.randomness import Randomness
 
 ALL = slice(None)
 
@@ -117,17 +119,17 @@ def test_dropout_is_repeated(keys: int, grouped: bool) -> None:
     query, key, value = tensors((4, 4, 6, 5), *[(4, 2 if grouped else 4, keys, 5)] * 2)
     others = {"dropout_p": 0.4, "scale": 0.7, "enable_gqa": grouped}
     value.requires_grad_()
-    before = random_state(query.device)
+    before = Randomness([query.device])
     output = functional.scaled_dot_product_attention(query, key, value, **others)
-    after = random_state(query.device)
+    after = Randomness([query.device])
     samples = torch.tensor([0, 2, 3])
     mask = kept(before, samples, query, key, value, **others)
-    assert torch.equal(random_state(query.device), after)
+    assert after.is_still(after.now())
     assert mask.float().mean() == pytest.approx(0.6, abs=0.15)
     # What torch is known to draw on a CPU, one number for each probability.
-    torch.set_rng_state(before)
+    before.set()
     drawn = torch.empty(4, 4, 6, keys, dtype=torch.float64).bernoulli_(0.6)
-    torch.set_rng_state(after)
+    after.set()
     assert torch.equal(mask, drawn[samples] != 0)
 
     call = attention(query, key, value.detach(), **others, samples=samples)
@@ -181,10 +183,11 @@ class Observed:
         assert self.output.grad is not None
         self.G = self.Y.grad
 
-    def attends(self, samples: Sequence[int] = range(4)) -> AttentionModule:
+    def attends(self, samples: Sequence[int] = range(4), **others: object) -> AttentionModule:
         args, kwargs = of_samples(self.module, *self.inputs[0], torch.tensor(samples))
+        kwargs |= others
         trained = {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
-        return AttentionModule(self.module, args, kwargs, trained)
+        return AttentionModule(twin_of(self.module, args, kwargs, trained), trained)
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -245,7 +248,7 @@ def test_moves_are_the_derivative_of_the_scores(
 def test_attention_that_returns_its_weights_moves_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     observed = Observed("torch, mask", monkeypatch)
     attends = observed.attends([2, 0])
-    weights = replace(attends, kwargs={**attends.kwargs, "need_weights": True})
+    weights = observed.attends([2, 0], need_weights=True)
     direction = {"u": observed.gradients}
     [(call, moves)], [(same, again)] = (moves_of_scores(a, direction) for a in (attends, weights))
     assert torch.equal(call.change(moves["u"]), same.change(again["u"]))
@@ -341,7 +344,8 @@ def test_scale_of_plain_projections_is_the_one_of_the_spec(
         [reached], leaves = scores_with_graph(attends)
         keys = some_keys(*observed.G.shape, 1, np.random.default_rng(2))
         found, _ = scales(reached, leaves, keys)
-        given = {**dict(zip(("query", "key"), attends.args, strict=False)), **attends.kwargs}
+        args, kwargs = of_samples(observed.module, *observed.inputs[0], torch.arange(4))
+        given = {**dict(zip(("query", "key"), args, strict=False)), **kwargs}
         x_q, x_k = (
             given[n].square().sum(-1) + bias
             for n in (("query", "key") if name != "llama" else ("hidden_states",) * 2)
@@ -367,7 +371,8 @@ def test_scale_says_where_rows_do_not_explain_it() -> None:
     module = Shared().double()
     for mix in (False, True):
         inputs = (tensors((2, 3, 4))[0], mix)
-        attends = AttentionModule(module, inputs, {}, dict(module.named_parameters()))
+        named = dict(module.named_parameters())
+        attends = AttentionModule(twin_of(module, inputs, {}, named), named)
         [reached], leaves = scores_with_graph(attends)
         keys = some_keys(2, 1, 3, 3, 3, np.random.default_rng(0))
         found, error = scales(reached, leaves, keys)
@@ -377,8 +382,9 @@ def test_scale_says_where_rows_do_not_explain_it() -> None:
 
 def test_a_module_without_attention_is_told() -> None:
     module = nn.Linear(3, 3)
-    attends = AttentionModule(module, (torch.ones(2, 3),), {}, dict(module.named_parameters()))
-    with pytest.raises(RuntimeError, match=r"Linear: got 0 calls .* expected 1"):
+    named = dict(module.named_parameters())
+    attends = AttentionModule(twin_of(module, (torch.ones(2, 3),), {}, named), named)
+    with pytest.raises(Refused, match=r"Linear: got 0 calls .* expected 1"):
         moves_of_scores(attends, {"u": {}})
 
 

@@ -165,6 +165,7 @@ def test_the_readme_shows_what_the_demo_prints(story: Story) -> None:
     assert table[0].split() == next(x for x in printed if x.lstrip().startswith("update")).split()
 
 
+@pytest.mark.slow
 def test_the_readmes_accuracies_are_those_of_five_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     readme = (ROOT / "README.md").read_text()
     found = accuracies(readme)

@@ -32,12 +32,14 @@ def run(*command: str, **environment: str) -> str:
     return finished.stdout
 
 
-def test_in_the_interpreter() -> None:
+def test_in_the_interpreter(whole: bool) -> None:
+    options = ["-q", "-p", "no:cacheprovider", *(["--whole"] if whole else [])]
     script = str(HERE / "interpreted_monitor.py")
-    output = run("-m", "pytest", "-q", "-p", "no:cacheprovider", script, TRITON_INTERPRET="1")
+    output = run("-m", "pytest", *options, script, TRITON_INTERPRET="1")
     assert " passed" in output and " skipped" not in output, output
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "constexprs" not in inspect.signature(compiler.ASTSource).parameters,
     reason="this Triton compiles ahead of time by another interface",

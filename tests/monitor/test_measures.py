@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,11 @@ from adiv_monitor.maths.sums import (
     About,
     Array,
     Blocks,
+    Common,
     Dots,
     Evidence,
     LayerSums,
+    Moved,
     OwnDots,
     Sampled,
     ScaleTotals,
@@ -216,6 +219,14 @@ def random_layer(
         blocks=None if groups == 1 else blocks,
         totals=totals,
     )
+    vectors[random.random(rows) < 0.3, 0] = 0  # idle
+    moved = random.normal(size=(rows, len(Moved), 6))
+    layer = replace(
+        layer,
+        products=vectors @ vectors.transpose(0, 2, 1),
+        common=Common(positive(rows), positive(rows)),
+        realised=moved @ moved.transpose(0, 2, 1),
+    )
     own_gamma, own_w = positive(2).tolist()
     return Judged(layer, known != "nothing", own_gamma=own_gamma, own_w=own_w)
 
@@ -235,15 +246,22 @@ def test_layers_measured_together_are_as_measured_alone(
     monkeypatch.setattr(readings, "_measure_alike", counted)
     random = np.random.default_rng(0)
     layers = {f"layer {i}": random_layer(random, 6, groups, known) for i in range(3)}
-    layers["another shape"] = random_layer(random, 5, groups, known)
+    for rows in (1, 2, 5, 128, 300):
+        layers[f"{rows} rows"] = random_layer(random, rows, groups, known)
     together = measure(layers)
     assert list(together) == list(layers)
-    assert tried == [3, 1]  # where that fails, they are looked at one by one
+    assert tried == [7, 1]  # where that fails, they are looked at one by one
     for path, numbers in layers.items():
         alone = measure({path: numbers})[path]
         assert together[path].values == pytest.approx(alone.values, rel=1e-12, nan_ok=True)
         assert together[path].errors == pytest.approx(alone.errors, rel=1e-12, nan_ok=True)
-        assert together[path].quantiles == alone.quantiles
+        assert together[path].quantiles.keys() == alone.quantiles.keys()
+        for name, found in alone.quantiles.items():
+            assert together[path].quantiles[name] == pytest.approx(found, rel=1e-12, nan_ok=True)
+        assert together[path].idle_seen == alone.idle_seen
+        assert (together[path].suspected, together[path].holds_more) == (
+            *(alone.suspected, alone.holds_more),
+        )
 
 
 def test_what_is_fetched_belongs_to_where_it_was() -> None:

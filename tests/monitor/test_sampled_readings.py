@@ -123,6 +123,7 @@ def test_idle_rows_change_nothing(case: str, optimizer: str) -> None:
 ROUGH = ("p05", "p50", "p95", "max")
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_sampled_readings_know_how_far_off_they_are(case: str, optimizer: str) -> None:
@@ -215,6 +216,7 @@ def merged(parts: list[Part], seed: int) -> dict[str, LayerReading]:
     return outcome.layers
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("case", ["mlp", "cnn", "vit"])
 def test_sampled_readings_of_two_processes_know_how_far_off_they_are(
     case: str, request: pytest.FixtureRequest

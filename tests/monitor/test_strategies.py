@@ -104,6 +104,7 @@ def is_second(path: str, reading: object) -> bool:
     return path == "net.2"
 
 
+@pytest.mark.slow
 def test_an_alarm_stops_the_fit_in_all_processes_at_the_same_batch(tmp_path: Path) -> None:
     """The report of step 0 is complete in all when the second step begins."""
     callback = DivergenceCallback(
@@ -141,14 +142,23 @@ def plain() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("strategies")
-    fit("ddp_spawn", "ddp_spawn", folder)
     run_in(WORLD, work, str(folder))
     return folder
 
 
-@pytest.mark.parametrize("way", ["ddp_spawn", "model_parallel", "tensor_parallel"])
+@pytest.mark.parametrize("way", ["model_parallel", "tensor_parallel"])
 def test_one_file_says_what_a_plain_loop_would(way: str, written: Path) -> None:
-    lines = [json.loads(line) for line in (written / f"{way}.jsonl").read_text().splitlines()]
+    assert_a_plain_loop_would_say(written / f"{way}.jsonl")
+
+
+@pytest.mark.slow
+def test_so_does_that_of_processes_which_the_trainer_starts(tmp_path: Path) -> None:
+    fit("ddp_spawn", "ddp_spawn", tmp_path)
+    assert_a_plain_loop_would_say(tmp_path / "ddp_spawn.jsonl")
+
+
+def assert_a_plain_loop_would_say(path: Path) -> None:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     expected = plain()
     assert [line["step"] for line in lines] == [0, 2]
     for line, report in zip(lines, expected, strict=True):

@@ -36,7 +36,7 @@ def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
         return DenseFeatures(taken.to(torch.promote_types(taken.dtype, parameter.dtype))[..., None])
 
     def late() -> LateScales:
-        return LateScales(lambda x: _rows(exact(layout(x.expand(shape)))).square(), [x], 0.0)
+        return LateScales(lambda x: (exact(layout(x.expand(shape))).square(),), [x], 0.0)
 
     return Use("gain", parameter, None, features, layout, late=late)
 

@@ -22,12 +22,12 @@ from adiv_monitor.features import registry, uses
 
 HOME = Path(adiv_monitor.__file__).parent
 # What a measured step runs; what only several processes need is not reached here.
-ROOMS = ("capture", "features", "maths", "step", "alignment", "alarms.py", "monitor.py")
+ROOMS = ("rerun", "capture", "features", "maths", "step", "alignment", "alarms.py", "monitor.py")
 ELSEWHERE = {
     *("together.py", "attention_together.py", "rows_together.py", "ranks.py", "wholes.py"),
     *("messages.py", "soundness.py"),
     *("shard_accumulation.py", "collectives.py", "whole_rows.py", "split_calls.py"),
-    *("guard.py", "failures.py"),  # these keep faults away
+    *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     *("slopes.py", "width.py", "width_plot.py"),  # no part of a training
 }
 FILES = sorted(
@@ -43,8 +43,8 @@ GUARDS = {
     "capture/forwards.py": {"__torch_function__", "__call__", "_guarded", "_never"},
     "capture/layers.py": {"guarded"},
     "capture/attention/attention_calls.py": {"_arrives"},
-    "capture/again/again.py": {"detach"},
-    "capture/again/losses.py": {"_guarded"},
+    "capture/realised/rows.py": {"detach"},
+    "capture/realised/losses.py": {"_guarded"},
     "capture/loss_hook.py": {"_guarded"},
     "step/course.py": {"release", "_forget_pending", "closure_then_read"},
     "step/others.py": {"_tell"},
@@ -57,7 +57,7 @@ GUARDS = {
 
 
 def is_guard(boundary: Boundary) -> bool:
-    if Path(boundary.file).name in ("failures.py", "guard.py"):
+    if Path(boundary.file).name in ("failures.py", "guard.py", "thread.py"):
         return True
     if boundary.name in GUARDS.get(boundary.file, ()):
         return True
@@ -83,10 +83,11 @@ def scenario_of() -> dict[Boundary, str]:
     return found
 
 
-def in_file(file: str) -> Iterator[tuple[int, Boundary, str]]:
-    for number, (boundary, name) in enumerate(scenario_of().items()):
-        if boundary.file == file:
-            yield number, boundary, name
+def in_file(file: str, every: int = 1) -> Iterator[tuple[int, Boundary, str]]:
+    """Every so many of the file's boundaries, the first among them."""
+    found = enumerate(scenario_of().items())
+    here = ((number, at, name) for number, (at, name) in found if at.file == file)
+    return islice(here, 0, None, every)
 
 
 def with_fault(error: BaseException, at: Boundary, name: str, on_error: str) -> Trial:
@@ -115,9 +116,9 @@ ERRORS = (Fault, torch.OutOfMemoryError, MemoryError, OSError)
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_an_exception_does_not_reach_the_training(file: str) -> None:
+def test_an_exception_does_not_reach_the_training(file: str, whole: bool) -> None:
     """Weights, losses, buffers, the optimizer's state and random numbers are those without it."""
-    for number, boundary, name in in_file(file):
+    for number, boundary, name in in_file(file, 1 if whole else 3):
         error = ERRORS[number % len(ERRORS)](REASON)
         trial = with_fault(error, boundary, name, "warn")
         assert trial.raised is None, f"{boundary}: {trial.raised!r}"
@@ -128,10 +129,10 @@ def test_an_exception_does_not_reach_the_training(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_an_error_is_raised_where_that_was_asked_for(file: str) -> None:
+def test_an_error_is_raised_where_that_was_asked_for(file: str, whole: bool) -> None:
     """Then hooks, modes and stances are gone. Of interrupts see `test_interrupts`."""
     every = 2 if file.startswith(("capture", "step", "monitor")) else 8  # rules fail in one place
-    for _, boundary, name in islice(in_file(file), 0, None, every):
+    for _, boundary, name in in_file(file, every * (1 if whole else 3)):
         error = Fault(REASON)
         trial = with_fault(error, boundary, name, "raise")
         # The user's module may fail when it runs again; what is tried once more may succeed.

@@ -5,6 +5,7 @@ closed: the keyboard interrupts before one of them, in one training after anothe
 """
 
 from functools import cache
+from math import inf
 from typing import Any
 
 import pytest
@@ -17,22 +18,22 @@ from torch import Tensor, nn
 
 from adiv_monitor import Monitor
 
-# What puts on and takes off is in these: there every byte code is tried, elsewhere one in so many.
+# What puts on and takes off is in these: there more byte codes are tried than elsewhere.
 ARMING = (
     *("monitor.py", "step/course.py", "step/phases.py"),
-    *("capture/guard.py", "capture/hook.py", "capture/eager.py", "capture/forwards.py"),
-    "capture/loss_hook.py",
-    *("capture/capture.py", "capture/accumulation.py", "capture/again/surroundings.py"),
+    *("capture/guard.py", "capture/hook.py", "capture/forwards.py", "capture/loss_hook.py"),
+    *("capture/capture.py", "capture/accumulation.py"),
+    *("rerun/thread.py", "rerun/eager.py", "rerun/surroundings.py"),
 )
-EVERY = 61
-ATTACHED = 5  # one in so many is tried without a `with`, too
+# One in so many is tried, if not the whole; of those one in so many without a `with`, too.
+EVERY_ARMING, EVERY_OTHER, EVERY_ATTACHED = 31, 223, 5
 NAMES = [name for name in SCENARIOS if not name.startswith("function")]
 
 # These are as they were after every interrupt. A mode of functions may stay until the next forward
 # pass, or the end of the monitor: where an interrupt leaves a forward, torch calls no hook.
 OF_THREAD = (
     *("function override", "dispatch modes", "gradients", "inference", "autocast"),
-    *("saved tensors", "aside", "replaying"),
+    *("saved tensors", "aside", "rerun"),
 )
 EDGES = [f.__code__ for f in (Monitor.attach, Monitor.__enter__, Monitor.__exit__)]
 # Python swallows what is raised while it collects garbage, which these run in.
@@ -95,12 +96,12 @@ def expected(name: str) -> Result:
 
 
 @cache
-def executed() -> dict[str, list[Instruction]]:
-    """By scenario, the byte codes that it is the first to reach, where they run first."""
+def executed(calls: float) -> dict[str, list[Instruction]]:
+    """By scenario, the byte codes that it is the first to reach, in so many calls of a function."""
     found: dict[str, list[Instruction]] = {}
     seen: set[object] = set()
     for name in NAMES:
-        training, noted = Training(name), Executed()
+        training, noted = Training(name), Executed(calls)
         with noted, training.monitor:
             training.steps()
         found[name] = []
@@ -148,13 +149,12 @@ def interrupt(name: str, at: Instruction, *, within: bool) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_interrupt_leaves_nothing_behind(name: str, request: pytest.FixtureRequest) -> None:
-    whole = request.config.getoption("whole")
-    instructions = [at for at in executed()[name] if at.code not in COLLECTED]
+def test_an_interrupt_leaves_nothing_behind(name: str, whole: bool) -> None:
+    instructions = [at for at in executed(inf if whole else 2)[name] if at.code not in COLLECTED]
     arming = [at for at in instructions if at.file in ARMING]
     others = [at for at in instructions if at.file not in ARMING]
-    tried = arming + others[:: 1 if whole else EVERY]
+    tried = instructions if whole else arming[::EVERY_ARMING] + others[::EVERY_OTHER]
     for at in tried:
         interrupt(name, at, within=True)
-    for at in tried[:: 1 if whole else ATTACHED]:
+    for at in tried[:: 1 if whole else EVERY_ATTACHED]:
         interrupt(name, at, within=False)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from adiv_monitor.capture.again.surroundings import Buffers, Surroundings, version
 from adiv_monitor.capture.selection import is_wrapper
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.surroundings import Buffers, Surroundings, version
 
 
 class NotRepeatable(Exception):
@@ -213,7 +214,8 @@ class ForwardCalls:
         """
         leaves, structure = tree_flatten((args, kwargs))
         inputs = [self._input(x, module) if isinstance(x, Tensor) else x for x in leaves]
-        surroundings = Surroundings(self.modules, self.devices, self._buffers)
+        random = Randomness({torch.device("cpu"), *self.devices}, self.modules)
+        surroundings = Surroundings(random, self.modules, self._buffers)
         self.calls.append(ForwardCall(module, inputs, structure, surroundings))
         self._running.call = len(self.calls) - 1
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
-from adiv_monitor.capture.again.graph import nodes_above
 from adiv_monitor.capture.guard import Guard
-from adiv_monitor.capture.weights.tape import tensors_in
+from adiv_monitor.capture.whole_modules.graph import nodes_above
 from adiv_monitor.features.rows import shares_memory
+from adiv_monitor.rerun.nested import tensors_in
 
 
 class Outputs:
@@ -47,6 +47,11 @@ class Outputs:
         self._count = len(every)
         self.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self._kept = _alike([tensor.shape for tensor in tensors])
+
+    @property
+    def precision(self) -> float:
+        """Rounding of the coarsest of those tensors."""
+        return max(torch.finfo(dtype).eps for _, dtype, _ in self.like)
 
     def of(self, output: Any) -> list[Tensor]:
         """The same tensors of what another call gave."""

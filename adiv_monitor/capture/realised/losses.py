@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
-from adiv_monitor.capture.again.forward_calls import ForwardCalls, NotRepeatable, tensors_of
-from adiv_monitor.capture.guard import ThreadState, call_all
-from adiv_monitor.capture.hook import Hook, ModuleHook, is_replaying, trains
+from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.hook import Hook, ModuleHook, trains
+from adiv_monitor.capture.realised.forward_calls import ForwardCalls, NotRepeatable, tensors_of
 from adiv_monitor.capture.selection import inside_wrappers
 from adiv_monitor.features.rows import exact
+from adiv_monitor.rerun.surroundings import is_rerun
+from adiv_monitor.rerun.thread import ThreadState
 
 # The module that computes the loss in the training loop, or: what a call of the model gave → loss
 LossOf = nn.Module | Callable[[Any], Tensor]
@@ -134,7 +136,7 @@ class Losses:
 
     def _began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The loss is called: by the training loop, or within a forward pass."""
-        alone = self._calls.running is None and not is_replaying()
+        alone = self._calls.running is None and not is_rerun()
         if alone and torch.is_grad_enabled() and trains(args):
             self._begin(module, args, kwargs)
 
@@ -147,7 +149,7 @@ class Losses:
     def _ended(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if is_replaying():
+        if is_rerun():
             self._again.append(self._read(self._run, args, kwargs, output))
             return
         call = self._calls.running
@@ -185,7 +187,7 @@ class Losses:
         except NotRepeatable as reason:
             self.refusal = str(reason)
         except Exception as error:
-            if is_replaying():
+            if is_rerun():
                 raise
             self.refusal = f"{type(error).__name__}: {error}"
             self._fail(error)

@@ -1,43 +1,38 @@
 """An attention module run once more on some of its samples, up to its scores.
 
 What lies between the projections and the scores differs from library to library: views, packed
-weights, rotary positions, QK-norm, low-rank updates. So nothing is assumed of it: forward-mode
-derivatives carry a change of the module's parameters through the module's own forward pass to the
-queries and keys that reach `F.scaled_dot_product_attention`, and there the run ends. The inputs of
-the module are held, as everywhere (*single-layer*), and all of its parameters move: those of values
-and outputs do nothing to the scores.
+weights, rotary positions, QK-norm, low-rank updates. So nothing is assumed of it: a twin
+of the module carries a change of its parameters through its own forward pass to the queries and
+keys that reach `F.scaled_dot_product_attention`, and there the run ends. The inputs of the module
+are held, as everywhere (*single-layer*), and all of its parameters move: those of values and
+outputs do nothing to the scores.
 """
 
 import inspect
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.func import functional_call
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from adiv_monitor.capture.again.randomness import Randomness
-from adiv_monitor.capture.again.replay import twin_of
-from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.forwards import without_overrides
-from adiv_monitor.capture.weights.tape import tensors_in
 from adiv_monitor.features import uses
 from adiv_monitor.features.registry import Rule, find_rule, use_of
 from adiv_monitor.features.rows import Rows, exact, precise
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
-
-Parameters = Mapping[str, Tensor]
-"""By their names in the module."""
+from adiv_monitor.features.uses import Refused
+from adiv_monitor.rerun.derivatives import Parameters
+from adiv_monitor.rerun.nested import tensors_in
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.surroundings import Surroundings
+from adiv_monitor.rerun.twin import Twin
 
 
 @dataclass(frozen=True)
@@ -45,24 +40,46 @@ class AttentionModule:
     """A module that holds projections and calls attention, and what to run it with.
 
     Attributes:
-        module: itself.
-        args: its inputs, on the samples that are looked at.
-        kwargs: see args.
+        twin: of the module, see `twin_of`.
         parameters: values to run with of the trained ones, those before the step; the others are
             the module's own.
         calls: how often it calls attention until the run may end.
-        written: by id, what its buffers were when the forward began that is to be repeated, if
-            other than now.
         samples: which of the queries' samples are looked at, (chosen,) int64; None: all.
     """
 
-    module: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    twin: Twin
     parameters: Parameters
     calls: int = 1
-    written: Mapping[int, Tensor] = field(default_factory=dict)
     samples: Tensor | None = None
+
+
+def twin_of(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parameters: Parameters,
+    written: Mapping[int, Tensor] = MappingProxyType({}),
+) -> Twin:
+    """A twin of an attention module, in the precision of the measures.
+
+    Args:
+        module: the module.
+        args: its inputs, on the samples that are looked at.
+        kwargs: see args.
+        parameters: those that it will be run with, for their names and their device.
+        written: by id, what its buffers were when the forward began that is to be repeated, if
+            other than now.
+
+    Raises:
+        RuntimeError: no copy can be made of it.
+    """
+    kwargs = dict(kwargs)
+    if isinstance(module, nn.MultiheadAttention):  # else scores are made where none looks
+        kwargs["need_weights"] = False
+    own = {id(p): p for name, p in module.named_parameters() if name in parameters}
+    surroundings = Surroundings(Randomness([next(iter(parameters.values())).device]))
+    with _saying(module):
+        return Twin(module, (tuple(args), kwargs), surroundings, written, own, precise)
 
 
 class Use(NamedTuple):
@@ -98,25 +115,25 @@ def moves_of_scores(
         directions: by name, a change of some parameters: the tangents.
 
     Raises:
-        RuntimeError: the module calls attention less often than it should, or uses a function
-            that has no forward-mode derivative.
+        Refused: the module calls attention less often than it should.
+        RuntimeError: it fails, or uses a function that has no derivatives.
     """
-    _load_forward_mode()
+    values = {name: precise(value.detach()) for name, value in attends.parameters.items()}
+
+    def run(module: nn.Module, call: Callable[[], object]) -> list[dict[str, Any]]:
+        return _AttentionCalls(attends.calls).seen(module, call).arguments
+
     found: list[tuple[Attention, dict[str, Move]]] = []
     for name, direction in directions.items():
-        with forward_ad.dual_level(), torch.no_grad():
-            duals = {
-                key: _dual(precise(value.detach()), direction.get(key))
-                for key, value in attends.parameters.items()
-            }
-            reached = _run(attends, duals, _AttentionCalls(attends.calls)).arguments
-            if not found:
-                found = [(_plain(arguments, attends.samples), {}) for arguments in reached]
-            for (_, moves), arguments in zip(found, reached, strict=True):
-                dq, dk = _move(**arguments)
-                if attends.samples is not None:
-                    dq, dk = (moved.index_select(0, attends.samples) for moved in (dq, dk))
-                moves[name] = dq, dk
+        with _saying(attends.twin.module):
+            reached, moved = attends.twin.jvp(values, direction, run)
+        if not found:
+            found = [(attention(**each, samples=attends.samples), {}) for each in reached]
+        for (_, moves), of_call in zip(found, moved, strict=True):
+            dq, dk = _of_equal_shape(exact(of_call["query"]), exact(of_call["key"]))
+            if attends.samples is not None:
+                dq, dk = (move.index_select(0, attends.samples) for move in (dq, dk))
+            moves[name] = dq, dk
     return found
 
 
@@ -132,28 +149,17 @@ def scores_with_graph(attends: AttentionModule) -> tuple[list[Reached], Paramete
         The calls, and the leaves of the graph, by name.
 
     Raises:
-        RuntimeError: the module calls attention less often than it should.
+        Refused: the module calls attention less often than it should.
+        RuntimeError: it fails.
     """
     leaves = {n: precise(p).detach().requires_grad_() for n, p in attends.parameters.items()}
+    noting = _AttentionCalls(attends.calls, leaves.values())
+    with _saying(attends.twin.module):
+        attends.twin.run(leaves, noting.seen)
     with torch.enable_grad():
-        run = _run(attends, leaves, _AttentionCalls(attends.calls, notes_uses=True))
-        calls = []
-        for arguments, before in zip(run.arguments, run.uses_before, strict=True):
-            query, key = _of_equal_shape(arguments["query"], arguments["key"])
-            calls.append(Reached(query, key, run.uses[:before]))
-    return calls, leaves
-
-
-@cache
-def _load_forward_mode() -> None:
-    """Some of torch's forward derivatives are loaded with the first one; one file warns then."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        import torch._decomp.decompositions_for_jvp  # noqa: F401
-
-
-def _move(query: Tensor, key: Tensor, **_: Any) -> Move:
-    return _of_equal_shape(*(exact(_parts(dual)[1]) for dual in (query, key)))
+        pairs = [_of_equal_shape(each["query"], each["key"]) for each in noting.arguments]
+    used = (noting.uses[:before] for before in noting.uses_before)
+    return [Reached(*pair, before) for pair, before in zip(pairs, used, strict=True)], leaves
 
 
 def _of_equal_shape(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,43 +168,39 @@ def _of_equal_shape(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return query, of_heads(by_head(key), query.shape[1]).expand(len(query), -1, -1, -1)
 
 
-def _dual(value: Tensor, tangent: Tensor | None) -> Tensor:
-    if tangent is None:
-        return value
-    dual: Tensor = forward_ad.make_dual(value, tangent.to(value))  # type: ignore[no-untyped-call]
-    return dual
-
-
-def _parts(dual: Tensor) -> tuple[Tensor, Tensor]:
-    """Value and tangent."""
-    value, tangent = forward_ad.unpack_dual(dual)  # type: ignore[no-untyped-call]
-    return value, torch.zeros_like(value) if tangent is None else tangent
-
-
-def _plain(arguments: Mapping[str, Any], samples: Tensor | None) -> Attention:
-    values: dict[str, Any] = {
-        name: _parts(value)[0] if isinstance(value, Tensor) else value
-        for name, value in arguments.items()
-    }
-    return attention(**values, samples=samples)
-
-
 class _ScoresReached(Exception):
     """Nothing that follows in the module is of interest."""
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Notes the arguments of the first so many attention calls, and ends the run with the last."""
+    """Notes the arguments of the first so many attention calls, and ends the run with the last.
 
-    def __init__(self, calls: int, *, notes_uses: bool = False) -> None:
+    Args:
+        calls: how many.
+        leaves: parameters whose uses are noted too; None: no uses are.
+    """
+
+    def __init__(self, calls: int, leaves: Iterable[Tensor] | None = None) -> None:
         super().__init__()
         self.arguments: list[dict[str, Any]] = []
         self.uses: list[Use] = []
         self.uses_before: list[int] = []  # each of the calls
-        self.state: Collection[int] = ()  # ids of all parameters and buffers that the run uses
         self._calls = calls
-        self._notes_uses = notes_uses
+        self._notes_uses = leaves is not None
+        self._state = set(map(id, leaves or ()))  # of all parameters and buffers that the run uses
         self._inside = 0  # how many modules with rules of their own
+
+    def seen(self, module: nn.Module, call: Callable[[], object]) -> Self:
+        """Itself, once the call of the module has come to the last of them."""
+        self._state |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        with suppress(_ScoresReached), self._by_rules(module), self:
+            call()
+        if len(self.arguments) < self._calls:
+            raise Refused(
+                f"{type(module).__name__}: got {len(self.arguments)} calls of "
+                f"F.scaled_dot_product_attention when run once more, expected {self._calls}"
+            )
+        return self
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -214,8 +216,7 @@ class _AttentionCalls(TorchFunctionMode):
         self.uses_before.append(len(self.uses))
         if len(self.arguments) == self._calls:
             raise _ScoresReached
-        with sdpa_kernel(SDPBackend.MATH):  # the one that has a forward-mode derivative
-            return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _noted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], z: Any) -> Any:
         given = tensors_in(*args, *kwargs.values())
@@ -235,7 +236,7 @@ class _AttentionCalls(TorchFunctionMode):
             return z.clone() if len(self.uses) > count else z
 
     @contextmanager
-    def by_rules(self, module: nn.Module) -> Iterator[None]:
+    def _by_rules(self, module: nn.Module) -> Iterator[None]:
         """Modules that have rules of their own are uses as a whole."""
         with ExitStack() as hooks:
             for each in module.modules() if self._notes_uses else ():
@@ -266,7 +267,7 @@ class _AttentionCalls(TorchFunctionMode):
 
     def _of_model(self, value: object) -> bool:
         base = value._base if isinstance(value, Tensor) else None
-        return not isinstance(value, Tensor) or id(value) in self.state or id(base) in self.state
+        return not isinstance(value, Tensor) or id(value) in self._state or id(base) in self._state
 
 
 def _is_trained(tensor: Tensor | None) -> bool:
@@ -290,52 +291,14 @@ _SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
 _opened = without_overrides(functional.multi_head_attention_forward)
 
 
-class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets no function wait for other processes, which may not run what this one does."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise RuntimeError(f"{func} would wait for the other processes")
-        return func(*args, **(kwargs or {}))
-
-
-def _run(
-    attends: AttentionModule, parameters: Parameters, noting: _AttentionCalls
-) -> _AttentionCalls:
-    """Run a twin of the module, in the precision of the measures, as if nobody had."""
-    kwargs = dict(attends.kwargs)
-    if isinstance(attends.module, nn.MultiheadAttention):  # else scores are made where none looks
-        kwargs["need_weights"] = False
-    device = next(iter(parameters.values())).device
-    around = ExitStack()
+@contextmanager
+def _saying(module: nn.Module) -> Iterator[None]:
+    """What fails within is an error that says in which module."""
     try:
-        own = {id(parameter): parameter for parameter in attends.module.parameters()}
-        twin = twin_of(attends.module, own, attends.written)
-        state = {name: precise(p.detach()) for name, p in twin.named_parameters()}
-        state |= {**{name: precise(b) for name, b in twin.named_buffers()}, **parameters}
-        noting.state = {id(tensor) for tensor in state.values()}
-        with around:
-            eager = forced_eager()
-            around.callback(eager.leave)  # where its end is interrupted
-            for each in (suppress(_ScoresReached), eager, Randomness([device]).again()):
-                around.enter_context(each)
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                around.enter_context(_Alone())  # type: ignore[no-untyped-call]
-            around.enter_context(noting.by_rules(twin))
-            around.enter_context(noting)
-            functional_call(twin, state, tuple(attends.args), kwargs)
+        yield
+    except Refused:
+        raise
     except Exception as error:
         raise RuntimeError(
-            f"{type(attends.module).__name__}: failed when run once more: "
-            f"{type(error).__name__}: {error}"
+            f"{type(module).__name__}: failed when run once more: {type(error).__name__}: {error}"
         ) from error
-    finally:  # where an interrupt came before the end of the `with`
-        around.close()
-    if len(noting.arguments) < attends.calls:
-        raise RuntimeError(
-            f"{type(attends.module).__name__}: got {len(noting.arguments)} calls of "
-            f"F.scaled_dot_product_attention when run once more, expected {attends.calls}"
-        )
-    return noting

@@ -1,4 +1,4 @@
-"""Runs the forward passes of a step again, and gathers the rows that were looked at then."""
+"""The rows that were looked at in a step, while its forward passes run again."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -7,26 +7,27 @@ from functools import partial
 import numpy as np
 from torch import Tensor, nn
 
-from adiv_monitor.capture.again.forward_calls import CallPlace, ForwardCalls, NotRepeatable
-from adiv_monitor.capture.again.leftovers import Leftovers
-from adiv_monitor.capture.again.losses import Losses
-from adiv_monitor.capture.again.outputs import Outputs
-from adiv_monitor.capture.again.replay import Arguments
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.layer_rows import Chooser
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
+from adiv_monitor.capture.realised.forward_calls import CallPlace, ForwardCalls, NotRepeatable
+from adiv_monitor.capture.realised.losses import Losses
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.split_calls import Split
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.pieces import Source
+from adiv_monitor.capture.whole_modules.leftovers import Leftovers
+from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.features.recurrent import rows_of_maps, uses_of
 from adiv_monitor.features.recurrent_call import RecurrentCall
 from adiv_monitor.features.rows import Rows, joined
 from adiv_monitor.features.uses import Use
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.twin import Arguments
 
 # Of each call of a layer: where it was made, and the rows that were looked at.
 Calls = Sequence[tuple[CallPlace | None, Rows]]
@@ -43,7 +44,7 @@ class _Known(Layers):
         raise error
 
 
-class Again:
+class RerunRows:
     """Sees the layers that another capture has seen, and takes z of some rows. See `Takes`.
 
     Args:
@@ -138,11 +139,11 @@ class Again:
         self,
         made: RecurrentCall,
         outputs: tuple[Tensor, ...],
-        rng_state: Tensor | None,
+        random: Randomness | None,
         inputs: object,
     ) -> list[Tensor]:
         """Take z of the maps in a recurrent call."""
-        z = rows_of_maps(made, outputs[0].dtype, rng_state)
+        z = rows_of_maps(made, outputs[0].dtype, random)
         for use in uses_of(made):
             layer = self._layers.of(use)
             if layer is not None:
@@ -184,7 +185,7 @@ def _raised(error: Exception) -> None:
     raise error
 
 
-def run_again(calls: ForwardCalls, again: Again, losses: Losses | None) -> None:
+def run_again(calls: ForwardCalls, rows: RerunRows, losses: Losses | None) -> None:
     """Run the forward passes in which wanted rows were, and those of which the loss was made.
 
     Raises:
@@ -193,7 +194,7 @@ def run_again(calls: ForwardCalls, again: Again, losses: Losses | None) -> None:
     if calls.refusal:
         raise NotRepeatable(calls.refusal)
     given: dict[int, list[Tensor]] = {}
-    for number in calls.in_order(again.forward_passes | (losses.needed if losses else set())):
+    for number in calls.in_order(rows.forward_passes | (losses.needed if losses else set())):
         if losses is not None:
             losses.runs_again(number)
-        given[number] = calls.calls[number].run(given, partial(again.begin, number))
+        given[number] = calls.calls[number].run(given, partial(rows.begin, number))

@@ -1,5 +1,6 @@
 """Parameters that no rule of a function accounts for, and the modules to measure them through."""
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -10,17 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.again.graph import leaves_of, nodes_above
-from adiv_monitor.capture.again.outputs import Outputs
-from adiv_monitor.capture.again.replay import Arguments, Replay, pattern, tolerance
 from adiv_monitor.capture.forwards import Forward
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import TensorHook
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Selection
+from adiv_monitor.capture.whole_modules.graph import leaves_of, nodes_above
+from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.features.jacobian import JacobianFeatures
-from adiv_monitor.features.rows import Rows, exact_type, to_device
+from adiv_monitor.features.rows import Rows, exact, exact_type, to_device
 from adiv_monitor.features.uses import Refused
+from adiv_monitor.rerun.derivatives import pattern, tolerance
+from adiv_monitor.rerun.nested import mapped
+from adiv_monitor.rerun.surroundings import Surroundings
+from adiv_monitor.rerun.twin import Arguments, Twin
 
 
 class Leftovers:
@@ -45,7 +49,7 @@ class Leftovers:
         self._accounted: set[int] = set()
         for module in selection.rules:
             self._accounted |= {id(p) for p in module._parameters.values() if p is not None}
-        self._held = _held(selection)
+        self._held = _below(selection)
         self._claims: dict[int, set[nn.Module]] = defaultdict(set)
         self._before: dict[int, nn.Parameter] = {}
 
@@ -173,18 +177,20 @@ class Leftovers:
         reason = ""
         for elements, own in _choices(rows, began.random.is_still(began.random.now())):
             try:
-                replay = Replay(
-                    *(module, names, arguments, outputs, began, self._before),
-                    elements=elements,
-                    batch=rows.shape[0],
+                args, kwargs = mapped(arguments, partial(_held, elements, rows.shape[0]), _copied)
+                twin = Twin(
+                    *(module, (args, kwargs), Surroundings(began.random)),
+                    written=began.written,
+                    own=self._before,
                 )
-                again = own.take(replay.run(tried)[0])
+                run = partial(_run, twin, names, outputs, own)
+                again, _ = run(tried)
             except Exception as error:
                 reason = f"its forward can't be run again with derivatives: {error}".splitlines()[0]
                 continue
             away = float(torch.linalg.vector_norm(again - expected))
-            if away <= tolerance(replay.precision) * length:
-                return JacobianFeatures(partial(_moved, replay, own))
+            if away <= tolerance(max(twin.precision, outputs.precision)) * length:
+                return JacobianFeatures(partial(_moved, run))
             reason = (
                 f"its forward, run again, gave another output (off by {away:.2g} of {length:.2g}): "
                 "a hook changes it, or it changes its input or a state that is no buffer, or draws "
@@ -193,7 +199,7 @@ class Leftovers:
         raise Refused(f"{reason}; register_features can teach the monitor its class")
 
 
-def _held(selection: Selection) -> dict[nn.Module, set[int]]:
+def _below(selection: Selection) -> dict[nn.Module, set[int]]:
     """By module, ids of the parameters to measure that it or a module below it holds."""
     held: dict[nn.Module, set[int]] = {}
     for module in reversed(selection.modules):  # those inside come first
@@ -203,8 +209,42 @@ def _held(selection: Selection) -> dict[nn.Module, set[int]]:
     return held
 
 
-def _moved(replay: Replay, rows: Rows, vector: Tensor) -> Tensor:
-    return rows.take(replay.run(vector)[1])
+def _run(
+    twin: Twin, names: Sequence[str], outputs: Outputs, rows: Rows, vector: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The rows of z, and J_Θ(z) ΔΘ of them, for a change of these parameters as one vector."""
+    unit = vector.abs().amax()  # half precision has no numbers as small as changes may be
+    unit = torch.where(unit == 0, 1, unit)
+    moving = {name: twin.parameters[name] for name in names}
+    parts = torch.split(vector / unit, [p.numel() for p in moving.values()])
+    tangents = {n: part.view_as(moving[n]) for n, part in zip(names, parts, strict=True)}
+
+    def call(module: nn.Module, forward: Callable[[], Any]) -> list[Tensor]:
+        with torch._C.DisableTorchFunction():
+            return outputs.of(forward())
+
+    z, moved = (exact(outputs.rows(found)) for found in twin.jvp(moving, tangents, call))
+    return rows.take(z), rows.take(moved) * unit
+
+
+def _moved(run: Callable[[Tensor], tuple[Tensor, Tensor]], vector: Tensor) -> Tensor:
+    return run(vector)[1]
+
+
+def _held(elements: Tensor | None, batch: int, tensor: Tensor) -> Tensor:
+    """A copy of an input; of one for each element of the batch, of these elements."""
+    if elements is None or not tensor.dim() or len(tensor) != batch:
+        return tensor.detach().clone()
+    return tensor.detach().index_select(0, elements.to(tensor.device))
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise TypeError(
+            f"its forward got a {type(value).__name__}, of which no copy can be made"
+        ) from error
 
 
 def _choices(rows: Rows, still: bool) -> Iterator[tuple[Tensor | None, Rows]]:

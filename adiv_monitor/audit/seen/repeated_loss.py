@@ -2,14 +2,16 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from adiv_monitor.audit.training.batches import copied
 from adiv_monitor.audit.training.setup import Fork
-from adiv_monitor.capture.again.surroundings import Buffers, Surroundings, untouched
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.surroundings import Surroundings, devices_of, untouched
 
 
-class Again:
+class RepeatedLoss:
     """Computes a fork's loss by the same chance, and leaves random numbers and buffers alone.
 
     The same functions run as in training, but no gradient is taken. Monitors do not see it. What
@@ -20,12 +22,12 @@ class Again:
         self._fork = fork
         own = fork.loss.modules() if isinstance(fork.loss, nn.Module) else ()
         self._modules = list(dict.fromkeys((*fork.model.modules(), *own)))
-        held = {x.device for m in self._modules for x in (*m.parameters(), *m.buffers())}
-        self._devices = [device for device in held if device.type not in ("cpu", "meta")]
-        self._begin = Surroundings(self._modules, self._devices, Buffers())
+        self._devices = devices_of(self._modules)
+        random = Randomness({torch.device("cpu"), *self._devices}, self._modules)
+        self._begin = Surroundings(random, self._modules)
 
-    def loss(self, batch: Any) -> float:
-        """Of a batch, with the weights that the model has now."""
+    def of(self, batch: Any) -> float:
+        """The loss of a batch, with the weights that the model has now."""
 
         def run() -> float:
             with self._begin.again():

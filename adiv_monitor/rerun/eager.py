@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from adiv_monitor.capture.guard import surely
+from adiv_monitor.rerun.thread import surely
 
 # Monitors may be in several threads, and dropped without being closed.
 _holders: set[weakref.ref["forced_eager"]] = set()
