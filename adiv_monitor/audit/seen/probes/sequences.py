@@ -48,7 +48,7 @@ def future_leak(setup: Setup, trained: Fork) -> Probed:
     if moved == 0:  # the model moves them itself, if it does not count the first
         again = RepeatedLoss(fork)
         other = _with(batch, labels, lambda x: _first_changed(x, tokens))
-        if labels is tokens or again.of(other) != again.loss(batch):
+        if labels is tokens or again.of(other) != again.of(batch):
             return Probed()
     ahead = looks_ahead(fork, batch, tokens)
     if ahead is None:
