@@ -8,6 +8,7 @@ transfer of a step, float64 arrays afterwards, as in `maths/sums.py`: `T` is whi
 records of several calls, or of several ranks, are merged into one.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
@@ -64,11 +65,22 @@ class RerunErrors(Generic[T]):
         query: of the queries.
         key: of the keys.
         output: of the output, or of the scaled queries where scores are made explicitly.
+        precision: rounding of the coarsest number on the way.
     """
 
     query: T
     key: T
     output: T
+    precision: float
+
+    @property
+    def tolerance(self) -> float:
+        """How far rounding may take two ways to one number apart, relative to it.
+
+        Products of float32 may be taken with fewer digits (TensorFloat-32), half precision has few;
+        and some libraries' norms and rotations round to float32 in any case.
+        """
+        return min(max(1e-4, 50 * math.sqrt(self.precision)), 0.05)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +89,6 @@ class AttentionSums(Generic[T]):
 
     Attributes:
         samples: how many received a gradient; the numbers are of some of them.
-        precision: rounding of the coarsest number on the way.
         G_G: ‖g‖², (samples, heads).
         e: a plain gradient step, as a descent direction.
         errors: whether the module, run once more, did the same again.
@@ -87,7 +98,6 @@ class AttentionSums(Generic[T]):
     """
 
     samples: int
-    precision: float
     G_G: T
     e: MoveSums[T]
     errors: RerunErrors[T]
@@ -172,10 +182,12 @@ def merge(several: Sequence[AttentionSums[Array]]) -> AttentionSums[Array]:
         replaced(sums, d=sums.d if has_d else None, scale=scale)
         for sums, scale in zip(several, known, strict=True)
     ]
+    whole = joined(alike, lambda xs: np.concatenate(xs) if xs[0].ndim == 2 else np.max(xs))
+    coarsest = max(sums.errors.precision for sums in several)
     return replaced(
-        joined(alike, lambda parts: np.concatenate(parts) if parts[0].ndim == 2 else np.max(parts)),
+        whole,
         samples=sum(sums.samples for sums in several),
-        precision=max(sums.precision for sums in several),
+        errors=replaced(whole.errors, precision=coarsest),
         no_scale=next((sums.no_scale for sums in several if sums.no_scale), ""),
     )
 

@@ -1,6 +1,5 @@
 """From numbers on the host to readings of attentions, and why there is none of others."""
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -35,7 +34,7 @@ def attention_outcome(
     no_scale = {path: sums.no_scale for path, sums in attention.items() if sums.no_scale}
     readings = {}
     for path, sums in attention.items():
-        tolerance = _tolerance(sums.precision)
+        tolerance = sums.errors.tolerance
         errors = [(what, float(error)) for what, error in leaves(sums.errors)]
         off = [f"{what} (by {error:.2g})" for what, error in errors if not error <= tolerance]
         if off:
@@ -50,15 +49,6 @@ def attention_outcome(
         *_notes("Attention of {} is not measured: {}.", missing),
         *_notes("The attention scale of {} is not told: {}.", no_scale),
     ]
-
-
-def _tolerance(precision: float) -> float:
-    """How far rounding may take two ways to one number apart, relative to it.
-
-    Products of float32 may be taken with fewer digits (TensorFloat-32), half precision has few; and
-    some libraries' norms and rotations round to float32 in any case.
-    """
-    return min(max(1e-4, 50 * math.sqrt(precision)), 0.05)
 
 
 def _notes(sentence: str, reasons: Mapping[str, str]) -> list[str]:

@@ -109,7 +109,7 @@ class AttentionStep:
                 taken = {n: exact(before[n]) - exact(p.detach()) for n, p in held.items()}
                 for replayed in measured.replayed:
                     attends = replace(replayed.attends, parameters=before)
-                    replayed.stepped(moves_of_scores(attends, {"d": taken})[-1][1]["d"])
+                    replayed.stepped(moves_of_scores(attends, taken)[-1][1])
                 self._finish(path)
         self._measured.clear()
 
@@ -154,18 +154,17 @@ class AttentionStep:
             samples = (made.picked[:, None] * of_each + within).flatten()
         twin = twin_of(attending.module, seen.args, seen.kwargs, now, seen.written)
         attends = AttentionModule(twin, now, attending.number, samples)
-        call, moves = moves_of_scores(attends, {"e": gamma})[-1]
+        call, plain_step = moves_of_scores(attends, gamma)[-1]
         call = replace(call, kept=_looked_at(made, seen.kept))
         heads, lengths = call.query.shape[1], call.lengths
         draws = max(1, _MOST_DIAGONALS // heads)
         every = some_keys(gathered * of_each, heads, *lengths, draws, self._generator)
         keys = _taken(to_device(every, call.query.device), samples)
         score_gradient = _score_gradient(made, call)
-        G_G, e, active = move_sums(call, score_gradient, moves["e"], keys)
+        G_G, e, active = move_sums(call, score_gradient, plain_step, keys)
         scale, no_scale = _scale(attends, every, active)
         sums = AttentionSums(
             samples=made.rows.total,
-            precision=max(seen.precision, made.precision),
             G_G=G_G,
             e=e,
             errors=_errors(made, call),
@@ -240,7 +239,8 @@ def _errors(made: AttentionCall, call: Attention) -> RerunErrors[Tensor]:
     if output is not None:
         pairs.append((output, call.output()))
     found = [_relative(again.reshape(then.shape), then) for then, again in pairs]
-    return RerunErrors(query=found[1], key=found[0], output=found[-1])
+    precision = max(made.seen.precision, made.precision)
+    return RerunErrors(found[1], found[0], found[-1], precision)
 
 
 def _relative(again: Tensor, then: Tensor) -> Tensor:

@@ -75,12 +75,12 @@ class Realised:
         self.loss_change: tuple[Tensor, Tensor | None] | None = None
         self.notes: list[str] = []
 
-    def attach(self) -> None:
+    def put_on(self) -> None:
         """The step begins: note what the loss says."""
         if self._losses is not None:
             self._losses.attach()
 
-    def detach(self) -> None:
+    def remove(self) -> None:
         """The step is taken: its forward passes are over."""
         if self._losses is not None:
             self._losses.detach()
@@ -149,7 +149,7 @@ class Realised:
         own = {parameter: parameter.data for parameter in stand_ins}
 
         def put_back() -> None:
-            call_all(partial(_have_data, own), rows.detach, self.detach)
+            call_all(partial(_have_data, own), rows.detach, self.remove)
 
         try:
             rows.attach()

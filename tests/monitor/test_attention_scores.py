@@ -226,7 +226,7 @@ def test_moves_are_the_derivative_of_the_scores(
     torch.manual_seed(7)
     direction = {n: torch.randn_like(p) for n, p in observed.gradients.items()}
     randomness = torch.get_rng_state()
-    [(call, moves)] = moves_of_scores(observed.attends(), {"u": direction})
+    [(call, move)] = moves_of_scores(observed.attends(), direction)
     assert torch.equal(torch.get_rng_state(), randomness)
     torch.testing.assert_close(call.query, observed.query, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(call.key, observed.key, rtol=1e-12, atol=1e-12)
@@ -241,7 +241,7 @@ def test_moves_are_the_derivative_of_the_scores(
     # Richardson: the error is of the fourth order in the step.
     expected = (4 * difference(5e-5) - difference(1e-4)) / 3
     torch.testing.assert_close(
-        call.change(moves["u"]), expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max())
+        call.change(move), expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max())
     )
 
 
@@ -249,14 +249,15 @@ def test_attention_that_returns_its_weights_moves_alike(monkeypatch: pytest.Monk
     observed = Observed("torch, mask", monkeypatch)
     attends = observed.attends([2, 0])
     weights = observed.attends([2, 0], need_weights=True)
-    direction = {"u": observed.gradients}
-    [(call, moves)], [(same, again)] = (moves_of_scores(a, direction) for a in (attends, weights))
-    assert torch.equal(call.change(moves["u"]), same.change(again["u"]))
+    [(call, move)], [(same, again)] = (
+        moves_of_scores(each, observed.gradients) for each in (attends, weights)
+    )
+    assert torch.equal(call.change(move), same.change(again))
     assert torch.equal(call.output(), same.output())
 
 
 def test_score_gradients_of_models(observed: Observed) -> None:
-    [(call, _)] = moves_of_scores(observed.attends([3, 1]), {"u": {}})
+    [(call, _)] = moves_of_scores(observed.attends([3, 1]), {})
     assert observed.output.grad is not None
     G = call.score_gradient(observed.output.grad[[3, 1]])(ALL)
     torch.testing.assert_close(G, observed.G[[3, 1]], rtol=1e-8, atol=1e-12)
@@ -271,19 +272,21 @@ def test_scores_ask_of_the_parameters_what_their_gradient_is(observed: Observed)
     for name, part in gamma.items():  # where all of the gradient comes from the scores
         if name.startswith(("q_", "k_")):
             torch.testing.assert_close(part, observed.gradients[name], rtol=1e-8, atol=1e-12)
-    [(attended, moves)] = moves_of_scores(observed.attends(), {"e": gamma})
+    [(attended, move)] = moves_of_scores(observed.attends(), gamma)
     assert observed.output.grad is not None
     keys = torch.zeros(*Y.shape[:3], 1, dtype=torch.int64)
     of = attended.score_gradient(observed.output.grad)
-    _, e, _ = move_sums(attended, of, moves["e"], keys)
+    _, e, _ = move_sums(attended, of, move, keys)
     whole = sum(float(part.square().sum()) for part in gamma.values())
     assert float(e.G.sum()) == pytest.approx(whole, rel=1e-8)
 
 
 def test_sums_leave_idle_scores_out(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
-    [(call, moves)] = moves_of_scores(
-        observed.attends([3, 1]), {"d": scaled(observed.gradients, -0.3), "e": observed.gradients}
-    )
+    attends = observed.attends([3, 1])
+    directions = {"d": scaled(observed.gradients, -0.3), "e": observed.gradients}
+    moves = {}
+    for name, direction in directions.items():
+        [(call, moves[name])] = moves_of_scores(attends, direction)
     G = observed.G[[3, 1]]
     keys = torch.from_numpy(some_keys(*G.shape, 3, np.random.default_rng(0)))
     monkeypatch.setattr(scores, "CHUNK", 2 * G.shape[1] * G.shape[3])  # one query, in parts
@@ -385,7 +388,7 @@ def test_a_module_without_attention_is_told() -> None:
     named = dict(module.named_parameters())
     attends = AttentionModule(twin_of(module, (torch.ones(2, 3),), {}, named), named)
     with pytest.raises(Refused, match=r"Linear: got 0 calls .* expected 1"):
-        moves_of_scores(attends, {"u": {}})
+        moves_of_scores(attends, {})
 
 
 class Gain(torch.autograd.Function):
@@ -459,10 +462,9 @@ def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndar
     none = np.array(0.0)
     sums = AttentionSums(
         samples=samples,
-        precision=1e-16,
         G_G=(G * G).sum(2),
         e=MoveSums((e * G).sum(2), (e * e).sum(2)),
-        errors=RerunErrors(none, none, none),
+        errors=RerunErrors(none, none, none, 1e-16),
         d=MoveSums((d * G).sum(2), (d * d).sum(2)),
         scale=scales_of(D[..., None], G[..., None] != 0),
     )
@@ -555,7 +557,8 @@ def test_parts_of_the_samples_merge_to_the_sums_of_all() -> None:
 
 def test_what_one_part_does_not_know_is_not_known_of_all() -> None:
     sums, _, _ = made_up(3)
-    other = replace(sums, d=None, scale=None, no_scale="why", precision=1e-3)
+    coarse = replace(sums.errors, precision=1e-3)
+    other = replace(sums, d=None, scale=None, no_scale="why", errors=coarse)
     assert sums.scale is not None
     worse = replace(
         sums,
@@ -564,7 +567,7 @@ def test_what_one_part_does_not_know_is_not_known_of_all() -> None:
     )
     whole = merge([sums, other, worse])
     assert whole.d is None and whole.scale is None
-    assert (whole.no_scale, whole.precision, whole.samples) == ("why", 1e-3, 9)
+    assert (whole.no_scale, whole.errors.precision, whole.samples) == ("why", 1e-3, 9)
     assert [float(error) for error in numbers_of(whole.errors)] == [0, 0.5, 0]
     known = merge([sums, worse]).scale
     assert known is not None and known.share == 0.25

@@ -281,8 +281,8 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     attending = {
         "z": tuple(
             AttentionSums(
-                *(1, 1e-7, torch.tensor([[5.0, g]])),
-                *(MoveSums(none, none), RerunErrors(none, none, none)),
+                *(1, torch.tensor([[5.0, g]])),
+                *(MoveSums(none, none), RerunErrors(none, none, none, 1e-7)),
             )
             for g in (6.0, 7.0)
         )

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
@@ -75,8 +76,8 @@ def rate_trials(
         progress("learning rates", len(factors) + 1, len(factors) + 1)
     hurried = factors is not FACTORS or shorter.steps < setup.steps
     return {
-        factor: compared(
-            *(rate_name(factor), found[factor], without, shorter.steps),
+        factor: replace(
+            compared(rate_name(factor), found[factor], without, shorter.steps),
             constant=constant_loss(record),
             hurried=hurried,
         )

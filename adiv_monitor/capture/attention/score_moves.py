@@ -106,13 +106,13 @@ class Reached(NamedTuple):
 
 
 def moves_of_scores(
-    attends: AttentionModule, directions: Mapping[str, Parameters]
-) -> list[tuple[Attention, dict[str, Move]]]:
+    attends: AttentionModule, direction: Parameters
+) -> list[tuple[Attention, Move]]:
     """Every attention call of the module, and how its queries and keys move with the parameters.
 
     Args:
         attends: the module.
-        directions: by name, a change of some parameters: the tangents.
+        direction: a change of some parameters: the tangents.
 
     Raises:
         Refused: the module calls attention less often than it should.
@@ -123,17 +123,14 @@ def moves_of_scores(
     def run(module: nn.Module, call: Callable[[], object]) -> list[dict[str, Any]]:
         return _AttentionCalls(attends.calls).seen(module, call).arguments
 
-    found: list[tuple[Attention, dict[str, Move]]] = []
-    for name, direction in directions.items():
-        with _saying(attends.twin.module):
-            reached, moved = attends.twin.jvp(values, direction, run)
-        if not found:
-            found = [(attention(**each, samples=attends.samples), {}) for each in reached]
-        for (_, moves), of_call in zip(found, moved, strict=True):
-            dq, dk = _of_equal_shape(exact(of_call["query"]), exact(of_call["key"]))
-            if attends.samples is not None:
-                dq, dk = (move.index_select(0, attends.samples) for move in (dq, dk))
-            moves[name] = dq, dk
+    with _saying(attends.twin.module):
+        reached, moved = attends.twin.jvp(values, direction, run)
+    found: list[tuple[Attention, Move]] = []
+    for arguments, of_call in zip(reached, moved, strict=True):
+        dq, dk = _of_equal_shape(exact(of_call["query"]), exact(of_call["key"]))
+        if attends.samples is not None:
+            dq, dk = (move.index_select(0, attends.samples) for move in (dq, dk))
+        found.append((attention(**arguments, samples=attends.samples), (dq, dk)))
     return found
 
 
