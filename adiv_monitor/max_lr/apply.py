@@ -13,7 +13,7 @@ from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.max_lr.exponents import Parametrization
 from adiv_monitor.max_lr.model import ModelNetwork
 from adiv_monitor.max_lr.network import Network
-from adiv_monitor.max_lr.optimizers import UpdateRule, update_rule
+from adiv_monitor.max_lr.optimizers import AnyRule, update_rule
 from adiv_monitor.max_lr.stability import feature_gradient_exponent
 
 
@@ -60,8 +60,8 @@ def parametrize_model(
         The layers, for `optimizer_groups`.
 
     Raises:
-        ValueError: `scale` names no layer, the model has multipliers already, or a layer's weight
-            is made in its forward pass.
+        ValueError: `scale` names no layer, the parametrization is unstable, the model has
+            multipliers already, or a layer's weight is made in its forward pass.
     """
     if any(isinstance(module, Multiplier) for module in model.modules()):
         raise ValueError(
@@ -70,6 +70,8 @@ def parametrize_model(
         )
     layers = Alignment(model, probe).layers
     network = ModelNetwork.of(layers, parametrization, update_rule("adam"))
+    if wrong := network.unstable:
+        raise ValueError(f"parametrize_model(parametrization={parametrization!r}): {wrong}")
     scales = scale if isinstance(scale, Mapping) else dict.fromkeys(network.paths, scale)
     if unknown := scales.keys() - set(network.paths):
         raise ValueError(
@@ -105,7 +107,7 @@ def optimizer_groups(
     model: nn.Module,
     layers: Sequence[AlignedLayer],
     parametrization: str | Parametrization,
-    optimizer: str | UpdateRule | Sequence[float],
+    optimizer: AnyRule,
     *,
     lr: float,
     eps: float | None = None,

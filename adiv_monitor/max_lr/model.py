@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from adiv_monitor.alignment.layers import AlignedLayer
-from adiv_monitor.max_lr.exponents import Exponents, Parametrization, parametrization_named
+from adiv_monitor.max_lr.exponents import (
+    Exponents,
+    Parametrization,
+    parametrization_named,
+    unstable_at_initialisation,
+)
 from adiv_monitor.max_lr.optimizers import UpdateRule
 from adiv_monitor.max_lr.solver import MaxLRSolution, solve_max_lr
 from adiv_monitor.report import AlignmentReading
@@ -66,6 +71,14 @@ class ModelNetwork:
     def paths(self) -> list[str]:
         """What reports call the layers."""
         return [layer.path for layer in self.layers]
+
+    @property
+    def unstable(self) -> str:
+        """Which layer's output blows up or vanishes with width before training; "" if none does."""
+        feeding = {path for layer in self.layers for path in layer.predecessors}
+        sources = [i for i, layer in enumerate(self.layers) if not layer.predecessors]
+        sinks = [i for i, layer in enumerate(self.layers) if layer.path not in feeding]
+        return unstable_at_initialisation(self.a, self.b, sources, sinks)
 
     def solve(self, ratios: Mapping[str, Ratios], **options: Any) -> MaxLRSolution:
         """`solve_max_lr` with these alignments; full alignment where there are none.

@@ -9,7 +9,12 @@ from torch import Tensor, nn, optim
 pytest.importorskip("scipy")
 
 from adiv_monitor.alignment import Alignment, Probe
-from adiv_monitor.max_lr import PARAMETRIZATIONS, optimizer_groups, parametrize_model
+from adiv_monitor.max_lr import (
+    PARAMETRIZATIONS,
+    Parametrization,
+    optimizer_groups,
+    parametrize_model,
+)
 
 H = 0.5
 
@@ -189,6 +194,9 @@ def test_what_does_not_belong_together_is_refused() -> None:
         parametrize_model(model, probe, "ntk")
     with pytest.raises(ValueError, match="'0' trains what Sequential does not hold"):
         optimizer_groups(other, layers, "mup", "adam", lr=0.1)
+    blowing = Parametrization("mine", a=(0, 0, 0), b=(0, 0.2, 0.5))
+    with pytest.raises(ValueError, match=r"layer 1: a \+ b is 0.2, expected 0.5"):
+        parametrize_model(other, probe, blowing)
     for argument in ("gains", "rates"):
         with pytest.raises(ValueError, match=f"{argument}=….*got 'o'"):
             optimizer_groups(model, layers, "mup", "adam", lr=0.1, **{argument: {"o": 2.0}})
