@@ -30,6 +30,7 @@ class Alignment:
 
     Raises:
         AdivError: the forward pass shows no layer.
+        TypeError: it is no probe, or the model can't be called with its batch.
         ValueError: the probe's patterns fit nothing.
 
     Attributes:
@@ -47,6 +48,10 @@ class Alignment:
     """
 
     def __init__(self, model: nn.Module, probe: Probe) -> None:
+        if not isinstance(probe, Probe):
+            raise TypeError(
+                f"Alignment(probe=…): got {type(probe).__name__}, expected a Probe: Probe(batch)"
+            )
         self._model = model
         self._probe = probe
         seen, self.refused = look(model, probe)

@@ -176,7 +176,7 @@ class _Seeing:
         self._weights = Weights(model)
         self._lineage = Lineage(model)
         self._rules = {m: rule for m in paths if isinstance(rule := find_rule(m), Rule)}
-        self._names: dict[tuple[str, str, Strides], str] = {}
+        self._names: dict[object, str] = {}  # by weight, what is done with it, and where in it
 
     # --- modules ---------------------------------------------------------------------------------
 
@@ -384,7 +384,9 @@ class _Seeing:
         elif weight.name == "weight":
             path = weight.path
         assert use.weight is not None
-        key = path, weight.key, Strides.between(use.weight, weight.value)
+        shaped = use.shaped(use.weight.detach())
+        lies = Strides.between(use.weight, weight.value), Strides.between(shaped, weight.value)
+        key = path, weight.key, use.kind, use.form, lies
         if key not in self._names:
             taken, user = set(self._names.values()), f"{path}@{self._running or use.kind}"
             names = (path, user, *(f"{user}#{i}" for i in range(2, len(taken) + 3)))

@@ -1,5 +1,6 @@
 """What is remembered of a model at one point: its weights, and rows of the inputs of its layers."""
 
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from adiv_monitor.alignment.layers import AlignedLayer
 from adiv_monitor.alignment.passes import Entrywise, Found, run_probe
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.alignment.weights import Matrices, Weight
-from adiv_monitor.capture.selection import is_chosen
+from adiv_monitor.capture.selection import inside_wrappers, is_chosen
 from adiv_monitor.capture.weights.shards import is_shard, part_of, peers, sharded_as
 from adiv_monitor.errors import AdivError
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
@@ -174,7 +175,9 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
 
     Raises:
         AdivError: none of the layers is called, or processes compute some together.
+        TypeError: the model takes other arguments than the batch has.
     """
+    _check_arguments(model, probe)
     if peers(model) is not None:
         raise AdivError(
             "Probe: some layers are computed by several processes together (tensor parallelism), "
@@ -228,6 +231,21 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
         for place, (path, layer) in enumerate(layers.items())
     }
     return seen, refused
+
+
+def _check_arguments(model: nn.Module, probe: Probe) -> None:
+    """Before the forward pass, whose own errors are the model's affair."""
+    try:
+        signature = inspect.signature(inside_wrappers(model).forward)
+    except ValueError:  # compiled code has none
+        return
+    try:
+        signature.bind(*probe.arguments[0], **probe.arguments[1])
+    except TypeError as error:
+        raise TypeError(
+            f"Probe(batch=…): {type(inside_wrappers(model)).__name__}.forward{signature} can't be "
+            f"called with it ({error}), expected the model's arguments alone, without targets"
+        ) from None
 
 
 def choose(

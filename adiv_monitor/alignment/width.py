@@ -50,9 +50,14 @@ def measure_widths(
     Args:
         build: (width, seed) → an experiment.
         widths: two at least.
-        steps: how many.
-        seeds: runs per width, from seed 0 on.
+        steps: how many, at least one.
+        seeds: runs per width, from seed 0 on; at least one.
+
+    Raises:
+        ValueError: fewer than that.
     """
+    if wrong := _wrong(widths, steps, seeds):
+        raise ValueError(f"measure_widths: {wrong}")
     runs = []
     for width in widths:
         for seed in range(seeds):
@@ -64,6 +69,14 @@ def measure_widths(
                 readings[step] = {p: r.to_dict() for p, r in alignment.read().items()}
             runs.append(Run(width, readings))
     return runs
+
+
+def _wrong(widths: Sequence[int], steps: int, seeds: int) -> str:
+    """Why there would be nothing to compare; "" if there is."""
+    if len(set(widths)) < 2:
+        return f"got widths {list(widths)}, expected two different ones at least"
+    few = [f"{name} {n}" for name, n in (("steps", steps), ("seeds", seeds)) if n < 1]
+    return f"got {' and '.join(few)}, expected at least 1" if few else ""
 
 
 def runs_of(files: Iterable[tuple[int, Path]]) -> list[Run]:
@@ -135,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if bool(given.build) == bool(given.runs):
         parser.error("expected either module:function or --runs")
+    if given.build and (wrong := _wrong(given.widths, given.steps, given.seeds)):
+        parser.error(wrong)
     if given.runs:
         runs = runs_of(given.runs)
     else:

@@ -1,10 +1,11 @@
 """A parametrization put onto a model: initialisation, multipliers, learning rates per layer."""
 
 from collections.abc import Mapping, Sequence
+from math import isclose
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from adiv_monitor.alignment.instrument import Alignment
@@ -12,25 +13,10 @@ from adiv_monitor.alignment.layers import AlignedLayer, is_matrix
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.max_lr.exponents import Parametrization
 from adiv_monitor.max_lr.model import ModelNetwork
+from adiv_monitor.max_lr.multiplier import Multiplier
 from adiv_monitor.max_lr.network import Network
-from adiv_monitor.max_lr.optimizers import UpdateRule, update_rule
+from adiv_monitor.max_lr.optimizers import AnyRule, update_rule
 from adiv_monitor.max_lr.stability import feature_gradient_exponent
-
-
-class Multiplier(nn.Module):
-    """The weight times a constant, n^(−a)."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """What the layer uses."""
-        return weight * self.factor
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        """What is stored so that the layer uses this."""
-        return weight / self.factor
 
 
 def parametrize_model(
@@ -60,8 +46,9 @@ def parametrize_model(
         The layers, for `optimizer_groups`.
 
     Raises:
-        ValueError: `scale` names no layer, the model has multipliers already, or a layer's weight
-            is made in its forward pass.
+        ValueError: `scale` names no layer, the parametrization is unstable, the model has
+            multipliers already, a layer's weight is made in its forward pass, or one weight of one
+            module needs two multipliers.
     """
     if any(isinstance(module, Multiplier) for module in model.modules()):
         raise ValueError(
@@ -70,6 +57,8 @@ def parametrize_model(
         )
     layers = Alignment(model, probe).layers
     network = ModelNetwork.of(layers, parametrization, update_rule("adam"))
+    if wrong := network.unstable:
+        raise ValueError(f"parametrize_model(parametrization={parametrization!r}): {wrong}")
     scales = scale if isinstance(scale, Mapping) else dict.fromkeys(network.paths, scale)
     if unknown := scales.keys() - set(network.paths):
         raise ValueError(
@@ -85,9 +74,18 @@ def parametrize_model(
             f"parametrization of torch's, or Probe(roles={{{made[0]!r}: 'excluded'}})"
         )
     # A place may be that of several layers: packed projections share a multiplier.
-    places = {(layer.module, layer.name): layer.width**-a for layer, a, _ in chosen if a}
-    for (module, name), factor in places.items():
-        parametrize.register_parametrization(module, name, Multiplier(factor))
+    places: dict[tuple[nn.Module, str], tuple[str, float]] = {}
+    for layer, a, _ in chosen:
+        path, factor = places.setdefault((layer.module, layer.name), (layer.path, layer.width**-a))
+        if not isclose(factor, layer.width**-a):
+            raise ValueError(
+                f"parametrize_model: {path!r} and {layer.path!r} are one weight of one module, "
+                f"which has to be multiplied by {factor:g} and by {layer.width**-a:g}: expected "
+                "the second use in a module of its own (head.weight = embedding.weight)"
+            )
+    for (module, name), (_, factor) in places.items():
+        if factor != 1:
+            parametrize.register_parametrization(module, name, Multiplier(factor))
     begun: set[int] = set()
     for layer, _, b in chosen:
         sigma = scales.get(layer.path, 1.0) * layer.width**-b
@@ -105,7 +103,7 @@ def optimizer_groups(
     model: nn.Module,
     layers: Sequence[AlignedLayer],
     parametrization: str | Parametrization,
-    optimizer: str | UpdateRule | Sequence[float],
+    optimizer: AnyRule,
     *,
     lr: float,
     eps: float | None = None,

@@ -44,12 +44,12 @@ def parametrization_named(given: str | Parametrization) -> Parametrization:
     """
     if isinstance(given, Parametrization):
         return given
-    if given not in PARAMETRIZATIONS:
+    if not isinstance(given, str) or given.lower() not in PARAMETRIZATIONS:
         raise ValueError(
             f"parametrization={given!r}: expected one of {', '.join(map(repr, PARAMETRIZATIONS))}, "
             "or a Parametrization of yours"
         )
-    return PARAMETRIZATIONS[given]
+    return PARAMETRIZATIONS[given.lower()]
 
 
 def unstable_at_initialisation(

@@ -2,10 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isclose
 from typing import Any
 
 from adiv_monitor.alignment.layers import AlignedLayer
-from adiv_monitor.max_lr.exponents import Exponents, Parametrization, parametrization_named
+from adiv_monitor.max_lr.exponents import (
+    Exponents,
+    Parametrization,
+    parametrization_named,
+    unstable_at_initialisation,
+)
+from adiv_monitor.max_lr.multiplier import multiplier_of
 from adiv_monitor.max_lr.optimizers import UpdateRule
 from adiv_monitor.max_lr.solver import MaxLRSolution, solve_max_lr
 from adiv_monitor.report import AlignmentReading
@@ -44,7 +51,8 @@ class ModelNetwork:
         for another b, its multiplier makes up for that: (a + t, b − t) is the same function.
 
         Raises:
-            ValueError: no layer feeds another.
+            ValueError: no layer feeds another, or the layers have multipliers of another
+                parametrization.
         """
         feeding = {path for layer in layers for path in layer.predecessors}
         kept = tuple(x for x in layers if x.predecessors or x.path in feeding)
@@ -60,12 +68,21 @@ class ModelNetwork:
         for first, *others in tied:
             for i in others:
                 a[i], b[i] = a[i] + b[i] - b[first], b[first]
+        _check_multipliers(kept, a, chosen)
         return cls(kept, tuple(a), tuple(b), rule, tied)
 
     @property
     def paths(self) -> list[str]:
         """What reports call the layers."""
         return [layer.path for layer in self.layers]
+
+    @property
+    def unstable(self) -> str:
+        """Which layer's output blows up or vanishes with width before training; "" if none does."""
+        feeding = {path for layer in self.layers for path in layer.predecessors}
+        sources = [i for i, layer in enumerate(self.layers) if not layer.predecessors]
+        sinks = [i for i, layer in enumerate(self.layers) if layer.path not in feeding]
+        return unstable_at_initialisation(self.a, self.b, sources, sinks)
 
     def solve(self, ratios: Mapping[str, Ratios], **options: Any) -> MaxLRSolution:
         """`solve_max_lr` with these alignments; full alignment where there are none.
@@ -94,6 +111,21 @@ class ModelNetwork:
             fixed=[i for i, layer in enumerate(self.layers) if layer.role == "excluded"],
             **options,
         )
+
+
+def _check_multipliers(
+    layers: Sequence[AlignedLayer], a: Sequence[float], chosen: Parametrization
+) -> None:
+    """Where any layer has a multiplier, each has that of this parametrization."""
+    found = [multiplier_of(layer.module, layer.name) for layer in layers]
+    for layer, factor, exponent in zip(layers, found, a, strict=True):
+        expected = 1.0 if layer.role == "excluded" else layer.width**-exponent
+        if any(found) and not isclose(factor or 1.0, expected, rel_tol=1e-6):
+            raise ValueError(
+                f"max_lr: the weight of {layer.path!r} is multiplied by {factor or 1.0:g}, with "
+                f"parametrization={chosen.name!r} expected by {expected:g}: give the "
+                "parametrization that parametrize_model was given"
+            )
 
 
 def ratios_of(readings: Mapping[str, AlignmentReading]) -> dict[str, Ratios]:

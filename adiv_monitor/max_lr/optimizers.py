@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
+
+from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class UpdateRule:
     relative: bool = False
 
 
+AnyRule: TypeAlias = str | UpdateRule | Sequence[float] | Optimizer | type[Optimizer]
+
 SGD = UpdateRule("sgd", from_a=2, follows_gradient=True)  # with momentum too
 ADAM = UpdateRule("adam")  # and all others whose updates have an RMS near 1: sign, Lion, …
 ADAFACTOR = UpdateRule("adafactor", from_b=1, relative=True)
@@ -37,22 +42,48 @@ MUON = UpdateRule("muon", h=(0, 0.5, 0))  # hidden updates of unit spectral norm
 _RULES: Mapping[str, UpdateRule] = MappingProxyType(
     {rule.name: rule for rule in (SGD, ADAM, ADAFACTOR, MUON)}
 )
+_OTHERS = ("AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lion", "AdamW8bit")
+_BY_CLASS: Mapping[str, UpdateRule] = MappingProxyType(
+    {**_RULES, **dict.fromkeys(map(str.lower, _OTHERS), ADAM)}
+)
 
 
-def update_rule(given: str | UpdateRule | Sequence[float]) -> UpdateRule:
-    """An optimizer's rule, by its name or by exponents (embedding, hidden, readout) of its updates.
+def update_rule(given: AnyRule) -> UpdateRule:
+    """An optimizer's rule, by its name, class or instance, or by exponents h of its updates.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of these.
     """
     if isinstance(given, UpdateRule):
         return given
-    if isinstance(given, str):
-        if given in _RULES:
-            return _RULES[given]
-    elif len(given) == 3:
+    if isinstance(given, str) and given.lower() in _BY_CLASS:
+        return _BY_CLASS[given.lower()]
+    if isinstance(given, type) or hasattr(given, "param_groups"):
+        return rule_of(given)
+    if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 3:
         return UpdateRule("updates", h=(float(given[0]), float(given[1]), float(given[2])))
     raise ValueError(
-        f"optimizer={given!r}: expected one of {', '.join(map(repr, _RULES))}, an UpdateRule, or "
-        "three exponents h (embedding, hidden, readout) of updates with an RMS of n^(−c−h)"
+        f"optimizer={given!r}: expected one of {', '.join(map(repr, _RULES))}, an UpdateRule, an "
+        "optimizer, or three exponents h (embedding, hidden, readout) of updates with an RMS of "
+        "n^(−c−h)"
+    )
+
+
+def rule_of(optimizer: object) -> UpdateRule:
+    """The update rule of an optimizer of torch's, of its class, or of one that is named as these.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    for base in kind.__mro__:
+        if base.__name__ == "Muon":
+            groups = getattr(optimizer, "param_groups", ())
+            adjusted = {group.get("adjust_lr_fn") for group in groups}
+            return ADAM if adjusted == {"match_rms_adamw"} else MUON
+        if base.__name__.lower() in _BY_CLASS:
+            return _BY_CLASS[base.__name__.lower()]
+    raise ValueError(
+        f"rule=None: how updates of {kind.__name__} grow with width is not known, "
+        "expected its rule: 'sgd', 'adam', 'adafactor', 'muon', an UpdateRule, or three exponents"
     )

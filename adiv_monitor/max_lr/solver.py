@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from adiv_monitor.max_lr.network import (
     checked_predecessors,
     full_alignment,
 )
-from adiv_monitor.max_lr.optimizers import UpdateRule, update_rule
+from adiv_monitor.max_lr.optimizers import AnyRule, update_rule
 from adiv_monitor.max_lr.program import Outcome, Program, minimise
 from adiv_monitor.max_lr.stability import feature_change, gradient_exponents
 
@@ -35,6 +35,7 @@ Given = float | Sequence[float | None] | None
 # The sum counts first and the largest excess second, in one program: trading one for the other
 # costs far more than this share of the sum at every vertex, so both are what two programs say.
 _TIE_BREAK = 1e-4
+_ROUNDING = 1e-3  # by which a measured alignment may exceed 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class MaxLRSolution:
 
 def solve_max_lr(
     *,
-    optimizer: str | UpdateRule | Sequence[float],
+    optimizer: AnyRule,
     parametrization: str | Parametrization | None = None,
     a: Sequence[float] | None = None,
     b: Sequence[float] | None = None,
@@ -95,7 +96,8 @@ def solve_max_lr(
 
     Args:
         optimizer: "sgd" (momentum too), "adam" (and others with updates of RMS 1), "adafactor",
-            "muon", an `UpdateRule`, or exponents h (embedding, hidden, readout): updates of n^(−h).
+            "muon", an optimizer or its class, an `UpdateRule`, or exponents h (embedding, hidden,
+            readout): updates of n^(−h).
         parametrization: "sp", "ntk", "mup", "mfp", or one of yours; or give `a` and `b`.
         a: exponents of the multipliers n^(−a), one per layer.
         b: exponents of the initial standard deviations n^(−b), one per layer.
@@ -128,6 +130,7 @@ def solve_max_lr(
         >>> solve_max_lr(parametrization="mup", optimizer="adam", layers=3).c
         (0.5, 1.0, 0.5)
     """
+    a, b, alpha, omega, u, weights = map(_plain, (a, b, alpha, omega, u, weights))
     n = _count(layers, a, b, alpha, omega, u, predecessors)
     graph = checked_predecessors(predecessors, n)
     network = Network(
@@ -167,6 +170,10 @@ def _solve(
     kinds = (alignments.alpha, alignments.omega, alignments.u)
     if not all(math.isfinite(values[i]) for values in kinds for i in used):
         return MaxLRSolution((), (), "not finite", message=f"got {alignments}")
+    for name, values in zip(("alpha", "omega", "u"), kinds, strict=True):
+        if above := [i for i in used if values[i] > 1 + _ROUNDING]:
+            why = f"{name} of layer {above[0]} is {values[above[0]]:g}: no alignment is above 1"
+            return MaxLRSolution((), (), "infeasible", message=why)
     c_full, why = _full(replace(network, frozen=frozenset(), fixed=frozenset()))
     if not c_full:
         return MaxLRSolution((), (), "infeasible", message=f"under full alignment: {why}")
@@ -213,6 +220,11 @@ def _full(network: Network) -> tuple[Exponents, str]:
     status, x, message = minimise(program, program.cost((1.0,) * len(network)))
     c = tuple(float(value) + 0.0 for value in np.asarray(x)[: len(network)])
     return (c, "") if status == "optimal" else ((), message)
+
+
+def _plain(given: Any) -> Any:
+    """Numbers of Python's in place of those of numpy or torch."""
+    return given.tolist() if hasattr(given, "tolist") else given
 
 
 def _count(layers: int | None, *given: object) -> int:

@@ -495,6 +495,14 @@ def test_what_a_probe_can_not_be() -> None:
             Probe(**given)
 
 
+def test_what_is_no_probe_of_this_model() -> None:
+    x = torch.randn(4, 20).double()
+    with pytest.raises(TypeError, match=r"got Tensor, expected a Probe: Probe\(batch\)"):
+        Alignment(mlp(), x)
+    with pytest.raises(TypeError, match=r"forward\(input\).*without targets"):
+        Alignment(mlp(), Probe((x, torch.zeros(4))))
+
+
 def test_alignment_grows_by_training_and_stays_below_one() -> None:
     torch.manual_seed(1)
     model = mlp()

@@ -383,6 +383,24 @@ def test_a_weight_that_is_made_at_each_call_is_one_layer() -> None:
     assert alignment.read()["w"].rows == 2 * ROWS
 
 
+def test_a_weight_that_is_looked_up_and_multiplied_is_two_layers() -> None:
+    tokens = torch.arange(ROWS) % 5
+    model = built(
+        lambda m, x: functional.linear(x + m.table(tokens), m.table.weight),
+        table=nn.Embedding(5, WIDTH),
+    )
+    alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
+    kinds = {layer.path: (layer.kind, layer.fan_in, layer.fan_out) for layer in alignment.layers}
+    assert kinds["table"] == ("embedding", 5, WIDTH)
+    assert kinds["table@linear"] == ("linear", WIDTH, 5)
+    both = built(
+        lambda m, x: torch.einsum("bi,ij->bj", torch.einsum("bi,ji->bj", x, m.w), m.w),
+        w=weight(WIDTH, WIDTH),
+    )
+    paths = [layer.path for layer in Alignment(both, Probe(torch.randn(ROWS, 8).double())).layers]
+    assert paths == ["first", "w", "w@linear", "head"]
+
+
 def test_what_can_not_be_measured_is_named_with_the_reason() -> None:
     model = built(
         lambda m, x: m.linear(x) + m.bag(torch.tensor([[1, 2]])),

@@ -119,6 +119,16 @@ def test_the_command_by_a_function_and_by_files(
     for wrong in ([], ["a:b", "--runs", files[0]]):
         with pytest.raises(SystemExit):
             main(wrong)
+    capsys.readouterr()
+    for few, message in (
+        (["--widths", "64"], "got widths [64], expected two"),
+        (["--steps", "0"], "got steps 0, expected at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["my_widths:mup", *few])
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="got seeds 0, expected at least 1"):
+        measure_widths(mup, [64, 128], seeds=0)
 
 
 def test_runs_that_can_not_be_compared() -> None:

@@ -9,7 +9,13 @@ from torch import Tensor, nn, optim
 pytest.importorskip("scipy")
 
 from adiv_monitor.alignment import Alignment, Probe
-from adiv_monitor.max_lr import PARAMETRIZATIONS, optimizer_groups, parametrize_model
+from adiv_monitor.max_lr import (
+    PARAMETRIZATIONS,
+    MaxLRScheduler,
+    Parametrization,
+    optimizer_groups,
+    parametrize_model,
+)
 
 H = 0.5
 
@@ -189,9 +195,39 @@ def test_what_does_not_belong_together_is_refused() -> None:
         parametrize_model(model, probe, "ntk")
     with pytest.raises(ValueError, match="'0' trains what Sequential does not hold"):
         optimizer_groups(other, layers, "mup", "adam", lr=0.1)
+    blowing = Parametrization("mine", a=(0, 0, 0), b=(0, 0.2, 0.5))
+    with pytest.raises(ValueError, match=r"layer 1: a \+ b is 0.2, expected 0.5"):
+        parametrize_model(other, probe, blowing)
     for argument in ("gains", "rates"):
         with pytest.raises(ValueError, match=f"{argument}=….*got 'o'"):
             optimizer_groups(model, layers, "mup", "adam", lr=0.1, **{argument: {"o": 2.0}})
+
+
+def test_multipliers_of_another_parametrization_are_refused() -> None:
+    model, probe = mlp(32), Probe(torch.randn(4, 8))
+    layers = parametrize_model(model, probe, "mup")
+    message = "the weight of '2' is multiplied by 1, with parametrization='mfp' expected by 0.17"
+    roles = {"0": "excluded"}
+    with pytest.raises(ValueError, match=r"the weight of '0' is multiplied by 5\.65"):
+        optimizer_groups(model, layers, "sp", "adam", lr=0.1)
+    with pytest.raises(ValueError, match=r"the weight of '0' is multiplied by 5\.65"):
+        MaxLRScheduler(optim.Adam(model.parameters()), model, probe)  # "sp" by default
+    MaxLRScheduler(optim.Adam(model.parameters()), model, probe, parametrization="mup")
+    other = mlp(32)
+    parametrize_model(other, Probe(probe.batch, roles=roles), "mup")
+    with pytest.raises(ValueError, match=message):
+        layers = Alignment(other, Probe(probe.batch, roles=roles)).layers
+        optimizer_groups(other, layers, "mfp", "adam", lr=0.1)
+
+
+class TiedByFunction(Tied):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.linear(self.norm(self.embed(tokens)), self.embed.weight)
+
+
+def test_one_weight_of_one_module_has_one_multiplier() -> None:
+    with pytest.raises(ValueError, match="'embed' and 'embed@linear' are one weight of one module"):
+        parametrize_model(TiedByFunction(), Probe(torch.randint(50, (6, 5))), "mup")
 
 
 def test_a_weight_that_the_forward_pass_makes_can_not_be_initialised() -> None:

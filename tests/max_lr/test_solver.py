@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("scipy")
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -477,7 +478,10 @@ def test_optimal_or_a_reason() -> None:
     assert status(alpha=float("nan")) == "not finite"
     assert status(alpha=(float("nan"), 1, 1)) == "optimal"  # an embedding's is never used
     assert status(alpha=15.0, objective="sum") == "infeasible"
-    assert status(alpha=1.2) == "infeasible"  # no layer may be slowed
+    assert status(alpha=1.2) == "infeasible"
+    assert status(alpha=(1.2, 1, 1)) == "optimal"
+    why = solve_max_lr(parametrization="sp", optimizer="adam", u=(1, 1, 1.2), objective="sum")
+    assert why.message == "u of layer 2 is 1.2: no alignment is above 1"
     ab = {"parametrization": None, "a": (0, 0, 0)}
     assert status(**ab, b=(0, H, 0.4)) == "unstable at initialisation"
     assert status(**ab, b=(0.1, H, H)) == "unstable at initialisation"
@@ -507,6 +511,21 @@ WRONG = [
 def test_what_can_not_be_meant_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         solve_max_lr(**{"parametrization": "sp", "optimizer": "adam", **given})
+
+
+def test_what_is_meant_is_understood() -> None:
+    expected = solve_max_lr(parametrization="mup", optimizer="adam", alpha=(0.5, 0.8, 0.6))
+    for name, optimizer in (
+        *(("muP", "AdamW"), ("MUP", torch.optim.Adam), ("mup", "Lion")),
+        ("mup", torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])),
+    ):
+        for alpha in (np.array([0.5, 0.8, 0.6]), torch.tensor([0.5, 0.8, 0.6]).double()):
+            found = solve_max_lr(parametrization=name, optimizer=optimizer, alpha=alpha)
+            assert found.c == expected.c
+    one = solve_max_lr(parametrization="mup", optimizer="adam", layers=3, alpha=np.float32(0.5))
+    assert one.status == "optimal"
+    with pytest.raises(ValueError, match="LBFGS grow with width is not known"):
+        solve_max_lr(parametrization="mup", optimizer=torch.optim.LBFGS, layers=3)
 
 
 def test_gradient_exponents_are_those_of_every_optimizer() -> None:

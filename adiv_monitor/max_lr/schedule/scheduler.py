@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -16,10 +16,10 @@ from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.hook import Hook
 from adiv_monitor.max_lr.exponents import Parametrization
 from adiv_monitor.max_lr.model import ModelNetwork, Ratios, ratios_of
-from adiv_monitor.max_lr.optimizers import UpdateRule, update_rule
+from adiv_monitor.max_lr.optimizers import AnyRule, rule_of, update_rule
 from adiv_monitor.max_lr.schedule.gains import Smoothing, all_finite, clipped, factors, usable
 from adiv_monitor.max_lr.schedule.safety import LossWatch
-from adiv_monitor.max_lr.schedule.steps import ScaledSteps, rule_of
+from adiv_monitor.max_lr.schedule.steps import ScaledSteps
 from adiv_monitor.max_lr.solver import Objective, Status
 from adiv_monitor.printable import printable
 from adiv_monitor.report import AlignmentReading
@@ -102,7 +102,7 @@ class MaxLRScheduler:
         *,
         mode: Mode = "monitor",
         parametrization: str | Parametrization = "sp",
-        rule: str | UpdateRule | Sequence[float] | None = None,
+        rule: AnyRule | None = None,
         every_n_steps: int = 25,
         warm_up: int = 100,
         freeze_at: int | None = None,

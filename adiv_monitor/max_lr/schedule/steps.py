@@ -7,37 +7,10 @@ from weakref import WeakValueDictionary
 from torch import optim
 from torch.optim import Optimizer
 
-from adiv_monitor.max_lr.optimizers import ADAFACTOR, ADAM, MUON, SGD, UpdateRule
-
 Group = dict[str, Any]
 _OURS = ("params", "lr", "weight_decay")
-_BY_CLASS: Mapping[str, UpdateRule] = {
-    **dict.fromkeys(("SGD",), SGD),
-    **dict.fromkeys(
-        ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lion", "AdamW8bit"), ADAM
-    ),
-    "Adafactor": ADAFACTOR,
-}
 # Their weight decay is part of the gradient, and so no longer rate × decay after normalising.
 _COUPLED = (optim.Adam, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop)
-
-
-def rule_of(optimizer: Optimizer) -> UpdateRule:
-    """The update rule of an optimizer of torch's, or of one that is named as these are.
-
-    Raises:
-        ValueError: it is not known.
-    """
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in _BY_CLASS:
-            return _BY_CLASS[kind.__name__]
-        if kind.__name__ == "Muon":
-            adjusted = {group.get("adjust_lr_fn") for group in optimizer.param_groups}
-            return ADAM if adjusted == {"match_rms_adamw"} else MUON
-    raise ValueError(
-        f"rule=None: how updates of {type(optimizer).__name__} grow with width is not known, "
-        "expected its rule: 'sgd', 'adam', 'adafactor', 'muon', an UpdateRule, or three exponents"
-    )
 
 
 # By id of an optimizer, what scales its steps, as long as that is neither closed nor gone.
