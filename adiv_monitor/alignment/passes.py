@@ -85,13 +85,18 @@ def _evaluating(modules: list[nn.Module]) -> None:
 def _watching(model: nn.Module, found: Callable[[Found], None]) -> Iterator["_Watch"]:
     watch = _Watch(weights_of(model), found)
     handles: list[RemovableHandle] = []
+
+    def take_off() -> None:
+        for handle in handles:
+            handle.remove()
+
     try:
         for path, module in named_modules(model):
             handles += watch.follow(path, module)
         yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
+        take_off()
+    finally:  # again, where that was interrupted
+        take_off()
 
 
 class _Watch(TorchFunctionMode):
