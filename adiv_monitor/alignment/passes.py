@@ -138,7 +138,8 @@ def _seeing(
     try:
         forwards.watch(seeing)
         yield seeing
-    finally:
+        forwards.remove()
+    finally:  # again, where that was interrupted
         forwards.remove()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 T = TypeVar("T")
 Parameters = Mapping[str, Tensor]
@@ -59,9 +59,7 @@ def jvp_by_gradients(
             name: p.detach().requires_grad_(name in tangents) for name, p in parameters.items()
         }
         found = function(leaves)
-        made: dict[int, Tensor] = {}
-        tree_map_only(Tensor, lambda x: made.setdefault(id(x), x), found)
-        reached = [x for x in made.values() if x.requires_grad]
+        reached = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.requires_grad]
         precision = max([precision, *(torch.finfo(x.dtype).eps for x in reached)])
         moving = [leaves[name] for name in tangents]
         moves = pushed_forward(reached, moving, [*tangents.values()], precision)

@@ -168,10 +168,10 @@ def is_rerun() -> bool:
     return _rerun.under_way
 
 
-def devices_of(modules: Iterable[nn.Module]) -> list[torch.device]:
-    """Those on which the modules may draw random numbers, besides the host."""
+def devices_of(modules: Iterable[nn.Module]) -> set[torch.device]:
+    """Those on which the modules may draw random numbers: the host, and where their tensors are."""
     held = {x.device for m in modules for x in (*m.parameters(), *m.buffers())}
-    return [device for device in held if device.type not in ("cpu", "meta")]
+    return {torch.device("cpu"), *(device for device in held if device.type != "meta")}
 
 
 def is_plain(tensor: Tensor) -> bool:

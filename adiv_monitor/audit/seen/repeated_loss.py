@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from adiv_monitor.audit.training.batches import copied
@@ -23,8 +22,7 @@ class RepeatedLoss:
         own = fork.loss.modules() if isinstance(fork.loss, nn.Module) else ()
         self._modules = list(dict.fromkeys((*fork.model.modules(), *own)))
         self._devices = devices_of(self._modules)
-        random = Randomness({torch.device("cpu"), *self._devices}, self._modules)
-        self._begin = Surroundings(random, self._modules)
+        self._begin = Surroundings(Randomness(self._devices, self._modules), self._modules)
 
     def of(self, batch: Any) -> float:
         """The loss of a batch, with the weights that the model has now."""

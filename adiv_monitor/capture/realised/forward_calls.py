@@ -148,7 +148,7 @@ class ForwardCalls:
     Attributes:
         modules: all that may run in them.
         parameters: ids of those that the step may change.
-        devices: those on which the modules may draw random numbers, besides the host.
+        devices: those on which the modules may draw random numbers.
         fail: called with the exception if noting fails; no more is noted then.
         calls: those noted.
         refusal: why they can't be run again.
@@ -214,7 +214,7 @@ class ForwardCalls:
         """
         leaves, structure = tree_flatten((args, kwargs))
         inputs = [self._input(x, module) if isinstance(x, Tensor) else x for x in leaves]
-        random = Randomness({torch.device("cpu"), *self.devices}, self.modules)
+        random = Randomness(self.devices, self.modules)
         surroundings = Surroundings(random, self.modules, self._buffers)
         self.calls.append(ForwardCall(module, inputs, structure, surroundings))
         self._running.call = len(self.calls) - 1

@@ -174,15 +174,11 @@ class Leftovers:
                 "processes, since it may wait for the others; register_features can teach the "
                 "monitor its class"
             )
-        reason = ""
+        reason, surroundings = "", Surroundings(began.random)
         for elements, own in _choices(rows, began.random.is_still(began.random.now())):
             try:
-                args, kwargs = mapped(arguments, partial(_held, elements, rows.shape[0]), _copied)
-                twin = Twin(
-                    *(module, (args, kwargs), Surroundings(began.random)),
-                    written=began.written,
-                    own=self._before,
-                )
+                held = mapped(arguments, partial(_held, elements, rows.shape[0]), _copied)
+                twin = Twin(module, held, surroundings, began.written, self._before)
                 run = partial(_run, twin, names, outputs, own)
                 again, _ = run(tried)
             except Exception as error:
