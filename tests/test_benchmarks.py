@@ -25,8 +25,8 @@ from uses import Uses
 @pytest.mark.parametrize(
     "script",
     [
-        *(host, launches, mode, monitor, rows),
-        *(pytest.param(script, marks=pytest.mark.slow) for script in (peers, pictures)),
+        *(host, mode, monitor, rows),
+        *(pytest.param(script, marks=pytest.mark.slow) for script in (launches, peers, pictures)),
     ],
     ids=lambda script: script.__name__,
 )

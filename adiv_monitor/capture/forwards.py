@@ -156,8 +156,9 @@ class Forwards:
 
     The mode is on from the beginning of the outermost module's forward to its end, in each thread,
     so that it nests as forwards do, and re-entrant checkpointing is seen too. It is off where no
-    gradients are recorded, and inside modules that are not trained: some of torch's modules choose
-    another way, with other roundings, while a mode is on and nothing asks for gradients.
+    gradients are recorded (but for repetitions), and inside modules that are not trained: some of
+    torch's modules choose another way, with other roundings, while a mode is on and nothing asks
+    for gradients.
 
     Args:
         modules: the modules that hold what is trained, be it further below.
@@ -404,7 +405,7 @@ class Forwards:
             running.plain = None
 
     def _may_begin(self, args: tuple[Any, ...]) -> bool:
-        return self._active and torch.is_grad_enabled() and trains(args)
+        return self._active and (self._repeated or torch.is_grad_enabled()) and trains(args)
 
     def _hands_over(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Let a successor follow the forward pass that begins, if this one is not to; is it so?"""

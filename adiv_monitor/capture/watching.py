@@ -35,7 +35,7 @@ from adiv_monitor.rerun.randomness import Randomness
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
 _ATTRIBUTES = ("__get__", "__set__")
 # These are Python, and use parameters in the functions that they call.
-_OPENED = ("multi_head_attention_forward",)
+OPENED = ("multi_head_attention_forward",)
 
 
 class Watching:
@@ -280,7 +280,7 @@ class Watching:
         """Call a function that takes what is trained, and maybe data, which is of the batch."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
         gradients = self._looks_for_uses()
-        if gradients and name in _OPENED:
+        if gradients and name in OPENED:
             self._is_special()
             return self._forwards.opened(to_call)
         if gradients and function in RECURRENT:

@@ -15,6 +15,7 @@ from adiv_monitor.diagnosis.rules import (
     numbers,
     optimizer,
     rates,
+    samples,
     states,
     targets,
     units,
@@ -34,6 +35,9 @@ RULES: tuple[Rule, ...] = (
     code.rounded_away,
     code.gradient_hooks,
     code.left_in_eval,
+    samples.samples_mixed,
+    samples.reshape_scrambles,
+    samples.gradient_cut,
     targets.future_leak,
     targets.broadcast_loss,
     targets.no_log,
@@ -83,6 +87,7 @@ CAUSES = frozenset(
         *("not-held", "hidden-parameters", "unreached", "rate-zero", "rounded-away"),
         *("gradient-hooks", "left-in-eval", "double-softmax", "activated-logits"),
         *("future-leak", "broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
+        *("samples-mixed", "reshape-scrambles", "gradient-cut"),
         *("targets-out-of-range", "target-is-input", "unbounded-loss"),
     }
 )
@@ -113,7 +118,7 @@ def _behind(finding: Finding) -> Finding:
     return replace(finding, strength=strength, advice=FIRST_THAT, not_advised="", against=())
 
 
-def _explained(findings: Sequence[Finding]) -> list[Finding]:
+def explained(findings: Sequence[Finding]) -> list[Finding]:
     """The findings, where a cause says what it explains, and what follows gives no other advice.
 
     That one batch can't be overfitted stands behind everything that there is to act on.
@@ -145,7 +150,7 @@ def diagnose(record: Record) -> tuple[Finding, ...]:
     findings += states.outside_healthy(record, findings)
     if not record.is_audited:
         findings = [_behind_its_cause(finding, findings) for finding in findings]
-    findings = _explained(findings)
+    findings = explained(findings)
     said = [unrefuted(finding, record.rates.values()) for finding in findings]
 
     def order(finding: Finding) -> tuple[int, bool]:

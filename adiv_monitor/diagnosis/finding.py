@@ -26,6 +26,9 @@ IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
         "batch-norm-starved": 1.0,
         "dropout-too-high": 0.5,
         "targets-out-of-range": 1.0,
+        "samples-mixed": 1.0,
+        "reshape-scrambles": 1.0,
+        "gradient-cut": 0.95,
     }
 )
 # Learning rates below and above the run's own, by the names of their trials.

@@ -201,10 +201,26 @@ def rows_of_maps(
         dtype: of its output.
         random: see `unroll`.
     """
+    return {linear.name: linear.by_time(linear.z) for linear in _forward(call, dtype, random)}
+
+
+@torch.no_grad()
+def inputs_of_maps(call: RecurrentCall, dtype: torch.dtype) -> dict[str, Tensor]:
+    """By name, the inputs of all rows of every linear map in a call that draws no numbers.
+
+    Args:
+        call: the call.
+        dtype: of its output.
+    """
+    return {linear.name: linear.by_time(linear.inputs) for linear in _forward(call, dtype, None)}
+
+
+def _forward(
+    call: RecurrentCall, dtype: torch.dtype, random: Randomness | None
+) -> "list[_OpenMap]":
     masks = _masks(call, dtype, random)
     with torch.autocast(call.input.device.type, enabled=False):
-        maps, _ = _run(call, masks)
-    return {linear.name: linear.by_time(linear.z) for linear in maps}
+        return _run(call, masks)[0]
 
 
 def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """From the device to the host: everything of a step at once."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
@@ -77,8 +78,10 @@ def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
 def _fetched(tensors: Sequence[Tensor]) -> list[Array]:
     """Float64 arrays of the same shapes, by one transfer from each device."""
     arrays: list[Array] = [np.empty(0)] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        by_device[tensor.device].append(i)
+    for places in by_device.values():
         packed, end = _packed([tensors[i] for i in places]), 0
         for i in places:
             shape = tensors[i].shape

@@ -55,7 +55,7 @@ def test_every_rule_bears_an_empty_record() -> None:
 def probed(name: str, losses: tuple[float, ...] = WELL, **numbers: float) -> Record:
     """A run of which a probe found one thing."""
     words = {"dtype": "bfloat16", "of": "(64, 1)", "and": "(64,)", "function": "softmax"}
-    words |= {"shape": "(64, 1)", "low": "0", "high": "inf"}
+    words |= {"shape": "(64, 1)", "low": "0", "high": "inf", "to": "(1, 64)"}
     return record(probed={name: Probed((Fact("a", numbers, words),))}, losses=losses)
 
 
@@ -94,6 +94,8 @@ HITS = {
     "rate-zero": probed("rate-zero", share=0.5, initial_lr=0.0),
     "rounded-away": probed("rounded-away", share=0.8, losses=STILL),
     "gradient-hooks": probed("gradient-hooks", ratio=0.001, cosine=1.0, losses=STILL),
+    "samples-mixed": probed("samples-mixed", share=0.9, independent=0.1, losses=STILL),
+    "reshape-scrambles": probed("reshape-scrambles", permutes=1.0, losses=STILL),
     "broadcast-loss": probed("broadcast-loss", times=64.0),
     "no-log": probed("no-log"),
     "softmax-of-one": probed("softmax-of-one"),
@@ -143,6 +145,7 @@ NEAR_MISSES = {
     "unbounded-loss": record(losses=tuple(2 - 1e3 * (i / 39) ** 0.5 for i in range(STEPS))),
     "rounded-away": probed("rounded-away", share=0.45),
     "targets-out-of-range": probed("targets-out-of-range", share=0.005),
+    "gradient-cut": probed("gradient-cut", cosine=0.995),
     "gradient-hooks": probed("gradient-hooks", ratio=0.2, cosine=0.95),
 }
 

@@ -17,12 +17,14 @@ from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.seen.probes import PROBES, asked
+from adiv_monitor.audit.seen.probes.reshape_scrambles import is_cut_across, permuted
 from adiv_monitor.audit.seen.wiring import input_matters
 from adiv_monitor.audit.training.schedulers import lifted
+from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.diagnosis import diagnose
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.record import Probed, Record
 
 STEPS = 16
 BY_PROBES = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in PROBES]
@@ -78,6 +80,119 @@ def test_a_probe_that_fails_can_not_tell() -> None:
     told = asked(of, of.fork())
     assert told["dropout-too-high"].untold == "RuntimeError: no such batch"
     assert not any(probed.facts for probed in told.values())
+
+
+# Samples and axes
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "across"),
+    [((8, 4, 5, 3), (8, 3, 4, 5), True), ((8, 6, 12), (8, 3, 6, 4), True),
+     ((8, 3, 6, 4), (8, 6, 12), True), ((8, 6, 12), (8, 12, 6), True), ((8, 12), (12, 8), True),
+     ((8, 6, 12), (8, 6, 3, 4), False), ((8, 6, 12), (48, 12), False),
+     ((8, 3, 32, 32), (8, 3, 8, 4, 8, 4), False), ((2, 4, 4, 7, 7, 9), (32, 49, 9), False),
+     ((16, 1, 5), (16, 5), False), ((8, 6, 12), (8, 72), False), ((8, 1, 6), (8, 6, 1), False)],
+)  # fmt: skip
+def test_a_reshape_cuts_across_axes_or_splits_and_joins_them(
+    before: tuple[int, ...], after: tuple[int, ...], across: bool
+) -> None:
+    assert is_cut_across(before, after) is across
+    if (
+        across
+        and (found := permuted(torch.arange(float(math.prod(before))).reshape(before), after))
+        is not None
+    ):
+        assert tuple(found.shape) == after
+
+
+class Twins(nn.Module):
+    """Two views, one of which is held still, and a predictor of the one from the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.predict = nn.Linear(12, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.body(x), self.body(x.flip(1))
+        return -torch.cosine_similarity(self.predict(one), other.detach()).mean()
+
+
+class StraightThrough(nn.Module):
+    """Rounds, and passes the gradient on as if it had not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(12, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encode(x)
+        return self.decode(z + (z.round() - z).detach())
+
+
+class Taught(nn.Module):
+    """A teacher that gets no gradient, whose outputs are the targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.student = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+        return (self.student(x) - target).square().mean()
+
+
+def of_output(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "of"), [(Twins, of_output), (StraightThrough, loss), (Taught, of_output)]
+)
+def test_gradients_that_are_stopped_on_purpose_are_left_alone(model: Any, of: Any) -> None:
+    assert not asked_one("gradient-cut", setup(model=model(), loss=of)).facts
+
+
+def asked_one(name: str, of: Setup) -> Probed:
+    return PROBES[name](of, of.fork())
+
+
+def test_samples_may_lie_along_the_second_axis() -> None:
+    """Then the outputs at later times change with the first ones: that is no fault."""
+    x = torch.randn(7, 5, 12)
+
+    class Times(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.head = nn.GRU(12, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.gru(x)[0])
+
+    def by_place(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    of = setup(model=Times(), loss=by_place, batches=((x, torch.randint(3, (7, 5))),))
+    told = asked_one("samples-mixed", of)
+    assert not told.facts and "second axis" in told.untold
+
+
+def test_outputs_of_pairs_can_not_be_told_to_mix_samples() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) @ self.layer(x.flip(1)).T
+
+    def contrastive(model: nn.Module, batch: Any) -> Tensor:
+        z = model(batch[0])
+        return nn.functional.cross_entropy(z, torch.arange(len(z)))
+
+    told = asked_one("samples-mixed", setup(model=Pairs(), loss=contrastive))
+    assert not told.facts and "pairs" in told.untold
 
 
 # Learning rates

@@ -149,6 +149,20 @@ def out_of_range(share: float) -> Record:
     return probed("targets-out-of-range", fact)
 
 
+def mixed(**words: str) -> Record:
+    fact = Fact("gru in 'a'", {"share": 0.9, "independent": 0.1}, words)
+    return probed("samples-mixed", fact)
+
+
+def scrambled(permutes: float, times: int = 1) -> Record:
+    words = {"of": "(8, 4, 4, 3)", "to": "(8, 3, 4, 4)"}
+    return probed("reshape-scrambles", *[Fact("view", {"permutes": permutes}, words)] * times)
+
+
+def cut(cosine: float) -> Record:
+    return probed("gradient-cut", Fact("detach in 'a'", {"cosine": cosine}))
+
+
 BROADCAST = probed(
     "broadcast-loss", Fact("sub (loss.py:3)", {"times": 64.0}, {"of": "(64, 1)", "and": "(64,)"})
 )
@@ -358,6 +372,25 @@ ROWS: list[Row] = [
         "loss is 2 with it, 1 without", dropped(2.0), record()),
     Row("dropout-too-high", "a rate of 0.1: the argument is the share to drop, not to keep",
         dropped(2.0), record()),
+    Row("samples-mixed", "What the model predicts for one sample changes when another sample's "
+        "input does (90% of the outputs); it begins in gru in 'a'", mixed(), record()),
+    Row("samples-mixed", "set batch_first=True, or put the samples along the second axis",
+        mixed(batch_first="False"), mixed()),
+    Row("samples-mixed", "look there for a mean, a softmax, attention or a reshape over axis 0",
+        mixed(), record()),
+    Row("samples-mixed", "Another learning rate leaves samples mixed", mixed(),
+        replace(mixed(), rates=LOW)),
+    Row("reshape-scrambles", "view makes (8, 3, 4, 4) of (8, 4, 4, 3): its cuts fall across the "
+        "axes, so that entries of several places and channels come to lie in one. So do 1 more.",
+        scrambled(1.0, 2), scrambled(1.0)),
+    Row("reshape-scrambles", "of several places come to lie in one; where that is a shift, it may "
+        "be meant", scrambled(0.0), scrambled(1.0)),
+    Row("reshape-scrambles", "exchange axes by permute or transpose; a view or reshape only "
+        "splits and joins neighbours", scrambled(1.0), record()),
+    Row("gradient-cut", "The gradient is cut in front of parameters that the loss depends on: "
+        "detach in 'a'. What lies before them learns nothing by that way", cut(0.5), cut(0.995)),
+    Row("gradient-cut", "take off the detach(), .data or torch.no_grad() there, unless it is meant",
+        cut(0.5), cut(0.995)),
     Row("broadcast-loss", "sub (loss.py:3) takes (64, 1) and (64,) for one another: broadcast, "
         "each output is compared with the targets of all samples, and the best that it can give is "
         "their mean", BROADCAST, record()),

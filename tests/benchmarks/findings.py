@@ -36,6 +36,7 @@ from adiv_monitor.diagnosis.rules import (
     interference,
     optimizer,
     rates,
+    samples,
     targets,
     units,
     wiring,
@@ -163,6 +164,70 @@ def tokens(moved: int, both_ways: bool) -> Setup:
     torch.manual_seed(0)
     adam = partial(torch.optim.Adam, lr=0.01)
     return Setup(Reader(both_ways), lambda m: adam(m.parameters()), loss, batches, 60)
+
+
+class Rows(nn.Module):
+    """Reads images row by row, and answers by the last output."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(8, 48, batch_first=batch_first), nn.Linear(48, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x.reshape(-1, 8, 8))[0][:, -1])
+
+
+class Channels(nn.Module):
+    """Convolves images whose channels come last: the image, and its mirror image."""
+
+    def __init__(self, scrambled: bool) -> None:
+        super().__init__()
+        self.scrambled = scrambled
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()),
+            nn.Linear(256, 10),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.reshape(-1, 8, 8)
+        x = torch.stack([image, image.flip(2)], -1)
+        return self.layers(x.reshape(-1, 2, 8, 8) if self.scrambled else x.permute(0, 3, 1, 2))
+
+
+class Recurrence(nn.Module):
+    """Reads images row by row in a loop of its own."""
+
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        self.cut, self.cell, self.head = cut, nn.GRUCell(8, 48), nn.Linear(48, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 48)
+        for row in x.reshape(-1, 8, 8).unbind(1):
+            h = self.cell(row, h.detach() if self.cut else h)
+        return self.head(h)
+
+
+def with_adam(model: nn.Module) -> Setup:
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=0.01)
+
+    return replace(HEALTHY.setup(), model=model, optimizer=adam)
+
+
+def by_rows(batch_first: bool) -> Setup:
+    torch.manual_seed(0)
+    return with_adam(Rows(batch_first))
+
+
+def by_channels(scrambled: bool) -> Setup:
+    torch.manual_seed(0)
+    return with_adam(Channels(scrambled))
+
+
+def recurrent(cut: bool) -> Setup:
+    torch.manual_seed(0)
+    return with_adam(Recurrence(cut))
 
 
 class Listed(nn.Module):
@@ -420,6 +485,27 @@ PICTURES: dict[str, Picture] = {
         {"change of outputs with later inputs": of_fact("future-leak", "change")},
         None,
         lambda: tokens(moved=1, both_ways=False),
+    ),
+    "samples-mixed": Picture(
+        "a GRU reads images row by row, without batch_first=True",
+        lambda: by_rows(batch_first=False),
+        {},
+        None,
+        lambda: by_rows(batch_first=True),
+    ),
+    "reshape-scrambles": Picture(
+        "images (64, 8, 8, 2) become (64, 2, 8, 8) by a view; the healthy one's by a permute",
+        lambda: by_channels(scrambled=True),
+        {},
+        None,
+        lambda: by_channels(scrambled=False),
+    ),
+    "gradient-cut": Picture(
+        "the state of a recurrence by hand is detached at each step",
+        lambda: recurrent(cut=True),
+        {"cosine with the gradient without the cut": of_fact("gradient-cut", "cosine")},
+        (samples, ("TURNED",)),
+        lambda: recurrent(cut=False),
     ),
     "unbounded-loss": Picture(
         "a penalty on the outputs' squares, subtracted",

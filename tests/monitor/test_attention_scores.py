@@ -1,6 +1,6 @@
 """Scores of attention, their gradients, what a step does to them: against slow references."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -389,6 +389,43 @@ def test_a_module_without_attention_is_told() -> None:
     attends = AttentionModule(twin_of(module, (torch.ones(2, 3),), {}, named), named)
     with pytest.raises(Refused, match=r"Linear: got 0 calls .* expected 1"):
         moves_of_scores(attends, {})
+
+
+class Gain(torch.autograd.Function):
+    """3x, without a forward-mode derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 3 * gradient
+
+
+def test_functions_before_the_scores_need_no_forward_mode_derivative() -> None:
+    class Own(nn.Module):
+        def __init__(self, gain: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.q, self.k, self.gain = nn.Linear(4, 4), nn.Linear(4, 4), gain
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = self.gain(self.q(x)), self.k(x)
+            return functional.scaled_dot_product_attention(q[:, None], k[:, None], x[:, None])
+
+    x = tensors((2, 3, 4))[0]
+    plain, custom = Own(lambda q: 3 * q).double(), Own(Gain.apply).double()
+    custom.load_state_dict(plain.state_dict())
+    named, other = dict(plain.named_parameters()), dict(custom.named_parameters())
+    directions = {"u": {"q.weight": named["q.weight"].detach().cos()}}
+    [(call, moves)], [(same, others)] = (
+        moves_of_scores(AttentionModule(twin_of(m, (x,), {}, p), p), directions)
+        for m, p in ((plain, named), (custom, other))
+    )
+    assert torch.equal(call.query, same.query)
+    change = call.change(moves["u"])
+    assert change.abs().max() > 0
+    torch.testing.assert_close(same.change(others["u"]), change, rtol=1e-12, atol=1e-14)
 
 
 def test_some_keys_are_all_scores_alike_and_no_key_twice() -> None:

@@ -234,6 +234,7 @@ def colours(classes: int, per_class: int, side: int) -> tuple[np.ndarray, np.nda
     return (noise + labels[:, None, None, None] * 200 // classes).astype(np.uint8), labels
 
 
+@pytest.mark.slow
 def test_cifar10(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """CIFAR-10's own files, two images per class; torchvision checks their md5 sums as ever."""
     folder = tmp_path / "data" / "cifar-10-batches-py"
@@ -276,6 +277,7 @@ def pictures(root: Path, *classes: str) -> None:
         Image.fromarray(image[: 40 - index]).save(folder / f"{index}.jpg")
 
 
+@pytest.mark.slow
 def test_image_folder(tmp_path: Path) -> None:
     for part in ("train", "test"):
         pictures(tmp_path / "pictures" / part, "cat", "dog", "emu")

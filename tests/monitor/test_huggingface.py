@@ -681,6 +681,7 @@ def follow_together(rank: int, folder: str) -> None:
     torch.save({**found, **written}, Path(folder) / f"{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs the gloo backend")
 def test_processes_follow_the_first_which_alone_writes(tmp_path: Path) -> None:
     run_in(WORLD, follow_together, str(tmp_path))

@@ -906,6 +906,7 @@ def test_two_callbacks_share_a_trainer() -> None:
 # Which Lightning is there
 
 
+@pytest.mark.slow
 def test_the_callback_may_be_imported_before_either_lightning() -> None:
     code = """
 from adiv_monitor.lightning import DivergenceCallback

@@ -208,7 +208,6 @@ def trained(
     return monitor.latest
 
 
-@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bias", [False, True])
@@ -443,7 +442,6 @@ LOOPS = [
 ]
 
 
-@pytest.mark.slow(one_in=7)
 @pytest.mark.parametrize("max_rows", [None, 5])
 @pytest.mark.parametrize("course", LOOPS)
 @pytest.mark.parametrize("kind", ["lstm", "gru", "lstm-cell"])

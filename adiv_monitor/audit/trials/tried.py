@@ -11,6 +11,7 @@ from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
 from adiv_monitor.audit.trials.mends.rates import rate_name
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import plain_losses
+from adiv_monitor.diagnosis.diagnose import CAUSES, explained
 from adiv_monitor.diagnosis.finding import (
     IF_A_FIX_HELPS,
     NO_TIME,
@@ -85,6 +86,13 @@ def tried(
     ]
     trials = [each.trial for finding in judged for each in finding.advice if each.trial is not None]
     said = [unrefuted(finding, (*record.rates.values(), *trials)) for finding in judged]
+    raised = {
+        after.name
+        for before, after in zip(findings, judged, strict=True)
+        if (before.strength, after.strength) == ("watch", "act") and after.name in CAUSES
+    }
+    if raised:  # what follows from a cause stands behind it
+        said = explained(sorted(said, key=lambda finding: finding.name not in raised))
     return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))
 
 

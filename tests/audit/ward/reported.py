@@ -295,9 +295,146 @@ def both_ways(run: Run) -> None:
     recurrent.lstm = nn.LSTM(width, width // 2, batch_first=True, bidirectional=True)
 
 
+class Rows(nn.Module):
+    """A GRU's last output; an image's rows are its steps."""
+
+    def __init__(self, batch_first: bool = True) -> None:
+        super().__init__()
+        self.gru = nn.GRU(8, 32, batch_first=batch_first)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.gru(images.reshape(-1, 8, 8))[0][:, -1]
+
+
+class Pixels(nn.Module):
+    """Images as (samples, height, width, channels), which convolutions want otherwise."""
+
+    def __init__(self, scrambled: bool = False) -> None:
+        super().__init__()
+        self.scrambled = scrambled
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, h, w, c = x.shape
+        return x.reshape(b, c, h, w) if self.scrambled else x.permute(0, 3, 1, 2)
+
+
+class Heads(nn.Module):
+    """Attention of two heads, which a view makes of the width, or rather of places and width."""
+
+    def __init__(self, width: int, scrambled: bool = False) -> None:
+        super().__init__()
+        self.scrambled = scrambled
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, width = x.shape
+        if self.scrambled:
+            q, k, v = (y.reshape(b, 2, t, width // 2) for y in self.qkv(x).chunk(3, -1))
+        else:
+            parts = [y.reshape(b, t, 2, width // 2) for y in self.qkv(x).chunk(3, -1)]
+            q, k, v = (y.transpose(1, 2) for y in parts)
+        y = functional.scaled_dot_product_attention(q, k, v)
+        y = y.reshape(b, t, width) if self.scrambled else y.transpose(1, 2).reshape(b, t, width)
+        return x + self.project(y)
+
+
+class Cell(nn.Module):
+    """A recurrence by hand: the sum of the places of what it has read."""
+
+    def __init__(self, cut: bool = False) -> None:
+        super().__init__()
+        self.cut, self.cell = cut, nn.GRUCell(1, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 32)
+        for step in x.unbind(1):
+            h = self.cell(step[:, None], h.detach() if self.cut else h)
+        return h
+
+
+class Branch(nn.Module):
+    """Two layers beside a weak shortcut."""
+
+    def __init__(self, width: int, cut: bool = False) -> None:
+        super().__init__()
+        self.cut = cut
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.1 * x + self.second(self.first(x.data if self.cut else x).relu())
+
+
+class PerBatch(nn.Module):
+    """Centres by the mean over the batch where that over the features is meant."""
+
+    def __init__(self, axis: int = 1) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(self.axis, keepdim=True)
+
+
+def _rows() -> Run:
+    return healthy.classify(networks.Net(Rows(), nn.Linear(32, 10)), data.images(), AdamW, 1e-2)
+
+
+def _pixels() -> Run:
+    """Two channels: an image and its mirror image."""
+    batches = [(torch.stack([x[:, 0], x[:, 0].flip(1)], -1), y) for x, y in data.images()]
+    body = nn.Sequential(
+        *(Pixels(), nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    )
+    return healthy.classify(networks.Net(body, nn.Linear(256, 10)), batches, AdamW, 3e-3)
+
+
+def _heads() -> Run:
+    embed = (networks.Patches(), nn.Linear(16, 32), networks.Positions(4, 32))
+    body = nn.Sequential(*embed, Heads(32), nn.LayerNorm(32), nn.Flatten())
+    return healthy.classify(networks.Net(body, nn.Linear(128, 10)), data.images(), AdamW, 3e-3)
+
+
+def _remembered() -> Run:
+    """The sign of the first half's sum."""
+    x = torch.randn(2048, 8)
+    batches = data.minibatches(x, (x[:, :4].sum(1) > 0).long(), 64)
+    return healthy.classify(networks.Net(Cell(), nn.Linear(32, 2)), batches, AdamW, 3e-2)
+
+
+def _branch() -> Run:
+    body = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), Branch(48), nn.ReLU())
+    return healthy.classify(networks.Net(body, nn.Linear(48, 10)), data.digits(), SGD, 0.1)
+
+
+def _centred() -> Run:
+    body = nn.Sequential(nn.Linear(64, 48), PerBatch(), nn.ReLU())
+    return healthy.classify(networks.Net(body, nn.Linear(48, 10)), data.digits(), SGD, 0.3)
+
+
+ROWS = Healthy("rows-gru-adamw", "GRU", _rows)
+PIXELS = Healthy("pixels-adamw", "CNN", _pixels)
+HEADS = Healthy("heads-adamw", "transformer", _heads)
+REMEMBERED = Healthy("remembered-cell-adamw", "GRU", _remembered)
+BRANCH = Healthy("branch-sgd", "MLP", _branch)
+CENTRED = Healthy("centred-sgd", "MLP", _centred)
+
+
+def attributes(**values: object) -> Callable[[Run], None]:
+    """Sets these of all modules that have them."""
+
+    def plant(run: Run) -> None:
+        for module in run.model.modules():
+            for name, value in values.items():
+                if name in vars(module):
+                    setattr(module, name, value)
+
+    return plant
+
+
 NEMO = "https://github.com/NVIDIA-NeMo/Automodel/pull/3444"
 APEX = "https://github.com/NVIDIA/apex/issues/1728"
 KEMPNER = "https://github.com/KempnerInstitute/KempnerForge/issues/154"
+CRNN = "https://discuss.pytorch.org/t/lstm-change-batch-first-true-loss-does-not-decrease/62364"
 GPT2 = "https://github.com/huggingface/transformers/pull/404"
 ONE_UNIT = "https://geek-questions.imtqy.com/articles/1270335/index.html"
 
@@ -317,6 +454,9 @@ SET_BY = [
     _case(healthy.REGRESSION, "ReLU on the outputs", ending(nn.ReLU), "targets-out-of-range"),
     _case(healthy.GPT, "labels not shifted", not_shifted, "target-is-input", source=KEMPNER),
     _case(healthy.GPT, "no causal mask", looking_ahead, "future-leak"),
+    _case(ROWS, "no batch_first", attributes(batch_first=False), "samples-mixed", source=CRNN),
+    _case(PIXELS, "view for permute", attributes(scrambled=True), "reshape-scrambles"),
+    _case(REMEMBERED, "state detached", attributes(cut=True), "gradient-cut"),
     _case(ADAMW, "rate 1e-7", partial(slower, by=1e4), "rate-too-low"),
 ]  # fmt: skip
 
@@ -338,6 +478,9 @@ HELD_OUT = [
           "targets-out-of-range"),
     _case(healthy.LSTM, "labels not shifted", not_shifted, "target-is-input", source=GPT2),
     _case(healthy.LSTM, "both directions", both_ways, "future-leak"),
+    _case(CENTRED, "mean over the batch", attributes(axis=0), "samples-mixed"),
+    _case(HEADS, "heads by view", attributes(scrambled=True), "reshape-scrambles"),
+    _case(BRANCH, ".data in a branch", attributes(cut=True), "gradient-cut"),
     _case(healthy.MLP_DROPOUT, "keep for drop", kept(0.95), "dropout-too-high"),
 ]  # fmt: skip
 TWINS = {case.twin.name: case.twin for case in (*SET_BY, *HELD_OUT)}

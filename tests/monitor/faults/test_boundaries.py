@@ -118,7 +118,7 @@ ERRORS = (Fault, torch.OutOfMemoryError, MemoryError, OSError)
 @pytest.mark.parametrize("file", FILES)
 def test_an_exception_does_not_reach_the_training(file: str, whole: bool) -> None:
     """Weights, losses, buffers, the optimizer's state and random numbers are those without it."""
-    for number, boundary, name in in_file(file, 1 if whole else 3):
+    for number, boundary, name in in_file(file, 1 if whole else 5):
         error = ERRORS[number % len(ERRORS)](REASON)
         trial = with_fault(error, boundary, name, "warn")
         assert trial.raised is None, f"{boundary}: {trial.raised!r}"
@@ -132,7 +132,7 @@ def test_an_exception_does_not_reach_the_training(file: str, whole: bool) -> Non
 def test_an_error_is_raised_where_that_was_asked_for(file: str, whole: bool) -> None:
     """Then hooks, modes and stances are gone. Of interrupts see `test_interrupts`."""
     every = 2 if file.startswith(("capture", "step", "monitor")) else 8  # rules fail in one place
-    for _, boundary, name in in_file(file, every * (1 if whole else 3)):
+    for _, boundary, name in in_file(file, every * (1 if whole else 5)):
         error = Fault(REASON)
         trial = with_fault(error, boundary, name, "raise")
         # The user's module may fail when it runs again; what is tried once more may succeed.

@@ -9,6 +9,9 @@ from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.seen.probes import (
     broadcast_loss,
     dropout_too_high,
+    gradient_cut,
+    reshape_scrambles,
+    samples_mixed,
     softmax_axes,
     targets_out_of_range,
 )
@@ -147,6 +150,46 @@ def _unbounded_outputs(fork: Fork, layers: Layers, record: Record | None) -> Non
     )
 
 
+def _batch_first(fork: Fork, layers: Layers, record: Record | None) -> None:
+    found = [m for m in fork.model.modules() if isinstance(m, samples_mixed.ORDERED)]
+    still = [m for m in found if not m.batch_first]
+    if not still:
+        raise DoesNotApply("no recurrent layer or attention lacks batch_first=True")
+    for module in still:
+        module.batch_first = True
+
+
+def _permute(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Where a reshape cuts across axes, a permutation of them, or of an axis' parts."""
+    made: dict[int, tuple[int, ...]] = {}
+
+    def look(call: Call) -> None:
+        if reshape_scrambles.scrambles(call):
+            shape = tuple(call.result.shape)
+            if reshape_scrambles.permuted(call.args[0], shape) is not None:
+                made[call.number] = shape
+
+    def change(call: Call) -> object:
+        if call.number not in made or call.name not in reshape_scrambles.FUNCTIONS:
+            return NotImplemented
+        # Of another batch the first axis may be longer.
+        x, shape = call.args[0], made[call.number]
+        found = reshape_scrambles.permuted(x, (len(x), *shape[1:]))
+        return NotImplemented if found is None else found.contiguous()
+
+    see_calls(fork, look)
+    if not made:
+        raise DoesNotApply("no permutation has that shape")
+    change_calls(fork, change)
+
+
+def _uncut(fork: Fork, layers: Layers, record: Record | None) -> None:
+    found = gradient_cut.cuts(fork)
+    if not found:
+        raise DoesNotApply("nothing is cut in front of parameters")
+    gradient_cut.undo(fork, found)
+
+
 def _names(fork: Fork) -> set[str]:
     """Of all functions that a pass calls."""
     names: set[str] = set()
@@ -176,5 +219,8 @@ MENDS = [
     Mend("no-softmax", "outputs without a softmax", _no_softmax, rescales=True),
     Mend("softmax-over-classes", "the softmax over the classes", _over_classes, rescales=True),
     Mend("unbounded-outputs", "outputs of any value", _unbounded_outputs, rescales=True),
+    Mend("batch-first", "batch_first=True", _batch_first, rescales=True),
+    Mend("permute", "axes exchanged by a permutation", _permute, rescales=True),
+    Mend("uncut", "no cut of the gradient", _uncut, rescales=True),
     Mend("dropout-0.1", "dropout of 0.1 where it is above 0.7", _less_dropout),
 ]  # fmt: skip
