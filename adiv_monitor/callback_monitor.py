@@ -110,7 +110,7 @@ class CallbackMonitor(Monitor):
     """Where a `Monitor(on_alarm="stop")` would raise, this one only keeps why.
 
     Attributes:
-        alarmed: what would have been raised first; None: nothing so far. With several processes it
+        alarmed: what would have been raised first; None: nothing so far. With several ranks it
             is there in all of them in the same optimizer step, or in none.
     """
 

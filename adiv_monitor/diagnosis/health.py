@@ -53,7 +53,7 @@ class Health:
 
 # Inner knots are the ends of what layers of 30 healthy runs typically read, rounded (see
 # tests/benchmarks/results/separation.md), or the limits of the audit's rules. In this order they
-# stand in pictures; the first ones tell the most of 152 planted illnesses.
+# stand in pictures; the first ones tell the most of 152 planted faults.
 HEALTH: Mapping[str, Health] = MappingProxyType(
     {
         "update_ratio": Health(

@@ -20,7 +20,7 @@ from adiv_monitor.report.blocks import blocks
 Scalars = Literal["few", "all"]
 
 # What a dashboard shows of many layers unless the user chooses: those by which most planted
-# illnesses can be told from healthy runs (tests/benchmarks/results/separation.md), the step's
+# faults can be told from healthy runs (tests/benchmarks/results/separation.md), the step's
 # cosine, and what the monitor was asked for.
 FRONT_MEASURES: tuple[str, ...] = (
     "update_ratio",

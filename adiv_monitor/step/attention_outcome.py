@@ -47,7 +47,7 @@ def attention_outcome(
         readings[path] = attention_reading(sums)
     return readings, [
         *_notes("Attention of {} is not measured: {}.", missing),
-        *_notes("The attention scale of {} is not told: {}.", no_scale),
+        *_notes("The attention scale of {} is not measured: {}.", no_scale),
     ]
 
 

@@ -83,9 +83,9 @@ class Course:
         followed: the training.
         asked: what is to be found out.
         generator: the monitor's own source of chance.
-        schedule: is told when the forward pass of a measured step begins.
+        schedule: times measured steps.
         failures: knows what to do about exceptions.
-        report: gets every report, and whether this process is to write it.
+        report: gets every report, and whether this rank is to write it.
         losses: those of the steps so far.
 
     Attributes:
@@ -128,10 +128,10 @@ class Course:
         return self._armed is not None and self._armed.capture.saw_calls()
 
     def join(self, name: str) -> None:
-        """The monitor is attached; its reports are to speak for all processes that have one.
+        """The monitor is attached; its reports are to speak for all ranks that have one.
 
         Args:
-            name: of what is measured, the same in all processes.
+            name: of what is measured, the same in all ranks.
         """
         self._assembly.join(name)
 
@@ -252,7 +252,7 @@ class Course:
         return None if self._armed is None else self._armed.capture.forwards
 
     def _agree(self, point: str, *, comes: bool = True) -> bool:
-        """Whether all processes, this one among them, come to this point of the step."""
+        """Whether all ranks, this one among them, take part in this point of the step."""
         attempt = 0 if self._armed is None else self._armed.attempts
         return self._assembly.agree(self._number, f"{attempt}/{point}", comes=comes)
 
@@ -399,7 +399,7 @@ class Course:
             self._armed = None
 
     def finish(self) -> None:
-        """Complete what this process knows of the pending step, and hand it on."""
+        """Complete what this rank knows of the pending step, and hand it on."""
         if self._pending is None:
             return
         pending = self._pending
@@ -425,23 +425,23 @@ class Course:
             self._failures.warn(path, f"adiv_monitor: layer '{path}' is not measured: {reason}")
 
     def complete(self) -> None:
-        """Complete all reports now, with what other processes have to say of them."""
+        """Complete all reports now, with what other ranks report of them."""
         self.finish()
         self._assembly.wait()
 
     def all_stop(self, number: int) -> bool:
-        """Whether all processes stop by the report of this step; all hear the same."""
+        """Whether all ranks stop by the report of this step; the answer is the same in all."""
         return self._assembly.all_stop(number)
 
     def wait(self) -> None:
-        """Complete those that only wait for other processes."""
+        """Complete those that only wait for other ranks."""
         self._assembly.wait()
 
     def end(self, patience: float | None = None) -> None:
         """The monitor is closed: complete all reports.
 
         Args:
-            patience: for how many seconds to wait for other processes at most; None: as is usual.
+            patience: for how many seconds to wait for other ranks at most; None: as is usual.
         """
         call_all(self.finish, partial(self._assembly.end, patience), self._schedule.end)
 

@@ -1,7 +1,7 @@
-"""Whether a part that came from another process can be put together with others.
+"""Whether a part that came from another rank can be merged with others.
 
 Its types are those of a `Part` (`messages.py`). But its numbers index each other, and say how many
-there are of others; whether these are like other processes' is asked when they are put together.
+there are of others; whether these are like other ranks' is checked when they are merged.
 """
 
 from adiv_monitor.maths.attention_sums import AttentionSums

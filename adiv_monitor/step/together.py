@@ -16,7 +16,7 @@ import numpy as np
 from adiv_monitor.capture.sampling import Draw, draw, winners
 from adiv_monitor.maths.sums import Array, Dealt, LayerSums
 from adiv_monitor.step import rows_together
-from adiv_monitor.step.attention_together import attention_together
+from adiv_monitor.step.attention_merge import merge_attention
 from adiv_monitor.step.gradient_check import (
     LARGEST_REST,
     LIKENESS_TOLERANCE,
@@ -130,7 +130,7 @@ def together(
         facts=_facts_together(several, layers),
         losses=losses,
     )
-    return attention_together(whole, several, generator), ranks
+    return merge_attention(whole, several, generator), ranks
 
 
 _OF_PARAMETERS = ("parameter_cosine", "projection_cosine", "applied_cosine", "descent")

@@ -645,7 +645,7 @@ def test_a_weight_in_common_leaves_the_scale_untold() -> None:
     [reading] = report.attention.values()
     assert set(reading.measures()) == {"attention_cosine", "attention_gradient_cosine"}
     [note] = [note for note in report.notes if "ttention" in note]
-    assert note.startswith("The attention scale of parts.0 is not told: it is not the sum over")
+    assert note.startswith("The attention scale of parts.0 is not measured: it is not the sum over")
 
 
 class Odd(nn.MultiheadAttention):

@@ -417,15 +417,15 @@ def test_functions_before_the_scores_need_no_forward_mode_derivative() -> None:
     plain, custom = Own(lambda q: 3 * q).double(), Own(Gain.apply).double()
     custom.load_state_dict(plain.state_dict())
     named, other = dict(plain.named_parameters()), dict(custom.named_parameters())
-    directions = {"u": {"q.weight": named["q.weight"].detach().cos()}}
-    [(call, moves)], [(same, others)] = (
-        moves_of_scores(AttentionModule(twin_of(m, (x,), {}, p), p), directions)
+    direction = {"q.weight": named["q.weight"].detach().cos()}
+    [(call, move)], [(same, again)] = (
+        moves_of_scores(AttentionModule(twin_of(m, (x,), {}, p), p), direction)
         for m, p in ((plain, named), (custom, other))
     )
     assert torch.equal(call.query, same.query)
-    change = call.change(moves["u"])
+    change = call.change(move)
     assert change.abs().max() > 0
-    torch.testing.assert_close(same.change(others["u"]), change, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(same.change(again), change, rtol=1e-12, atol=1e-14)
 
 
 def test_some_keys_are_all_scores_alike_and_no_key_twice() -> None:

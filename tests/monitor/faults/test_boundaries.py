@@ -24,7 +24,7 @@ HOME = Path(adiv_monitor.__file__).parent
 # What a measured step runs; what only several processes need is not reached here.
 ROOMS = ("rerun", "capture", "features", "maths", "step", "alignment", "alarms.py", "monitor.py")
 ELSEWHERE = {
-    *("together.py", "attention_together.py", "rows_together.py", "ranks.py", "wholes.py"),
+    *("together.py", "attention_merge.py", "rows_together.py", "ranks.py", "wholes.py"),
     *("messages.py", "soundness.py"),
     *("shard_accumulation.py", "collectives.py", "whole_rows.py", "split_calls.py"),
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away

@@ -31,7 +31,7 @@ JOINING = (
 )
 OF_PARTS = ("peers", "place", "first", "share", "hold", "part", "lies_apart", "gradient_part")
 # What only computes fails alike wherever it does: every eighth function of it.
-COMPUTING = ("step/together.py", "step/rows_together.py", "step/attention_together.py")
+COMPUTING = ("step/together.py", "step/rows_together.py", "step/attention_merge.py")
 # Where each is told apart: what the store raises when it is gone, and anything else.
 # Of all faults, if not every one is tried; no divisor of the kinds of errors.
 ONE_IN = 5

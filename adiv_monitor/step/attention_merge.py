@@ -12,14 +12,12 @@ from adiv_monitor.maths.sums import Array
 from adiv_monitor.step.part import Part
 
 
-def attention_together(
-    whole: Part, several: Sequence[Part], generator: np.random.Generator
-) -> Part:
+def merge_attention(whole: Part, several: Sequence[Part], generator: np.random.Generator) -> Part:
     """The whole part, with the attentions of all.
 
     Args:
         whole: what else they have to say together.
-        several: the processes' parts.
+        several: what each rank knows.
         generator: the source of chance.
     """
     refused = {path: why for part in several for path, why in part.no_attention.items()}
