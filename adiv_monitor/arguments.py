@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
+from adiv_monitor.step.course import Asked
 from adiv_monitor.step.stepping import runs_hooks
 
 DEFAULT_MAX_ROWS = 128
@@ -33,45 +34,91 @@ def held_parameters(model: nn.Module, optimizer: Optimizer | None) -> dict[int, 
     return held
 
 
-def check_arguments(
-    model: object,
-    optimizer: object,
-    every_n_steps: int,
-    max_overhead: float | None,
-    layers: object,
-    layers_per_step: int | None,
-    max_rows: int | None,
-    realised: object,
-    loss: object,
-    alignment: object,
-    sinks: Sequence[object],
-    keep: int,
-    on_error: str,
-    *,
-    alarms: object,
-    on_alarm: str,
-    attainable: object,
-    attention: object,
-    seed: object,
-) -> None:
-    """Raise TypeError or ValueError for what can't be worked with."""
+def check_training(model: object, optimizer: object, loss: object) -> None:
+    """Raise TypeError or ValueError for a training that can't be followed."""
     _check_model(model)
     _check_optimizer(optimizer)
-    _check_numbers(every_n_steps, max_overhead, layers_per_step, max_rows, keep)
+    _check_is_instance("loss", loss)
+    if loss is not None and not callable(loss):
+        raise TypeError(
+            f"Monitor(loss=…): got {type(loss).__name__}, expected the module that computes the "
+            "loss, a function (what the model gave) → loss, or None"
+        )
+
+
+def check_schedule(every_n_steps: object, max_overhead: object, seed: object) -> None:
+    """Raise ValueError for steps, or rows, that can't be chosen."""
+    _check_count("every_n_steps", every_n_steps)
+    if max_overhead is not None and not _is_share(max_overhead):
+        raise ValueError(
+            f"Monitor(max_overhead=…): got {max_overhead!r}, expected a share of the training time "
+            "above 0 and below 1, such as 0.01 for 1 %, or None"
+        )
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ValueError(f"Monitor(seed=…): got {seed!r}, expected an integer of at least 0")
-    for name, value in {"attainable": attainable, "attention": attention}.items():
+
+
+def check_asked(asked: Asked, optimizer: object) -> None:
+    """Raise TypeError or ValueError for what can't be measured."""
+    _check_count("max_rows", asked.max_rows, or_none=True)
+    for name, value in {"attainable": asked.attainable, "attention": asked.attention}.items():
         if not isinstance(value, bool):
             raise TypeError(f"Monitor({name}=…): got {value!r}, expected True or False")
-    _check_realised(realised, optimizer)
-    _check_loss(loss)
-    _check_alignment(alignment)
-    _check_turns(layers_per_step, realised, alignment)
-    _check_layers(layers)
-    _check_on_alarm(on_alarm, alarms)
+    _check_realised(asked.realised, optimizer)
+    if asked.alignment is not None and not isinstance(asked.alignment, Probe):
+        raise TypeError(
+            f"Monitor(alignment=…): got {type(asked.alignment).__name__}, expected an "
+            "adiv_monitor.alignment.Probe of the batch to run, or None"
+        )
+
+
+def check_layers(layers: object, layers_per_step: object, asked: Asked) -> None:
+    """Raise TypeError or ValueError for layers that can't be chosen, or not in turn."""
+    _check_count("layers_per_step", layers_per_step, or_none=True)
+    for name, given in (("realised", asked.realised), ("alignment", asked.alignment)):
+        if layers_per_step is not None and given not in (False, None):
+            raise ValueError(
+                f"Monitor({name}=…): got it with layers_per_step={layers_per_step}, expected one "
+                "of the two: it takes a copy of all parameters, which layers in turn are there to "
+                "avoid"
+            )
+    if isinstance(layers, str):
+        raise TypeError(
+            f"Monitor(layers=…): got the string {layers!r}, expected a list: [{layers!r}]"
+        )
+    if callable(layers) and not _takes_two(layers):
+        raise TypeError(
+            "Monitor(layers=…): got a function that does not take two arguments, expected a "
+            "predicate (path, module) → bool"
+        )
+    if layers is not None and not callable(layers):
+        wrong = [x for x in layers if not isinstance(x, str)] if _several(layers) else [layers]
+        if wrong:
+            raise TypeError(
+                f"Monitor(layers=…): got {type(wrong[0]).__name__}, expected glob patterns over "
+                "module paths, or a predicate (path, module) → bool"
+            )
+
+
+def check_reports(
+    sinks: object, keep: object, alarms: object, on_alarm: object, on_error: object
+) -> None:
+    """Raise TypeError or ValueError for what can't become of reports and failures."""
+    _check_count("keep", keep)
+    if on_alarm not in ("warn", "stop"):
+        raise ValueError(f"Monitor(on_alarm=…): got {on_alarm!r}, expected 'warn' or 'stop'")
+    if on_alarm == "stop" and not alarms:
+        raise ValueError(
+            "Monitor(on_alarm=…): got 'stop' without alarms, expected some: alarms='default'"
+        )
     if on_error not in ("warn", "raise"):
         raise ValueError(f"Monitor(on_error=…): got {on_error!r}, expected 'warn' or 'raise'")
-    _check_sinks(sinks)
+    for sink in sinks if _several(sinks) else [sinks]:
+        if isinstance(sink, type) or not isinstance(sink, Sink) or not _several(sinks):
+            raise TypeError(
+                f"Monitor(sinks=…): got {sink!r}, expected a list of objects with the methods "
+                "write(report) and close()"
+            )
 
 
 def check_step(step: object) -> int:
@@ -113,34 +160,13 @@ def _check_optimizer(optimizer: object) -> None:
         )
 
 
-def _check_numbers(
-    every_n_steps: int,
-    max_overhead: float | None,
-    layers_per_step: int | None,
-    max_rows: int | None,
-    keep: int,
-) -> None:
-    optional = {"layers_per_step": layers_per_step, "max_rows": max_rows}
-    given = {name: value for name, value in optional.items() if value is not None}
-    for name, value in {"every_n_steps": every_n_steps, **given, "keep": keep}.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            none = " or None" if name in optional else ""
-            raise ValueError(
-                f"Monitor({name}=…): got {value!r}, expected an integer of at least 1{none}"
-            )
-    if max_overhead is not None and not _is_share(max_overhead):
+def _check_count(name: str, value: object, *, or_none: bool = False) -> None:
+    if or_none and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        none = " or None" if or_none else ""
         raise ValueError(
-            f"Monitor(max_overhead=…): got {max_overhead!r}, expected a share of the training time "
-            "above 0 and below 1, such as 0.01 for 1 %, or None"
-        )
-
-
-def _check_loss(loss: object) -> None:
-    _check_is_instance("loss", loss)
-    if loss is not None and not callable(loss):
-        raise TypeError(
-            f"Monitor(loss=…): got {type(loss).__name__}, expected the module that computes the "
-            "loss, a function (what the model gave) → loss, or None"
+            f"Monitor({name}=…): got {value!r}, expected an integer of at least 1{none}"
         )
 
 
@@ -164,61 +190,6 @@ def _check_realised(realised: object, optimizer: object) -> None:
             "Monitor(realised=…): got it with optimizer=None, expected the optimizer whose steps "
             "are to be followed"
         )
-
-
-def _check_turns(layers_per_step: int | None, realised: object, alignment: object) -> None:
-    for name, given in (("realised", realised), ("alignment", alignment)):
-        if layers_per_step is not None and given not in (False, None):
-            raise ValueError(
-                f"Monitor({name}=…): got it with layers_per_step={layers_per_step}, expected one "
-                "of the two: it takes a copy of all parameters, which layers in turn are there to "
-                "avoid"
-            )
-
-
-def _check_alignment(alignment: object) -> None:
-    if alignment is not None and not isinstance(alignment, Probe):
-        raise TypeError(
-            f"Monitor(alignment=…): got {type(alignment).__name__}, expected an "
-            "adiv_monitor.alignment.Probe of the batch to run, or None"
-        )
-
-
-def _check_on_alarm(on_alarm: str, alarms: object) -> None:
-    if on_alarm not in ("warn", "stop"):
-        raise ValueError(f"Monitor(on_alarm=…): got {on_alarm!r}, expected 'warn' or 'stop'")
-    if on_alarm == "stop" and not alarms:
-        raise ValueError(
-            "Monitor(on_alarm=…): got 'stop' without alarms, expected some: alarms='default'"
-        )
-
-
-def _check_layers(layers: object) -> None:
-    if isinstance(layers, str):
-        raise TypeError(
-            f"Monitor(layers=…): got the string {layers!r}, expected a list: [{layers!r}]"
-        )
-    if callable(layers) and not _takes_two(layers):
-        raise TypeError(
-            "Monitor(layers=…): got a function that does not take two arguments, expected a "
-            "predicate (path, module) → bool"
-        )
-    if layers is not None and not callable(layers):
-        wrong = [x for x in layers if not isinstance(x, str)] if _several(layers) else [layers]
-        if wrong:
-            raise TypeError(
-                f"Monitor(layers=…): got {type(wrong[0]).__name__}, expected glob patterns over "
-                "module paths, or a predicate (path, module) → bool"
-            )
-
-
-def _check_sinks(sinks: Sequence[object]) -> None:
-    for sink in sinks if _several(sinks) else [sinks]:
-        if isinstance(sink, type) or not isinstance(sink, Sink) or not _several(sinks):
-            raise TypeError(
-                f"Monitor(sinks=…): got {sink!r}, expected a list of objects with the methods "
-                "write(report) and close()"
-            )
 
 
 def _takes_two(function: Callable[..., object]) -> bool:

@@ -1,23 +1,46 @@
 """A monitor in the hands of a Trainer: its options, and how it stops without an exception."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from inspect import Parameter, signature
 from typing import Any, Literal, TypedDict, TypeVar
 
 from adiv_monitor.alarms import Rules
-from adiv_monitor.capture.again.losses import LossOf
+from adiv_monitor.capture.realised.losses import LossOf
+from adiv_monitor.capture.selection import LayerChoice
 from adiv_monitor.errors import AlarmError
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.printable import printable
+from adiv_monitor.sinks import Sink
+from adiv_monitor.sinks.lent import lent
+from adiv_monitor.sinks.scalars import Metrics, Scalars
 
 _logger = logging.getLogger("adiv_monitor")
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-class Options(TypedDict, total=False):
-    """Arguments of `Monitor`, which explains them, that callbacks take as they are."""
+class CallbackOptions(TypedDict, total=False):
+    """The options that the callbacks of Lightning and of Hugging Face take alike.
 
+    Those of `Monitor` are explained there: `max_overhead`, `layers_per_step`, `max_rows`,
+    `attainable`, `attention`, `realised`, `alarms`, `on_alarm`, `on_error` and `seed`.
+
+    Attributes:
+        layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
+        measures: what is logged; None: where callbacks look one per question, elsewhere a few.
+        scalars: "few": loggers get the summary and blocks of layers; "all": every layer, too.
+        separator: stands for the slash in the names of all metrics, for callbacks and loggers, such
+            as "_" where they become names of files; dashboards that group by the slash don't group
+            them then. TensorBoard's names keep it.
+        sinks: further sinks, which stay open; only rank zero writes to them.
+    """
+
+    layers: LayerChoice
+    measures: Iterable[str] | None
+    scalars: Scalars
+    separator: str
+    sinks: Sequence[Sink]
     max_overhead: float | None
     layers_per_step: int | None
     max_rows: int | None
@@ -30,11 +53,15 @@ class Options(TypedDict, total=False):
     seed: int
 
 
-_OPTIONS = {name: signature(Monitor).parameters[name] for name in Options.__annotations__}
+_KNOWN = {**signature(Metrics).parameters, **signature(Monitor).parameters}
+_OPTIONS = {
+    name: _KNOWN[name].replace(kind=Parameter.KEYWORD_ONLY)
+    for name in CallbackOptions.__annotations__
+}
 
 
 def with_options(init: Init) -> Init:
-    """Have `help` and `inspect` show the options of `Monitor` in place of `**options`."""
+    """Have `help` and `inspect` show the options in place of `**options`."""
     own = signature(init)
     named = [p for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
     init.__signature__ = own.replace(  # type: ignore[attr-defined]
@@ -43,15 +70,40 @@ def with_options(init: Init) -> Init:
     return init
 
 
-def all_options(owner: str, given: Options) -> dict[str, Any]:
-    """The options that were given, and the others as `Monitor` has them.
+@dataclass(frozen=True)
+class Settings:
+    """The options of a callback, checked, and those that were not given by default.
 
-    Raises:
-        TypeError: one is none; `owner` is the class that it was given to.
+    Attributes:
+        layers: as in `CallbackOptions`.
+        metrics: what is logged.
+        sinks: which stay open.
+        monitor: further arguments of its monitors.
     """
-    if unknown := [name for name in given if name not in _OPTIONS]:
-        raise TypeError(f"{owner}() got an unexpected keyword argument {unknown[0]!r}")
-    return {name: parameter.default for name, parameter in _OPTIONS.items()} | {**given}
+
+    layers: LayerChoice
+    metrics: Metrics
+    sinks: tuple[Sink, ...]
+    monitor: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, owner: str, given: CallbackOptions) -> "Settings":
+        """Check what was given to a callback.
+
+        Args:
+            owner: the callback's class.
+            given: to its constructor.
+
+        Raises:
+            TypeError: something is no option, or no sink.
+            ValueError: there is no such measure or choice.
+        """
+        if unknown := [name for name in given if name not in _OPTIONS]:
+            raise TypeError(f"{owner}() got an unexpected keyword argument {unknown[0]!r}")
+        monitor = {name: parameter.default for name, parameter in _OPTIONS.items()} | {**given}
+        logged = {f.name: monitor.pop(f.name) for f in fields(Metrics) if f.name in monitor}
+        layers, sinks = monitor.pop("layers"), lent(monitor.pop("sinks"), owner)
+        return cls(layers, Metrics(**logged), sinks, monitor)
 
 
 class CallbackMonitor(Monitor):

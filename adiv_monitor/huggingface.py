@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import update_wrapper
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -12,26 +12,14 @@ from torch import Tensor
 
 from adiv_monitor.callback_monitor import (
     CallbackMonitor,
-    Options,
-    all_options,
+    CallbackOptions,
+    Settings,
     tell_why,
     with_options,
 )
-from adiv_monitor.capture.selection import LayerChoice
 from adiv_monitor.errors import AlarmError
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.sinks import Sink
-from adiv_monitor.sinks.lent import lent
-from adiv_monitor.sinks.scalars import (
-    DEFAULT_MEASURES,
-    Scalars,
-    known_measures,
-    known_scalars,
-    known_separator,
-    separated,
-    summary_scalars,
-    tags_to_follow,
-)
 from adiv_monitor.sinks.trainer import TrainerSink
 
 try:
@@ -74,18 +62,10 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
     Args:
         every_n_steps: measure every so many optimizer steps, the first included; None follows
             `TrainingArguments(logging_steps=…)`.
-        layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
-        measures: what is logged; None: in the history one per question, elsewhere a few.
-        scalars: "few": products get the summary and blocks of layers; "all": every layer, too.
-        separator: stands for the slash in the names of all metrics, such as "_" where they become
-            names of files; dashboards that group by the slash don't group them then. TensorBoard's
-            names keep it.
-        sinks: further sinks, which stay open; only the first process writes to them.
-        **options: of `Monitor`, as it explains them: `max_overhead`, `layers_per_step`, `max_rows`,
-            `attainable`, `attention`, `realised` (with `lambda output: output["loss"]` also how the
-            loss changed), `alarms`, `on_alarm`, `on_error` and `seed`. With `on_alarm="stop"`
-            `control.should_training_stop` is set, in all processes at the same step, once the
-            history has a report with alarms, and one line of the logger `adiv_monitor` says why.
+        **options: those of `CallbackOptions`; `realised=lambda output: output["loss"]` also tells
+            how the loss changed. With `on_alarm="stop"` `control.should_training_stop` is set, in
+            all ranks at the same step, once the history has a report with alarms, and one line of
+            the logger `adiv_monitor` says why.
 
     Raises:
         ImportError: without transformers or accelerate.
@@ -101,22 +81,10 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
     def __init__(
         self,
         every_n_steps: int | None = None,
-        *,
-        layers: LayerChoice = None,
-        measures: Iterable[str] | None = None,
-        scalars: Scalars = "few",
-        separator: str = "/",
-        sinks: Sequence[Sink] = (),
-        **options: "Unpack[Options]",
+        **options: "Unpack[CallbackOptions]",
     ) -> None:
         self._every_n_steps = every_n_steps
-        self._layers = layers
-        self._options = all_options("DivergenceTrainerCallback", options)
-        self._logged = None if measures is None else known_measures(measures)
-        self._measures = self._logged or DEFAULT_MEASURES  # what callbacks may follow
-        self._scalars = known_scalars(scalars)
-        self._separator = known_separator(separator)
-        self._sinks = lent(sinks, "DivergenceTrainerCallback")
+        self._settings = Settings.of("DivergenceTrainerCallback", options)
         self._lost: list[str] = []  # arguments that the checkpoint could not hold
         self._trainer: Trainer | None = None  # while it trains
         self._losses: list[Tensor] = []  # of the step's micro-batches so far
@@ -136,15 +104,15 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         self.close()  # where the last training failed
         trainer = _calling_trainer()
         self._check(trainer)
-        own = TrainerSink(trainer, self._logged, self._scalars, self._separator)
-        log: list[Sink] = [own, *self._sinks]
+        settings = self._settings
+        log: list[Sink] = [TrainerSink(trainer, settings.metrics), *settings.sinks]
         self.monitor = CallbackMonitor(
             kwargs["model"],
             kwargs["optimizer"],
             every_n_steps=self._interval(args, state),
-            layers=self._layers,
+            layers=settings.layers,
             sinks=log if state.is_world_process_zero else (),
-            **self._options,
+            **settings.monitor,
         )
         if state.global_step:
             self._count_on(self.monitor, state)
@@ -204,9 +172,9 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
             return
         self.monitor.wait_for_reports()
         latest = self.monitor.latest
-        summary = {} if latest is None else summary_scalars(latest, self._measures)
+        metrics = self._settings.metrics
         # All must come to the same decision, be it that one of them has not heard of the report.
-        named = {separated(tag, self._separator): value for tag, value in summary.items()}
+        named = {} if latest is None else metrics.named(metrics.summary(latest))
         (value,) = broadcast_object_list([named.get(metric, math.nan)])
         kwargs["metrics"][f"eval_{metric}"] = value
 
@@ -243,24 +211,24 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """How far the monitor has counted; and this callback's arguments, as JSON can hold them."""
-        layers = None if self._layers is None or callable(self._layers) else [*self._layers]
-        options = {n: x for n, x in self._options.items() if not callable(x)}
+        layers, metrics = self._settings.layers, self._settings.metrics
+        options = {n: x for n, x in self._settings.monitor.items() if not callable(x)}
         alarms = options["alarms"]
         if not isinstance(alarms, str):
             options["alarms"] = [rule for rule in alarms if isinstance(rule, str)]
         lost = {
-            "layers": callable(self._layers),
+            "layers": callable(layers),
             "realised": "realised" not in options,
             "alarms": len(options["alarms"]) < len(alarms),
-            "sinks": bool(self._sinks),
+            "sinks": bool(self._settings.sinks),
         }
         return {
             "args": {
                 "every_n_steps": self._every_n_steps,
-                "layers": layers,
-                "measures": None if self._logged is None else [*self._logged],
-                "scalars": self._scalars,
-                "separator": self._separator,
+                "layers": None if layers is None or callable(layers) else [*layers],
+                "measures": None if metrics.measures is None else [*metrics.measures],
+                "scalars": metrics.scalars,
+                "separator": metrics.separator,
                 **options,
             },
             "attributes": {
@@ -304,12 +272,11 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         metric = _followed(trainer.args)
         if metric is None:
             return
-        there = tags_to_follow(self._measures, self._options)
-        tags = [separated(tag, self._separator) for tag in there]
-        if metric not in tags:
+        there = self._settings.metrics.to_follow(self._settings.monitor)
+        if metric not in there:
             raise ValueError(
                 f"DivergenceTrainerCallback: got metric_for_best_model={metric!r}, expected one of "
-                f"{', '.join(tags)}"
+                f"{', '.join(there)}"
             )
         callbacks = trainer.callback_handler.callbacks
         earlier = callbacks[: callbacks.index(self)]

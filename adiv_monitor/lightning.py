@@ -5,7 +5,8 @@ installed: the two packages hold equal but different classes.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,8 @@ from torch.optim import Optimizer
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.callback_monitor import (
     CallbackMonitor,
-    Options,
-    all_options,
+    CallbackOptions,
+    Settings,
     tell_why,
     with_options,
 )
@@ -25,19 +26,8 @@ from adiv_monitor.errors import AlarmError
 from adiv_monitor.lightning_base import Callback
 from adiv_monitor.report import WORST, StepReport
 from adiv_monitor.sinks import Sink
-from adiv_monitor.sinks.lent import lent
 from adiv_monitor.sinks.logger import logger_sink, takes_pictures
-from adiv_monitor.sinks.scalars import (
-    DEFAULT_MEASURES,
-    Scalars,
-    alarms_tag,
-    known_measures,
-    known_scalars,
-    known_separator,
-    separated,
-    summary_scalars,
-    tags_to_follow,
-)
+from adiv_monitor.sinks.scalars import Metrics, alarms_tag
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -71,21 +61,12 @@ class DivergenceCallback(Callback):
     Args:
         every_n_steps: measure every so many optimizer steps, the first included; None follows
             `Trainer(log_every_n_steps=…)`.
-        layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
         alignment: the batch on which alignments are read, as in `Monitor`.
-        measures: what goes to loggers and callbacks; None: a few to loggers, to callbacks one per
-            question.
-        scalars: "few": loggers get the summary and blocks of layers; "all": every layer, too.
-        separator: stands for the slash in the names of all metrics, for callbacks and loggers, such
-            as "_" where they become names of files; dashboards that group by the slash don't group
-            them then. TensorBoard's names keep it.
-        sinks: further sinks, which stay open; only rank zero writes to them.
         prog_bar: show the worst value of the first of the measures in the progress bar.
-        **options: of `Monitor`, as it explains them: `max_overhead`, `layers_per_step`, `max_rows`,
-            `attainable`, `attention`, `realised`, `alarms`, `on_alarm`, `on_error` and `seed`. With
-            `on_alarm="stop"` `trainer.should_stop` is set, in all processes at the same batch, once
-            the loggers have a report with alarms, and one line of the logger `adiv_monitor` says
-            why. What `min_epochs` and `min_steps` ask for is trained first.
+        **options: those of `CallbackOptions`. With `on_alarm="stop"` `trainer.should_stop` is set,
+            in all ranks at the same batch, once the loggers have a report with alarms, and one
+            line of the logger `adiv_monitor` says why. What `min_epochs` and `min_steps` ask for is
+            trained first.
 
     Raises:
         ImportError: without Lightning.
@@ -105,23 +86,13 @@ class DivergenceCallback(Callback):
         self,
         every_n_steps: int | None = None,
         *,
-        layers: LayerChoice = None,
         alignment: Probe | None = None,
-        measures: Iterable[str] | None = None,
-        scalars: Scalars = "few",
-        separator: str = "/",
-        sinks: Sequence[Sink] = (),
         prog_bar: bool = False,
-        **options: "Unpack[Options]",
+        **options: "Unpack[CallbackOptions]",
     ) -> None:
         self._every_n_steps = every_n_steps
-        self._layers = layers
-        self._options = all_options("DivergenceCallback", options) | {"alignment": alignment}
-        self._logged = None if measures is None else known_measures(measures)
-        self._measures = self._logged or DEFAULT_MEASURES  # what callbacks may follow
-        self._scalars = known_scalars(scalars)
-        self._separator = known_separator(separator)
-        self._sinks = lent(sinks, "DivergenceCallback")
+        self._settings = Settings.of("DivergenceCallback", options)
+        self._arguments = {**self._settings.monitor, "alignment": alignment}
         self._prog_bar = prog_bar
         self._restored: dict[str, Any] = {}
         self._published: dict[str, StepReport] = {}
@@ -134,8 +105,9 @@ class DivergenceCallback(Callback):
     def state_key(self) -> str:
         """Callbacks that watch different layers can share a Trainer."""
         # A predicate's own repr holds an address, which the next process would not find again.
-        named = getattr(self._layers, "__qualname__", type(self._layers).__name__)
-        return self._generate_state_key(layers=named if callable(self._layers) else self._layers)
+        layers = self._settings.layers
+        named = getattr(layers, "__qualname__", type(layers).__name__)
+        return self._generate_state_key(layers=named if callable(layers) else layers)
 
     def state_dict(self) -> dict[str, Any]:
         """How far each monitor has counted."""
@@ -149,7 +121,7 @@ class DivergenceCallback(Callback):
         """Refuse a Trainer that has nowhere to write to before it does any work."""
         if stage != "fit":
             return
-        if not trainer.loggers and not self._sinks:
+        if not trainer.loggers and not self._settings.sinks:
             raise ValueError(
                 "DivergenceCallback: got a Trainer without a logger, expected one, or sinks of "
                 "yours: DivergenceCallback(sinks=[JsonlSink('run.jsonl')])"
@@ -249,9 +221,9 @@ class DivergenceCallback(Callback):
     ) -> dict[str, CallbackMonitor]:
         if not trainer.optimizers:
             raise ValueError("DivergenceCallback: got a fit without an optimizer, expected one")
-        choices: dict[str, LayerChoice] = {"": self._layers}
+        choices: dict[str, LayerChoice] = {"": self._settings.layers}
         if len(trainer.optimizers) > 1:
-            choices = _shares(pl_module, trainer.optimizers, self._layers)
+            choices = _shares(pl_module, trainer.optimizers, self._settings.layers)
         return {
             name: CallbackMonitor(
                 pl_module,
@@ -259,7 +231,7 @@ class DivergenceCallback(Callback):
                 every_n_steps=self._interval(trainer),
                 layers=choice,
                 sinks=self._all_sinks(trainer, name),
-                **self._options,
+                **self._arguments,
             )
             for name, choice in choices.items()
         }
@@ -267,44 +239,47 @@ class DivergenceCallback(Callback):
     def _all_sinks(self, trainer: "Trainer", name: str) -> list[Sink]:
         if not trainer.is_global_zero:
             return []
-        loggers = [
-            logger_sink(logger, self._logged, name, self._scalars, self._separator)
-            for logger in trainer.loggers
-        ]
-        if not self._sinks and not any(takes_pictures(sink) for sink in loggers):
+        metrics = self._metrics(name)
+        loggers = [logger_sink(logger, metrics) for logger in trainer.loggers]
+        if not self._settings.sinks and not any(takes_pictures(sink) for sink in loggers):
             kinds = ", ".join(type(logger).__name__ for logger in trainer.loggers)
             warnings.warn(
                 f"DivergenceCallback: {kinds} takes numbers alone; for findings and heat maps: "
                 "DivergenceCallback(sinks=[HtmlSink('run.html')])",
                 stacklevel=2,
             )
-        return [*loggers, *self._sinks]
+        return [*loggers, *self._settings.sinks]
 
     def _announce(self, trainer: "Trainer") -> None:
         """A checkpoint refuses a metric that does not exist, and skips one that is None."""
         for name in self.monitors:
-            for tag in tags_to_follow(self._measures, self._options, name):
-                named = separated(tag, self._separator)
-                trainer.callback_metrics.setdefault(named, None)  # type: ignore[arg-type]
+            for metric in self._metrics(name).to_follow(self._arguments):
+                trainer.callback_metrics.setdefault(metric, None)  # type: ignore[arg-type]
+
+    def _metrics(self, name: str) -> Metrics:
+        """What is logged of one of the monitors."""
+        return replace(self._settings.metrics, name=name)
 
     def _publish(self, trainer: "Trainer") -> None:
         """Offer the summaries of new reports where callbacks and the progress bar look."""
-        shown = {f"{m}_{WORST.get(m, 'max')}" for m in self._measures[:1] if self._prog_bar}
+        first = self._settings.metrics.followed[0]
+        shown = f"{first}_{WORST.get(first, 'max')}"
         for name, monitor in self.monitors.items():
             monitor.wait_for_reports()
             report = monitor.latest
             if report is None or report is self._published.get(name):
                 continue
             self._published[name] = report
-            summary = summary_scalars(report, self._measures, name)
-            if self._options["alarms"]:  # not the number of an earlier report
+            metrics = self._metrics(name)
+            summary = metrics.summary(report)
+            if self._arguments["alarms"]:  # not the number of an earlier report
                 summary.setdefault(alarms_tag(name), 0.0)
             trainer.callback_metrics.update(
-                {separated(tag, self._separator): torch.tensor(v) for tag, v in summary.items()}
+                {metric: torch.tensor(v) for metric, v in metrics.named(summary).items()}
             )
             for tag, value in summary.items():
                 short = tag.rpartition("/")[2]
-                if short in shown:
+                if self._prog_bar and short == shown:
                     trainer.progress_bar_metrics[f"{name} {short}".strip()] = value
         self._stop(trainer)
 

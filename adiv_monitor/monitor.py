@@ -17,22 +17,27 @@ from adiv_monitor.alarms import Rules
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.arguments import (
     DEFAULT_MAX_ROWS,
-    check_arguments,
+    check_asked,
     check_choice,
+    check_layers,
+    check_reports,
+    check_schedule,
     check_step,
+    check_training,
     held_parameters,
 )
-from adiv_monitor.capture.again.losses import LossOf
-from adiv_monitor.capture.again.surroundings import version
-from adiv_monitor.capture.guard import ThreadState, call_all
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import Hook, take_off
 from adiv_monitor.capture.loss_hook import LossHook
+from adiv_monitor.capture.realised.losses import LossOf
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, structure
 from adiv_monitor.errors import AdivError, AlarmError
 from adiv_monitor.outlet import Outlet
 from adiv_monitor.report import StepReport, Turn
+from adiv_monitor.rerun.surroundings import version
+from adiv_monitor.rerun.thread import ThreadState
 from adiv_monitor.sinks.sink import Sink
-from adiv_monitor.step.course import Asked, Course
+from adiv_monitor.step.course import Asked, Course, Followed
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.schedule import make_schedule
@@ -159,21 +164,18 @@ class Monitor:
         seed: int = 0,
     ) -> None:
         optimizer = stepping(optimizer)
-        check_arguments(
-            *(model, optimizer, every_n_steps, max_overhead, layers, layers_per_step, max_rows),
-            *(realised, loss, alignment, sinks, keep, on_error),
-            alarms=alarms,
-            on_alarm=on_alarm,
-            attainable=attainable,
-            attention=attention,
-            seed=seed,
-        )
+        asked = Asked(max_rows, attainable, attention, realised, alignment, on_alarm == "stop")
+        check_training(model, optimizer, loss)
+        check_schedule(every_n_steps, max_overhead, seed)
+        check_asked(asked, optimizer)
+        check_layers(layers, layers_per_step, asked)
+        check_reports(sinks, keep, alarms, on_alarm, on_error)
         self._model = model
         self._optimizer = optimizer
         self._choice = layers
         self._turns = Turns(layers_per_step)
         self._measures_now = True  # the first step
-        self._stops = on_alarm == "stop"
+        self._stops = asked.stops
         self._generator = np.random.default_rng(seed)
         self._failures = Failures(on_error)
         self._outlet = Outlet(sinks, alarms, keep, self._failures)
@@ -184,17 +186,15 @@ class Monitor:
         fail = partial(self._failures.tell, "the loss")
         seen = None if loss is None else LossHook(loss, model, self._see_loss, fail)
         self._loss_hook = seen if seen is not None and seen.stays else None
+        due = None if self._loss_hook is seen else seen  # put on for measured steps
         self._course = Course(
-            model,
-            optimizer,
-            self._select_due,
-            Asked(max_rows, attainable, attention, realised, alignment, self._stops),
+            Followed(model, optimizer, self._select_due, due),
+            asked,
             self._generator,
             self._schedule,
             self._failures,
             self._emit,
             self._losses,
-            None if self._loss_hook is seen else seen,
         )
         self._state: Literal["new", "attached", "stopped", "closed"] = "new"
         self._hooks: list[Hook] = []  # on the optimizer

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from adiv_monitor.alignment.layers import AlignedLayer, with_roles
+from adiv_monitor.alignment.layers import AlignedLayer, is_matrix, with_roles
 from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.alignment.sharding import present, summed
-from adiv_monitor.alignment.snapshot import Seen, Snapshot, look
-from adiv_monitor.alignment.sums import Sums, embedding_sums, layer_sums
+from adiv_monitor.alignment.snapshot import Seen, Snapshot, look, present
+from adiv_monitor.alignment.sums import ROUTED, Sums, layer_sums, table_sums
 from adiv_monitor.capture.selection import trainable
 from adiv_monitor.errors import AdivError
 from adiv_monitor.report import AlignmentReading
@@ -34,6 +34,7 @@ class Alignment:
 
     Attributes:
         layers: what is measured, in the order in which it runs.
+        refused: by name, why weights that the probe's forward pass uses are not measured.
 
     Example:
         >>> import torch
@@ -48,14 +49,10 @@ class Alignment:
     def __init__(self, model: nn.Module, probe: Probe) -> None:
         self._model = model
         self._probe = probe
-        seen = self._look(model)
+        seen, self.refused = look(model, probe)
         self._shapes = {path: layer.shapes for path, layer in seen.items()}
         self.layers: tuple[AlignedLayer, ...] = with_roles(
-            [
-                AlignedLayer(p, s.slot, s.held.module, s.held.name, s.predecessors)
-                for p, s in seen.items()
-            ],
-            probe.roles,
+            [layer.aligned(path) for path, layer in seen.items()], probe.roles
         )
         self._snapshots: deque[Snapshot] = deque(maxlen=probe.window or 1)
         if probe.reference is None:
@@ -65,12 +62,12 @@ class Alignment:
 
     @property
     def unmeasured(self) -> list[str]:
-        """Names of trained matrices that no layer here uses."""
+        """Names of trained matrices that no layer here uses: of two dimensions that are not 1."""
         used = {id(p) for layer in self.layers for p in layer.parameters}
         return [
             name
             for name, p in self._model.named_parameters()
-            if p.requires_grad and p.dim() > 1 and id(p) not in used
+            if p.requires_grad and is_matrix(p) and id(p) not in used
         ]
 
     def read(self) -> dict[str, AlignmentReading]:
@@ -87,21 +84,14 @@ class Alignment:
         self._check(seen)
         reference = self._regenerated() if self._probe.reference else self._snapshots[0]
         weights = _Whole(reference)
-        sums = torch.stack(
-            [_sums(layer, seen[layer.path], reference, weights) for layer in self.layers]
-        )
-        values = summed(sums, self._probe.process_group).tolist()
+        sums = torch.stack([_sums(x.path, seen[x.path], reference, weights) for x in self.layers])
+        if self._probe.process_group is not None:
+            dist.all_reduce(sums, group=self._probe.process_group)
         if self._probe.window is not None:
             self._snapshots.append(Snapshot.of(seen))
         return {
-            layer.path: Sums(*of_layer).reading(
-                role=layer.role,
-                kind=layer.slot.kind,
-                fan_in=layer.slot.fan_in,
-                fan_out=layer.slot.fan_out,
-                predecessors=layer.predecessors,
-            )
-            for layer, of_layer in zip(self.layers, values, strict=True)
+            layer.path: Sums(*of_layer).reading(layer)
+            for layer, of_layer in zip(self.layers, sums.tolist(), strict=True)
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,7 +137,7 @@ class Alignment:
         self._snapshots.extend(loaded)
 
     def _look(self, model: nn.Module) -> dict[str, Seen]:
-        return look(model, self._probe)
+        return look(model, self._probe)[0]
 
     def _regenerated(self) -> Snapshot:
         assert self._probe.reference is not None
@@ -175,28 +165,28 @@ class _Whole:
 
     def __init__(self, reference: Snapshot) -> None:
         self._reference = reference
-        self._name: str | None = None
+        self._key: str | None = None
         self._pair: tuple[Tensor, Tensor] | None = None
 
     def of(self, layer: Seen) -> tuple[Tensor, Tensor]:
         """(W₀, W) of the weight that holds a layer."""
-        held = layer.held
-        if self._name != held.full_name or self._pair is None:
-            kept = self._reference.weights[layer.slot.weight]
-            device = layer.rows.device
-            self._pair = kept.whole(device), present(held.module, held.name, held.tensor)
-            self._name = held.full_name
+        weight = layer.weight
+        if self._key != weight.key or self._pair is None:
+            kept = self._reference.weights[weight.key]
+            self._pair = kept.whole(weight.value.device), present(weight)
+            self._key = weight.key
         return self._pair
 
 
-def _sums(layer: AlignedLayer, seen: Seen, reference: Snapshot, weights: _Whole) -> Tensor:
+def _sums(path: str, seen: Seen, reference: Snapshot, weights: _Whole) -> Tensor:
     before, now = weights.of(seen)
-    slot = layer.slot
     with torch.no_grad(), torch.autocast(now.device.type, enabled=False):
-        if slot.kind == "embedding":
-            return embedding_sums(before, now, seen.rows)
-        z0 = reference.rows[layer.path]
-        return layer_sums(slot.matrices(before), slot.matrices(now), z0, seen.rows)
+        W0, W = map(seen.matrices.matrices, (before, now))
+        if seen.is_table:
+            return table_sums(W0[0], W[0], seen.features)
+        if seen.kind == ROUTED:
+            return layer_sums(W, W, seen.rows, seen.rows, seen.block)
+        return layer_sums(W0, W, reference.rows[path], seen.rows, seen.block)
 
 
 def _devices(model: nn.Module) -> list[torch.device]:

@@ -4,14 +4,13 @@ Roles: an embedding is fed by none, a readout feeds none, hidden layers lie in b
 those with so few inputs that a logarithm to that base says nothing.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
-from torch import nn
-
-from adiv_monitor.alignment.slots import Slot, makers_of
+from torch import Tensor, nn
 
 Role = Literal["embedding", "hidden", "readout", "excluded"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -20,33 +19,63 @@ LEAST_FAN_IN = 16
 
 @dataclass(frozen=True, eq=False)
 class AlignedLayer:
-    """A layer that is measured.
+    """A layer that is measured: one use of a weight.
 
     Attributes:
         path: what reports call it.
-        slot: where its weight lies.
+        kind: what is done with the weight: "linear", "convolution", "embedding", "table" (one that
+            is indexed or added), "experts", "lstm", "gru", "rnn_tanh", "rnn_relu", or that of a
+            rule of its module's class.
+        fan_in: how many inputs an output has; of an embedding or a table, how many rows.
+        fan_out: how many outputs there are; of an embedding or a table, how wide it is.
         module: that holds the weight.
         name: of the weight there.
+        weights: the parameters that the weight is, or is made of.
         predecessors: paths of the layers whose outputs make up its input.
+        entrywise: parameters that are added to what is made of its output, or scale that, entry by
+            entry: its bias, the next norm's gain.
+        is_table: whether rows of the weight are looked up, and none multiplied.
+        is_made: whether the forward pass makes the weight, so that the module does not hold it.
         role: what it is to the solver.
     """
 
     path: str
-    slot: Slot
+    kind: str
+    fan_in: int
+    fan_out: int
     module: nn.Module
     name: str
+    weights: tuple[nn.Parameter, ...]
     predecessors: tuple[str, ...]
+    entrywise: tuple[nn.Parameter, ...] = ()
+    is_table: bool = False
+    is_made: bool = False
     role: Role = "hidden"
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that learn and that the weight is, or is made of."""
-        return [p for p in makers_of(self.module, self.name) if p.requires_grad]
+        return [p for p in self.weights if p.requires_grad]
 
     @property
     def width(self) -> int:
         """Of which its learning rate is a power: fan-in, of an embedding its fan-out."""
-        return self.slot.fan_out if self.role == "embedding" else self.slot.fan_in
+        return self.fan_out if self.role == "embedding" else self.fan_in
+
+    @property
+    def slot(self) -> "AlignedLayer":
+        """Deprecated: what it told, `kind`, `fan_in` and `fan_out`, the layer tells itself."""
+        warnings.warn(
+            "AlignedLayer.slot is deprecated: kind, fan_in and fan_out are attributes of the layer",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self
+
+
+def is_matrix(parameter: Tensor) -> bool:
+    """Whether it has more than one dimension of a size other than 1."""
+    return sum(size != 1 for size in parameter.shape) > 1
 
 
 def with_roles(
@@ -91,7 +120,7 @@ def with_roles(
 def _role(layer: AlignedLayer, fed: bool, feeds: bool, given: Role | None) -> Role:
     inferred: Role = "embedding" if not fed else "hidden" if feeds else "readout"
     alone = not fed and not feeds
-    if alone or (fed and layer.slot.fan_in < LEAST_FAN_IN):
+    if alone or (fed and layer.fan_in < LEAST_FAN_IN):
         inferred = "excluded"
     if given == "hidden" and not (fed and feeds):
         raise ValueError(

@@ -1,26 +1,41 @@
-"""The probe's forward pass, which changes nothing of the run, and all that weights do in it."""
+"""The probe's forward pass, which changes nothing of the run, and all uses of weights in it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from adiv_monitor.alignment.slots import Held, Slot, Weights, slots_of, weights_of
-from adiv_monitor.alignment.uses import WeightUse, weight_use
-from adiv_monitor.capture.again.surroundings import untouched
-from adiv_monitor.capture.forwards import without_overrides
+from adiv_monitor.alignment.lineage import NONE, Lineage, Sources
+from adiv_monitor.alignment.weights import Weight, Weights
+from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
+from adiv_monitor.capture.guard import Guard
+from adiv_monitor.capture.hook import has_data
+from adiv_monitor.capture.jagged import is_nested, uses_of_packed
 from adiv_monitor.capture.selection import inside_wrappers, named_modules
+from adiv_monitor.capture.watching import OPENED
+from adiv_monitor.capture.weights.pieces import Strides
+from adiv_monitor.capture.weights.tape import is_in_place, whole_of
+from adiv_monitor.features.features import DenseFeatures
+from adiv_monitor.features.functions.attention import part_of
+from adiv_monitor.features.functions.linear import affine
+from adiv_monitor.features.recurrent import inputs_of_maps, uses_of
+from adiv_monitor.features.recurrent_call import RECURRENT, read_call
+from adiv_monitor.features.registry import Rule, find_rule, use_of
+from adiv_monitor.features.rows import Rows
+from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses_in
+from adiv_monitor.rerun.surroundings import untouched
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_EMBEDDINGS = ("", "embedding", "embedding_bag")
+# The functions that were known first, by matrices and kernels; "": a rule of the module's class.
+_FIRST = {"", "embedding", "linear", "conv1d", "conv2d", "conv3d"}
+_FIRST_PRODUCTS = {"mm", "matmul", "__matmul__", "addmm"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,46 +44,70 @@ class Found:
 
     Attributes:
         path: what reports call the layer.
-        slot: where its weight lies.
-        held: the weight that holds it, as it is now.
-        use: the call.
+        use: of its weight; of a kind "table" where that is indexed or added.
+        weight: the weight, as it is now.
+        shape: of the result, without its channels.
         sources: the layers from whose outputs the input is made.
+        is_late: whether the use is of a kind that was not measured at first. The rows of the others
+            depend on these alone, so that older reference points hold.
     """
 
     path: str
-    slot: Slot
-    held: Held
-    use: WeightUse
-    sources: frozenset[str]
+    use: Use
+    weight: Weight
+    shape: tuple[int, ...]
+    sources: Sources
+    is_late: bool
 
 
-def run_probe(model: nn.Module, arguments: Arguments, found: Callable[[Found], None]) -> None:
+@dataclass(frozen=True, eq=False)
+class Entrywise:
+    """A parameter that is added to what layers give, or scales it, entry by entry.
+
+    Attributes:
+        parameter: the parameter.
+        sources: the layers.
+    """
+
+    parameter: nn.Parameter
+    sources: Sources
+
+
+def run_probe(
+    model: nn.Module,
+    arguments: Arguments,
+    found: Callable[[Found], None],
+    entrywise: Callable[[Entrywise], None],
+) -> dict[str, str]:
     """One forward pass: evaluation mode, no gradients, no autocast; `found` gets every layer.
 
     Afterwards random numbers, buffers, modes and attributes of modules are what they were.
+
+    Returns:
+        By name, why weights that the pass uses are not measured.
     """
     modules = list(model.modules())
     devices = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
     others = {device for device in devices if device.type not in ("cpu", "meta")}
 
-    def run() -> None:
+    def run() -> dict[str, str]:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for device_type in {"cpu", *(device.type for device in others)}:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             stack.enter_context(parametrize.cached())  # so that a weight is one tensor throughout
             _evaluating(modules)
-            watch = stack.enter_context(_watching(model, found))
+            seeing = stack.enter_context(_seeing(model, found, entrywise))
             try:
-                with watch:
-                    inside_wrappers(model)(*arguments[0], **arguments[1])
+                inside_wrappers(model)(*arguments[0], **arguments[1])
             finally:
                 for module in modules:
                     reshard = getattr(module, "reshard", None)
                     if callable(reshard):  # FSDP2 would keep the whole weights of its root
                         reshard()
+            return seeing.refused
 
-    untouched(modules, others, run)
+    return untouched(modules, others, run)
 
 
 def _evaluating(modules: list[nn.Module]) -> None:
@@ -82,85 +121,287 @@ def _evaluating(modules: list[nn.Module]) -> None:
 
 
 @contextmanager
-def _watching(model: nn.Module, found: Callable[[Found], None]) -> Iterator["_Watch"]:
-    watch = _Watch(weights_of(model), found)
-    handles: list[RemovableHandle] = []
+def _seeing(
+    model: nn.Module, found: Callable[[Found], None], entrywise: Callable[[Entrywise], None]
+) -> Iterator["_Seeing"]:
+    paths = {
+        module: path
+        for path, module in named_modules(model)
+        if not isinstance(module, torch.jit.ScriptModule)
+    }
+    forwards = Forwards(
+        *(paths, (), (), Guard(_raised)),
+        levels=2 + max(path.count(".") for path in paths.values()),
+        repeated=True,
+    )
+    seeing = _Seeing(model, paths, forwards, found, entrywise)
     try:
-        for path, module in named_modules(model):
-            handles += watch.follow(path, module)
-        yield watch
+        forwards.watch(seeing)
+        yield seeing
     finally:
-        for handle in handles:
-            handle.remove()
+        forwards.remove()
 
 
-class _Watch(TorchFunctionMode):
-    """Sees every call of a torch function: those by a weight, and what results are made of."""
+def _raised(error: Exception) -> None:
+    raise error
 
-    def __init__(self, weights: Weights, found: Callable[[Found], None]) -> None:
-        super().__init__()
-        self._weights = weights
+
+class _Seeing:
+    """Hands on the uses of weights in what a forward pass calls. See `forwards.Watcher`.
+
+    Args:
+        model: the model.
+        paths: of its modules.
+        forwards: the forwards that run.
+        found: gets every layer at each of its calls.
+        entrywise: gets parameters that act entry by entry.
+
+    Attributes:
+        refused: name of a weight → why a use of it is not measured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        paths: dict[nn.Module, str],
+        forwards: Forwards,
+        found: Callable[[Found], None],
+        entrywise: Callable[[Entrywise], None],
+    ) -> None:
+        self.refused: dict[str, str] = {}
+        self._paths = paths
+        self._forwards = forwards
         self._found = found
-        self._running: list[str] = []
-        self._names: dict[tuple[str, Slot], str] = {}
-        self._sources = WeakTensorKeyDictionary()  # tensor → layers whose outputs it is made of
+        self._entrywise = entrywise
+        self._weights = Weights(model)
+        self._lineage = Lineage(model)
+        self._rules = {m: rule for m in paths if isinstance(rule := find_rule(m), Rule)}
+        self._names: dict[tuple[str, str, Strides], str] = {}
 
-    def follow(self, path: str, module: nn.Module) -> list[RemovableHandle]:
-        """Know when a module's forward runs, and what its weights are then."""
+    # --- modules ---------------------------------------------------------------------------------
 
-        def enter(module: nn.Module, args: object) -> None:
-            with torch._C.DisableTorchFunction():
-                self._weights.add(path, module)  # sharded ones are whole only now
-            self._running.append(path)
+    def begins(self, forward: Forward) -> None:
+        """A module's forward begins."""
 
-        def leave(module: nn.Module, args: object, output: object) -> None:
-            self._running.pop()
+    def plain(self, *_: object) -> None:
+        """Never: no uses are known beforehand."""
 
-        return [
-            module.register_forward_pre_hook(enter),
-            module.register_forward_hook(leave),
-        ]
+    def ends(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """A module's forward has run; `output` is None if it raised."""
+        outputs, inputs = (_tensors(value) for value in (output, (args, kwargs)))
+        rule = self._rules.get(module)
+        if rule is not None and isinstance(output, Tensor):
+            use = use_of(rule, module, args, kwargs)
+            self._is_used([use], output, self._lineage.sources(inputs))
+        self._lineage.ends(outputs, inputs)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """A call."""
-        kwargs = kwargs or {}
-        if func is functional.multi_head_attention_forward:
-            with self:
-                return without_overrides(func)(*args, **kwargs)
-        sources = self._sources_of((args, kwargs))
-        result = func(*args, **kwargs)
-        use = weight_use(func, args, kwargs, result)
-        made = sources if use is None else self._layers(use, sources)
-        for tensor in tree_leaves((result, args[:1] if result is None else ())):
-            if isinstance(tensor, Tensor) and made:
-                self._sources[tensor] = made
+    # --- functions -------------------------------------------------------------------------------
+
+    def called(self, call: FunctionToCall) -> Any:
+        """Call a torch function, and find which weights it uses."""
+        function, args, kwargs = call.function, call.args, call.kwargs
+        name = getattr(function, "__name__", "")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            held = self._weights_among([t for t in _tensors((args, kwargs)) if has_data(t)])
+            self._refuse(held.values(), "a transform of torch.func, which hides rows, uses it")
+            return call()
+        if name in OPENED:
+            return self._forwards.opened(call)
+        tensors = _tensors((args, kwargs))
+        weights = self._weights_among(tensors)
+        data = [t for t in tensors if id(t) not in weights and not self._lineage.of_model(t)]
+        sources = self._lineage.sources(data)
+        result = call()
+        if self._forwards.innermost in self._rules:
+            weights = {}  # its rule tells what they do
+        uses: Sequence[Use] = ()
+        if function in RECURRENT and weights:
+            self._recurrent(call, weights, sources, result)
+            return result
+        made = args[0] if name == "__setitem__" else result
+        if weights and isinstance(made, Tensor):
+            uses = self._uses(call, made, weights)
+        if uses and self._is_used(uses, made, sources, of=name):
+            return result
+        results = _tensors(result)
+        if data and args and (is_in_place(name) or made is not result):
+            self._lineage.is_written(args[0], sources)
+        elif data:
+            self._lineage.is_made(results, sources)
+        else:
+            self._lineage.is_made((t for t in results if id(t) not in weights), None)
+            if weights and len(results) == 1:
+                self._weights.is_made(results[0], list(weights.values()))
         return result
 
-    def _sources_of(self, values: object) -> frozenset[str]:
-        tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-        known = self._sources
-        return frozenset().union(*(known[tensor] for tensor in tensors if tensor in known))
+    @property
+    def _running(self) -> str:
+        return self._paths.get(self._forwards.innermost, "")
 
-    def _layers(self, use: WeightUse, sources: frozenset[str]) -> frozenset[str]:
-        """Hand on the layers that a use is; of what results, they are the sources."""
-        holders = self._weights.holders(use.weight)
-        if not holders:
-            return sources  # a product of activations
-        running = self._running[-1] if self._running else ""
-        held = next((h for h in holders if h.path == running), holders[-1])
-        paths = []
-        for path, slot in slots_of(use, held):
-            name = self._name(path, slot, running)
-            paths.append(name)
-            self._found(Found(name, slot, held, use, sources))
-        return frozenset(paths)
+    def _weights_among(self, tensors: Sequence[Tensor]) -> dict[int, Weight]:
+        """By id of a tensor, the weight that it is, or is a view of."""
+        if not tensors:
+            return {}
+        running = self._running
+        of = ((id(tensor), self._weights.of(tensor, running)) for tensor in tensors)
+        return {key: weight for key, weight in of if weight is not None}
 
-    def _name(self, path: str, slot: Slot, running: str) -> str:
+    def _given(self, call: FunctionToCall, weights: dict[int, Weight]) -> Arguments:
+        """What a function got, with stand-ins for weights."""
+
+        def stand_in(tensor: Tensor) -> Tensor:
+            weight = weights.get(id(tensor))
+            return tensor if weight is None else weight.view(tensor)
+
+        args, kwargs = tree_map_only(Tensor, stand_in, (call.args, call.kwargs))
+        return args, kwargs
+
+    def _uses(
+        self, call: FunctionToCall, made: Tensor, weights: dict[int, Weight]
+    ) -> Sequence[Use]:
+        """The uses in a call, by the monitor's rules."""
+        stand_ins = {id(weight.stand_in) for weight in weights.values()}
+
+        def of_model(value: object) -> bool:
+            if isinstance(value, Tensor) and id(whole_of(value)) in stand_ins:
+                return True
+            return self._lineage.of_model(value)
+
+        args, kwargs = self._given(call, weights)
+        described = FunctionCall(made, of_model, self._forwards.inside, trains=False)
+        name = name_of(call.function)
+        try:
+            if is_nested(made):
+                return uses_of_packed(name, described, args, kwargs)
+            return uses_in(name, described, args, kwargs)
+        except Refused as refusal:
+            self._refuse(weights.values(), str(refusal))
+            return ()
+
+    def _refuse(self, weights: Collection[Weight], reason: str) -> None:
+        self.refused |= {weight.full_name: reason for weight in weights}
+
+    def _is_used(
+        self, uses: Sequence[Use], made: Tensor, sources: Sources, *, of: str = ""
+    ) -> bool:
+        """Hand on uses; False if what was made is no more than a view of a weight.
+
+        Args:
+            uses: the uses.
+            made: what the function, or the module, gave.
+            sources: layers of whose outputs it was given some.
+            of: name of the function.
+        """
+        if self._weights.of(made) is not None:
+            return False
+        maps, tables, vectors = set[str](), set[str](), list[nn.Parameter]()
+        for use in uses:
+            weight = self._weight(use.weight)
+            if weight is None or _is_entrywise(use, made):
+                held = (weight, self._weight(use.bias))
+                vectors += [p for w in held if w is not None for p in w.parameters]
+                continue
+            is_added = use.kind == "offset"
+            is_table = is_added or (use.kind == "embedding" and of not in _EMBEDDINGS)
+            use = replace(use, kind="table") if is_table else use
+            path = self._name(use, weight)
+            assert use.weight is not None
+            is_late = of not in _FIRST and (of not in _FIRST_PRODUCTS or use.weight.dim() != 2)
+            self._hand_on(path, use, weight, made, NONE if is_added else sources, late=is_late)
+            (tables if is_added else maps).add(path)
+        whence = (frozenset(maps) or sources) | tables
+        for parameter in vectors:
+            self._entrywise(Entrywise(parameter, whence))
+        if is_in_place(of):
+            self._lineage.is_written(made, whence)
+        else:
+            self._lineage.is_made((made,), whence)
+        return True
+
+    def _hand_on(
+        self,
+        path: str,
+        use: Use,
+        weight: Weight,
+        made: Tensor,
+        sources: Sources,
+        *,
+        late: bool = True,
+    ) -> None:
+        shape = tuple(use.layout(made).shape[:-1])
+        self._found(Found(path, use, weight, shape, sources, late))
+        bias = self._weight(use.bias)
+        for parameter in () if bias is None else bias.parameters:
+            self._entrywise(Entrywise(parameter, frozenset((path,))))
+
+    def _weight(self, tensor: Tensor | None) -> Weight | None:
+        return None if tensor is None else self._weights.of(tensor, self._running)
+
+    def _recurrent(
+        self, to_call: FunctionToCall, weights: dict[int, Weight], sources: Sources, result: Any
+    ) -> None:
+        """Hand on the linear maps in a recurrent call that was made."""
+        call = read_call(to_call.function, *self._given(to_call, weights))
+        outputs = _tensors(result)
+        if call.draws:
+            self._refuse(
+                weights.values(), "it draws random numbers in evaluation, which are drawn anew"
+            )
+            self._lineage.is_made(outputs, sources)
+            return
+        inputs = inputs_of_maps(call, outputs[0].dtype)
+        uses, names = {use.part: use for use in uses_of(call)}, dict[str, str]()
+        held = {part: self._weight(use.weight) for part, use in uses.items()}
+        for part, weight in held.items():
+            if weight is not None:
+                names[part] = self._name(uses[part], weight)
+        fed = sources
+        for first in range(0, len(call.weights), call.directions):
+            gave = NONE
+            for of_direction in call.weights[first : first + call.directions]:
+                parts = [part for part, _, _ in of_direction.maps]
+                state = frozenset(names[part] for part in parts[2:] or parts if part in names)
+                inner = frozenset(names[part] for part in parts[:2] if part in names)
+                # The input's map gets what the layer is given, the others its state.
+                for part, into in zip(parts, (fed, sources | state, inner), strict=False):
+                    weight, x = held[part], inputs[part]
+                    if weight is not None:
+                        features = affine(x, weight.stand_in, None).features
+                        use = replace(uses[part], features=features)
+                        self._hand_on(names[part], use, weight, x, into)
+                gave |= state
+            fed = gave or fed
+        self._lineage.is_made(outputs, fed)
+
+    def _name(self, use: Use, weight: Weight) -> str:
         """The layer's path; of a second use of a weight, with the module that makes it."""
-        name = self._names.get((path, slot))
-        if name is None:
-            name = path if path not in self._names.values() else f"{path}@{running or slot.kind}"
-            self._names[path, slot] = name
-        return name
+        part = use.part or part_of(weight.module, weight.name)
+        path = weight.full_name
+        if part:
+            path = ".".join(filter(None, (weight.path, part)))
+        elif weight.name == "weight":
+            path = weight.path
+        assert use.weight is not None
+        key = path, weight.key, Strides.between(use.weight, weight.value)
+        if key not in self._names:
+            taken, user = set(self._names.values()), f"{path}@{self._running or use.kind}"
+            names = (path, user, *(f"{user}#{i}" for i in range(2, len(taken) + 3)))
+            self._names[key] = next(name for name in names if name not in taken)
+        return self._names[key]
+
+
+def _is_entrywise(use: Use, made: Tensor) -> bool:
+    """Whether it is of single entries, and neither a map nor a table."""
+    if use.kind != "offset" or use.weight is None:
+        return use.kind in ("gain", "offset")
+    sizes = zip(use.weight.shape, use.weight.stride(), strict=True)
+    if sum(size > 1 and stride != 0 for size, stride in sizes) < 2:
+        return True
+    none = Rows(tuple(use.layout(made).shape[:-1]), np.empty(0, np.int64), made.device)
+    return isinstance(use.features(none), DenseFeatures)
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -1,14 +1,18 @@
 """The sums of squares that all measures of a layer are made of: they add up over processes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from adiv_monitor.alignment.layers import AlignedLayer
 from adiv_monitor.alignment.ratio import effective_rank, kappa, log_ratio
+from adiv_monitor.features.features import Features
+from adiv_monitor.features.functions.blocks import BlockFeatures
 from adiv_monitor.report import AlignmentReading
+
+ROUTED = "experts"  # a layer of this kind has its rows in another order in each pass
 
 
 @dataclass(frozen=True)
@@ -31,27 +35,29 @@ class Sums:
     cumulative_bound: float
     change: float  # W z − W₀ z₀
 
-    def reading(
-        self, *, role: str, kind: str, fan_in: int, fan_out: int, predecessors: Sequence[str]
-    ) -> AlignmentReading:
-        """What they say of a layer. Of an embedding there is no alignment."""
-        base = 0 if kind == "embedding" else fan_in
+    def reading(self, layer: AlignedLayer) -> AlignmentReading:
+        """What they say of a layer. Of tables, of which rows are looked up, there is no alignment.
+
+        Nor is there a change of what experts give whose rows are routed anew in each pass.
+        """
+        fan_in = layer.fan_in
+        base = 0 if layer.is_table else fan_in
         ratios = {
             name: log_ratio(getattr(self, name), getattr(self, f"{name}_bound"), base, self.scale)
             for name in ("alpha", "omega", "u", "cumulative")
         }
         return AlignmentReading(
-            role=role,
-            kind=kind,
+            role=layer.role,
+            kind=layer.kind,
             fan_in=fan_in,
-            fan_out=fan_out,
-            predecessors=tuple(predecessors),
+            fan_out=layer.fan_out,
+            predecessors=layer.predecessors,
             rows=round(self.rows),
             **ratios,
             **{f"kappa_{name}": kappa(ratio, fan_in) for name, ratio in ratios.items()},
             effective_rank=effective_rank(ratios["cumulative"], fan_in),
             output_rms=_root_mean(self.cumulative, self.rows),
-            output_change_rms=_root_mean(self.change, self.rows),
+            output_change_rms=None if layer.kind == ROUTED else _root_mean(self.change, self.rows),
         )
 
 
@@ -63,45 +69,62 @@ def layer_sums(
     W: Float[Tensor, "groups out n"],
     z0: Float[Tensor, "rows groups n"],
     z: Float[Tensor, "rows groups n"],
+    block: Int[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, " sums"]:
-    """`Sums` of a linear layer or convolution, in float64 where the device has it."""
+    """`Sums` of a layer that multiplies its rows, in float64 where the device has it.
+
+    Args:
+        W0: the matrices at the reference point, of groups or of blocks.
+        W: the matrices.
+        z0: the rows at the reference point; of blocks, (rows, 1, n).
+        z: the rows.
+        block: which block every row uses; None: each uses all groups.
+    """
     W0, W = (weight.to(z.dtype) for weight in (W0, W))
     dW, dz = W - W0, z - z0
     terms = (dW, z0), (W0, dz), (dW, dz), (W, z)
-    products = [_product(*term) for term in terms]
+    products = [_product(*term, block) for term in terms]
     change = sum(products[1:3], products[0])
-    measured = [_of_rows(W0, z0)]
+    measured = [_of_rows(W0, z0, block)]
     for product, (weight, rows) in zip(products, terms, strict=True):
-        measured += [_mean_square(product).sum(), _of_rows(weight, rows)]
+        measured += [_mean_square(product).sum(), _of_rows(weight, rows, block)]
     rows = torch.tensor(float(len(z)), dtype=measured[0].dtype, device=z.device)
     return torch.stack([rows, *measured, _mean_square(change).sum()])
 
 
-def embedding_sums(
-    W0: Float[Tensor, "tokens n"], W: Float[Tensor, "tokens n"], rows: Tensor
+def table_sums(
+    W0: Float[Tensor, "entries n"], W: Float[Tensor, "entries n"], features: Features
 ) -> Float[Tensor, " sums"]:
-    """`Sums` of an embedding: its outputs alone."""
-    before, now = W0[rows], W[rows]
+    """`Sums` of a table: its outputs alone."""
+    before, now = features.by_weight(W0), features.by_weight(W)
+    assert before is not None
+    assert now is not None
     sums = _wide(now).new_zeros(COUNT)
-    sums[0] = len(rows)
+    sums[0] = len(now)
     sums[8] = _wide(now).square().mean(1).sum()
     sums[10] = _wide(now - before).square().mean(1).sum()
     return sums
 
 
-def _product(weight: Tensor, rows: Tensor) -> Tensor:
+def _product(weight: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
     """(rows, groups, outputs)."""
+    if block is not None:
+        return BlockFeatures(rows[:, 0], block, len(weight)).by_weight(weight)[:, None]
     if len(weight) == 1:
         return (rows[:, 0] @ weight[0].t())[:, None]
     return torch.einsum("rgn,gon->rgo", rows, weight)
 
 
-def _of_rows(weight: Tensor, rows: Tensor) -> Tensor:
+def _of_rows(weight: Tensor, rows: Tensor, block: Tensor | None) -> Tensor:
     """Σ over rows, mean over groups, of the weight's mean square times the row's."""
     wide = torch.float32 if weight.device.type == "mps" else torch.float64
     norms = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=wide)
     of_groups = norms.square() / weight[0].numel()
     of_rows = _wide(torch.linalg.vector_norm(rows, dim=2)).square() / rows.shape[2]
+    if block is not None:
+        of_none = of_groups.new_zeros(1)  # some rows use no block, and are zero
+        of_blocks: Tensor = torch.cat([of_groups, of_none])[block] @ of_rows[:, 0]
+        return of_blocks
     total: Tensor = (of_rows @ of_groups).sum() / len(weight)
     return total
 

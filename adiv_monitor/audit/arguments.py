@@ -7,19 +7,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 
-def check_arguments(
-    model: object,
-    loss: object,
-    optimizer: object,
-    *,
-    steps: object,
-    every_n_steps: object,
-    max_rows: object,
-    clip_norm: object,
-    seed: object,
-    try_seconds: object,
-) -> None:
-    """Raise TypeError or ValueError for what can't be worked with."""
+def check_training(model: object, loss: object, optimizer: object) -> None:
+    """Raise TypeError or ValueError for a training that can't be run."""
     _check_model(model)
     if loss is not None and not callable(loss):
         raise TypeError(
@@ -37,6 +26,18 @@ def check_arguments(
             f"audit(optimizer=…): got {type(optimizer).__name__}, expected a torch.optim.Optimizer "
             "over the model's parameters, or a function model → optimizer"
         )
+
+
+def check_numbers(
+    *,
+    steps: object,
+    every_n_steps: object,
+    max_rows: object,
+    clip_norm: object,
+    seed: object,
+    try_seconds: object,
+) -> None:
+    """Raise ValueError for numbers that can't be worked with."""
     counts = {"steps": steps, "every_n_steps": every_n_steps, "max_rows": max_rows}
     for name, value in counts.items():
         may_be_none = name != "steps" and value is None

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from adiv_monitor.arguments import DEFAULT_MAX_ROWS
 from adiv_monitor.audit import trials
-from adiv_monitor.audit.arguments import check_arguments
+from adiv_monitor.audit.arguments import check_numbers, check_training
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.training.batches import called, taken
@@ -73,8 +73,8 @@ def audit(
     Raises:
         TypeError, ValueError: an argument is not what is expected; the message says what is.
     """
-    check_arguments(
-        *(model, loss, optimizer),
+    check_training(model, loss, optimizer)
+    check_numbers(
         steps=steps,
         every_n_steps=every_n_steps,
         max_rows=max_rows,

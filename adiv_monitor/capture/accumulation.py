@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.contributions import Contribution
-from adiv_monitor.capture.guard import call_all, surely
+from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import ON_ACCUMULATION, ON_GRADIENT, take_off
 from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.updates import is_small, some
 from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart, part_of
 from adiv_monitor.maths import dots
+from adiv_monitor.rerun.thread import surely
 
 
 class Accumulated(Protocol):

@@ -12,8 +12,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
-from adiv_monitor.capture.again.forward_calls import ForwardCalls
-from adiv_monitor.capture.again.leftovers import Leftovers
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.contributions import Contribution
 from adiv_monitor.capture.forwards import Forwards
@@ -22,11 +20,13 @@ from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.layer_rows import Chooser, LayerRows
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
+from adiv_monitor.capture.realised.forward_calls import ForwardCalls
 from adiv_monitor.capture.selection import Layer, Selection, listed
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.pieces import Pieces
+from adiv_monitor.capture.whole_modules.leftovers import Leftovers
 
 
 class Capture:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.again.graph import edges_to_leaves
 from adiv_monitor.capture.updates import lies_as, some
+from adiv_monitor.capture.whole_modules.graph import edges_to_leaves
 
 
 class Contribution:

@@ -19,20 +19,15 @@ from torch.overrides import (
     _push_mode,
 )
 
-from adiv_monitor.capture.again.randomness import Randomness
-from adiv_monitor.capture.guard import (
-    Guard,
-    ThreadState,
-    call_all,
-    function_modes,
-    set_function_modes,
-    surely,
-)
-from adiv_monitor.capture.hook import Hook, ModuleHook, is_aside, is_replaying, trains
+from adiv_monitor.capture.guard import Guard, call_all
+from adiv_monitor.capture.hook import Hook, ModuleHook, is_aside, trains
 from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.trace import Called, Known, Plan
 from adiv_monitor.capture.weights.shards import gives_back
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.surroundings import is_rerun
+from adiv_monitor.rerun.thread import ThreadState, function_modes, set_function_modes, surely
 
 Function = Callable[..., Any]
 
@@ -161,8 +156,9 @@ class Forwards:
 
     The mode is on from the beginning of the outermost module's forward to its end, in each thread,
     so that it nests as forwards do, and re-entrant checkpointing is seen too. It is off where no
-    gradients are recorded, and inside modules that are not trained: some of torch's modules choose
-    another way, with other roundings, while a mode is on and nothing asks for gradients.
+    gradients are recorded (but for repetitions), and inside modules that are not trained: some of
+    torch's modules choose another way, with other roundings, while a mode is on and nothing asks
+    for gradients.
 
     Args:
         modules: the modules that hold what is trained, be it further below.
@@ -358,7 +354,7 @@ class Forwards:
         running.mode = None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_replaying() is not self._repeated:
+        if is_rerun() is not self._repeated:
             return
         running = self._running
         if module not in self._modules:
@@ -388,13 +384,13 @@ class Forwards:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plain hooks are on modules inside: no function is watched here."""
-        if not (is_replaying() or self._running.forwards) and self._may_begin(args):
+        if not (is_rerun() or self._running.forwards) and self._may_begin(args):
             self._hands_over(module, args, kwargs)
 
     def _take(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if is_replaying() or not (self._is_watching and torch.is_grad_enabled()):
+        if is_rerun() or not (self._is_watching and torch.is_grad_enabled()):
             return
         known = None if self._plan is None else self._plan.known.get(module)
         if known is None:
@@ -409,7 +405,7 @@ class Forwards:
             running.plain = None
 
     def _may_begin(self, args: tuple[Any, ...]) -> bool:
-        return self._active and torch.is_grad_enabled() and trains(args)
+        return self._active and (self._repeated or torch.is_grad_enabled()) and trains(args)
 
     def _hands_over(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Let a successor follow the forward pass that begins, if this one is not to; is it so?"""
@@ -422,7 +418,7 @@ class Forwards:
         return True
 
     def _close(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_replaying() is not self._repeated:
+        if is_rerun() is not self._repeated:
             return
         running = self._running
         begins = not running.forwards and self._may_begin(args)
@@ -437,7 +433,7 @@ class Forwards:
             running.closed = module, None
 
     def _reopen(self, module: nn.Module, *others: object) -> None:
-        if is_replaying() is not self._repeated:
+        if is_rerun() is not self._repeated:
             return
         running = self._running
         if running.closed is not None and running.closed[0] is module:
@@ -450,7 +446,7 @@ class Forwards:
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if is_replaying() is not self._repeated:
+        if is_rerun() is not self._repeated:
             return
         running = self._running
         if not running.forwards or module is not running.forwards[-1].module:

@@ -20,9 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.again.leftovers import Leftovers
-from adiv_monitor.capture.again.outputs import Outputs
-from adiv_monitor.capture.again.replay import Arguments
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.contributions import Handed, follow
 from adiv_monitor.capture.forwards import Forwards
@@ -35,7 +32,8 @@ from adiv_monitor.capture.layers import Layers, Passing
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.split_calls import NO_RULE, SUM, Split
 from adiv_monitor.capture.weights.shards import is_shard, part_of
-from adiv_monitor.capture.weights.tape import tensors_in
+from adiv_monitor.capture.whole_modules.leftovers import Leftovers
+from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import Map, Returned, uses_of
@@ -45,6 +43,9 @@ from adiv_monitor.features.uses import Refused, Use, as_it_is
 from adiv_monitor.features.whole import squares
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import ceiling
+from adiv_monitor.rerun.nested import tensors_in
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.twin import Arguments
 
 
 class Takes(Protocol):
@@ -77,7 +78,7 @@ class Takes(Protocol):
         self,
         made: RecurrentCall,
         outputs: tuple[Tensor, ...],
-        rng_state: Tensor | None,
+        random: Randomness | None,
         inputs: Collection[Any],
     ) -> list[Tensor]:
         """A recurrent call; the weights that its uses account for. See `use`."""
@@ -186,7 +187,7 @@ class Gathering:
         self,
         made: RecurrentCall,
         outputs: tuple[Tensor, ...],
-        rng_state: Tensor | None,
+        random: Randomness | None,
         inputs: Collection[Any],
     ) -> list[Tensor]:
         """Choose rows of the maps in a recurrent call, and put hooks on its outputs."""
@@ -207,7 +208,7 @@ class Gathering:
         if not calls:
             return used
         returned = Returned.of(made, outputs)
-        late = LateRows(made, returned, rng_state, calls, self._expect, self._on_replay)
+        late = LateRows(made, returned, random, calls, self._expect, self._on_replay)
         for call in calls.values():
             call.precision = made.precision
             call.replay = call.hook = weakref.ref(late)

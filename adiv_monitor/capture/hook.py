@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.fx import Proxy
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.guard import call_all, surely
+from adiv_monitor.capture.guard import call_all
+from adiv_monitor.rerun.surroundings import is_rerun
+from adiv_monitor.rerun.thread import surely
 
 _PLAIN = (Tensor, nn.Parameter)
 _MODES = torch._C._TorchDispatchModeKey
@@ -186,7 +188,7 @@ class NextForward:
         call_all(*(hook.remove for hook in self._hooks))
 
     def _runs(self, module: nn.Module, args: object, *others: object) -> None:
-        if is_replaying() or not trains(args):
+        if is_rerun() or not trains(args):
             return
         if torch.is_grad_enabled() or not self._with_gradients:
             surely(self.remove)
@@ -210,27 +212,7 @@ _aside = _Aside()
 
 def is_aside() -> bool:
     """Whether what is called now is no part of the forward pass around it."""
-    return _aside.on and not _replay.under_way
-
-
-class _Replay(threading.local):
-    """Whether a thread runs forward passes of a training step again, which are none themselves."""
-
-    def __init__(self) -> None:
-        self.under_way = False
-
-
-_replay = _Replay()
-
-
-def is_replaying() -> bool:
-    """Whether the forward pass that runs is a repetition of an earlier one."""
-    return _replay.under_way
-
-
-def replay(on: bool) -> None:
-    """From now on only what was made to watch repetitions sees this thread's forward passes."""
-    _replay.under_way = on
+    return _aside.on and not is_rerun()
 
 
 class _Others:

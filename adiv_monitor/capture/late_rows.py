@@ -1,4 +1,4 @@
-"""Rows of a recurrent call's layers: a replay tells them once the call's gradients have come."""
+"""Rows of a recurrent call's layers, which unrolling it tells once its gradients have come."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,10 +9,11 @@ from torch import Tensor
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import TensorHook
 from adiv_monitor.capture.layer_rows import Call
-from adiv_monitor.features.recurrent import Map, Returned, replay
+from adiv_monitor.features.recurrent import Map, Returned, unroll
 from adiv_monitor.features.recurrent_call import RecurrentCall
+from adiv_monitor.rerun.randomness import Randomness
 
-# (call of one of the layers, its map, the replay's error)
+# (call of one of the layers, its map, the error of that)
 Receive = Callable[[Call, Map, Tensor], None]
 
 
@@ -24,24 +25,24 @@ class LateRows:
     Args:
         call: the call.
         returned: what it returned.
-        rng_state: if the call draws: the state of its device's generator just before it.
+        random: if the call draws: where the random numbers stood just before it.
         calls: by name of the map, the calls of the layers that are watched.
         expect: called with each of them when a backward pass comes to the outputs.
-        receive: gets what a replay says of each of them.
+        receive: gets what unrolling the call says of each of them.
     """
 
     def __init__(
         self,
         call: RecurrentCall,
         returned: Returned,
-        rng_state: Tensor | None,
+        random: Randomness | None,
         calls: dict[str, Call],
         expect: Callable[[Call], None],
         receive: Receive,
     ) -> None:
         self._call = call
         self._returned = returned
-        self._rng_state = rng_state
+        self._random = random
         self._calls = calls
         self._expect = expect
         self._receive = receive
@@ -64,7 +65,7 @@ class LateRows:
         """A weight's gradient has come: so has all that this pass lets reach the outputs."""
         if self._backward != torch._C._current_graph_task_id():
             return
-        found = replay(self._call, self._returned, self._gradients, self._rng_state)
+        found = unroll(self._call, self._returned, self._gradients, self._random)
         for linear in found.maps:
             if linear.name in self._calls:
                 self._receive(self._calls[linear.name], linear, found.error)

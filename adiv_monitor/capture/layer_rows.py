@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adiv_monitor.capture.again.forward_calls import CallPlace
+from adiv_monitor.capture.realised.forward_calls import CallPlace
 from adiv_monitor.capture.sampling import Draw, Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.split_calls import Split

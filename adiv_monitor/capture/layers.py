@@ -11,14 +11,14 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulated, Accumulation
-from adiv_monitor.capture.again.forward_calls import ForwardCalls
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.contributions import Contribution
 from adiv_monitor.capture.guard import Guard, call_all
-from adiv_monitor.capture.hook import Hook, trains
+from adiv_monitor.capture.hook import Hook, has_data, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.processes import processes
+from adiv_monitor.capture.realised.forward_calls import ForwardCalls
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.shard_accumulation import ShardAccumulation, is_zero
 from adiv_monitor.capture.weights.origin import Origin
@@ -101,6 +101,7 @@ class Layers:
         self._led: dict[int, list[str]] = defaultdict(list)  # by its id, paths of layers
         self._verdict = (-1, False)
         self._verdict_of_shards = (-1, False)
+        self._of_pass = -1, False  # a backward pass, and whether it belongs to a training step
         self._awaited = -1  # the backward pass whose end is waited for
         self._active = True  # hooks in graphs that are already built outlive their removal
 
@@ -341,7 +342,7 @@ class Layers:
         self.guard(self._run, paths, function, *args)
 
     def _run(self, paths: Sequence[str], function: Callable[..., None], *args: Any) -> None:
-        if not self._active or args[-1] is None or not trains(args[-1]):
+        if not self._active or args[-1] is None or not self._trains(args[-1]):
             return
         watched = [path for path in paths if path in self.rows]
         if not watched:
@@ -362,6 +363,13 @@ class Layers:
         finally:
             if gradients:
                 torch._C._set_grad_enabled(True)
+
+    def _trains(self, value: object) -> bool:
+        """As `trains`; what is so of a backward pass is asked once."""
+        task = torch._C._current_graph_task_id()
+        if task < 0 or task != self._of_pass[0]:
+            self._of_pass = task, trains(None)
+        return self._of_pass[1] and has_data(value)
 
     def accumulates(self) -> None:
         """A pass accumulates gradients: look at them once processes have averaged them in it."""

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.again.losses import LossOf
-from adiv_monitor.capture.guard import ThreadState
-from adiv_monitor.capture.hook import Hook, ModuleHook, is_replaying, trains
+from adiv_monitor.capture.hook import Hook, ModuleHook, trains
+from adiv_monitor.capture.realised.losses import LossOf
 from adiv_monitor.capture.selection import inside_wrappers
+from adiv_monitor.rerun.surroundings import is_rerun
+from adiv_monitor.rerun.thread import ThreadState
 
 
 class LossHook:
@@ -48,7 +49,7 @@ class LossHook:
         self._hook.remove()
 
     def _guarded(self, module: nn.Module, args: object, kwargs: object, output: Any) -> None:
-        if torch.compiler.is_compiling() or is_replaying() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or is_rerun() or not torch.is_grad_enabled():
             return
         try:
             self._ended(output)

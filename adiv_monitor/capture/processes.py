@@ -1,9 +1,14 @@
 """How many processes train together."""
 
 import torch
+from torch import distributed
+
+_MAY_BE_MORE = distributed.is_available()
 
 
 def processes() -> int:
     """Those of the default process group; 1 without one."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if distributed else 1
+    # As `is_initialized`, in half as many calls: every layer asks.
+    if not _MAY_BE_MORE or distributed.GroupMember.WORLD is None:
+        return 1
+    return torch.distributed.get_world_size()

@@ -20,8 +20,9 @@ from adiv_monitor.capture.hook import trains
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.weights.origin import Origin
-from adiv_monitor.capture.weights.tape import tensors_in, whole_of
+from adiv_monitor.capture.weights.tape import whole_of
 from adiv_monitor.features.uses import FunctionCall, Use, name_of, uses_in
+from adiv_monitor.rerun.nested import tensors_in
 
 
 @dataclass(eq=False)

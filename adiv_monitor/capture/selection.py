@@ -219,9 +219,12 @@ class Selection:
         same = [*map(id, trained)] == [*map(id, self.trained)]
         return self if same else replace(self, trained=trained)
 
-    def unmeasured(self, measured: Iterable[Layer]) -> dict[str, int]:
-        """Elements of the trained parameters that were asked for and lie in no measured layer."""
-        missing = self._missing(measured)
+    def unmeasured(self, missing: Mapping[int, int]) -> dict[str, int]:
+        """Elements of the trained parameters that were asked for and lie in no measured layer.
+
+        Args:
+            missing: see `missing`, of the measured layers.
+        """
         return {self.names[key]: n for key, n in missing.items() if key in self.names}
 
     @cached_property
@@ -229,14 +232,19 @@ class Selection:
         """Of all parameters that are trained, those whose turn it is."""
         return sum(map(_elements, self._trained_now))
 
-    def coverage(self, measured: Iterable[Layer]) -> float:
-        """Share of the trained elements that lie in the measured layers, 0 to 1."""
-        whole = self.elements
-        return (whole - sum(self._missing(measured).values())) / whole if whole else 0.0
+    def coverage(self, missing: Mapping[int, int]) -> float:
+        """Share of the trained elements that lie in the measured layers, 0 to 1.
 
-    def _missing(self, measured: Iterable[Layer]) -> dict[int, int]:
+        Args:
+            missing: see `missing`, of the measured layers.
+        """
+        whole = self.elements
+        return (whole - sum(missing.values())) / whole if whole else 0.0
+
+    def missing(self, layers: Iterable[Layer]) -> dict[int, int]:
+        """By id of a trained parameter, how many of its elements lie in none of these layers."""
         pieces: dict[int, list[Piece]] = defaultdict(list)
-        for layer in measured:
+        for layer in layers:
             for piece in layer.pieces:
                 pieces[id(piece.parameter)].append(piece)
         found = {}
@@ -250,16 +258,18 @@ class Selection:
         return found
 
     def unexplained(
-        self, told: Iterable[Layer], known: Collection[str], why: Callable[[nn.Parameter], str]
+        self,
+        missing: Container[int],
+        known: Collection[str],
+        why: Callable[[nn.Parameter], str],
     ) -> dict[str, str]:
         """Module, or parameter where the module is measured in part → why there is no reading.
 
         Args:
-            told: layers with a reading, or whose reason is known already.
+            missing: see `missing`, of layers with a reading, or whose reason is known already.
             known: paths whose reason is known already.
             why: a parameter's reason.
         """
-        missing = self._missing(told)
         by_module: dict[str, list[tuple[Place, int]]] = defaultdict(list)
         for parameter in self.due_parameters:
             place = self.places[id(parameter)][0]

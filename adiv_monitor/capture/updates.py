@@ -22,7 +22,7 @@ from adiv_monitor.capture.weights.shards import part_of
 from adiv_monitor.features.rows import exact, to_device
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import dots
-from adiv_monitor.maths.sums import Array, T
+from adiv_monitor.maths.sums import T
 
 # Smaller parameters go through one operation for all of them, and their products to the host whole.
 _SMALL = 8_192
@@ -162,6 +162,10 @@ class ParameterSteps:
         """γ of a piece: a copy of a small one, which stays as it is."""
         return self._gamma[piece.key]
 
+    def memory_of_gradients(self) -> set[int]:
+        """Where the storages begin that hold `.grad` of the parameters."""
+        return {grad.untyped_storage().data_ptr() for grad in self._parameters.values()}
+
     def gamma_norm_of(self, parameter: nn.Parameter) -> Tensor:
         """A tensor as long as the parameter's gradient: itself, or the norms of its parts."""
         key = self._whole.get(id(parameter))
@@ -266,14 +270,10 @@ class ParameterSteps:
         now = SideBySide({p.key: p.value() for p in self._small})
         return self._befores.minus(now)
 
-    def tell_apart(self, found: PieceNumbers[Array]) -> None:
-        """Let numbers of the small ones, on the host, be known by their pieces."""
-        places = self._gammas.places
-        for name in found.__slots__:
-            numbers: dict[int, Array] = getattr(found, name)
-            flat = {key: numbers.pop(key) for key in self._gammas.flat if key in numbers}
-            if flat:
-                numbers.update({key: flat[of][place] for key, (of, place) in places.items()})
+    @property
+    def places(self) -> dict[int, tuple[int, slice]]:
+        """By key of a small piece, in which of the products it is, and where."""
+        return self._gammas.places
 
 
 class SideBySide:
@@ -341,7 +341,7 @@ class _Entries:
         for kind, parts in kinds.items():
             end = 0
             for key, part in parts.items():
-                start, end = end, end + len(part)
+                start, end = end, end + part.shape[0]
                 self._places[key] = kind, slice(start, end)
 
     def of(self, key: int) -> Tensor:
@@ -376,16 +376,18 @@ def bits(tensor: Tensor) -> Tensor:
 def some(tensor: Tensor) -> Tensor:
     """All entries, or 1,024 in evenly spaced stretches: lone ones would touch every cache line."""
     flat = _flat_in_memory(tensor)
-    if len(flat) <= _STRETCHES * _STRETCH:
+    count = flat.numel()
+    if count <= _STRETCHES * _STRETCH:
         return flat
-    return flat.as_strided(
-        (_STRETCHES, _STRETCH), (len(flat) // _STRETCHES, 1), flat.storage_offset()
-    )
+    return flat.as_strided((_STRETCHES, _STRETCH), (count // _STRETCHES, 1), flat.storage_offset())
 
 
 def lies_as(tensor: Tensor, other: Tensor) -> bool:
     """Whether entries of two tensors of one shape lie in memory in the same order."""
-    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    mine, others = tensor.stride(), other.stride()
+    if mine == others:
+        return True
+    strides = zip(tensor.shape, mine, others, strict=True)
     return all(a == b for size, a, b in strides if size > 1)
 
 

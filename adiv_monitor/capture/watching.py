@@ -7,10 +7,6 @@ import torch
 from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
-from adiv_monitor.capture.again.forward_calls import ForwardCalls
-from adiv_monitor.capture.again.leftovers import Leftovers
-from adiv_monitor.capture.again.outputs import Outputs
-from adiv_monitor.capture.again.randomness import random_state
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
 from adiv_monitor.capture.gathering import Takes
@@ -18,23 +14,28 @@ from adiv_monitor.capture.hook import has_data, trains
 from adiv_monitor.capture.jagged import NESTED, is_nested, uses_of_packed
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.realised.forward_calls import ForwardCalls
 from adiv_monitor.capture.repetitions import Repetition, Repetitions
 from adiv_monitor.capture.selection import Place, Selection
 from adiv_monitor.capture.split_calls import Split, uses_of_parts
 from adiv_monitor.capture.trace import Called, Known, Record
 from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.shards import is_shard
-from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, tensors_in, values_in
+from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, values_in
+from adiv_monitor.capture.whole_modules.leftovers import Leftovers
+from adiv_monitor.capture.whole_modules.outputs import Outputs
 from adiv_monitor.features.functions.tokens import REPEATING
 from adiv_monitor.features.recurrent_call import RECURRENT, read_call
 from adiv_monitor.features.registry import use_of
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses_in
+from adiv_monitor.rerun.nested import tensors_in
+from adiv_monitor.rerun.randomness import Randomness
 
 # These overwrite what they were given, which the rows need.
 _OVERWRITE = ("mul_", "multiply_", "__imul__", "lerp_")
 _ATTRIBUTES = ("__get__", "__set__")
 # These are Python, and use parameters in the functions that they call.
-_OPENED = ("multi_head_attention_forward",)
+OPENED = ("multi_head_attention_forward",)
 
 
 class Watching:
@@ -279,7 +280,7 @@ class Watching:
         """Call a function that takes what is trained, and maybe data, which is of the batch."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
         gradients = self._looks_for_uses()
-        if gradients and name in _OPENED:
+        if gradients and name in OPENED:
             self._is_special()
             return self._forwards.opened(to_call)
         if gradients and function in RECURRENT:
@@ -368,19 +369,19 @@ class Watching:
     def _recurrent(self, to_call: FunctionToCall, trained: list[Tensor], data: list[Tensor]) -> Any:
         """Call a recurrent function, and hand on the linear maps in it."""
         function, args, kwargs = to_call.function, to_call.args, to_call.kwargs
-        call = rng_state = None
+        call = random = None
         inputs = set[Any]()
         if not self._is_off(trained):
             with self._noting(trained):
                 inputs = _made(data)
                 call = read_call(function, args, kwargs)
                 if call.draws and call.refusal is None:
-                    rng_state = random_state(call.input.device)
+                    random = Randomness([call.input.device])
         result = to_call()
         outputs = tuple(tensors_in(result))
         if call is not None and trains(outputs[0]):
             with self._noting(trained) as used:
-                used += self._takes.maps(call, outputs, rng_state, inputs)
+                used += self._takes.maps(call, outputs, random, inputs)
             self._explain(function.__name__, trained, used, outputs)
         elif call is None:
             self._explain(function.__name__, trained, trained, outputs)

@@ -11,6 +11,7 @@ STILL = 0.05
 # Of the fall that its gradient promises, what a loss falls by in however short a step: 1 to nine
 # digits in the ward's runs, 0.66 at most in a hundred small generative adversarial networks.
 OPPOSED = 0.9
+FAR_BELOW = 100.0  # times the first loss, at least 1
 FEWEST = 12  # steps of a run that can tell anything
 
 
@@ -25,6 +26,25 @@ def is_opposed(record: Record) -> bool:
     Neither that it does not, nor at which learning rate it falls furthest.
     """
     return record.descent_share is not None and record.descent_share < OPPOSED
+
+
+def is_unbounded(record: Record) -> bool:
+    """Whether the loss falls ever faster, far below zero: something in it has no lowest value.
+
+    Its mean over the last quarter of the steps lies a hundred times further below zero than the
+    first loss from it, and fell further to there than from the second quarter to the third.
+    """
+    losses = [loss for loss in record.losses if math.isfinite(loss)]
+    if len(losses) < FEWEST:
+        return False
+    n = len(losses) // 4
+    second, third, last = (fmean(losses[-i * n : len(losses) - (i - 1) * n]) for i in (3, 2, 1))
+    return last < -FAR_BELOW * max(1.0, abs(losses[0])) and third - last > second - third
+
+
+def tells_nothing(record: Record) -> bool:
+    """Whether the loss says nothing by how far it falls: its parts oppose, or it has no lowest."""
+    return is_opposed(record) or is_unbounded(record)
 
 
 def start(record: Record) -> float:

@@ -1,11 +1,13 @@
 """All rules, causes before what follows from them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Finding, unrefuted
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules import (
+    code,
     initialisation,
     inputs,
     interference,
@@ -13,7 +15,9 @@ from adiv_monitor.diagnosis.rules import (
     numbers,
     optimizer,
     rates,
+    samples,
     states,
+    targets,
     units,
     wiring,
 )
@@ -25,15 +29,33 @@ Rule = Callable[[Record], Iterable[Finding]]
 # makes a higher one look better.
 RULES: tuple[Rule, ...] = (
     wiring.not_held,
+    code.hidden_parameters,
     wiring.unreached,
+    code.rate_zero,
+    code.rounded_away,
+    code.gradient_hooks,
+    code.left_in_eval,
+    samples.samples_mixed,
+    samples.reshape_scrambles,
+    samples.gradient_cut,
+    targets.future_leak,
+    targets.broadcast_loss,
+    targets.no_log,
+    targets.softmax_of_one,
+    targets.softmax_over_samples,
     loss.double_softmax,
     loss.activated_logits,
+    targets.targets_out_of_range,
+    targets.target_is_input,
+    loss.unbounded,
     wiring.frozen,
     numbers.non_finite_from_the_start,
     inputs.input_scale,
     inputs.input_mean,
     inputs.row_spread,
     inputs.target_scale,
+    code.batch_norm_starved,
+    code.dropout_too_high,
     initialisation.bad_initialisation,
     wiring.input_lost,
     initialisation.vanishing,
@@ -58,16 +80,63 @@ RULES: tuple[Rule, ...] = (
 # What follows from others: of reports alone, in which nothing is tried, it gives no advice of its
 # own beside them, and is no more than worth watching.
 SYMPTOMS = frozenset({"rate-too-low", "loss-stuck", "stands-still", "outside-healthy"})
+# What is wrong before any step is taken, in wiring and loss: what is found of learning rates, units
+# and overfitting follows from it.
+CAUSES = frozenset(
+    {
+        *("not-held", "hidden-parameters", "unreached", "rate-zero", "rounded-away"),
+        *("gradient-hooks", "left-in-eval", "double-softmax", "activated-logits"),
+        *("future-leak", "broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
+        *("samples-mixed", "reshape-scrambles", "gradient-cut"),
+        *("targets-out-of-range", "target-is-input", "unbounded-loss"),
+    }
+)
+FOLLOWS = frozenset(
+    {
+        *("rate-too-high", "rate-too-low", "dead-units", "saturated-units", "cannot-overfit"),
+        "loss-stuck",
+    }
+)
+ALSO: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "softmax-of-one": frozenset({"input-ignored", "target-scale", "vanishing"}),
+        "unbounded-loss": frozenset({"non-finite", "exploding"}),
+    }
+)
+FIRST_THAT = (Advice("fix first what stands above"),)
 
 
 def _behind_its_cause(finding: Finding, findings: Iterable[Finding]) -> Finding:
     causes = [f for f in findings if f.name not in SYMPTOMS and f.strength != "note"]
     if finding.name not in SYMPTOMS or not causes:
         return finding
+    return _behind(finding)
+
+
+def _behind(finding: Finding) -> Finding:
     strength = "watch" if finding.strength == "act" else finding.strength
-    return replace(
-        finding, strength=strength, advice=(Advice("fix first what stands above"),), not_advised=""
-    )
+    return replace(finding, strength=strength, advice=FIRST_THAT, not_advised="", against=())
+
+
+def explained(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings, where a cause says what it explains, and what follows gives no other advice.
+
+    That one batch can't be overfitted stands behind everything that there is to act on.
+    """
+    act = [finding for finding in findings if finding.strength == "act"]
+    cause = next((finding for finding in act if finding.name in CAUSES), None)
+    if cause is None:
+        is_last = any(finding.name != "cannot-overfit" for finding in act)
+        return [_behind(f) if f.name == "cannot-overfit" and is_last else f for f in findings]
+    follows = FOLLOWS | ALSO.get(cause.name, frozenset())
+    explains = dict.fromkeys(finding.name for finding in findings if finding.name in follows)
+    said = f" This would explain: {', '.join(explains)}." if explains else ""
+    return [
+        replace(f, summary=f"{f.summary}{said}") if f is cause
+        else _behind(f) if f.name in follows
+        else f
+        for f in findings
+    ]  # fmt: skip
 
 
 def diagnose(record: Record) -> tuple[Finding, ...]:
@@ -81,6 +150,7 @@ def diagnose(record: Record) -> tuple[Finding, ...]:
     findings += states.outside_healthy(record, findings)
     if not record.is_audited:
         findings = [_behind_its_cause(finding, findings) for finding in findings]
+    findings = explained(findings)
     said = [unrefuted(finding, record.rates.values()) for finding in findings]
 
     def order(finding: Finding) -> tuple[int, bool]:

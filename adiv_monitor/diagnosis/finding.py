@@ -1,17 +1,39 @@
 """What the audit says: findings with their evidence, advice, and what trying the advice gave."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 Strength = Literal["act", "watch", "note"]
 STRENGTHS: tuple[Strength, ...] = ("act", "watch", "note")  # strongest first
 # Findings that are so, whatever a short run gives. A learning rate fixes no wiring.
-WIRING = frozenset({"not-held", "unreached", "frozen", "input-ignored"})
+WIRING = frozenset(
+    {
+        *("not-held", "unreached", "frozen", "input-ignored"),
+        *("hidden-parameters", "rate-zero", "broadcast-loss", "softmax-of-one", "no-log"),
+        *("future-leak", "target-is-input", "softmax-over-samples"),
+    }
+)
+# Facts whose harm depends: to be watched, unless the run suffers, or a fix of theirs helps and
+# leaves less than this share of the loss: without dropout a loss is always lower.
+IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
+    {
+        "rounded-away": 1.0,
+        "gradient-hooks": 1.0,
+        "left-in-eval": 1.0,
+        "batch-norm-starved": 1.0,
+        "dropout-too-high": 0.5,
+        "targets-out-of-range": 1.0,
+        "samples-mixed": 1.0,
+        "reshape-scrambles": 1.0,
+        "gradient-cut": 0.95,
+    }
+)
 # Learning rates below and above the run's own, by the names of their trials.
 LOWER_RATES = ("rate*0.01", "rate*0.1", "rate*0.3")
-HIGHER_RATES = ("rate*3", "rate*10", "rate*100")
+HIGHER_RATES = ("rate*3", *(f"rate*{10.0**n:g}" for n in range(1, 10)))
 RATES = (*LOWER_RATES, *HIGHER_RATES)
 
 Mark = Literal["✓", "✗", "→"]

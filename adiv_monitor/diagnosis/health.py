@@ -21,8 +21,7 @@ class Health:
     """How a measure is coloured.
 
     Attributes:
-        title: what it is, in a few words.
-        short: the same above a narrow picture.
+        short: what it is, above a narrow picture; in full: `titles.measure_title`.
         reads: how to read it, in one line.
         logarithmic: values are told apart by their ratios.
         knots: (value, level), values rising: level −1 is far too little, −0.5 to 0.5 what healthy
@@ -31,7 +30,6 @@ class Health:
         of_maps: only layers that map features to features have it, or are comparable by it.
     """
 
-    title: str
     short: str
     reads: str
     logarithmic: bool = False
@@ -59,7 +57,6 @@ class Health:
 HEALTH: Mapping[str, Health] = MappingProxyType(
     {
         "update_ratio": Health(
-            "Move of the activations in a step",
             "activations move",
             "‖Δz‖ / ‖z‖. Healthy layers read 0.009 to 0.7. Blue: hardly moves; red: jumps.",
             True,
@@ -67,7 +64,6 @@ HEALTH: Mapping[str, Health] = MappingProxyType(
             True,
         ),
         GRADIENT: Health(
-            "Gradient that arrives",
             "gradient arrives",
             "‖∂L/∂z‖ over the last layer's. Blue, below 0.03: vanishes; red, above 70: explodes.",
             True,
@@ -75,43 +71,36 @@ HEALTH: Mapping[str, Health] = MappingProxyType(
             True,
         ),
         "idle_share": Health(
-            "Idle rows",
             "idle rows",
             "Rows without a gradient: padding, masked tokens, dead units. Healthy: below 0.15.",
             False,
             ((0, 0), (0.15, 0.5), (1, 1)),
         ),
         "descent": Health(
-            "Descent",
             "descent",
             "How far the loss falls by this layer, to first order. Dark: hardly, or it rises.",
         ),
         "update_cosine": Health(
-            "Cosine of the step",
             "cosine of the step",
             "1: activations moved straight downhill. Dark: least so.",
         ),
         "effective_lr": Health(
-            "Effective learning rate",
             "effective rate",
             "The rate at which activations move downhill. Even between layers is best.",
             of_maps=True,
         ),
         "scale_mean": Health(
-            "Row scale, mean",
             "row scale",
             "Mean ‖φ‖² = ‖x‖² + 1: long rows make long steps.",
             of_maps=True,
         ),
         "scale_cv": Health(
-            "Spread of the row scales",
             "spread of scales",
             "std / mean of ‖φ‖². Healthy: below 0.8. Red: a few long rows set the step.",
             False,
             ((0, 0), (0.8, 0.5), (2, 1)),
         ),
         "projection_cosine": Health(
-            "What was applied, against the optimizer's step",
             "projection",
             "1: nothing changed the weights after the step. Blue: something turned it.",
             False,
@@ -133,22 +122,8 @@ def value_of(record: "Record", report: StepReport, measure: str) -> dict[str, fl
         path: value
         for path, reading in report.layers.items()
         if (value := getattr(reading, measure)) is not None
-        and not (HEALTH[measure].of_maps and reading.kind in NO_MAPS)
+        and not (reading.kind in NO_MAPS and measure in HEALTH and HEALTH[measure].of_maps)
     }
-
-
-def how_to_read(tag: str) -> str:
-    """What a scalar's chart shows and what healthy layers read, by its tag; "": nothing is known.
-
-    >>> how_to_read("adiv.summary/update_ratio_min").partition(".")[0]
-    'Move of the activations in a step: ‖Δz‖ / ‖z‖'
-    """
-    group, _, name = tag.partition("/")
-    measure = group.removeprefix("adiv.")
-    if measure.partition(".")[0] == "summary":
-        measure = name.rpartition("_")[0]
-    health = HEALTH.get(measure)
-    return f"{health.title}: {health.reads}" if health is not None else ""
 
 
 def is_told(measure: str, values: NDArray[np.float64]) -> bool:

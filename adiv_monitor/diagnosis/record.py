@@ -152,6 +152,34 @@ class Wiring:
 
 
 @dataclass(frozen=True)
+class Fact:
+    """One thing that a probe found.
+
+    Attributes:
+        place: the path of a module, the name of a parameter, or a function with its line.
+        numbers: what was measured there, by name.
+        words: what else is to be said of it, by name: functions, shapes as they were called.
+    """
+
+    place: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What one question to copies of the model gave: found, looked and not found, or can't tell.
+
+    Attributes:
+        facts: what was found; empty: nothing.
+        untold: why it can't be told; "" where it can.
+    """
+
+    facts: tuple[Fact, ...] = ()
+    untold: str = ""
+
+
+@dataclass(frozen=True)
 class Alternative:
     """A layer at one step, as it would be; the gradients that reach it are held as they are.
 
@@ -203,6 +231,7 @@ class Record:
         hurried: there was no time to try other learning rates, or to overfit one batch.
         loss_steps: the steps that the losses are of, where some are missing; empty: 0, 1, 2, ….
         non_finite_since: the step at which `first_non_finite` was seen; None: not known.
+        probed: name of a probe → what it found; empty: not asked.
     """
 
     facts: Facts
@@ -228,6 +257,11 @@ class Record:
     hurried: bool = False
     loss_steps: tuple[int, ...] = ()
     non_finite_since: int | None = None
+    probed: Mapping[str, Probed] = field(default_factory=dict)
+
+    def found_by(self, probe: str) -> tuple[Fact, ...]:
+        """What a probe found; empty where it found nothing, or was not asked."""
+        return self.probed[probe].facts if probe in self.probed else ()
 
     @property
     def is_audited(self) -> bool:

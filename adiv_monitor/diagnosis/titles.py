@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from adiv_monitor.diagnosis.health import HEALTH
+from adiv_monitor.diagnosis.health import GRADIENT, HEALTH
 
 
 class Title(NamedTuple):
@@ -54,6 +54,7 @@ MEASURE_TITLES: Mapping[str, Title] = MappingProxyType(
         "update_ratio": Title(
             "Move of the activations", "‖Δz‖ / ‖z‖: how far the activations move in one step"
         ),
+        GRADIENT: Title("Gradient that arrives", "‖∂L/∂z‖ over the last layer's"),
         "row_cosine_p50": Title(
             "Cosine of the median row", "median of cos(d_r, g_r): how a single sample fares"
         ),
@@ -165,15 +166,51 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "double-softmax": "The softmax is taken twice",
         "activated-logits": "An activation function on the logits",
         "target-scale": "A loss that is large by nature",
+        "unbounded-loss": "A loss without a lowest value",
+        "samples-mixed": "Samples that mix",
+        "reshape-scrambles": "A reshape that scrambles axes",
+        "gradient-cut": "A gradient that is cut on its way",
+        "broadcast-loss": "Outputs compared with all targets",
+        "no-log": "Probabilities where logarithms are wanted",
+        "softmax-of-one": "A softmax of one class",
+        "softmax-over-samples": "A softmax over the samples",
+        "targets-out-of-range": "Targets that the outputs can't be",
+        "target-is-input": "Targets that are the inputs",
+        "future-leak": "The model sees what it shall predict",
+        "hidden-parameters": "Parameters that the model does not know of",
+        "rate-zero": "A learning rate of zero",
+        "rounded-away": "Steps that rounding takes back",
+        "gradient-hooks": "Hooks that change the gradient",
+        "left-in-eval": "Normalisations left in evaluation mode",
+        "batch-norm-starved": "Batch normalisation of too few values",
+        "dropout-too-high": "Dropout that drops most",
     }
 )
 
 
 def measure_title(measure: str) -> str:
     """A measure, or what else was recorded, in a few plain words."""
-    if measure in MEASURE_TITLES:
-        return MEASURE_TITLES[measure].title
-    return HEALTH[measure].title if measure in HEALTH else _sentence(measure)
+    known = MEASURE_TITLES.get(measure)
+    return _sentence(measure) if known is None else known.title
+
+
+def how_to_read(measure: str) -> str:
+    """What a measure in `MEASURE_TITLES` says; where that is known, what healthy layers read."""
+    known = HEALTH.get(measure)
+    return f"{MEASURE_TITLES[measure].reads}." if known is None else known.reads
+
+
+def chart_text(tag: str) -> str:
+    """What a scalar's chart shows and what healthy layers read, by its tag; "": nothing is known.
+
+    >>> chart_text("adiv.summary/update_ratio_min").partition(".")[0]
+    'Move of the activations: ‖Δz‖ / ‖z‖'
+    """
+    group, _, name = tag.partition("/")
+    measure = group.removeprefix("adiv.")
+    if measure.partition(".")[0] == "summary":
+        measure = name.rpartition("_")[0]
+    return f"{measure_title(measure)}: {how_to_read(measure)}" if measure in HEALTH else ""
 
 
 def finding_title(name: str) -> str:

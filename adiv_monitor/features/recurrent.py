@@ -1,4 +1,4 @@
-"""Recurrent layers: the linear maps inside one fused call, by an exact replay of its cells.
+"""Recurrent layers: the linear maps inside one fused call, unrolled exactly, cell by cell.
 
 `torch.lstm`, `torch.gru`, `torch.rnn_tanh`, `torch.rnn_relu` and their cells hide the gates. So the
 call is run once more with plain operations, and the gradients that reached its outputs are carried
@@ -16,6 +16,7 @@ from adiv_monitor.features.features import Features
 from adiv_monitor.features.recurrent_call import CellWeights, Layout, Mode, RecurrentCall, State
 from adiv_monitor.features.rows import Rows, exact, joined
 from adiv_monitor.features.uses import Use
+from adiv_monitor.rerun.randomness import Randomness
 
 Step = Callable[..., State]  # (input map's z, hidden map's z, *state) → the next state
 
@@ -75,14 +76,14 @@ class Map:
 
 
 @dataclass(frozen=True, eq=False)
-class Replay:
-    """What a replay found.
+class Unrolled:
+    """What a call was, unrolled.
 
     Attributes:
         maps: every linear map of the call, layer by layer.
-        error: ‖replayed − real outputs‖ / ‖real outputs‖ over all outputs that were not changed in
+        error: ‖unrolled − real outputs‖ / ‖real outputs‖ over all outputs that were not changed in
             place since, shape (). More than the rounding of the call's precision (bfloat16 under
-            autocast, TF32 in cuDNN by default) says that something else was replayed, and that the
+            autocast, TF32 in cuDNN by default) says that something else was unrolled, and that the
             gradients are of something else too.
     """
 
@@ -135,22 +136,24 @@ class Returned:
 
 
 def uses_of(call: RecurrentCall) -> Iterator[Use]:
-    """The linear maps in a call, named as in `Replay.maps`, which alone tell their rows."""
+    """The linear maps in a call, named as in `Unrolled.maps`, which alone tell their rows."""
 
     def features(rows: Rows) -> Features:
-        raise RuntimeError("the rows of a recurrent layer come with its gradient, by a replay")
+        raise RuntimeError(
+            "the rows of a recurrent layer come with its gradient, when its call is unrolled"
+        )
 
     for weights in call.weights:
         for name, weight, bias in weights.maps:
             yield Use(call.mode, weight, bias, features, part=name)
 
 
-def replay(
+def unroll(
     call: RecurrentCall,
     returned: Returned,
     gradients: Sequence[Tensor | None],
-    rng_state: Tensor | None = None,
-) -> Replay:
+    random: Randomness | None = None,
+) -> Unrolled:
     """Inputs and ∂L/∂z of all rows of every linear map in the call.
 
     The run is left as it is: its parameters and gradients, its graph, autocast, random numbers.
@@ -162,7 +165,7 @@ def replay(
         call: the call.
         returned: what it returned.
         gradients: ∂L/∂ each of the outputs as a hook on it is given it; None for zero.
-        rng_state: if the call draws: the state of its device's generator just before it.
+        random: if the call draws: where the random numbers stood just before it.
 
     Raises:
         RuntimeError: the call has a `refusal`, which is the message.
@@ -175,33 +178,49 @@ def replay(
         for output, gradient in zip(returned.outputs, gradients, strict=True)
     ]
     upstream = _laid_out(call, reached)
-    masks = _masks(call, returned.outputs[0].dtype, rng_state)
+    masks = _masks(call, returned.outputs[0].dtype, random)
     with torch.enable_grad(), torch.autocast(call.input.device.type, enabled=False):
-        maps, replayed = _run(call, masks)
+        maps, made = _run(call, masks)
         if returned.c_enters_h:
-            replayed[1].register_hook(lambda _: upstream[1])  # type: ignore[no-untyped-call]
-        found = torch.autograd.grad(replayed, [z for linear in maps for z in linear.z], upstream)
+            made[1].register_hook(lambda _: upstream[1])  # type: ignore[no-untyped-call]
+        found = torch.autograd.grad(made, [z for linear in maps for z in linear.z], upstream)
     taken = iter(found)
     closed = [linear.closed([next(taken) for _ in linear.z]) for linear in maps]
     real = _laid_out(call, returned.outputs)
-    return Replay(closed, _distance(replayed, real, returned.unchanged))
+    return Unrolled(closed, _distance(made, real, returned.unchanged))
 
 
 @torch.no_grad()
 def rows_of_maps(
-    call: RecurrentCall, dtype: torch.dtype, rng_state: Tensor | None = None
+    call: RecurrentCall, dtype: torch.dtype, random: Randomness | None = None
 ) -> dict[str, Tensor]:
-    """By name, z of all rows of every linear map in the call: the first half of a `replay`.
+    """By name, z of all rows of every linear map in the call: the first half of `unroll`.
 
     Args:
         call: the call.
         dtype: of its output.
-        rng_state: see `replay`.
+        random: see `unroll`.
     """
-    masks = _masks(call, dtype, rng_state)
+    return {linear.name: linear.by_time(linear.z) for linear in _forward(call, dtype, random)}
+
+
+@torch.no_grad()
+def inputs_of_maps(call: RecurrentCall, dtype: torch.dtype) -> dict[str, Tensor]:
+    """By name, the inputs of all rows of every linear map in a call that draws no numbers.
+
+    Args:
+        call: the call.
+        dtype: of its output.
+    """
+    return {linear.name: linear.by_time(linear.inputs) for linear in _forward(call, dtype, None)}
+
+
+def _forward(
+    call: RecurrentCall, dtype: torch.dtype, random: Randomness | None
+) -> "list[_OpenMap]":
+    masks = _masks(call, dtype, random)
     with torch.autocast(call.input.device.type, enabled=False):
-        maps, _ = _run(call, masks)
-    return {linear.name: linear.by_time(linear.z) for linear in maps}
+        return _run(call, masks)[0]
 
 
 def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -219,26 +238,22 @@ def _by_time(tensor: Tensor, layout: Layout) -> Tensor:
     return (tensor.transpose(0, 1) if layout == "batch first" else tensor).flatten(0, 1)
 
 
-def _masks(call: RecurrentCall, dtype: torch.dtype, rng_state: Tensor | None) -> list[Tensor]:
+def _masks(call: RecurrentCall, dtype: torch.dtype, random: Randomness | None) -> list[Tensor]:
     """What each layer's outputs but the last's were multiplied by: 0 or 1/(1 − dropout).
 
     The call's own function draws as many numbers again, in the same order and precision.
     """
     if not call.draws:
         return []
-    if rng_state is None:
+    if random is None:
         raise ValueError(
             f"the call has dropout={call.dropout} between its layers: to draw its masks again give "
-            "rng_state, the state of its device's generator just before the call"
+            "where the random numbers stood just before the call"
         )
     device = call.input.device
     width = call.directions * call.states[0].shape[-1]
     ones = torch.ones(call.rows, width, dtype=dtype, device=device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(rng_state, device)
-        else:
-            torch.set_rng_state(rng_state)
+    with random.again():
         between = len(call.weights) // call.directions - 1
         return [exact(torch.dropout(ones, call.dropout, True)) for _ in range(between)]
 
@@ -286,7 +301,7 @@ def _run(call: RecurrentCall, masks: list[Tensor]) -> tuple[list[_OpenMap], list
         sides = []
         for k in range(first, first + call.directions):
             state = tuple(of_all[k] for of_all in states)
-            opened, side, end = _unroll(call, call.weights[k], x, state, backwards=k > first)
+            opened, side, end = _layer(call, call.weights[k], x, state, backwards=k > first)
             maps += opened
             sides.append(side)
             ends.append(end)
@@ -296,7 +311,7 @@ def _run(call: RecurrentCall, masks: list[Tensor]) -> tuple[list[_OpenMap], list
     return maps, [x, *(torch.stack(of_all) for of_all in zip(*ends, strict=True))]
 
 
-def _unroll(
+def _layer(
     call: RecurrentCall, weights: CellWeights, x: Tensor, state: State, backwards: bool
 ) -> tuple[list[_OpenMap], Tensor, State]:
     """One layer in one direction: its maps, its outputs (rows, size of h), its last state."""
@@ -321,11 +336,11 @@ def _renewed(state: Tensor, new: Tensor) -> Tensor:
     return new if len(new) == len(state) else torch.cat([new, state[len(new) :]])
 
 
-def _distance(replayed: list[Tensor], real: list[Tensor], compared: list[int]) -> Tensor:
+def _distance(made: list[Tensor], real: list[Tensor], compared: list[int]) -> Tensor:
     if not compared:
-        return replayed[0].new_zeros(())
+        return made[0].new_zeros(())
     ours, theirs = (
-        torch.cat([tensors[i].detach().flatten() for i in compared]) for tensors in (replayed, real)
+        torch.cat([tensors[i].detach().flatten() for i in compared]) for tensors in (made, real)
     )
     length = torch.linalg.vector_norm(theirs).clamp(min=torch.finfo(theirs.dtype).tiny)
     distance: Tensor = torch.linalg.vector_norm(ours - theirs) / length

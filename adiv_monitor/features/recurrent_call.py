@@ -83,7 +83,7 @@ class RecurrentCall:
         directions: 1 or 2.
         dropout: its probability between the layers; 0.0 in evaluation and of one layer.
         precision: rounding of the coarsest numbers that it computes with.
-        refusal: why this call can't be replayed, or None.
+        refusal: why this call can't be unrolled, or None.
     """
 
     mode: Mode
@@ -104,7 +104,7 @@ class RecurrentCall:
 
     @property
     def draws(self) -> bool:
-        """Whether the call draws random numbers: `replay` then needs the generator's state."""
+        """Whether the call draws random numbers: `unroll` then needs their `Randomness`."""
         return self.dropout > 0
 
 

@@ -11,11 +11,11 @@ is made again on a few samples, some queries at a time.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from adiv_monitor.features.rows import exact
@@ -164,66 +164,6 @@ def by_head(tensor: Tensor) -> Float[Tensor, "samples heads length width"]:
 def of_heads(tensor: Float[Tensor, "n few keys width"], heads: int) -> Tensor:
     """Keys or values of every query's head, where several share one (grouped queries)."""
     return tensor.repeat_interleave(heads // tensor.shape[1], 1)
-
-
-def sums(
-    call: Attention,
-    score_gradient: Callable[[slice], Float[Tensor, "samples heads some keys"]],
-    moves: Mapping[str, Move],
-    keys: Int[Tensor, "samples heads queries draws"],
-) -> dict[str, Float[Tensor, "samples heads *"]]:
-    """Sums over the active scores, g ≠ 0, of every sample and head: what a mask hides is idle.
-
-    By name: `G_G` = ‖g‖², and for every move m `m_G` = ⟨ΔY, g⟩ and `m_m` = ‖ΔY‖²; and `active`
-    (samples, heads, queries, draws), whether the scores Y_ts with these keys s are active.
-
-    Args:
-        call: the attention.
-        score_gradient: G of some queries.
-        moves: Δq and Δk of the update as a descent direction ("d") and of a plain gradient step
-            ("e").
-        keys: for every sample, head and query some keys, −1 for none.
-    """
-    found: dict[str, Tensor] = {}
-
-    def add(name: str, a: Tensor, b: Tensor) -> None:
-        product = torch.einsum("nhts,nhts->nh", a, b)
-        found[name] = found[name] + product if name in found else product
-
-    active = []
-    for queries in call.parts:
-        G = score_gradient(queries)
-        asks = G != 0
-        add("G_G", G, G)
-        for name, move in moves.items():
-            change = torch.where(asks, call.change(move, queries), 0)
-            add(f"{name}_G", change, G)
-            add(f"{name}_{name}", change, change)
-        some = keys[:, :, queries]
-        active.append(asks.gather(-1, some.clamp(min=0)) & (some >= 0))
-    return {**found, "active": torch.cat(active, 2)}
-
-
-def scale_sums(
-    scale: Float[Tensor, "samples heads queries draws"],
-    active: Bool[Tensor, "samples heads queries draws"],
-    pivot: Tensor | None = None,
-) -> dict[str, Float[Tensor, "..."]]:
-    """Of every sample and head, over its active scores: `scale_count`, Σ (D − p), Σ (D − p)².
-
-    Relative to a `scale_pivot` p near them, so that scales that are all the same have no spread;
-    that of another call's scores if they are to be added up.
-    """
-    count = active.sum((2, 3))
-    if pivot is None:
-        pivot = torch.where(active, scale, 0).sum() / count.sum().clamp(min=1)
-    shifted = torch.where(active, scale - pivot, 0)
-    return {
-        "scale_pivot": pivot,
-        "scale_count": count,
-        "scale_sum": shifted.sum((2, 3)),
-        "scale_square": shifted.square().sum((2, 3)),
-    }
 
 
 def _aligned(mask: Tensor, query: Tensor) -> Float[Tensor, "samples_or_1 heads_or_1 length keys"]:

@@ -92,11 +92,13 @@ class FunctionCall:
         result: what the function gave.
         of_model: whether a tensor is made of the model's parameters and constants alone: no data.
         inside: the Python function of torch's that was opened and makes this call; "" if none.
+        trains: gradients will be asked for, so that a rule refuses what spoils these alone.
     """
 
     result: Tensor
     of_model: Callable[[object], bool]
     inside: str = ""
+    trains: bool = True
 
     def has_data(self, *values: object) -> bool:
         """Whether any of them is data."""

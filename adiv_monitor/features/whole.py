@@ -3,7 +3,7 @@
 Rows are sampled only for what can't be had so (spec, "From sampled rows to the layer").
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from adiv_monitor.features.rows import exact, exact_type, joined
 from adiv_monitor.kernels.choice import attempt
 
-CHUNK = 2**19  # entries of a temporary square: stays in a CPU's cache
+CHUNK = 2**17  # entries of a temporary square: stays in a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,14 @@ class LateScales:
     of what was written to since.
 
     Args:
-        make: gives ‖φ_W‖², (rows, groups), of the tensors that it reads.
+        make: gives ‖φ_W‖², (rows, groups) in the layout of z, of the tensors that it reads: part
+            after part, so that what lies between stays in a CPU's cache.
         reads: those.
         bias_square: φ_b²; 0 without a bias.
     """
 
     def __init__(
-        self, make: Callable[..., Tensor], reads: Sequence[Tensor], bias_square: float
+        self, make: Callable[..., Iterable[Tensor]], reads: Sequence[Tensor], bias_square: float
     ) -> None:
         self._make = make
         self._reads = [tensor.detach() for tensor in reads]  # a graph would be kept alive
@@ -83,17 +84,33 @@ class LateScales:
         """
         if [tensor._version for tensor in self._reads] != self._versions:
             return None
-        scale = self._make(*self._reads)
-        if bias:
-            scale = scale + self._bias_square
-        outputs = gradient.shape[-1] // scale.shape[1]
-        entries = exact(gradient).reshape(*scale.shape, outputs).square()
-        own = entries[..., 0] if outputs == 1 else entries.sum(-1)
-        found = [own.sum(1)]
-        for _ in range(2):
-            own = own * scale
-            found.append(own.sum(1))
-        return torch.stack(found)
+        found, end = [], 0
+        by_entry = gradient.view(1, -1) if gradient.dim() == 1 else gradient
+        positions = by_entry[0].numel() // by_entry.shape[-1] if len(by_entry) else 1
+        for scale in self._make(*self._reads):
+            start, end = end, end + scale.shape[:-1].numel() // max(positions, 1)
+            part = exact(by_entry[start:end])
+            groups = scale.shape[-1]
+            # No copy in another order of memory: the sums are several times faster in their own.
+            scale = scale.reshape(*part.shape[:-1], groups)
+            if bias and self._bias_square:
+                scale = scale + self._bias_square
+            own = part.square()
+            if groups < part.shape[-1]:
+                own = own.view(*own.shape[:-1], groups, -1).sum(-1)
+            sums = [own.sum(-1)]
+            for _ in range(2):
+                own = own.mul_(scale)
+                sums.append(own.sum(-1))
+            found.append(torch.stack(sums).flatten(1))
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def in_parts(x: Tensor, together: int = 1) -> Sequence[Tensor]:
+    """The samples of a tensor, in parts that stay in a CPU's cache; of its last dimensions, all."""
+    if x.is_cuda or x.dim() <= together or x.numel() <= CHUNK:
+        return (x,)
+    return torch.split(x, max(1, CHUNK * len(x) // x.numel()))
 
 
 def hooks_keep() -> bool:

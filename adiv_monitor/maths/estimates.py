@@ -50,16 +50,33 @@ class Sample:
 
     Attributes:
         total: T, rows of every layer.
-        active: (layers, rows seen), rows whose gradient is not zero.
+        active: (layers, rows), rows whose gradient is not zero.
+        counts: R, rows looked at of every layer, if the arrays have more places than these; what
+            stands in the others, which come last, counts nowhere.
     """
 
     total: PerLayer
     active: Bool[np.ndarray, "layers rows"]
+    counts: PerLayer | None = None
 
-    @property
-    def seen(self) -> int:
-        """R, rows looked at."""
-        return int(self.active.shape[1])
+    @cached_property
+    def seen(self) -> PerLayer:
+        """R, rows looked at of every layer."""
+        if self.counts is not None:
+            return self.counts
+        return np.full(len(self.active), float(self.active.shape[1]))
+
+    @cached_property
+    def empty(self) -> Bool[np.ndarray, "layers rows"] | None:
+        """Places of no row; None if there are none."""
+        if self.counts is None:
+            return None
+        return np.arange(self.active.shape[1]) >= self.counts[:, None]
+
+    def mean(self, rows: PerRow) -> PerLayer:
+        """The mean over the rows looked at, of what is 0 in places of no row."""
+        found: PerLayer = rows.sum(1) / np.maximum(self.seen, 1)
+        return found
 
     @cached_property
     def active_seen(self) -> PerLayer:
@@ -70,12 +87,11 @@ class Sample:
     @cached_property
     def variance_share(self) -> PerLayer:
         """`variance_share` of these rows."""
-        return variance_share(np.full(len(self.total), float(self.seen)), self.total)
+        return variance_share(self.seen, self.total)
 
     def share_of(self, counted: Bool[np.ndarray, "layers rows"]) -> PerLayer:
         """The same of what is a mean over those rows alone."""
-        seen = np.full(len(self.total), float(self.seen))
-        return variance_share(seen, self.total, counted.sum(1))
+        return variance_share(self.seen, self.total, counted.sum(1))
 
 
 @dataclass(frozen=True)
@@ -102,8 +118,10 @@ def over_rows(rows: PerRow, sample: Sample, exact: PerLayer | None = None) -> Su
     """The sum over all rows: the exact one where it is given and a number, else from the rows."""
     scaled = rows * sample.total[:, None]
     with np.errstate(invalid="ignore"):
-        mean = scaled.sum(1) / np.float64(sample.seen)
+        mean = scaled.sum(1) / sample.seen
     spread = scaled - mean[:, None]
+    if sample.empty is not None:
+        spread[sample.empty] = 0.0
     spread[sample.active_seen < 2] = np.nan
     mean[sample.active_seen < 1] = np.nan
     if exact is None:
@@ -125,11 +143,11 @@ def by_ratio(of: Sum, by: Sum, exact: PerLayer, sample: Sample) -> Sum:
         ratio = exact / by.total
         slope = of.total / by.total
         rest = of.spread - slope[:, None] * by.spread
-        held = (1 + by.spread / by.total[:, None]) / sample.seen  # of `by` by every row
+        held = (1 + by.spread / by.total[:, None]) / sample.seen[:, None]  # of `by`
         doubt = np.where(held < 1, 1 / (1 - held), 1.0)
         share = sample.variance_share
-        bias = -bias_by_chance(share, _mean(rest * by.spread) / by.total)
-        error = np.sqrt(by_chance(share, _mean((doubt * rest) ** 2)))
+        bias = -bias_by_chance(share, sample.mean(rest * by.spread) / by.total)
+        error = np.sqrt(by_chance(share, sample.mean((doubt * rest) ** 2)))
         total = ratio * (of.total - np.clip(bias, -error, error))
     known = np.isfinite(ratio) & (share > 0) & (sample.active_seen >= 2)
     each = known[:, None]
@@ -178,7 +196,7 @@ def by_size(of: Sum, values: PerRow, sizes: Sizes, sample: Sample) -> Sum:
         tau_squared = (apart**2).sum(1) / (sizes.rows > 0).sum(1)
         unseen = np.maximum(sizes.squares - squares, 0.0)
         modelled = tau_squared * ratio**2 * ((sizes.total / seen - 1) ** 2 * squares + unseen)
-        sampled = sample.variance_share * _mean(found.as_error(found.spread) ** 2)
+        sampled = sample.variance_share * sample.mean(found.as_error(found.spread) ** 2)
         more = np.sqrt(modelled / sampled)
     more = np.where(np.isfinite(more), np.maximum(more, 1.0), 1.0)
     return replace(found, doubt=found.as_error(np.ones_like(found.spread)) * more[:, None])
@@ -225,16 +243,16 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
             deviation = np.where(exact, 0.0, factor.spread / factor.total[:, None])
             relative = relative + power * deviation
             doubted = doubted + power * factor.as_error(deviation)
-            own = own + power * _mean(deviation**2)
+            own = own + power * sample.mean(deviation**2)
         value = numerator.total * rest
         if not is_sampled:
             return Estimate(value, np.zeros_like(value))
         spread = numerator.as_error(numerator.spread)
         influence = by_chance(spread, rest[:, None]) + by_chance(doubted, value[:, None])
-        bias = by_chance(_mean(numerator.spread * relative), rest)
-        bias = bias + by_chance((_mean(relative**2) - own) / 2, value)
+        bias = by_chance(sample.mean(numerator.spread * relative), rest)
+        bias = bias + by_chance((sample.mean(relative**2) - own) / 2, value)
         bias = np.where(sample.active_seen < 2, 0.0, bias_by_chance(share, bias))
-        error = np.sqrt(by_chance(_mean(influence**2), share))
+        error = np.sqrt(by_chance(sample.mean(influence**2), share))
         # What is of order 1/R is less than what is of order 1/√R, or tells nothing; nor does it
         # turn the sign of what has one for certain.
         limit = np.where(np.isnan(error), np.inf, error)
@@ -345,11 +363,6 @@ def _interpolated(
     with np.errstate(invalid="ignore"):  # infinities
         between = lower + weight * (upper - lower)
     found: np.ndarray = np.where((weight == 0) | (lower == upper), lower, between)
-    return found
-
-
-def _mean(rows: PerRow) -> PerLayer:
-    found: PerLayer = rows.sum(1) / np.float64(max(rows.shape[1], 1))
     return found
 
 

@@ -182,8 +182,8 @@ def idle_share(sample: Sample, active: PerLayer) -> Estimate:
     """
     seen, total = sample.active.sum(1), np.maximum(sample.total, 1)
     with np.errstate(invalid="ignore"):
-        share = np.where(np.isnan(active), seen / np.float64(sample.seen), active / total)
-    error = share_error(seen, np.full(len(total), sample.seen), sample)
+        share = np.where(np.isnan(active), seen / sample.seen, active / total)
+    error = share_error(seen, sample.seen, sample)
     return Estimate(1 - share, np.where(np.isnan(active), error, 0.0))
 
 

@@ -1,6 +1,7 @@
 """From numbers on the host to the measures of each layer, with their standard errors.
 
-Layers that were looked at alike, with as many rows, are measured together.
+Layers that were looked at alike are measured together: one operation for all of them costs little
+more than for one.
 """
 
 import math
@@ -40,6 +41,8 @@ LEVELS = (*QUANTILE_LEVELS, *_PERCENTILES.values())
 G, E, Z, OWN, REST, D, BIAS = Vector
 # What a weight makes of a row, which grows with the row.
 _GROWING = (D, E, REST, Z)
+# Layers with up to so many rows are filled up to one number; those with more, to less than twice.
+_FILLED = 255
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,17 +107,19 @@ def _kind(layer: LayerSums[Array]) -> object:
     several = layer.totals, layer.blocks, layer.common
     single = layer.scale, layer.realised, layer.attainable, layer.dots.w_w, layer.dots.a_w
     return (
-        *(layer.rows.seen, layer.vectors, layer.about.bias_alone),
+        *(max(layer.rows.seen, _FILLED).bit_length(), layer.vectors, layer.about.bias_alone),
         *(present(record) for record in several),
         *(number is None for number in single),
     )
 
 
 def _filled(arrays: Sequence[Array | Index], fill: float = np.nan) -> Array:
-    """All of them in one array; rows of different length are filled up."""
-    if len({array.shape for array in arrays}) == 1:
-        return np.stack(arrays)
-    stacked = np.full((len(arrays), max(map(len, arrays))), fill)
+    """All of them in one array; those of different length are filled up."""
+    first = arrays[0].shape
+    if all(array.shape == first for array in arrays):
+        return np.array(arrays)
+    longest = max([len(array) for array in arrays])
+    stacked = np.full((len(arrays), longest, *first[1:]), fill)
     for row, array in zip(stacked, arrays, strict=True):
         row[: len(array)] = array
     return stacked
@@ -132,7 +137,7 @@ class _Together:
     def __init__(self, judged: Sequence[Judged]) -> None:
         layers = self.layers = [x.layer for x in judged]
         first = layers[0]
-        self.products = np.stack([x.products for x in layers])
+        self.products = _filled([x.products for x in layers], fill=0.0)
         self.scale = _stacked(x.scale for x in layers)
         self.blocks = _stacked(x.blocks for x in layers)
         self.totals = _stacked(x.totals for x in layers)
@@ -151,7 +156,9 @@ class _Together:
         self.known_unit = ~np.isnan(factor)
         self._place = {vector: i for i, vector in enumerate(first.vectors)}
         total = np.array([float(x.rows.total) for x in layers])
-        self.sample = Sample(total, self.rows(G, G) != 0)
+        seen = np.array([float(x.rows.seen) for x in layers])
+        is_filled = seen.min() < self.products.shape[1]
+        self.sample = Sample(total, self.rows(G, G) != 0, seen if is_filled else None)
         expected = np.array([x.exact for x in judged])
         self.tolerance = np.array([x.evidence.tolerance for x in layers])
         G_G, whole = over_rows(self.rows(G, G), self.sample), self.G_G
@@ -170,6 +177,12 @@ class _Together:
         twice = np.array([x.suspected for x in judged]) | (self.sample.variance_share == 0)
         self.suspected, self.holds_more = self.holds_more, self.holds_more & twice
         self.exact = expected & ~self.suspected
+
+    @property
+    def idle_seen(self) -> Index:
+        """How many of the rows seen are idle."""
+        found: Index = self.sample.seen.astype(np.int64) - self.sample.active.sum(1)
+        return found
 
     def has(self, *vectors: Vector) -> bool:
         return all(vector in self._place for vector in vectors)
@@ -264,29 +277,34 @@ def _measure_alike(layers: Sequence[Judged]) -> list[Measured]:
     for name, (values, errors) in distributions.items():
         for i, suffix in enumerate(_PERCENTILES, start=len(QUANTILE_LEVELS)):
             found[f"{name}_{suffix}"] = Estimate(values[:, i], errors[:, i])
-    return [_pick(x, i, found, distributions) for i in range(len(layers))]
+    return _each(x, found, distributions)
 
 
-def _pick(
-    x: _Together,
-    i: int,
-    found: Mapping[str, Estimate],
-    distributions: Mapping[str, tuple[Array, Array]],
-) -> Measured:
+def _each(
+    x: _Together, found: Mapping[str, Estimate], distributions: Mapping[str, tuple[Array, Array]]
+) -> list[Measured]:
+    """The measures layer by layer."""
     n = len(QUANTILE_LEVELS)
-    return Measured(
-        values={name: float(estimate.value[i]) for name, estimate in found.items()},
-        errors={
-            name: float(estimate.error[i]) for name, estimate in found.items() if estimate.error[i]
-        },
-        quantiles={
-            name: tuple(values[i, :n].tolist()) for name, (values, _) in distributions.items()
-        },
-        idle_seen=int((~x.sample.active[i]).sum()),
-        suspected=bool(x.suspected[i]),
-        holds_more=bool(x.holds_more[i]),
-        common_unknown=bool(x.common is None and x.active[i] < x.sample.total[i]),
-    )
+    values = np.array([estimate.value for estimate in found.values()]).T.tolist()
+    errors = np.array([estimate.error for estimate in found.values()]).T.tolist()
+    levels = [list(map(tuple, of[:, :n].tolist())) for of, _ in distributions.values()]
+    unknown = np.full(len(x.layers), fill_value=False)
+    if x.common is None:
+        unknown = x.active < x.sample.total
+    flags = (x.idle_seen, x.suspected, x.holds_more, unknown)
+    return [
+        Measured(
+            dict(zip(found, of_layer, strict=True)),
+            {name: error for name, error in zip(found, theirs, strict=True) if error},
+            dict(zip(distributions, at, strict=True)),
+            *rest,
+        )
+        for of_layer, theirs, at, *rest in zip(
+            *(values, errors, zip(*levels, strict=True) if levels else [()] * len(values)),
+            *(flag.tolist() for flag in flags),
+            strict=True,
+        )
+    ]
 
 
 def _certain(value: PerLayer) -> Estimate:
@@ -403,9 +421,9 @@ def _scale_distribution(x: _Together) -> dict[str, tuple[Array, Array]]:
         return {"scale": _of_entries(x, entries, share)}
     if x.scale is not None:
         entries = np.where(x.sample.active, x.scale, np.nan)
-        some = np.full(len(x.layers), float(x.sample.seen))
+        some = x.sample.seen
     elif x.blocks is not None:
-        of_rows = [b.rows_of_entries(x.sample.seen) for layer in x.layers if (b := layer.blocks)]
+        of_rows = [b.rows_of_entries(layer.rows.seen) for layer in x.layers if (b := layer.blocks)]
         rows = _filled(of_rows, fill=0).astype(np.int64)
         active = np.take_along_axis(x.sample.active, rows, 1)
         entries = np.where(active, x.blocks.entries, np.nan)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from adiv_monitor.alignment.instrument import Alignment
-from adiv_monitor.alignment.layers import AlignedLayer
+from adiv_monitor.alignment.layers import AlignedLayer, is_matrix
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.max_lr.exponents import Parametrization
 from adiv_monitor.max_lr.model import ModelNetwork
@@ -60,8 +60,14 @@ def parametrize_model(
         The layers, for `optimizer_groups`.
 
     Raises:
-        ValueError: `scale` names no layer.
+        ValueError: `scale` names no layer, the model has multipliers already, or a layer's weight
+            is made in its forward pass.
     """
+    if any(isinstance(module, Multiplier) for module in model.modules()):
+        raise ValueError(
+            f"parametrize_model: {type(model).__name__} has multipliers already, expected a model "
+            "that was not parametrized: build it anew"
+        )
     layers = Alignment(model, probe).layers
     network = ModelNetwork.of(layers, parametrization, update_rule("adam"))
     scales = scale if isinstance(scale, Mapping) else dict.fromkeys(network.paths, scale)
@@ -72,6 +78,12 @@ def parametrize_model(
         )
     exponents = zip(network.layers, network.a, network.b, strict=True)
     chosen = [(layer, a, b) for layer, a, b in exponents if layer.role != "excluded"]
+    if made := [layer.path for layer, *_ in chosen if layer.is_made]:
+        raise ValueError(
+            f"parametrize_model: the weight of {made[0]!r} is made in the forward pass, where "
+            "neither its size nor a multiplier can be set: expected it to be a parameter or a "
+            f"parametrization of torch's, or Probe(roles={{{made[0]!r}: 'excluded'}})"
+        )
     # A place may be that of several layers: packed projections share a multiplier.
     places = {(layer.module, layer.name): layer.width**-a for layer, a, _ in chosen if a}
     for (module, name), factor in places.items():
@@ -79,8 +91,8 @@ def parametrize_model(
     begun: set[int] = set()
     for layer, _, b in chosen:
         sigma = scales.get(layer.path, 1.0) * layer.width**-b
-        if layer.role == "embedding" and layer.slot.kind != "embedding":
-            sigma /= layer.slot.fan_in**0.5
+        if layer.role == "embedding" and not layer.is_table:
+            sigma /= layer.fan_in**0.5
         for parameter in layer.parameters:
             if id(parameter) not in begun:
                 begun.add(id(parameter))
@@ -98,11 +110,13 @@ def optimizer_groups(
     lr: float,
     eps: float | None = None,
     gains: Mapping[str, float] | None = None,
+    rates: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Parameter groups with η n^(−c) for each layer, c that under full alignment.
 
-    What is in no layer, biases and norms, learns as an embedding without multiplier does, at a
-    rate by its own length (that of a readout at η); excluded layers at their c, too.
+    What acts entry by entry, biases and norms, learns as an embedding without multiplier does, at a
+    rate by its own length; at η where it acts on what readouts give, and on nothing else. Excluded
+    layers learn at their c, too. A matrix that the probe's forward pass does not show has no width.
 
     Args:
         model: the model.
@@ -112,16 +126,22 @@ def optimizer_groups(
         lr: η.
         eps: ε of Adam at width 1; it then shrinks as gradients do, n^(−g). None: not in the groups.
         gains: layer → further factor of its rate, such as `MaxLRScheduler.proposed` of another run.
+        rates: name of a parameter → its learning rate, whatever uses it.
 
     Raises:
-        ValueError: the exponents have no solution, or the model no such parameters.
+        ValueError: the exponents have no solution, matrices learn that no layer uses, or layers or
+            names are not the model's.
     """
     rule = update_rule(optimizer)
+    parameters = _named(model, layers, gains or {}, rates or {})
     network = ModelNetwork.of(layers, parametrization, rule)
     solution = network.solve({})
     if solution.status != "optimal":
         raise ValueError(f"optimizer_groups: {solution.status}: {solution.message}")
-    groups: dict[int, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {
+        id(parameters[name]): {"params": [parameters[name]], "lr": rate, "name": name}
+        for name, rate in (rates or {}).items()
+    }
     for layer, c, g in zip(network.layers, solution.c, solution.gradients, strict=True):
         new = [p for p in layer.parameters if id(p) not in groups]
         if not new:
@@ -133,17 +153,54 @@ def optimizer_groups(
         groups |= dict.fromkeys(map(id, new), group)
     found = list({id(group): group for group in groups.values()}.values())
     features = _features_gradient(network, solution.c)
-    last = {id(p) for x in layers if x.role == "readout" for p in x.module.parameters()}
-    for name, parameter in model.named_parameters():
+    of_readouts, of_others = (
+        {id(p) for x in layers if (x.role == "readout") is last for p in x.entrywise}
+        for last in (True, False)
+    )
+    unseen = []
+    for name, parameter in parameters.items():
         if id(parameter) in groups or not parameter.requires_grad:
             continue
-        G = 0.0 if id(parameter) in last else features
+        if is_matrix(parameter) and id(parameter) not in of_readouts | of_others:
+            unseen.append(name)
+        G = 0.0 if id(parameter) in of_readouts - of_others else features
         c = -G if rule.follows_gradient else 0.0
         group = {"params": [parameter], "lr": lr * parameter.numel() ** -c, "name": name}
         if eps is not None:
             group["eps"] = eps * parameter.numel() ** -G
         found.append(group)
+    if unseen:
+        raise ValueError(
+            f"optimizer_groups: which layers use {', '.join(unseen)} the probe's forward pass does "
+            "not show (Alignment.refused may say why), so their width is not known: expected "
+            "rates={name: learning rate} for them, or that they don't learn"
+        )
     return found
+
+
+def _named(
+    model: nn.Module,
+    layers: Sequence[AlignedLayer],
+    gains: Mapping[str, float],
+    rates: Mapping[str, float],
+) -> dict[str, nn.Parameter]:
+    """The parameters of the model, of which these layers, factors and rates have to be."""
+    parameters = dict(model.named_parameters())
+    theirs = {id(p) for p in parameters.values()}
+    strange = [x.path for x in layers if not theirs.issuperset(map(id, x.parameters))]
+    if strange:
+        raise ValueError(
+            f"optimizer_groups(layers=…): {strange[0]!r} trains what {type(model).__name__} does "
+            "not hold, expected layers of this very model"
+        )
+    paths = [layer.path for layer in layers]
+    for argument, given, known in (("gains", gains, paths), ("rates", rates, [*parameters])):
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(
+                f"optimizer_groups({argument}=…): got {unknown[0]!r}, expected names among "
+                f"{', '.join(known)}"
+            )
+    return parameters
 
 
 def _features_gradient(network: ModelNetwork, c: Sequence[float]) -> float:

@@ -8,17 +8,18 @@ from typing import NamedTuple
 
 from adiv_monitor.diagnosis.diagnosis import Diagnosis
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.health import GRADIENT, HEALTH
+from adiv_monitor.diagnosis.health import GRADIENT
 from adiv_monitor.diagnosis.hidden import without_secrets
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.titles import finding_title
+from adiv_monitor.diagnosis.titles import finding_title, measure_title
 from adiv_monitor.diagnosis.verdict import looked_for, running_headline, untold
 from adiv_monitor.pages.findings import checks, significant
 from adiv_monitor.pages.layers import Cell
 from adiv_monitor.pages.pictures import two_losses
 from adiv_monitor.pages.render import render
 from adiv_monitor.pages.report_page import headline, last_told, settings
-from adiv_monitor.pictures.heat import grid, heat_picture
+from adiv_monitor.pictures.grid import grid
+from adiv_monitor.pictures.heat import heat_picture
 from adiv_monitor.report import WORST, LayerReading, StepReport
 from adiv_monitor.report.wording import number
 
@@ -161,7 +162,7 @@ def _maps(*records: Record) -> list[tuple[str, list[str]]]:
         grids = [grid(record, measure) for record in records]
         if any(grids):
             pngs = [b"" if one is None else heat_picture(one).png() for one in grids]
-            found.append((HEALTH[measure].title, [_address(png) for png in pngs]))
+            found.append((measure_title(measure), [_address(png) for png in pngs]))
     return found
 
 

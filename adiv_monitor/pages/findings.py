@@ -64,6 +64,15 @@ def _of_wiring(record: Record) -> str:
     return "; ".join(missing)
 
 
+def _of_probes(record: Record) -> str:
+    """The questions to copies of the model that had no answer, and why."""
+    asked = record.probed.items()
+    missing = [
+        f"{finding_title(name)} ({probed.untold})" for name, probed in asked if probed.untold
+    ]
+    return "; ".join(missing) if asked else "whatever copies of the model tell (none was asked)"
+
+
 # Title, question, the findings that answer it, what it takes; causes before symptoms.
 _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] = (
     (
@@ -88,7 +97,11 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
     (
         "Loss",
         "Does it take logits for logits, and once only? Is it of a suitable size?",
-        ("double-softmax", "activated-logits", "target-scale"),
+        (
+            *("double-softmax", "activated-logits", "target-scale", "unbounded-loss"),
+            *("broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
+            *("targets-out-of-range", "target-is-input", "future-leak"),
+        ),
         _of_loss,
     ),
     (
@@ -109,6 +122,16 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
         "Do momentum, decay, clipping or projections turn or fight the step?",
         ("optimizer-turns", "decay-fights", "projection-fights", "clipping-always"),
         _always,
+    ),
+    (
+        "Code",
+        "Does all of it reach the optimizer, in the mode that is meant, as it was computed?",
+        (
+            *("hidden-parameters", "rate-zero", "rounded-away", "gradient-hooks"),
+            *("left-in-eval", "batch-norm-starved", "dropout-too-high"),
+            *("samples-mixed", "reshape-scrambles", "gradient-cut"),
+        ),
+        _of_probes,
     ),
 )
 

@@ -1,27 +1,26 @@
-"""All layers at all measured steps, per measure: the data of the heat map.
+"""All layers at all measured steps, per measure: the data of the page's heat map.
 
 Hundreds of layers by a hundred steps by every measure must stay light, and each value is to be read
 as tables print it, so the texts are made here, once for each that differs, and a cell is the number
 of its text.
-
-A measure has the same colours in all runs, so that two pages compare: those of dashboards, by which
-verdicts judge, too.
 """
 
 import base64
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from adiv_monitor.diagnosis.finding import Finding
-from adiv_monitor.diagnosis.health import GRADIENT, HEALTH, value_of
+from adiv_monitor.diagnosis.health import GRADIENT, value_of
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.titles import MEASURE_TITLES
-from adiv_monitor.pictures.colours import bar, is_judged, painted, places
+from adiv_monitor.diagnosis.titles import how_to_read, measure_title
+from adiv_monitor.pictures.colours import bar, is_judged, painted
+from adiv_monitor.pictures.grid import Grid, grids, layers_of, legend
 from adiv_monitor.printable import printable
-from adiv_monitor.report import NO_MAPS, REALISED_MEASURES, WORST, StepReport
+from adiv_monitor.report import REALISED_MEASURES, WORST
 from adiv_monitor.report.wording import NOT_FINITE, number
 
 HEAT_MEASURES = (
@@ -46,7 +45,6 @@ HEAT_MEASURES = (
 )
 COLOURS = 64
 _BLANK, _BROKEN = -1, -2  # no colour, and that of what is not finite
-_BY_HEALTH, _IN_ORDER = 0, 1  # palettes
 
 
 def heat_measures(record: Record, findings: Sequence[Finding] = ()) -> list[str]:
@@ -54,7 +52,7 @@ def heat_measures(record: Record, findings: Sequence[Finding] = ()) -> list[str]
     costly = [finding for finding in findings if finding.strength != "note"]
     named = [evidence.measure for finding in costly for evidence in finding.evidence]
     order = dict.fromkeys([*(name for name in named if name in HEAT_MEASURES), *HEAT_MEASURES])
-    return [name for name in order if any(_values(record, r, name) for r in record.reports)]
+    return [name for name in order if any(value_of(record, r, name) for r in record.reports)]
 
 
 def heat_map(record: Record, shown: Iterable[str]) -> dict[str, Any] | None:
@@ -64,50 +62,45 @@ def heat_map(record: Record, shown: Iterable[str]) -> dict[str, Any] | None:
     `cells` the number of each cell's text, layer by layer, as base64 of little-endian numbers of
     `bytes` bytes.
     """
-    layers = list(dict.fromkeys(path for report in record.reports for path in report.layers))
-    measures = [_measure(measure, record, layers) for measure in shown]
-    if not layers or not measures:
+    layers = layers_of(record)
+    found = grids(record, shown, layers)
+    if not found:
         return None
+    ramps = {name: _ramp(name) for name in found}
+    palettes = list(dict.fromkeys(ramps.values()))
     return {
         "layers": [printable(layer) for layer in layers],
         "steps": [report.step for report in record.reports],
-        "palettes": [_palette("update_ratio"), _palette("update_cosine")],
-        "measures": measures,
+        "palettes": palettes,
+        "legend": list(dict.fromkeys(mark for name in found for mark in legend(name))),
+        "measures": [
+            _measure(record, one) | {"palette": palettes.index(ramps[name])}
+            for name, one in found.items()
+        ],
     }
 
 
-def _values(record: Record, report: StepReport, measure: str) -> Mapping[str, float]:
-    if measure == GRADIENT:
-        return value_of(record, report, measure)
-    return {
-        path: value
-        for path, reading in report.layers.items()
-        if (value := getattr(reading, measure)) is not None
-    }
-
-
-def _measure(name: str, record: Record, layers: Sequence[str]) -> dict[str, Any]:
+def _measure(record: Record, found: Grid) -> dict[str, Any]:
+    texts = [_text(record, found, row, column) for row, column in np.ndindex(found.values.shape)]
     numbers: dict[tuple[str, int], int] = {}  # of each text with its colour
-    cells: list[int] = []
-    columns = [_values(record, report, name) for report in record.reports]
-    for layer in layers:
-        for report, values in zip(record.reports, columns, strict=True):
-            cell = _cell(name, report, layer, values.get(layer))
-            cells.append(numbers.setdefault(cell, len(numbers)))
+    cells = [
+        numbers.setdefault(cell, len(numbers))
+        for cell in zip(texts, _levels(found).ravel().tolist(), strict=True)
+    ]
     width = 2 if len(numbers) < 1 << 16 else 4
     packed = np.asarray(cells, dtype=f"<u{width}").tobytes()
-    known = HEALTH.get(name)
-    title = MEASURE_TITLES.get(name)
-    meant = bar(name)
+    name, meant = found.measure, bar(found.measure)
+    # Which end is bad is said where the colours don't.
+    bad = None if is_judged(name) else WORST.get(name)
     return {
         "name": name,
-        "title": title.title if title is not None else HEALTH[name].title,
-        "reads": known.reads if known is not None else f"{MEASURE_TITLES[name].reads}.",
-        "palette": _BY_HEALTH if is_judged(name) else _IN_ORDER,
-        "bad": WORST.get(name),
-        "low": meant.ticks[meant.low],
-        "high": meant.ticks[meant.high],
+        "title": measure_title(name),
+        "reads": how_to_read(name),
+        "low": ("worse " if bad == "min" else "") + meant.ticks[meant.low],
+        "high": meant.ticks[meant.high] + (" worse" if bad == "max" else ""),
         "span": [round(place * (COLOURS - 1)) for place in (meant.low, meant.high)],
+        "healthy": meant.healthy,
+        "marks": [mark.kind for mark in legend(name)],
         "texts": [text for text, _ in numbers],
         "levels": [level for _, level in numbers],
         "bytes": width,
@@ -115,31 +108,26 @@ def _measure(name: str, record: Record, layers: Sequence[str]) -> dict[str, Any]
     }
 
 
-def _cell(name: str, report: StepReport, layer: str, value: float | None) -> tuple[str, int]:
-    """A cell's text, and its colour."""
-    reading = report.layers.get(layer)
+def _text(record: Record, found: Grid, row: int, column: int) -> str:
+    """A value as tables print it, be it comparable or not; "" where there is none."""
+    reading = record.reports[column].layers.get(found.layers[row])
+    known = reading is not None and not math.isnan(found.values[row, column])
+    value = found.values[row, column] if known else getattr(reading, found.measure, None)
     if reading is None or value is None:
-        return "", _BLANK
+        return ""
     if math.isnan(value) and reading.non_finite:
-        return NOT_FINITE, _BROKEN
-    text = number(float(f"{value:.3g}"), reading.standard_error.get(name, 0.0))
-    if math.isinf(value) or reading.non_finite:
-        return text, _BROKEN
-    # Those of gains and offsets are not comparable with the others'.
-    is_apart = name in HEALTH and HEALTH[name].of_maps and reading.kind in NO_MAPS
-    return text, _BLANK if is_apart else _level(name, float(f"{value:.3g}"))
+        return NOT_FINITE
+    return number(float(f"{value:.3g}"), reading.standard_error.get(found.measure, 0.0))
 
 
-def _level(name: str, value: float) -> int:
-    """The number of a value's colour; in order, 0 is the dark end, where the bad values are."""
-    if math.isnan(value):
-        return _BLANK
-    place = float(places(name, np.asarray(value)))
-    level = round(place * (COLOURS - 1))
-    is_reversed = WORST.get(name) == "max" and not is_judged(name)
-    return COLOURS - 1 - level if is_reversed else level
+def _levels(found: Grid) -> NDArray[np.int_]:
+    """The number of every cell's colour."""
+    places = found.places
+    levels = np.nan_to_num(places * (COLOURS - 1)).round().astype(int)
+    return np.where(found.not_finite, _BROKEN, np.where(np.isnan(places), _BLANK, levels))
 
 
-def _palette(like: str) -> list[str]:
-    ramp = painted(like, np.linspace(0, 1, COLOURS))
-    return [f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in ramp.tolist()]
+def _ramp(measure: str) -> tuple[str, ...]:
+    """Its colours, from small to large."""
+    ramp = painted(measure, np.linspace(0, 1, COLOURS))
+    return tuple(f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in ramp.tolist())

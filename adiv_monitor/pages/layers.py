@@ -55,22 +55,56 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What is kept of a layer's cosine, as a bar.
+
+    Attributes:
+        bar: its blocks; empty without a direction.
+        words: what they say.
+        share: what is kept; None without a direction.
+        ceiling: the most that any step of the layer could keep; None: not measured.
+    """
+
+    bar: tuple[Block, ...]
+    words: str
+    share: float | None
+    ceiling: float | None
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A distribution over rows, as the outline of a histogram.
+
+    Attributes:
+        outline: an SVG path; "" without quantiles.
+        words: its ends and median.
+        middle: the median, by which the table sorts.
+    """
+
+    outline: str
+    words: str
+    middle: float | None
+
+    @classmethod
+    def of(cls, quantiles: Sequence[float], axis: Axis) -> "Distribution":
+        """The distribution of these quantiles, evenly spaced from the least to the largest."""
+        if not quantiles:
+            return cls("", "", None)
+        low, middle, high = quantiles[0], quantiles[len(quantiles) // 2], quantiles[-1]
+        words = f"from {low:.3g} to {high:.3g}, median {middle:.3g}"
+        return cls(distribution(quantiles, axis), words, _finite(middle))
+
+
+@dataclass(frozen=True)
 class Row:
-    """A layer's row. Distributions are outlines of histograms."""
+    """A layer's row of the table."""
 
     path: str
     about: str
+    kept: Kept
+    cosines: Distribution
+    scales: Distribution
     cells: tuple[Cell, ...]
-    bar: tuple[Block, ...]
-    bar_words: str
-    kept: float | None
-    ceiling: float | None
-    scales: str
-    scale_words: str
-    scale_middle: float | None
-    cosines: str
-    cosine_words: str
-    cosine_middle: float | None
 
 
 @dataclass(frozen=True)
@@ -155,17 +189,15 @@ def _row(
     return Row(
         path=path,
         about=f"{reading.kind} · {rows} rows",
+        kept=Kept(
+            bar=bar(parts, lowest),
+            words=_bar_words(parts),
+            share=parts[-1].after if parts else None,
+            ceiling=_finite(reading.attainable_cosine),
+        ),
+        cosines=Distribution.of(reading.row_cosine_quantiles, _COSINES),
+        scales=Distribution.of(reading.scale_quantiles, axis),
         cells=tuple(_cell(reading, measure, worst.get(measure) == path) for measure in measures),
-        bar=bar(parts, lowest),
-        bar_words=_bar_words(parts),
-        kept=parts[-1].after if parts else None,
-        ceiling=_finite(reading.attainable_cosine),
-        scales=distribution(reading.scale_quantiles, axis),
-        scale_words=_words(reading.scale_quantiles),
-        scale_middle=_middle(reading.scale_quantiles),
-        cosines=distribution(reading.row_cosine_quantiles, _COSINES),
-        cosine_words=_words(reading.row_cosine_quantiles),
-        cosine_middle=_middle(reading.row_cosine_quantiles),
     )
 
 
@@ -189,14 +221,3 @@ def _bar_words(parts: Sequence[Part]) -> str:
         verb = "wins back" if part.taken < 0 else "takes"
         said.append(f"{' and '.join(part.causes)} {verb} {number(abs(part.taken), part.error)}")
     return ", ".join(said)
-
-
-def _middle(quantiles: Sequence[float]) -> float | None:
-    return _finite(quantiles[len(quantiles) // 2]) if quantiles else None
-
-
-def _words(quantiles: Sequence[float]) -> str:
-    if not quantiles:
-        return ""
-    low, middle, high = quantiles[0], quantiles[len(quantiles) // 2], quantiles[-1]
-    return f"from {low:.3g} to {high:.3g}, median {middle:.3g}"

@@ -21,6 +21,7 @@ from adiv_monitor.pages.findings import (
     significant,
 )
 from adiv_monitor.pages.multiples import HEIGHT, WIDTH
+from adiv_monitor.pictures.colours import HEALTHY, NOT_FINITE, TOO_LITTLE, TOO_MUCH
 from adiv_monitor.printable import printable
 from adiv_monitor.report.wording import number, percent
 
@@ -38,10 +39,17 @@ def render(template: str, **values: Any) -> str:
     """
     from markupsafe import Markup
 
-    style, script = _asset("page.css"), _asset("page.js")
+    style, script = _colours() + _asset("page.css"), _asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assets = {"style": Markup(style), "script": Markup(script), "script_hash": digest}
     return _environment().get_template(template).render(**values, **assets)
+
+
+def _colours() -> str:
+    """Those of heat maps, as the style sheet names them."""
+    named = {"healthy": HEALTHY, "too-little": TOO_LITTLE, "too-much": TOO_MUCH}
+    named["not-finite"] = NOT_FINITE[1]
+    return f":root {{ {' '.join(f'--{name}: {colour};' for name, colour in named.items())} }}\n"
 
 
 # What all templates may call.

@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adiv_monitor.diagnosis.health import HEALTH
+from adiv_monitor.report import WORST
 
 TOO_LITTLE, HEALTHY, TOO_MUCH = "#08519c", "#e3ebdf", "#b30000"
 _OF_HEALTH = (TOO_LITTLE, HEALTHY, HEALTHY, HEALTHY, TOO_MUCH)
 # viridis of matplotlib, without its darkest eighth.
 _IN_ORDER = ("#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
 # Two colours in stripes, so that neither is taken for a value: at these cells there is none.
-NOT_FINITE, NO_DIRECTION = ("#000000", "#ff3fd8"), ("#ffffff", "#c9ced6")
+NOT_FINITE, NO_VALUE = ("#000000", "#ff3fd8"), ("#ffffff", "#c9ced6")
 _STRIPES = 6  # pixels from one to the next
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -117,12 +118,17 @@ def _bounds(measure: str) -> tuple[float, float]:
     return least, 1.0 if is_share else math.inf
 
 
-def painted(measure: str, levels: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """The colours of levels, as of `places`: levels' shape × red, green and blue; NaN is white."""
+def painted(measure: str, places: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """The colours at some of its `places`: their shape × red, green and blue; NaN is white.
+
+    Those in order are darkest at the bad end.
+    """
     anchors = _OF_HEALTH if is_judged(measure) else _IN_ORDER
+    if anchors is _IN_ORDER and WORST.get(measure) == "max":
+        anchors = anchors[::-1]
     at = np.linspace(0, 1, len(anchors))
     rgb = np.array([_rgb(colour) for colour in anchors])
-    found = np.stack([np.interp(levels, at, rgb[:, i]) for i in range(3)], axis=-1)
+    found = np.stack([np.interp(places, at, rgb[:, i]) for i in range(3)], axis=-1)
     return np.asarray(np.nan_to_num(found, nan=255).round(), dtype=np.uint8)
 
 

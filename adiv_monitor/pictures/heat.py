@@ -1,26 +1,26 @@
 """Pictures of layers × steps, in the network's order: one measure, or what to know at a glance."""
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from adiv_monitor.diagnosis.health import HEALTH, value_of
-from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.health import HEALTH
+from adiv_monitor.diagnosis.titles import how_to_read, measure_title
 from adiv_monitor.pictures.colours import (
     HEALTHY,
-    NO_DIRECTION,
+    NO_VALUE,
     NOT_FINITE,
     TOO_LITTLE,
     TOO_MUCH,
     bar,
+    is_judged,
     painted,
-    places,
     plain,
     stripe,
 )
+from adiv_monitor.pictures.grid import Grid, legend
 from adiv_monitor.pictures.picture import BAD, INK, MUTED, Box, Font, Picture
 from adiv_monitor.printable import printable
 from adiv_monitor.report.blocks import blocks, common_stem
@@ -30,36 +30,6 @@ _MOST_BLOCKS = 40
 _HEADLINE, _SMALLEST_HEADLINE = 37, 22  # sizes; longer headlines are smaller, then in two lines
 _MOST_LINES = 7
 _APART = 6  # pixels between two texts of a row
-
-
-class Grid(NamedTuple):
-    """A measure of all layers at all kept steps.
-
-    Attributes:
-        measure: its name.
-        layers: paths, in the network's order.
-        steps: numbers of the steps.
-        values: layers × steps; NaN: no direction, or not measured.
-        not_finite: layers × steps; where inputs, outputs, gradient or update of the layer, or the
-            value itself, were NaN or infinite.
-    """
-
-    measure: str
-    layers: tuple[str, ...]
-    steps: tuple[int, ...]
-    values: NDArray[np.float64]
-    not_finite: NDArray[np.bool_]
-
-    def of(self, layers: Sequence[str]) -> "Grid":
-        """The rows of these layers, empty where there is none."""
-        rows = {layer: i for i, layer in enumerate(self.layers)}
-        at = [rows.get(layer, -1) for layer in layers]
-        absent = np.array(at)[:, None] < 0
-        return self._replace(
-            layers=tuple(layers),
-            values=np.where(absent, math.nan, self.values[at]),
-            not_finite=self.not_finite[at] & ~absent,
-        )
 
 
 class _Style(NamedTuple):
@@ -77,22 +47,6 @@ _SINGLE = _Style(Font(18), Font(12, colour=MUTED), 60, 0.4, 12)
 _STEP = _Style(Font(11), Font(11, colour=MUTED), 60, 0.2, 12)  # nine panels
 
 
-def grid(record: Record, measure: str) -> Grid | None:
-    """The values of one of `HEALTH` in all reports; None where no layer has any."""
-    columns = [value_of(record, report, measure) for report in record.reports]
-    layers = tuple(dict.fromkeys(path for report in record.reports for path in report.layers))
-    kept = tuple(path for path in layers if any(path in column for column in columns))
-    if not kept:
-        return None
-    values = np.array([[c.get(path, math.nan) for c in columns] for path in kept])
-    flawed = [
-        [bool(getattr(report.layers.get(path), "non_finite", ())) for report in record.reports]
-        for path in kept
-    ]
-    steps = tuple(report.step for report in record.reports)
-    return Grid(measure, kept, steps, values, np.array(flawed) | np.isinf(values))
-
-
 def heat_picture(found: Grid, named: Collection[str] = ()) -> Picture:
     """One measure: a row per layer, a column per kept step, and what the colours mean.
 
@@ -101,11 +55,12 @@ def heat_picture(found: Grid, named: Collection[str] = ()) -> Picture:
         named: layers that a finding names; their names are in red.
     """
     picture = Picture(_WIDTH)
-    health, room = HEALTH[found.measure], _WIDTH - 2 * _MARGIN
+    room = _WIDTH - 2 * _MARGIN
     title, reads = Font(17), Font(13, colour=MUTED)
-    words = title.wrapped(f"{health.title} ({found.measure})", room)
+    words = title.wrapped(f"{measure_title(found.measure)} ({found.measure})", room)
     top = picture.lines(_MARGIN, _MARGIN - 4, words, title) + 2
-    top = picture.lines(_MARGIN, top, reads.wrapped(health.reads, room), reads) + 6
+    words = reads.wrapped(how_to_read(found.measure), room)
+    top = picture.lines(_MARGIN, top, words, reads) + 6
     # A name of twelve pixels has its line, as far as there are names.
     layers = len(found.layers)
     rows = 16 * layers if layers <= _SINGLE.most_names else max(3 * layers, 900)
@@ -138,9 +93,8 @@ def overview_picture(
         picture.text(left, top + i * body.line, line, body)
     top += len(said) * body.line + 8
     if grids:
-        layers = grids[0].layers
-        rows = min(max(20 * len(layers), 60), 260)
-        _panels(picture, top, [found.of(layers) for found in grids], named, rows, _OVERVIEW)
+        rows = min(max(20 * len(grids[0].layers), 60), 260)
+        _panels(picture, top, grids, named, rows, _OVERVIEW)
     return picture
 
 
@@ -202,7 +156,7 @@ def _cells(
     down, across = np.arange(rows) * layers // rows, np.arange(columns) * steps // columns
     cells = np.ix_(down, across)
     pixels = painted(found.measure, levels)[cells]
-    stripe(pixels, np.isnan(levels)[cells], NO_DIRECTION)
+    stripe(pixels, np.isnan(levels)[cells], NO_VALUE)
     stripe(pixels, not_finite[cells], NOT_FINITE)
     if len(groups) < len(found.layers):
         ends = np.cumsum([len(block) for block in groups.values()])[:-1]
@@ -215,11 +169,11 @@ def _pooled(found: Grid, most: int) -> tuple[NDArray[np.float64], NDArray[np.boo
 
     What is not finite goes before all others.
     """
-    levels = places(found.measure, found.values)
+    levels = found.places
     together = -(-len(levels) // most)
     if together == 1:
         return levels, found.not_finite
-    far = np.abs(levels - 0.5) if HEALTH[found.measure].knots else -levels
+    far = np.abs(levels - 0.5) if is_judged(found.measure) else -levels
     far = np.where(found.not_finite, np.inf, np.where(np.isnan(levels), -np.inf, far))
     at = [
         begin + far[begin : begin + together].argmax(axis=0)
@@ -310,33 +264,28 @@ def _row(
 
 def _legend(picture: Picture, top: float, measures: Sequence[str], font: Font) -> None:
     """What the colours mean, in as many lines as it takes."""
-    height = font.size
-    shape = (height, 2 * height)
-    limits = [bool(HEALTH[measure].knots) for measure in measures]
-    entries: list[tuple[NDArray[np.uint8], str]] = []
-    if any(limits):
-        entries += [
-            (plain(HEALTHY, shape), "healthy"),
-            (plain(TOO_LITTLE, shape), "too little"),
-            (plain(TOO_MUCH, shape), "too much"),
-        ]
-    if not all(limits):
-        measure = next(m for m in measures if not HEALTH[m].knots)
-        ramp = painted(measure, np.linspace(0, 1, shape[1]))
-        entries.append((np.tile(ramp, (height, 1, 1)), "small to large"))
-        line = plain("#ffffff", shape)
-        line[height // 2 : height // 2 + 3] = plain(INK, (3, shape[1]))
-        entries.append((line, "30 healthy runs read"))
-    stripes = {"not finite": NOT_FINITE, "no direction, or not measured": NO_DIRECTION}
-    for words, colours in stripes.items():
-        pixels = plain("#ffffff", shape)
-        stripe(pixels, np.ones(shape, dtype=bool), colours)
-        entries.append((pixels, words))
+    shape = (font.size, 2 * font.size)
+    marks = dict.fromkeys(mark for measure in measures for mark in legend(measure))
     left = float(_MARGIN)
-    for pixels, words in entries:
-        wide = shape[1] + 5 + font.width(words)
+    # What all measures have stands last.
+    for mark in sorted(marks, key=lambda mark: mark.kind in ("not-finite", "no-value")):
+        wide = shape[1] + 5 + font.width(mark.words)
         if left > _MARGIN and left + wide > _WIDTH - _MARGIN:
             left, top = float(_MARGIN), top + font.line + 4
-        picture.pixels(left, top + 1, pixels)
-        picture.text(left + shape[1] + 5, top - 1, words, font)
+        picture.pixels(left, top + 1, _swatch(mark.kind, shape))
+        picture.text(left + shape[1] + 5, top - 1, mark.words, font)
         left += wide + 16
+
+
+_PLAIN = {"healthy": HEALTHY, "too-little": TOO_LITTLE, "too-much": TOO_MUCH}
+_STRIPED = {"not-finite": NOT_FINITE, "no-value": NO_VALUE}
+
+
+def _swatch(kind: str, shape: tuple[int, int]) -> NDArray[np.uint8]:
+    """What a legend shows for a kind of `Mark`."""
+    pixels = plain(_PLAIN.get(kind, "#ffffff"), shape)
+    if kind in _STRIPED:
+        stripe(pixels, np.ones(shape, dtype=bool), _STRIPED[kind])
+    elif kind == "healthy-range":
+        pixels[shape[0] // 2 : shape[0] // 2 + 3] = plain(INK, (3, shape[1]))
+    return pixels

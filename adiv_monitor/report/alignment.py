@@ -15,9 +15,10 @@ class AlignmentReading:
 
     Attributes:
         role: "embedding", "hidden", "readout" or "excluded".
-        kind: "linear", "convolution" or "embedding".
-        fan_in: n, the base of the logarithms.
-        fan_out: outputs; of an embedding, its width.
+        kind: "linear", "convolution", "embedding", "table" (one that is indexed or added), "lstm",
+            "gru", "rnn_tanh", "rnn_relu", "experts", or that of a rule of the module's class.
+        fan_in: n, the base of the logarithms; of embeddings and tables, their rows.
+        fan_out: outputs, of blocks those of each; of embeddings and tables, how wide they are.
         predecessors: the layers whose outputs make up the input.
         rows: inputs that were looked at, over all processes of the probe.
         alpha: A(dW, z₀), the update on old features. None wherever a ratio is undefined.

@@ -11,7 +11,8 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.running import Raised, Running
 from adiv_monitor.diagnosis.titles import finding_title
 from adiv_monitor.diagnosis.verdict import running_headline, untold
-from adiv_monitor.pictures.heat import Grid, grid, heat_picture, overview_picture
+from adiv_monitor.pictures.grid import Grid, grids
+from adiv_monitor.pictures.heat import heat_picture, overview_picture
 from adiv_monitor.pictures.picture import Picture
 from adiv_monitor.printable import markdown, printable
 from adiv_monitor.report import WORST, StepReport
@@ -103,13 +104,13 @@ class Board:
                 that the overviews of all come first.
         """
         record = self._running.record()
-        grids = {m: g for m in HEALTH if (g := grid(record, m)) is not None}
+        shown = grids(record, HEALTH)
         found = tuple(findings)
         named = {layer for finding in found for layer in finding.layers}
         end = f"/{name}" if name else ""
         pictures = {
             f"adiv/per_layer/{measure}{end}": heat_picture(found_there, named).png()
-            for measure, found_there in grids.items()
+            for measure, found_there in shown.items()
             if is_told(measure, found_there.values) or found_there.not_finite.any()
         }
         if (front := overview(record, found, name)) is not None:
@@ -119,20 +120,20 @@ class Board:
 
 def overview(record: Record, findings: Sequence[Finding], name: str = "") -> Picture | None:
     """What to know of a training in one picture; None where no layer has anything to draw."""
-    grids = {m: g for m in HEALTH if (g := grid(record, m)) is not None}
-    panels = _panels(grids, findings)
+    known = grids(record, HEALTH)
+    panels = _panels(known, findings)
     if not panels:
         return None
-    layers = grids[panels[0]].layers
+    layers = known[panels[0]].layers
     headline = running_headline(findings, record)
     stem = printable(common_stem(layers).rstrip(".") or name)
     whose = f"{stem}: {headline}" if name else headline
-    rows = [grids[measure].of(layers) for measure in panels]
+    rows = list(grids(record, panels, layers).values())
     named = {layer for finding in findings for layer in finding.layers}
     return overview_picture(rows, whose, _said(findings), named)
 
 
-def _panels(grids: Mapping[str, Grid], findings: Iterable[Finding]) -> tuple[str, ...]:
+def _panels(known: Mapping[str, Grid], findings: Iterable[Finding]) -> tuple[str, ...]:
     """Measures of the overview: those in front, the last of which give way to what findings name.
 
     >>> from adiv_monitor.diagnosis.finding import Evidence, Finding
@@ -140,9 +141,9 @@ def _panels(grids: Mapping[str, Grid], findings: Iterable[Finding]) -> tuple[str
     >>> _panels(dict.fromkeys(HEALTH), [scale])
     ('update_ratio', 'gradient', 'idle_share', 'scale_mean')
     """
-    front = [measure for measure in OVERVIEW if measure in grids]
+    front = [measure for measure in OVERVIEW if measure in known]
     named = dict.fromkeys(e.measure for finding in findings for e in finding.evidence)
-    extra = [m for m in named if m in grids and m not in front][:_MOST_EVIDENCE]
+    extra = [m for m in named if m in known and m not in front][:_MOST_EVIDENCE]
     return (*front[: len(OVERVIEW) - len(extra)], *extra) if front else ()
 
 

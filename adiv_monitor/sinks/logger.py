@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.products import ProductSink, product_of_logger
-from adiv_monitor.sinks.scalars import Scalars, board_scalars, separated
+from adiv_monitor.sinks.scalars import Metrics
 from adiv_monitor.sinks.sink import Sink
 from adiv_monitor.sinks.tensorboard import TensorBoardSink, as_writer
 
@@ -13,13 +13,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.loggers import Logger
 
 
-def logger_sink(
-    logger: "Logger",
-    measures: tuple[str, ...] | None,
-    name: str,
-    scalars: Scalars = "few",
-    separator: str = "/",
-) -> Sink:
+def logger_sink(logger: "Logger", metrics: Metrics) -> Sink:
     """A TensorBoard sink where the logger has a TensorBoard writer, else what the logger takes.
 
     TensorBoard's names keep their slashes, which make its groups, and by which its charts are
@@ -27,8 +21,8 @@ def logger_sink(
     """
     writer = as_writer(getattr(logger, "experiment", None))
     if writer is None:
-        return LoggerSink(logger, measures, name, scalars, separator)
-    return TensorBoardSink(writer, measures, scalars=scalars, name=name)
+        return LoggerSink(logger, metrics)
+    return TensorBoardSink(writer, metrics.measures, scalars=metrics.scalars, name=metrics.name)
 
 
 def takes_pictures(sink: Sink) -> bool:
@@ -45,37 +39,22 @@ class LoggerSink:
 
     Args:
         logger: a logger of `pytorch_lightning` or `lightning.pytorch`.
-        measures: which measures, by name; None: the defaults.
-        name: tells several monitors of one run apart, as in `TensorBoardSink`.
-        scalars: "few", or "all" for every layer's.
-        separator: stands for the slash in the names of scalars.
+        metrics: which scalars.
 
     Attributes:
         takes_pictures: whether the logger gets pictures and findings, too.
     """
 
-    def __init__(
-        self,
-        logger: "Logger",
-        measures: tuple[str, ...] | None,
-        name: str = "",
-        scalars: Scalars = "few",
-        separator: str = "/",
-    ) -> None:
+    def __init__(self, logger: "Logger", metrics: Metrics) -> None:
         self._logger = logger
-        self._measures = measures
-        self._name = name
-        self._scalars = scalars
-        self._separator = separator
+        self._metrics = metrics
         product = product_of_logger(logger)
         self.takes_pictures = product is not None
-        self._board = ProductSink(product, "DivergenceCallback", name) if product else None
+        self._board = ProductSink(product, "DivergenceCallback", metrics.name) if product else None
 
     def write(self, report: StepReport) -> None:
         """Log the report's scalars at its step, and pictures when they are due."""
-        scalars = board_scalars(report, self._measures, self._scalars, self._name)
-        named = {separated(tag, self._separator): value for tag, value in scalars.items()}
-        self._logger.log_metrics(named, step=report.step)
+        self._logger.log_metrics(self._metrics.board(report), step=report.step)
         if self._board is not None:
             self._board.write(report)
 

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 from adiv_monitor.diagnosis.health import HEALTH
 from adiv_monitor.diagnosis.running import Running
-from adiv_monitor.pictures.heat import grid, heat_picture, step_picture
+from adiv_monitor.pictures.grid import grid, grids
+from adiv_monitor.pictures.heat import heat_picture, step_picture
 from adiv_monitor.pictures.picture import Picture
 from adiv_monitor.report import StepReport
 from adiv_monitor.report.wording import non_finite_words
@@ -45,12 +46,12 @@ def step_figure(report: StepReport) -> "Figure":
     running = Running()
     running.add(report)
     record = running.record()
-    grids = [found for measure in HEALTH if (found := grid(record, measure)) is not None]
-    layers = tuple(path for path in report.layers if any(path in g.layers for g in grids))
+    known = grids(record, HEALTH)
+    layers = [path for path in report.layers if any(path in g.layers for g in known.values())]
     broken = report.first_non_finite
     said = [] if broken is None else [f"{non_finite_words(report, *broken)} is not finite"]
     headline = f"Step {report.step:,}: {len(report.layers):,} layers"
-    drawn = [found.of(layers) for found in grids]
+    drawn = list(grids(record, known, layers).values())
     return _figure(step_picture(drawn, headline, said) if drawn else None, "layers in the report")
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from statistics import median
 from typing import Literal, get_args
 
@@ -66,6 +67,60 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "attention": ATTENTION_MEASURES,
     "alignment": ALIGNMENT_MEASURES,
 }
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Which numbers of a report are logged, and under which names.
+
+    Attributes:
+        measures: which measures; None: the defaults.
+        scalars: "few", or "all" for every layer's.
+        separator: stands for the slash in names.
+        name: tells several monitors of one run apart, as in `summary_scalars`.
+
+    Raises:
+        ValueError: there is no such measure or choice, or the separator is no text.
+    """
+
+    measures: tuple[str, ...] | None = None
+    scalars: Scalars = "few"
+    separator: str = "/"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.measures is not None:
+            object.__setattr__(self, "measures", known_measures(self.measures))
+        known_scalars(self.scalars)
+        if not isinstance(self.separator, str) or not self.separator:
+            raise ValueError(f"separator={self.separator!r}: expected a text such as '/' or '_'")
+
+    @property
+    def followed(self) -> tuple[str, ...]:
+        """Those that callbacks may follow, of which there is a summary."""
+        return self.measures or DEFAULT_MEASURES
+
+    def board(self, report: StepReport) -> dict[str, float]:
+        """What a dashboard gets of a report, by name."""
+        return self.named(board_scalars(report, self.measures, self.scalars, self.name))
+
+    def summary(self, report: StepReport) -> dict[str, float]:
+        """What callbacks get of a report, by tag."""
+        return summary_scalars(report, self.followed, self.name)
+
+    def to_follow(self, options: Mapping[str, object]) -> tuple[str, ...]:
+        """The names in `summary` of a monitor with these options."""
+        there = asked_for(self.followed, options)
+        tags = [tag for measure in there for tag in summary_tags(measure, self.name).values()]
+        return tuple(self.named(dict.fromkeys((*tags, f"{_group(self.name)}/coverage"), 0.0)))
+
+    def named(self, scalars: Mapping[str, float]) -> dict[str, float]:
+        """Name → value, of tags with slashes.
+
+        >>> Metrics(separator="_").named({"adiv.summary/update_cosine_min": 0.5})
+        {'adiv.summary_update_cosine_min': 0.5}
+        """
+        return {tag.replace("/", self.separator): value for tag, value in scalars.items()}
 
 
 def known_measures(measures: Iterable[str]) -> tuple[str, ...]:
@@ -191,35 +246,6 @@ def summary_scalars(
 def summary_tags(measure: str, name: str = "") -> dict[str, str]:
     """min, median and max → the tag that this end of the measure has in `summary_scalars`."""
     return {end: f"{_group(name)}/{measure}_{end}" for end in ("min", "median", "max")}
-
-
-def tags_to_follow(
-    measures: Iterable[str], options: Mapping[str, object], name: str = ""
-) -> tuple[str, ...]:
-    """What `summary_scalars` will have of a monitor with these options."""
-    there = asked_for(measures, options)
-    tags = [tag for measure in there for tag in summary_tags(measure, name).values()]
-    return (*tags, f"{_group(name)}/coverage")
-
-
-def known_separator(separator: str) -> str:
-    """What is to stand for the slash in names of metrics, if it can.
-
-    Raises:
-        ValueError: it is no text, or an empty one.
-    """
-    if not isinstance(separator, str) or not separator:
-        raise ValueError(f"separator={separator!r}: expected a text such as '/' or '_'")
-    return separator
-
-
-def separated(tag: str, separator: str) -> str:
-    """The name of a metric with this in place of its slash.
-
-    >>> separated("adiv.summary/update_cosine_min", "_")
-    'adiv.summary_update_cosine_min'
-    """
-    return tag.replace("/", separator)
 
 
 def alarms_tag(name: str = "") -> str:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Union
 from weakref import WeakKeyDictionary
 
-from adiv_monitor.diagnosis.health import how_to_read
+from adiv_monitor.diagnosis.titles import chart_text
 from adiv_monitor.printable import markdown
 from adiv_monitor.report import StepReport, taken
 from adiv_monitor.report.wording import not_measured, percent, trained
@@ -141,7 +141,7 @@ class TensorBoardSink:
         if tag in self._described_tags:
             return None
         self._described_tags.add(tag)
-        reads = how_to_read(tag)
+        reads = chart_text(tag)
         if not reads:
             return None
         return SummaryMetadata(

@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks.products import ProductSink, product_of_callback
-from adiv_monitor.sinks.scalars import (
-    DEFAULT_MEASURES,
-    Scalars,
-    board_scalars,
-    separated,
-    summary_scalars,
-)
+from adiv_monitor.sinks.scalars import Metrics
 from adiv_monitor.sinks.tensorboard import TensorBoardSink, as_writer
 
 if TYPE_CHECKING:
@@ -30,24 +24,13 @@ class TrainerSink:
 
     Args:
         trainer: the Trainer, which has begun to train.
-        measures: which measures, by name; None: the defaults.
-        scalars: "few", or "all" for every layer's.
-        separator: stands for the slash in the names of scalars, but for TensorBoard's: there it
-            makes the groups.
+        metrics: which scalars. TensorBoard's names keep their slash, which makes its groups.
     """
 
-    def __init__(
-        self,
-        trainer: "Trainer",
-        measures: tuple[str, ...] | None,
-        scalars: Scalars,
-        separator: str = "/",
-    ) -> None:
+    def __init__(self, trainer: "Trainer", metrics: Metrics) -> None:
         self._trainer = trainer
         self._state = trainer.state  # of this training: the next one has another
-        self._measures = measures
-        self._scalars = scalars
-        self._separator = separator
+        self._metrics = metrics
         self._board: TensorBoardSink | None = None
         self._products: dict[int, ProductSink | None] = {}  # by id of the callback
 
@@ -57,16 +40,17 @@ class TrainerSink:
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
         products: tuple[type[TrainerCallback], ...] = tuple(INTEGRATION_TO_CALLBACK.values())
-        summary = self._named(summary_scalars(report, self._measures or DEFAULT_MEASURES))
+        metrics = self._metrics
+        summary = metrics.named(metrics.summary(report))
         summary["epoch"] = self._state.epoch
-        shown = self._named(board_scalars(report, self._measures, self._scalars))
+        shown = metrics.board(report)
         # Not by `trainer.log`: trainers that override it log means, which would begin anew with it.
         self._state.log_history.append({**summary, "step": self._state.global_step})
         for callback in self._trainer.callback_handler.callbacks:
             writer = as_writer(getattr(callback, "tb_writer", None))
             if writer is not None:
                 self._board = self._board or TensorBoardSink(
-                    writer, self._measures, scalars=self._scalars
+                    writer, metrics.measures, scalars=metrics.scalars
                 )
                 self._board.write(report)
             elif isinstance(callback, products):
@@ -87,9 +71,6 @@ class TrainerSink:
         for board in (self._board, *self._products.values()):
             if board is not None:
                 board.close()
-
-    def _named(self, scalars: Mapping[str, float]) -> dict[str, float]:
-        return {separated(tag, self._separator): value for tag, value in scalars.items()}
 
     def _product(self, callback: "TrainerCallback") -> ProductSink | None:
         if id(callback) not in self._products:

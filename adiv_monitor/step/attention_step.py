@@ -1,7 +1,7 @@
 """What a measured step does to the scores of attentions: replays on a few samples of each."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,17 +9,26 @@ from adiv_layers.autocast import without_autocast
 from torch import Tensor, nn
 
 from adiv_monitor.capture.attention.attention_calls import Attending, AttentionCall, AttentionCalls
-from adiv_monitor.capture.attention.score_replay import (
+from adiv_monitor.capture.attention.score_moves import (
     AttentionModule,
-    Parameters,
     moves_of_scores,
     scores_with_graph,
+    twin_of,
 )
 from adiv_monitor.capture.attention.score_scales import scales, some_keys
 from adiv_monitor.capture.updates import ParameterSteps
 from adiv_monitor.features.rows import Index, exact, to_device
-from adiv_monitor.features.scores import Attention, Move, of_heads, scale_sums, sums
-from adiv_monitor.step.attention_outcome import Attended
+from adiv_monitor.features.scores import Attention, Move, of_heads
+from adiv_monitor.maths.attention_sums import (
+    AttentionSums,
+    RerunErrors,
+    ScaleSums,
+    map_samples,
+    move_sums,
+    scale_sums,
+)
+from adiv_monitor.maths.records import replaced
+from adiv_monitor.rerun.derivatives import Parameters
 
 # Diagonals of scores, of all heads together, whose scale is looked at: each takes two backward
 # passes through what lies between projections and scores.
@@ -28,62 +37,45 @@ _MOST_DIAGONALS = 32
 
 @dataclass
 class _Replayed:
-    """One call of an attention, made again.
+    """One call of an attention, run once more.
 
     Attributes:
         attends: what was run.
         call: the call, on the samples that are looked at.
         score_gradient: G of some of its queries.
-        keys: the scores whose scale is looked at, of all samples that were gathered.
+        keys: of each query, those whose scores' scale is taken; as the sums, of these samples.
         of_each: samples of the queries, for one of the module.
-        values: for the host, by name; if of samples, of those of the module.
+        sums: what is known so far, of every sample of the queries.
     """
 
     attends: AttentionModule
     call: Attention
     score_gradient: Callable[[slice], Tensor]
-    keys: Index
+    keys: Tensor
     of_each: int
-    values: dict[str, Tensor] = field(default_factory=dict)
-    active: Tensor | None = None
+    sums: AttentionSums[Tensor]
 
-    def add(self, moves: Mapping[str, Move]) -> None:
-        """How the scores move."""
-        keys = self._looked_at(to_device(self.keys, self.call.query.device))
-        found = sums(self.call, self.score_gradient, moves, keys)
-        self.active = found.pop("active")
-        self._add(found)
-
-    def add_scales(self, pivot: Tensor | None) -> Tensor:
-        """The attention scale of some of the scores; gives what they are relative to."""
-        assert self.active is not None
-        calls, leaves = scores_with_graph(self.attends)
-        with torch.enable_grad():
-            scale, error = scales(calls[-1], leaves, self.keys)
-        found = scale_sums(self._looked_at(scale), self.active, pivot)
-        share = self.keys.shape[3] / max(self.call.lengths)
-        self._add({**found, "scale_error": error, "scale_share": torch.full_like(error, share)})
-        return found["scale_pivot"]
-
-    def _looked_at(self, tensor: Tensor) -> Tensor:
-        samples = self.attends.samples
-        return tensor if samples is None else tensor.index_select(0, samples)
-
-    def _add(self, found: Mapping[str, Tensor]) -> None:
-        for name, tensor in found.items():
-            if tensor.dim() == 2:
-                tensor = tensor.view(-1, self.of_each, tensor.shape[1]).sum(1)
-            self.values[name] = tensor
+    def stepped(self, d: Move) -> None:
+        """The optimizer has stepped, and so moved the scores."""
+        _, sums, _ = move_sums(self.call, self.score_gradient, d, self.keys)
+        self.sums = replaced(self.sums, d=sums)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Measured:
-    """What is known of one attention so far."""
+    """What is known of one attention so far.
+
+    Attributes:
+        held: its parameters, by their names in its module.
+        before: their values before the step.
+        replayed: its calls, of which there are samples.
+        samples: how many received a gradient in other calls.
+    """
 
     held: Mapping[str, nn.Parameter]
-    before: Parameters  # θ before the step
-    replayed: list[_Replayed]
-    attended: Attended
+    before: Parameters
+    replayed: Sequence[_Replayed]
+    samples: int
 
 
 class AttentionStep:
@@ -98,7 +90,7 @@ class AttentionStep:
         self._calls = calls
         self._generator = generator
         self._measured: dict[str, _Measured] = {}
-        self._attended: dict[str, Attended] = {}
+        self._sums: dict[str, tuple[AttentionSums[Tensor], ...]] = {}
 
     def gradient_is_final(self, steps: ParameterSteps, *, updates: bool) -> None:
         """The gradients are what the optimizer will use: e, the scales, and θ before the step."""
@@ -117,18 +109,18 @@ class AttentionStep:
                 taken = {n: exact(before[n]) - exact(p.detach()) for n, p in held.items()}
                 for replayed in measured.replayed:
                     attends = replace(replayed.attends, parameters=before)
-                    replayed.add(moves_of_scores(attends, {"d": taken})[-1][1])
+                    replayed.stepped(moves_of_scores(attends, taken)[-1][1])
                 self._finish(path)
         self._measured.clear()
 
     def discard(self) -> None:
         """The step turned out not to be measurable, or is tried again."""
         self._measured.clear()
-        self._attended.clear()
+        self._sums.clear()
 
-    def attended(self) -> dict[str, Attended]:
-        """What is known of each attention, by path."""
-        return {p: found for p, found in self._attended.items() if p not in self._calls.refused}
+    def sums(self) -> dict[str, tuple[AttentionSums[Tensor], ...]]:
+        """What is known of the calls of each attention, by path."""
+        return {path: sums for path, sums in self._sums.items() if path not in self._calls.refused}
 
     def _begin(self, attending: Attending, steps: ParameterSteps) -> _Measured:
         calls = attending.finish()
@@ -138,54 +130,77 @@ class AttentionStep:
         now = {name: parameter.detach() for name, parameter in held.items()}
         gamma = {name: p.grad for name, p in held.items() if p.grad is not None}
         replayed = [self._replay(attending, c, now, gamma) for c in calls if c.looked_at]
-        attended = Attended(
-            samples=sum(call.rows.total for call in calls),
-            precision=max(max(call.seen.precision, call.precision) for call in calls),
-        )
-        try:
-            pivot = None
-            for each in replayed:
-                pivot = each.add_scales(pivot)
-        except (RuntimeError, ValueError) as error:
-            attended.no_scale = str(error)
         copies = {name: steps.before(parameter) for name, parameter in held.items()}
         before = {name: now[name].clone() if c is None else c for name, c in copies.items()}
-        return _Measured(held, before, replayed, attended)
+        others = sum(call.rows.total for call in calls if not call.looked_at)
+        return _Measured(held, before, replayed, others)
 
     def _finish(self, path: str) -> None:
         """Keep no more than the numbers for the host."""
         measured = self._measured.pop(path)
-        parts = [replayed.values for replayed in measured.replayed]
-        shared = set.intersection(*map(set, parts))
-        measured.attended.values = {
-            name: _joined(name, [p[name] for p in parts]) for name in shared
-        }
-        self._attended[path] = measured.attended
+        first, *others = [_of_module(each.sums, each.of_each) for each in measured.replayed]
+        first = replaced(first, samples=first.samples + measured.samples)
+        self._sums[path] = first, *others
 
     def _replay(
         self, attending: Attending, made: AttentionCall, now: Parameters, gamma: Parameters
     ) -> _Replayed:
-        """What the call was, and how a plain gradient step moves its scores."""
+        """What the call was, how a plain gradient step moves its scores, and their scale."""
         seen = made.seen
         gathered, of_each = seen.query.shape[:2]
         samples = None
         if made.picked is not None:
             within = torch.arange(of_each, device=made.picked.device)
             samples = (made.picked[:, None] * of_each + within).flatten()
-        attends = AttentionModule(
-            *(attending.module, seen.args, seen.kwargs, now, attending.number),
-            written=seen.written,
-            samples=samples,
-        )
-        call, moves = moves_of_scores(attends, {"e": gamma})[-1]
+        twin = twin_of(attending.module, seen.args, seen.kwargs, now, seen.written)
+        attends = AttentionModule(twin, now, attending.number, samples)
+        call, plain_step = moves_of_scores(attends, gamma)[-1]
         call = replace(call, kept=_looked_at(made, seen.kept))
         heads, lengths = call.query.shape[1], call.lengths
         draws = max(1, _MOST_DIAGONALS // heads)
-        keys = some_keys(gathered * of_each, heads, *lengths, draws, self._generator)
-        replayed = _Replayed(attends, call, _score_gradient(made, call), keys, of_each)
-        replayed.add(moves)
-        replayed.values |= _errors(made, call)
-        return replayed
+        every = some_keys(gathered * of_each, heads, *lengths, draws, self._generator)
+        keys = _taken(to_device(every, call.query.device), samples)
+        score_gradient = _score_gradient(made, call)
+        G_G, e, active = move_sums(call, score_gradient, plain_step, keys)
+        scale, no_scale = _scale(attends, every, active)
+        sums = AttentionSums(
+            samples=made.rows.total,
+            G_G=G_G,
+            e=e,
+            errors=_errors(made, call),
+            scale=scale,
+            no_scale=no_scale,
+        )
+        return _Replayed(attends, call, score_gradient, keys, of_each, sums)
+
+
+def _scale(
+    attends: AttentionModule, keys: Index, active: Tensor
+) -> tuple[ScaleSums[Tensor] | None, str]:
+    """The attention scale of the scores with some keys, or why it is not known.
+
+    Args:
+        attends: what is run.
+        keys: of every sample that was gathered.
+        active: which of them are, of the samples that are looked at.
+    """
+    try:
+        calls, leaves = scores_with_graph(attends)
+        with torch.enable_grad():
+            scale, off = scales(calls[-1], leaves, keys)
+    except (RuntimeError, ValueError) as error:
+        return None, str(error)
+    share = keys.shape[3] / max(calls[-1].query.shape[2], calls[-1].key.shape[2])
+    return scale_sums(_taken(scale, attends.samples), active, off, share), ""
+
+
+def _taken(tensor: Tensor, samples: Tensor | None) -> Tensor:
+    return tensor if samples is None else tensor.index_select(0, samples)
+
+
+def _of_module(sums: AttentionSums[Tensor], of_each: int) -> AttentionSums[Tensor]:
+    """The record by the module's samples, each of which may be several of the queries'."""
+    return map_samples(sums, lambda x: x.view(-1, of_each, x.shape[1]).sum(1))
 
 
 def _looked_at(made: AttentionCall, tensor: Tensor | None) -> Tensor | None:
@@ -205,7 +220,7 @@ def _score_gradient(made: AttentionCall, call: Attention) -> Callable[[slice], T
     return lambda queries: whole[:, :, queries]
 
 
-def _errors(made: AttentionCall, call: Attention) -> dict[str, Tensor]:
+def _errors(made: AttentionCall, call: Attention) -> RerunErrors[Tensor]:
     """How far the module, run once more, was from what it did in the forward pass."""
     query, key = _looked_at(made, made.seen.query), _looked_at(made, made.seen.key)
     assert query is not None
@@ -224,20 +239,11 @@ def _errors(made: AttentionCall, call: Attention) -> dict[str, Tensor]:
     if output is not None:
         pairs.append((output, call.output()))
     found = [_relative(again.reshape(then.shape), then) for then, again in pairs]
-    return {"key_error": found[0], "query_error": found[1], "output_error": found[-1]}
+    precision = max(made.seen.precision, made.precision)
+    return RerunErrors(found[1], found[0], found[-1], precision)
 
 
 def _relative(again: Tensor, then: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm
     off: Tensor = norm(again - then) / (norm(then) + torch.finfo(then.dtype).tiny)
     return off
-
-
-def _joined(name: str, parts: list[Tensor]) -> Tensor:
-    """One number of all calls: of samples side by side, else the worst, or what they share."""
-    if parts[0].dim():
-        return torch.cat(parts)
-    if name == "scale_pivot":
-        return parts[0]
-    stacked = torch.stack(parts)
-    return stacked.amin() if name == "scale_share" else stacked.amax()

@@ -11,19 +11,20 @@ from torch.optim import Optimizer
 
 from adiv_monitor.alignment.instrument import Alignment
 from adiv_monitor.alignment.probe import Probe
-from adiv_monitor.capture.again.losses import LossOf
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.eager import in_compiled_code
 from adiv_monitor.capture.forwards import Forwards, unwatched
-from adiv_monitor.capture.guard import Guard, call_all, surely
+from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.processes import processes
+from adiv_monitor.capture.realised.losses import LossOf
 from adiv_monitor.capture.selection import Selection, trainable
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.updates import Watch
 from adiv_monitor.report import AlignmentReading, StepReport, Turn
+from adiv_monitor.rerun.eager import in_compiled_code
+from adiv_monitor.rerun.thread import surely
 from adiv_monitor.step.assembly import Assembly
 from adiv_monitor.step.description import describe, report_of
 from adiv_monitor.step.failures import Failures
@@ -52,20 +53,40 @@ class Asked:
     stops: bool = False
 
 
+@dataclass(frozen=True)
+class Followed:
+    """The training whose steps are measured.
+
+    Attributes:
+        model: the model.
+        optimizer: whose steps are measured; None: only gradients are.
+        select: which parameters are to be measured in the coming step, and whose turn that is.
+        loss: sees the losses of measured steps, if it does not stay on between them.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    select: Callable[[], tuple[Selection, Turn | None]]
+    loss: LossHook | None = None
+
+    def trained(self) -> Iterable[Tensor]:
+        """What is trained, or would be if it were not frozen."""
+        if self.optimizer is None:
+            return trainable(self.model)
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
 class Course:
     """Takes measured steps from before their forward passes to their reports.
 
     Args:
-        model: the model.
-        optimizer: whose steps are measured; None: only gradients are.
-        select: which parameters are to be measured in the coming step, and whose turn that is.
+        followed: the training.
         asked: what is to be found out.
         generator: the monitor's own source of chance.
         schedule: is told when the forward pass of a measured step begins.
         failures: knows what to do about exceptions.
         report: gets every report, and whether this process is to write it.
         losses: those of the steps so far.
-        loss: sees them in measured steps, if it does not stay on between them.
 
     Attributes:
         given_up: the step that was armed was dropped, as other optimizers took the steps.
@@ -73,27 +94,21 @@ class Course:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        select: Callable[[], tuple[Selection, Turn | None]],
+        followed: Followed,
         asked: Asked,
         generator: np.random.Generator,
         schedule: Schedule,
         failures: Failures,
         report: Callable[[StepReport, bool], None],
         losses: LossLog,
-        loss: LossHook | None,
     ) -> None:
         self.given_up = False
-        self._model = model
-        self._optimizer = optimizer
-        self._select = select
+        self._followed = followed
         self._asked = asked
         self._generator = generator
         self._schedule = schedule
         self._failures = failures
         self._losses = losses
-        self._loss = loss
         self._watch = Watch()
         self._trace = Trace()
         self._assembly = Assembly(
@@ -123,7 +138,7 @@ class Course:
     def refer(self) -> None:
         """The point that alignments are compared with is now."""
         if self._asked.alignment is not None:
-            self._alignment = Alignment(self._model, self._asked.alignment)
+            self._alignment = Alignment(self._followed.model, self._asked.alignment)
             if self._reference is not None:
                 self._alignment.load_state_dict(self._reference)
 
@@ -152,11 +167,11 @@ class Course:
 
     def _next(self) -> Armed:
         """The coming step, with nothing put on yet."""
-        selection, turn = self._select()
+        selection, turn = self._followed.select()
         guard = Guard(self._failures.lost)
         realised = self._follow(selection)
         capture = Capture(
-            self._model,
+            self._followed.model,
             selection,
             max_rows=self._asked.max_rows,
             generator=self._generator,
@@ -185,9 +200,10 @@ class Course:
             self._agree,
         )
         others = Others(
-            self._optimizer, selection.parameters, self._awaits_step, self._failures.safely
+            self._followed.optimizer, selection.parameters, self._awaits_step, self._failures.safely
         )
-        return Armed(capture, step, selection, turn, guard, realised, others, self._loss)
+        hooks = [each for each in (realised, self._followed.loss) if each is not None]
+        return Armed(capture, step, selection, turn, guard, others, hooks)
 
     def _plan(self, selection: Selection) -> Plan | None:
         """What plain hooks can do of the coming step."""
@@ -200,7 +216,7 @@ class Course:
         """Whether layers were called, and the optimizer that is followed is yet to step."""
         armed = self._armed
         # From its first attempt on, another's step around its step, or within it, is part of that.
-        if self._optimizer is None or armed is None or armed.attempts:
+        if self._followed.optimizer is None or armed is None or armed.attempts:
             return False
         return armed.capture.saw_calls()
 
@@ -209,7 +225,7 @@ class Course:
         self.disarm()
         self.given_up = True
         self._patience *= 2  # if it steps again, they take turns: wait for its turn
-        own = type(self._optimizer).__name__
+        own = type(self._followed.optimizer).__name__
         self._failures.warn(
             "overtaken",
             f"adiv_monitor: steps are taken that the monitor does not see: an optimizer ({other}) "
@@ -226,16 +242,14 @@ class Course:
         if armed is not None and armed.others.steps >= self._patience:
             self._give_up(armed.others.last)
             return None
-        if armed is None or armed.capture.saw_calls() or armed.selection.knows(self._held()):
+        if (
+            armed is None
+            or armed.capture.saw_calls()
+            or armed.selection.knows(self._followed.trained())
+        ):
             return None
         self.arm()
         return None if self._armed is None else self._armed.capture.forwards
-
-    def _held(self) -> Iterable[Tensor]:
-        """What is trained, or would be if it were not frozen."""
-        if self._optimizer is None:
-            return trainable(self._model)
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _agree(self, point: str, *, comes: bool = True) -> bool:
         """Whether all processes, this one among them, come to this point of the step."""
@@ -247,7 +261,9 @@ class Course:
         if self._asked.realised is False:
             return None
         loss = None if isinstance(self._asked.realised, bool) else self._asked.realised
-        return Realised(self._model, selection, loss, partial(self._failures.tell, "realised"))
+        return Realised(
+            self._followed.model, selection, loss, partial(self._failures.tell, "realised")
+        )
 
     def _attention_calls(self, selection: Selection) -> AttentionCalls:
         return AttentionCalls(selection, self._generator, self._attention_failed)
@@ -343,10 +359,10 @@ class Course:
             )
             self._failures.warn("closure", f"adiv_monitor: {self._failures.notes[-1]}")
             armed.step.discard()
-        elif self._optimizer is not None:
+        elif self._followed.optimizer is not None:
             armed.step.updated()
         alignment = self._failures.safely(self._aligned) or {}
-        held = list(self._held())
+        held = list(self._followed.trained())
         if not armed.selection.knows(held):
             self._failures.notes.append(
                 "Parameters became trainable after the step's first forward pass: they are not in "

@@ -23,14 +23,16 @@ def describe(part: Part, pending: Pending, failures: Failures, interval: int) ->
     known = dict(part.unsupported)
     due = {path for path, layer in seen.items() if pending.selection.is_due(layer)}
     known |= {path: why for path, why in failures.switched_off.items() if path in due}
-    told = [*measured, *(layer for path, layer in seen.items() if path in known)]
+    told = [layer for path, layer in seen.items() if path in known]
+    missing = selection.missing(measured)
+    lacking = selection.missing([*measured, *told]) if told else missing
     is_measured = not (part.refused or pending.step.discarded)
     off = failures.switched_off
     why = partial(_why, pending=pending, off=off) if is_measured else _not_measured
-    unexplained = selection.unexplained(told, known, why)
+    unexplained = selection.unexplained(lacking, known, why)
     part.unsupported = {**selection.unsupported, **unexplained, **known}
-    part.unmeasured = selection.unmeasured(measured)
-    part.coverage, part.elements = selection.coverage(measured), selection.elements
+    part.unmeasured = selection.unmeasured(missing)
+    part.coverage, part.elements = selection.coverage(missing), selection.elements
     part.interval, part.turn = interval, pending.turn
     part.rows_lost |= set(off)
     part.alignment = pending.alignment

@@ -17,7 +17,7 @@ from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.jacobian import JacobianFeatures
-from adiv_monitor.features.rows import exact, joined, shares_memory
+from adiv_monitor.features.rows import exact, joined
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.alike import Fail
 from adiv_monitor.maths.ceiling import KNOWN
@@ -94,6 +94,7 @@ class FinalGradient:
         self._generator = generator
         self._shared = capture.shared(reached)
         self._all_rows: dict[str, AllRows] = {}
+        self._of_gradients = steps.memory_of_gradients()
 
     def forget(self, path: str) -> None:
         """A layer is not measured in this step."""
@@ -143,8 +144,8 @@ class FinalGradient:
             own = self._capture.own_gradient(layer)
         is_shared = layer.path in self._shared and own is None
         sampled = Sampled(
-            seen=sum(len(call.z) for call in calls),
-            total=sum(call.total for call in calls),
+            seen=sum([call.z.shape[0] for call in calls]),
+            total=sum([call.total for call in calls]),
             dealt=dealt(calls, self._peers, come=self._wholes.come),
         )
         self.pieces[layer.path] = Pieces(
@@ -157,7 +158,7 @@ class FinalGradient:
         about = _about(layer, features)
         self._keep_all_rows(layer.path, calls)
         makings = [
-            (made, sum(len(call.z) for call in alike))
+            (made, sum([call.z.shape[0] for call in alike]))
             for made, alike in groupby(calls, key=lambda call: call.layer)
         ]
         gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
@@ -175,9 +176,8 @@ class FinalGradient:
             evidence = replaced(evidence, probe=probed)
         else:
             changed = changes(makings, gamma)
-            gradients = [piece.gradient() for piece in layer.pieces]
             by_weight, by_bias = act(makings, changed, features)
-            e = _apart(by_weight, gradients), _apart(by_bias, gradients)
+            e = self._apart(by_weight), self._apart(by_bias)
             if not layer.is_direct:
                 features, made = with_own_scales(makings, changed, features, self._generator)
         sums = LayerSums(
@@ -197,6 +197,12 @@ class FinalGradient:
         measured.choose_entries(self._generator)
         self.measured[layer.path] = measured
         self._capture.rows[layer.path].release()
+
+    def _apart(self, part: Tensor | None) -> Tensor | None:
+        """The same; a copy of what is a view of a gradient, which the optimizer may write to."""
+        if part is None or part.untyped_storage().data_ptr() not in self._of_gradients:
+            return part
+        return part.clone()
 
     def add_sums(self, lose: Fail) -> None:
         """All layers have begun: sums over all of their rows.
@@ -306,13 +312,6 @@ class FinalGradient:
             joined(squares),
             weight_sum=weight_sum,
         )
-
-
-def _apart(part: Tensor | None, gradients: Iterable[Tensor]) -> Tensor | None:
-    """The same; a copy of what is a view of gradients, which the optimizer may write to."""
-    if part is None:
-        return None
-    return part.clone() if any(shares_memory(part, gradient) for gradient in gradients) else part
 
 
 def _about(layer: Layer, features: Features) -> About:

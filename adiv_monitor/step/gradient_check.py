@@ -4,9 +4,12 @@ Only if it is do the parameters say exactly what would else be estimated from sa
 """
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from adiv_monitor.features.rows import Index
 from adiv_monitor.maths.sums import Array, Evidence
 
 # The cosine of two gradients that are alike but for a factor is 1 but for rounding.
@@ -18,35 +21,101 @@ LARGEST_REST = math.sqrt(2 * LIKENESS_TOLERANCE)
 _FEW = 8
 
 
-def by_entries(seen: Evidence[Array]) -> tuple[float, float]:
-    """How some entries of the first parameter's gradient changed since backward; `as_multiple`."""
-    now = seen.now[0] if seen.now else None
-    if seen.then is None or now is None or len(seen.then) != len(now):
-        return math.nan, math.nan
-    return as_multiple(now, seen.then, seen.rounding)
+class Multiple(NamedTuple):
+    """How far some entries of a gradient, `now`, are a multiple of those of another one, `then`.
 
-
-def as_multiple(now: Array, then: Array, rounding: float = 0.0) -> tuple[float, float]:
-    """The factor c ≥ 0 in now ≈ c·then, and how much of `now` is no multiple, relative to it.
-
-    Args:
-        now: some entries of a gradient.
-        then: the same entries of another one.
-        rounding: the length that rounding may give to `then`.
-
-    Returns:
-        c and ‖now − c·then‖ / ‖now‖, what rounding explains taken off; NaN if `now` is zero, or
-        `then` may be nothing but rounding.
+    Attributes:
+        factor: c ≥ 0 in now ≈ c·then; NaN if `now` is zero, or `then` may be nothing but rounding.
+        rest: ‖now − c·then‖ / ‖now‖, what rounding explains taken off; NaN likewise.
+        now: ‖now‖.
+        then: ‖then‖.
+        entries: how many there are.
     """
-    of_now, of_then = (np.abs(entries).max(initial=0.0) for entries in (now, then))
-    if not of_now > 0 or not of_then > 0:
-        return math.nan, math.nan
-    if _length(then) <= rounding:
-        return math.nan, math.nan
-    now, then = now / of_now, then / of_then  # so that no square is too large, or too small
-    ratio = max(float(now @ then / (then @ then)), 0.0)
-    rest = max(float(np.linalg.norm(now - ratio * then)) - ratio * rounding / of_then, 0.0)
-    return ratio * of_now / of_then, rest / float(np.linalg.norm(now))
+
+    factor: float = math.nan
+    rest: float = math.nan
+    now: float = 0.0
+    then: float = 0.0
+    entries: int = 0
+
+
+class Pair(NamedTuple):
+    """Entries of two gradients, and the length that rounding may give to the second."""
+
+    now: Array
+    then: Array
+    rounding: float = 0.0
+
+
+@np.errstate(all="ignore")  # what is zero or not finite has no factor
+def multiples(pairs: Sequence[Pair]) -> list[Multiple]:
+    """Each pair by itself, in a few operations for all."""
+    filled = [pair for pair in pairs if pair.now.size]
+    if not filled:
+        return [Multiple()] * len(pairs)
+    sizes = [pair.now.size for pair in filled]
+    starts = np.cumsum([0, *sizes[:-1]])
+    of_now, now = _normed(np.concatenate([pair.now for pair in filled]), starts, sizes)
+    of_then, then = _normed(np.concatenate([pair.then for pair in filled]), starts, sizes)
+    rounding = np.array([pair.rounding for pair in filled])
+    squares = np.add.reduceat(then * then, starts)
+    length = np.sqrt(np.add.reduceat(now * now, starts))
+    ratio = np.maximum(np.add.reduceat(now * then, starts) / squares, 0.0)
+    off = now - np.repeat(ratio, sizes) * then
+    rest = np.sqrt(np.add.reduceat(off * off, starts)) - ratio * rounding / of_then
+    now_length, then_length = _of(of_now, length), _of(of_then, np.sqrt(squares))
+    known = (of_now > 0) & (of_then > 0) & (then_length > rounding)
+    factor = np.where(known, ratio * of_now / of_then, math.nan)
+    rest = np.where(known, np.maximum(rest, 0.0) / length, math.nan)
+    columns = (factor, rest, now_length, then_length)
+    found = map(Multiple, *(column.tolist() for column in columns), sizes)
+    return [next(found) if pair.now.size else Multiple() for pair in pairs]
+
+
+def _normed(entries: Array, starts: Index, sizes: Sequence[int]) -> tuple[Array, Array]:
+    """The largest of each part, and parts divided by it: no square is too large, or too small."""
+    largest = np.maximum.reduceat(np.abs(entries), starts)
+    return largest, entries / np.repeat(largest, sizes)
+
+
+def _of(largest: Array, length: Array) -> Array:
+    """The length of what had the largest entry taken out."""
+    return np.where((largest > 0) & (largest < math.inf), largest * length, largest)
+
+
+class Compared(NamedTuple):
+    """How the entries that are known of a layer's gradient compare.
+
+    Attributes:
+        since: the first parameter's with those that backward left; NaN where these are not known.
+        calls: by the place of a parameter, with what calls have contributed to it.
+    """
+
+    since: Multiple
+    calls: Mapping[int, Multiple]
+
+
+def compared(several: Sequence[Evidence[Array]]) -> list[Compared]:
+    """What the entries of several layers say, in the same order."""
+    pairs: list[Pair] = []
+    places: list[tuple[bool, list[int]]] = []
+    for seen in several:
+        rounding, first = seen.rounding, seen.now[0] if seen.now else None
+        then = seen.then
+        has_then = then is not None and first is not None and len(then) == len(first)
+        if has_then:
+            pairs.append(Pair(first, then, rounding))  # type: ignore[arg-type]  # mypy forgets
+        calls = []
+        for place, (own, now) in enumerate(zip(seen.contributed, seen.now, strict=False)):
+            if own is not None and now is not None:
+                calls.append(place)
+                pairs.append(Pair(now, own, rounding))
+        places.append((has_then, calls))
+    found = iter(multiples(pairs))
+    return [
+        Compared(next(found) if has_then else Multiple(), {place: next(found) for place in calls})
+        for has_then, calls in places
+    ]
 
 
 def since_backward(seen: Evidence[Array]) -> float:
@@ -64,11 +133,12 @@ def since_backward(seen: Evidence[Array]) -> float:
     return math.nan if differ or max(rests) > LARGEST_REST else float(factors[0])
 
 
-def speaks_against(seen: Evidence[Array], gamma: float, scale: float) -> str:
+def speaks_against(seen: Evidence[Array], found: Compared, gamma: float, scale: float) -> str:
     """Why γ is not c·GᵀΦ of these rows with a known c; "" if nothing is known against it.
 
     Args:
         seen: what was seen of the layer.
+        found: how its entries compare.
         gamma: ‖γ‖².
         scale: what the optimizer divides `.grad` by (AMP).
     """
@@ -76,15 +146,14 @@ def speaks_against(seen: Evidence[Array], gamma: float, scale: float) -> str:
         return ""
     factor = math.nan if seen.factor is None else float(seen.factor)
     if math.isnan(factor):
-        return "other" if contributed(seen) == "more" else "unknown"
-    _, rest = by_entries(seen)
-    if rest > LARGEST_REST:
+        return "other" if contributed(seen, found) == "more" else "unknown"
+    if found.since.rest > LARGEST_REST:
         return "edited"
     # The gradient as a whole is ‖γ‖; what was there before the rows is in units of its own.
     held = 0.0 if seen.foreign is None else float(seen.foreign)
     if held > seen.rounding and held * factor > seen.tolerance * math.sqrt(gamma):
         return "more"
-    if reason := contributed(seen, factor * scale):
+    if reason := contributed(seen, found, factor * scale):
         return reason
     if seen.probe is not None:
         difference, whole = np.linalg.norm(seen.probe, axis=1)
@@ -94,41 +163,36 @@ def speaks_against(seen: Evidence[Array], gamma: float, scale: float) -> str:
 
 
 def contributed(
-    seen: Evidence[Array], factor: float = math.nan, tolerance: float | None = None
+    seen: Evidence[Array],
+    found: Compared,
+    factor: float = math.nan,
+    tolerance: float | None = None,
 ) -> str:
     """Why what the calls handed on is not the gradient, times one factor; "" if it is, or unknown.
 
     Args:
         seen: what was seen of the layer.
+        found: how its entries compare.
         factor: the one; NaN if unknown.
         tolerance: how far rounding may take them apart, relative to the gradient; None: that of
             the layer.
     """
+    calls, rounding = found.calls, seen.rounding
     tolerance = seen.tolerance if tolerance is None else tolerance
-    pairs = enumerate(zip(seen.contributed, seen.now, strict=False))
-    known = {i: (own, now) for i, (own, now) in pairs if own is not None and now is not None}
-    found = {i: as_multiple(now, own, seen.rounding) for i, (own, now) in known.items()}
     if math.isnan(factor):
-        factor = next((ratio for ratio, _ in found.values() if not math.isnan(ratio)), factor)
-    for place, (ratio, rest) in found.items():
-        own, now = known[place]
-        if math.isnan(ratio):
-            if _length(own) > seen.rounding:  # the gradient is zero
+        known = [of.factor for of in calls.values() if not math.isnan(of.factor)]
+        factor = known[0] if known else factor
+    for place, of in calls.items():
+        if math.isnan(of.factor):
+            if of.then > rounding:  # the gradient is zero
                 return "more"
             # No row speaks of this parameter, beyond rounding, and nothing else may.
-            explained = 2 * factor * seen.rounding if seen.rounding else 0.0
-            if _length(now) > explained:
+            if of.now > (2 * factor * rounding if rounding else 0.0):
                 return "more"
-        elif rest > tolerance:
+        elif of.rest > tolerance:
             return "more"
-        elif abs(ratio - factor) > tolerance * factor:
+        elif abs(of.factor - factor) > tolerance * factor:
             if place:
                 return "apart"
-            return "unknown" if len(own) > _FEW else "more"
+            return "unknown" if of.entries > _FEW else "more"
     return ""
-
-
-def _length(entries: Array) -> float:
-    """‖entries‖, no square of which is too large, or too small."""
-    largest = float(np.abs(entries).max(initial=0.0))
-    return largest * float(np.linalg.norm(entries / largest)) if 0 < largest < math.inf else largest

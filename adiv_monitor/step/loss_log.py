@@ -6,9 +6,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from adiv_monitor.capture.guard import ThreadState
 from adiv_monitor.capture.hook import has_data
 from adiv_monitor.capture.weights.shards import is_shard
+from adiv_monitor.rerun.thread import ThreadState
 from adiv_monitor.step.transfer import fetch_numbers
 
 # Tensors that become one, and values that are kept at most, between two reports.

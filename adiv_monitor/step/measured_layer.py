@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.capture.again.again import Calls
 from adiv_monitor.capture.processes import processes
+from adiv_monitor.capture.realised.rows import Calls
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.features import Averaged, Features

@@ -4,7 +4,6 @@ Everything stays on the device until `outcome`, which makes one transfer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
@@ -20,6 +19,7 @@ from adiv_monitor.capture.selection import Layer, Selection, listed
 from adiv_monitor.capture.updates import ParameterSteps, PieceNumbers, Watch, weight_norms
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.features.uses import Refused
+from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import LayerSums
 from adiv_monitor.step.attention_step import AttentionStep
@@ -241,7 +241,6 @@ class MeasuredStep:
     def part(self) -> Part:
         """Bring everything to the host at once: what this process knows of the step."""
         self._flags.skipped, self._flags.moved = self.skipped, self._moved
-        attended = {} if self._attention is None else self._attention.attended()
         steps = self._steps
         pieces = {} if self._gradient is None else self._gradient.pieces
         found = fetch(
@@ -250,24 +249,23 @@ class MeasuredStep:
                 self._flags,
                 PieceNumbers() if steps is None else steps.products,
                 PieceNumbers() if steps is None else steps.norms,
-                {path: found.values for path, found in attended.items()},
+                {} if self._attention is None else self._attention.sums(),
             )
         )
-        if steps is not None:
-            steps.tell_apart(found.products)
         part = make_part(
             found,
             pieces,
+            {} if steps is None else steps.places,
             unreached=self._unreached,
             notes=[*self._capture_notes(), *self._notes],
             keeps_gradient=steps is not None and steps.has_copies,
         )
         part.rows_lost |= self._refused
         learn(self._watch, part)
-        calls = self._capture.attention
-        if calls is not None and not part.refused:
-            part.attended = {path: replace(seen, values={}) for path, seen in attended.items()}
-            part.attention, part.no_attention = found.attention, dict(calls.refused)
+        attention = self._capture.attention
+        if attention is not None and not part.refused:
+            part.attention = {path: merge(calls) for path, calls in found.attention.items()}
+            part.no_attention = dict(attention.refused)
         return part
 
     def _capture_notes(self) -> list[str]:

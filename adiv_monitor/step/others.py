@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer, optimizer
 
-from adiv_monitor.capture.again.surroundings import version
 from adiv_monitor.capture.hook import Hook, take_off
+from adiv_monitor.rerun.surroundings import version
 
 
 class Others:

@@ -15,7 +15,7 @@ from adiv_monitor.maths.sums import Array, LayerSums, Moved, Vector, factor_of, 
 from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 from adiv_monitor.step import finite
 from adiv_monitor.step.attention_outcome import attention_outcome
-from adiv_monitor.step.gradient_check import speaks_against
+from adiv_monitor.step.gradient_check import Compared, compared, speaks_against
 from adiv_monitor.step.makings import reaches_all, resolved
 from adiv_monitor.step.part import Facts, Part
 from adiv_monitor.step.rows_together import in_units
@@ -72,9 +72,10 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
     if part.refused:
         return Outcome({}, [*part.notes, *part.refused])
     facts = part.facts
+    entries = compared([layer.evidence for layer in part.layers.values()])
     judged = {
-        path: _judged(resolved(layer), facts, suspected=path in watch.suspected)
-        for path, layer in part.layers.items()
+        path: _judged(resolved(layer), entries_of, facts, suspected=path in watch.suspected)
+        for (path, layer), entries_of in zip(part.layers.items(), entries, strict=True)
     }
     measured = measure(judged, fail)
     kept = {path: judged[path].layer for path in measured}
@@ -85,7 +86,7 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
     readings = {p: _reading(layer, measured[p], facts) for p, layer in kept.items()}
     watch.distrusted |= {path for path, reason in reasons.items() if reason not in ("", "seems")}
     watch.suspected = {path for path, found in measured.items() if found.suspected}
-    attention, of_attention = attention_outcome(part.attended, part.attention, part.no_attention)
+    attention, of_attention = attention_outcome(part.attention, part.no_attention)
     notes = [
         *part.notes,
         *finite.notes(readings),
@@ -100,10 +101,10 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
     return Outcome(readings, notes, attention)
 
 
-def _judged(layer: LayerSums[Array], facts: Facts, *, suspected: bool) -> Judged:
+def _judged(layer: LayerSums[Array], entries: Compared, facts: Facts, *, suspected: bool) -> Judged:
     """A layer with the reason why its measures must rest on its rows alone, if so."""
     seen, dots = layer.evidence, layer.dots
-    reason = seen.reason or speaks_against(seen, dots.gamma_gamma, facts.gradient_scale)
+    reason = seen.reason or speaks_against(*(seen, entries, dots.gamma_gamma, facts.gradient_scale))
     if reason == "unknown" and not math.isnan(factor_of(layer)):
         layer = in_units(layer, 1 / factor_of(layer))
         seen = replaced(seen, factor=None)

@@ -1,15 +1,16 @@
 """What one process knows of a measured step: numbers alone, which can travel to another one."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from adiv_monitor.capture.updates import PieceNumbers, Watch
+from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array, Dots, LayerSums, Vector, of_rows
 from adiv_monitor.report import AlignmentReading, Turn
-from adiv_monitor.step.attention_outcome import Attended
 from adiv_monitor.step.transfer import StepSums
 
 # A rule that does not describe its layer is wrong by much more than half precision's rounding.
@@ -76,8 +77,7 @@ class Part:
         coverage: as in `StepReport`.
         loss_change: how the loss really changed, if that was measured.
         loss_changes: of every sample.
-        attended: by path, attentions.
-        attention: by path, their numbers.
+        attention: by path, the attentions that were looked at.
         no_attention: path → why there are none.
         alignment: as in `StepReport`; of all processes already.
         turn: as in `StepReport`, without the elements.
@@ -99,8 +99,7 @@ class Part:
     coverage: float = 0.0
     loss_change: float | None = None
     loss_changes: tuple[float, ...] = ()
-    attended: dict[str, Attended] = field(default_factory=dict)
-    attention: dict[str, dict[str, Array]] = field(default_factory=dict)
+    attention: dict[str, AttentionSums[Array]] = field(default_factory=dict)
     no_attention: dict[str, str] = field(default_factory=dict)
     alignment: Mapping[str, AlignmentReading] = field(default_factory=dict)
     turn: Turn | None = None
@@ -111,6 +110,7 @@ class Part:
 def make_part(
     found: StepSums[Array],
     pieces: Mapping[str, Pieces],
+    places: Mapping[int, tuple[int, slice]],
     *,
     unreached: Mapping[str, str],
     notes: list[str],
@@ -121,6 +121,7 @@ def make_part(
     Args:
         found: the numbers.
         pieces: of every layer, whose products are its own.
+        places: by key of a small piece, where its products are; see `SideBySide`.
         unreached: path → why there are no numbers.
         notes: what a reader must know.
         keeps_gradient: γ was copied, so that the optimizer could not change it.
@@ -137,8 +138,9 @@ def make_part(
         if layer.evidence.rule_error is not None
     }
     misdescribed, lost = _misdescribed(errors), _lost(found.layers)
+    products = sums_by_piece(found.products, places)
     layers = {
-        path: _with_dots(layer, _dots(found.products, pieces[path], facts.gradient_scale))
+        path: _with_dots(layer, _dots(products, pieces[path], facts.gradient_scale))
         for path, layer in found.layers.items()
         if path not in misdescribed and path not in lost
     }
@@ -202,11 +204,51 @@ def _alike(a: Array, b: Array) -> bool:
     return np.array_equal(a, b) or np.array_equal(a, b, equal_nan=True)
 
 
-def _dots(products: PieceNumbers[Array], pieces: Pieces, gradient_scale: float) -> Dots[float]:
-    def total(parts: Mapping[int, Array], gammas: int = 0) -> float | None:
+def sums_by_piece(
+    products: PieceNumbers[Array], places: Mapping[int, tuple[int, slice]]
+) -> PieceNumbers[float]:
+    """The sums of the products of every piece.
+
+    Args:
+        products: of large pieces by their keys, of small ones side by side.
+        places: of these.
+    """
+    sides: dict[int, list[tuple[int, slice]]] = defaultdict(list)
+    for key, (side, place) in places.items():
+        sides[side].append((key, place))
+
+    def summed(numbers: Mapping[int, Array]) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for key, array in numbers.items():
+            if key not in sides:
+                found[key] = float(array.sum())
+                continue
+            keys, of_keys = zip(*sides[key], strict=True)
+            # One more zero: a piece may be empty, even the last one.
+            ends = np.add.reduceat(np.append(array, 0.0), [place.start for place in of_keys])
+            filled = [place.stop > place.start for place in of_keys]
+            found.update(zip(keys, np.where(filled, ends, 0.0).tolist(), strict=True))
+        return found
+
+    return PieceNumbers(
+        summed(products.gamma_gamma),
+        summed(products.w_w),
+        summed(products.w_gamma),
+        summed(products.a_a),
+        summed(products.a_w),
+        summed(products.a_gamma),
+    )
+
+
+def _dots(products: PieceNumbers[float], pieces: Pieces, gradient_scale: float) -> Dots[float]:
+    shares = pieces.shares
+
+    def total(parts: Mapping[int, float], gammas: int = 0) -> float | None:
         if not parts:
             return None
-        found = sum(share * float(parts[key].sum()) for key, share in pieces.shares.items())
+        found = 0.0
+        for key, share in shares.items():
+            found += share * parts[key]
         return found / gradient_scale**gammas
 
     return Dots(

@@ -6,20 +6,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adiv_monitor.capture.capture import Capture
-from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.loss_hook import LossHook
 from adiv_monitor.capture.room import FRAMES, Room
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.report import AlignmentReading, Turn
+from adiv_monitor.rerun.eager import forced_eager
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
 from adiv_monitor.step.realised import Realised
 
 
 class Armed:
-    """A step to be measured, from before its forward pass to its end."""
+    """A step to be measured, from before its forward pass to its end.
+
+    Args:
+        capture: its rows.
+        step: what is measured of it.
+        selection: which parameters.
+        turn: whose turn that is.
+        guard: knows whether watching it has failed.
+        others: counts the steps of other optimizers.
+        hooks: what else sees its forward passes.
+    """
 
     def __init__(
         self,
@@ -28,19 +38,17 @@ class Armed:
         selection: Selection,
         turn: Turn | None,
         guard: Guard,
-        realised: Realised | None,
         others: Others,
-        loss: LossHook | None,
+        hooks: Sequence[Realised | LossHook],
     ) -> None:
         self.capture = capture
         self.step = step
         self.selection = selection
         self.turn = turn
         self.guard = guard
-        self._realised = realised
-        self._eager = forced_eager()
         self.others = others
-        self._loss = loss
+        self._hooks = hooks
+        self._eager = forced_eager()
         self.learning_rates: Sequence[float | Tensor] = ()
         self.attempts = 0  # at the optimizer's step: one that raises may be repeated
         self.closure_calls: int | None = None  # during the last one; None: it had no closure
@@ -49,17 +57,14 @@ class Armed:
         """Put the hooks on; whatever comes of that, `release` takes them off."""
         self._eager.__enter__()
         self.others.follow()
-        if self._realised is not None:
-            self._realised.attach()
-        if self._loss is not None:
-            self._loss.put_on()
+        for hook in self._hooks:
+            hook.put_on()
         self.capture.attach()
 
     def release(self) -> None:
         """Take the hooks off; if that is interrupted, it can be done again."""
-        detach = [] if self._realised is None else [self._realised.detach]
-        detach += [] if self._loss is None else [self._loss.remove]
-        call_all(self.capture.detach, *detach, self._eager.leave, self.others.leave)
+        hooks = (hook.remove for hook in self._hooks)
+        call_all(self.capture.detach, *hooks, self._eager.leave, self.others.leave)
 
     def gradients_final(self, stepping: Optimizer) -> None:
         """The gradients are what the optimizer will use."""

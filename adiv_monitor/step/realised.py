@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adiv_monitor.capture.again.again import Again, Calls, run_again
-from adiv_monitor.capture.again.forward_calls import ForwardCalls, NotRepeatable
-from adiv_monitor.capture.again.losses import Losses, LossOf
-from adiv_monitor.capture.again.surroundings import is_plain, untouched
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.realised.forward_calls import ForwardCalls, NotRepeatable
+from adiv_monitor.capture.realised.losses import Losses, LossOf
+from adiv_monitor.capture.realised.rows import Calls, RerunRows, run_again
 from adiv_monitor.capture.selection import Selection, is_wrapper, listed, trainable
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.sums import Moved
+from adiv_monitor.rerun.surroundings import devices_of, is_plain, untouched
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +64,7 @@ class Realised:
         own = [*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
         self._modules = list(dict.fromkeys(m for m in own if not is_wrapper(m)))
         self._parameters = _parameters(model, self._modules)
-        held = {x.device for m in self._modules for x in (*m.parameters(), *m.buffers())}
-        self._devices = [device for device in held if device.type not in ("cpu", "meta")]
+        self._devices = devices_of(self._modules)
         ids = {id(parameter) for parameter in self._parameters}
         self.calls = ForwardCalls(self._modules, ids, self._devices, fail)
         self.calls.refusal = _why_not(self._modules)
@@ -76,12 +75,12 @@ class Realised:
         self.loss_change: tuple[Tensor, Tensor | None] | None = None
         self.notes: list[str] = []
 
-    def attach(self) -> None:
+    def put_on(self) -> None:
         """The step begins: note what the loss says."""
         if self._losses is not None:
             self._losses.attach()
 
-    def detach(self) -> None:
+    def remove(self) -> None:
         """The step is taken: its forward passes are over."""
         if self._losses is not None:
             self._losses.detach()
@@ -125,7 +124,7 @@ class Realised:
         wanted = {path: kept.calls for path, kept in self._kept.items()}
         stand_ins = dict(zip(self._parameters, self._before, strict=True))
 
-        def run() -> tuple[Again, Again]:
+        def run() -> tuple[RerunRows, RerunRows]:
             with torch.no_grad():
                 for parameter, old in stand_ins.items():
                     old.lerp_(parameter, 0.5)
@@ -144,32 +143,32 @@ class Realised:
         wanted: Mapping[str, Calls],
         stand_ins: Mapping[nn.Parameter, Tensor],
         losses: Losses | None,
-    ) -> Again:
+    ) -> RerunRows:
         """What is gathered with these values of the parameters."""
-        again = Again(self._model, self._selection, first, wanted)
+        rows = RerunRows(self._model, self._selection, first, wanted)
         own = {parameter: parameter.data for parameter in stand_ins}
 
         def put_back() -> None:
-            call_all(partial(_have_data, own), again.detach, self.detach)
+            call_all(partial(_have_data, own), rows.detach, self.remove)
 
         try:
-            again.attach()
+            rows.attach()
             if losses is not None:
                 losses.attach()
             _have_data(stand_ins)  # what is written into that is lost
-            run_again(self.calls, again, losses)
+            run_again(self.calls, rows, losses)
             put_back()
         finally:  # again, where that was interrupted
             put_back()
-        return again
+        return rows
 
     @torch.no_grad()
-    def _measure(self, half: Again, whole: Again) -> None:
+    def _measure(self, half: RerunRows, whole: RerunRows) -> None:
         lost: dict[str, list[str]] = defaultdict(list)
         for path, kept in self._kept.items():
             try:
                 counts = self.calls.counts[path]
-                z_half, z = (again.gathered(path, counts) for again in (half, whole))
+                z_half, z = (rows.gathered(path, counts) for rows in (half, whole))
             except NotRepeatable as reason:
                 lost[str(reason)].append(path)
                 continue

@@ -31,7 +31,7 @@ from adiv_monitor.maths.sums import (
     Vector,
     of_rows,
 )
-from adiv_monitor.step.gradient_check import as_multiple
+from adiv_monitor.step.gradient_check import Pair, multiples
 
 Layer = LayerSums[Array]
 
@@ -57,11 +57,12 @@ def counted(layer: Layer) -> Layer:
 def packed(layer: Layer) -> Layer:
     """The same as it travels: a product of two vectors stands in their matrix twice.
 
-    And of what became of the gradient since the last pass, only the factor does; see `as_multiple`.
+    And of what became of the gradient since the last pass, only the factor does; see `Multiple`.
     """
     evidence = layer.evidence
     if evidence.since is not None:
-        evidence = replace(evidence, since=np.array([as_multiple(*evidence.since)]))
+        since = multiples([Pair(*evidence.since)])[0]
+        evidence = replace(evidence, since=np.array([(since.factor, since.rest)]))
     return replace(
         layer,
         products=_triangle(layer.products),

@@ -4,6 +4,7 @@ Its types are those of a `Part` (`messages.py`). But its numbers index each othe
 there are of others; whether these are like other processes' is asked when they are put together.
 """
 
+from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import Array, Blocks, LayerSums, Moved, Vector
 from adiv_monitor.step.messages import Malformed
 from adiv_monitor.step.part import Part
@@ -18,14 +19,25 @@ def check(part: Part) -> None:
     for path, layer in part.layers.items():
         if not _is_sound(layer):
             raise Malformed(f"layer '{path}' has not as many numbers as it says")
-    if part.attended.keys() != part.attention.keys():
-        raise Malformed("attentions without their numbers")
-    for path, values in part.attention.items():
-        samples = len(values["G_G"]) if "G_G" in values and values["G_G"].ndim == 2 else -1
-        rows = [array for array in values.values() if array.ndim]
-        alike = all(array.ndim == 2 and len(array) == samples for array in rows)
-        if not (alike and 0 <= samples <= part.attended[path].samples):
+    for path, sums in part.attention.items():
+        if not _has_samples(sums):
             raise Malformed(f"attention '{path}' has not as many numbers as it says")
+
+
+def _has_samples(sums: AttentionSums[Array]) -> bool:
+    moves = [move for move in (sums.e, sums.d) if move is not None]
+    of_samples = [sums.G_G, *(part for move in moves for part in (move.G, move.square))]
+    single = [sums.errors.query, sums.errors.key, sums.errors.output]
+    if (scale := sums.scale) is not None:
+        of_samples += [scale.count, scale.sum, scale.square]
+        single += [scale.pivot, scale.error]
+    shape = sums.G_G.shape
+    return (
+        all(array.shape == shape for array in of_samples)
+        and all(array.shape == () for array in single)
+        and len(shape) == 2
+        and shape[0] <= sums.samples
+    )
 
 
 def _is_sound(layer: LayerSums[Array]) -> bool:

@@ -20,7 +20,7 @@ from adiv_monitor.step.attention_together import attention_together
 from adiv_monitor.step.gradient_check import (
     LARGEST_REST,
     LIKENESS_TOLERANCE,
-    by_entries,
+    compared,
     contributed,
     since_backward,
 )
@@ -221,8 +221,8 @@ def _make_up_the_gradient(layers: Mapping[str, LayerSums[Array]]) -> bool:
 
     They train something else, or have no rows in this step. As far as some entries tell.
     """
-    rests = [by_entries(layer.evidence)[1] for layer in layers.values()]
-    known = [rest for rest in rests if not math.isnan(rest)]
+    every = compared([layer.evidence for layer in layers.values()])
+    known = [found.since.rest for found in every if not math.isnan(found.since.rest)]
     return bool(known) and max(known) <= LARGEST_REST
 
 
@@ -241,12 +241,12 @@ def _in_units(
     """
     factors: dict[str, float] = {}
     reasons: dict[str, str] = {}
-    for path, layer in layers.items():
+    every = compared([layer.evidence for layer in layers.values()])
+    for (path, layer), found in zip(layers.items(), every, strict=True):
         seen = layer.evidence
-        factor, rest = by_entries(seen)
-        if rest <= LARGEST_REST or not (missing or path in rows_lost):
-            factors[path] = factor / gradient_scale
-            reason = contributed(seen, tolerance=LARGEST_REST)
+        if found.since.rest <= LARGEST_REST or not (missing or path in rows_lost):
+            factors[path] = found.since.factor / gradient_scale
+            reason = contributed(seen, found, tolerance=LARGEST_REST)
         else:
             reason = "processes"
         reasons[path] = seen.reason or reason
@@ -259,12 +259,12 @@ def _in_units(
             # Entries that are all zero tell nothing; nor do they without others.
             factors[path] = 1 / processes if missing and math.isnan(agreed) else agreed
     averaged = _averaged(layers, factors, gradient_scale)
-    found = {}
+    result = {}
     for path, layer in layers.items():
         moved = rows_together.in_units(layer, factors[path])
         seen = replace(moved.evidence, reason=reasons[path], averaged=averaged[path])
-        found[path] = replace(moved, evidence=seen)
-    return found
+        result[path] = replace(moved, evidence=seen)
+    return result
 
 
 def _averaged(

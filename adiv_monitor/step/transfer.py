@@ -1,5 +1,6 @@
 """From the device to the host: everything of a step at once."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from adiv_monitor.capture.updates import PieceNumbers
+from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import numbers_of, with_numbers
 from adiv_monitor.maths.sums import Array, LayerSums, T
 
@@ -45,14 +47,14 @@ class StepSums(Generic[T]):
         flags: of the step as a whole.
         products: numbers that add up to dot products of the parameters.
         norms: norms whose squares add up to such; once on the host, they are in `products`.
-        attention: by path and name.
+        attention: by path, of each call.
     """
 
     layers: dict[str, LayerSums[T]]
     flags: Flags[T]
     products: PieceNumbers[T]
     norms: PieceNumbers[T]
-    attention: dict[str, dict[str, T]]
+    attention: dict[str, tuple[AttentionSums[T], ...]]
 
 
 def fetch(step: StepSums[Tensor]) -> StepSums[Array]:
@@ -76,8 +78,10 @@ def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
 def _fetched(tensors: Sequence[Tensor]) -> list[Array]:
     """Float64 arrays of the same shapes, by one transfer from each device."""
     arrays: list[Array] = [np.empty(0)] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        by_device[tensor.device].append(i)
+    for places in by_device.values():
         packed, end = _packed([tensors[i] for i in places]), 0
         for i in places:
             shape = tensors[i].shape

@@ -39,8 +39,8 @@ def test_a_language_model_with_tied_weights() -> None:
     stream = {"wte", "wpe", "h.0.attn.c_proj", "h.0.mlp.c_proj"}
     found = {p.removeprefix("transformer.") for p in layers["h.1.attn.c_attn"].predecessors}
     assert found == stream
-    assert layers["h.0.mlp.c_fc"].slot.fan_in == 32  # stored (inputs, outputs)
-    assert layers["h.0.mlp.c_fc"].slot.fan_out == 128
+    assert layers["h.0.mlp.c_fc"].fan_in == 32  # stored (inputs, outputs)
+    assert layers["h.0.mlp.c_fc"].fan_out == 128
 
 
 def test_torchs_own_encoder_takes_no_short_cut() -> None:

@@ -26,6 +26,8 @@ from adiv_monitor.diagnosis.diagnose import RULES
 from adiv_monitor.diagnosis.finding import Finding, Trial
 from adiv_monitor.diagnosis.record import (
     ActivatedOutput,
+    Fact,
+    Probed,
     Record,
     UnitStatistics,
     WeightStatistics,
@@ -48,6 +50,13 @@ def test_a_healthy_run_has_no_findings() -> None:
 def test_every_rule_bears_an_empty_record() -> None:
     empty = Record(FACTS, (), (), ())
     assert [finding for rule in RULES for finding in rule(empty)] == []
+
+
+def probed(name: str, losses: tuple[float, ...] = WELL, **numbers: float) -> Record:
+    """A run of which a probe found one thing."""
+    words = {"dtype": "bfloat16", "of": "(64, 1)", "and": "(64,)", "function": "softmax"}
+    words |= {"shape": "(64, 1)", "low": "0", "high": "inf", "to": "(1, 64)"}
+    return record(probed={name: Probed((Fact("a", numbers, words),))}, losses=losses)
 
 
 HITS = {
@@ -80,6 +89,23 @@ HITS = {
     "double-softmax": record(double_softmax=True),
     "activated-logits": record(activated_output=ActivatedOutput("relu", "head.1")),
     "target-scale": record(chance=1e6, losses=(1e6, math.inf)),
+    "unbounded-loss": record(losses=tuple(2 - 1e6 * (i / 39) ** 3 for i in range(STEPS))),
+    "hidden-parameters": probed("hidden-parameters", share=0.5),
+    "rate-zero": probed("rate-zero", share=0.5, initial_lr=0.0),
+    "rounded-away": probed("rounded-away", share=0.8, losses=STILL),
+    "gradient-hooks": probed("gradient-hooks", ratio=0.001, cosine=1.0, losses=STILL),
+    "samples-mixed": probed("samples-mixed", share=0.9, independent=0.1, losses=STILL),
+    "reshape-scrambles": probed("reshape-scrambles", permutes=1.0, losses=STILL),
+    "broadcast-loss": probed("broadcast-loss", times=64.0),
+    "no-log": probed("no-log"),
+    "softmax-of-one": probed("softmax-of-one"),
+    "softmax-over-samples": probed("softmax-over-samples"),
+    "targets-out-of-range": probed("targets-out-of-range", share=0.4, losses=STILL),
+    "target-is-input": probed("target-is-input", share=1.0),
+    "future-leak": probed("future-leak", change=0.5),
+    "left-in-eval": probed("left-in-eval", given=0.0, losses=STILL),
+    "batch-norm-starved": probed("batch-norm-starved", values=3.0, losses=STILL),
+    "dropout-too-high": probed("dropout-too-high", rate=0.9, **{"with": 2.0, "without": 1.0}),
     "frozen": record(wiring=Wiring(frozen=("a.weight",)), losses=STILL,
                      weights={"a": WeightStatistics(0.58, 0.05, 0.0)}),
 }  # fmt: skip
@@ -116,6 +142,11 @@ NEAR_MISSES = {
     "double-softmax": record(double_softmax=False),
     "activated-logits": record(activated_output=ActivatedOutput("softmax", "head.1")),
     "target-scale": record(chance=11.0),
+    "unbounded-loss": record(losses=tuple(2 - 1e3 * (i / 39) ** 0.5 for i in range(STEPS))),
+    "rounded-away": probed("rounded-away", share=0.45),
+    "targets-out-of-range": probed("targets-out-of-range", share=0.005),
+    "gradient-cut": probed("gradient-cut", cosine=0.995),
+    "gradient-hooks": probed("gradient-hooks", ratio=0.2, cosine=0.95),
 }
 
 
@@ -155,7 +186,18 @@ def test_causes_come_before_what_follows_from_them() -> None:
         wiring=Wiring(not_held=("c.weight",)),
     )
     names = [f.name for f in diagnose(ill) if f.strength == "act"]
-    assert names == ["not-held", "input-scale", "rate-too-high", "dead-units"]
+    assert names == ["not-held", "input-scale"]
+    follows = {f.name: f for f in diagnose(ill) if f.strength == "watch"}
+    assert list(follows) == ["rate-too-high", "dead-units", "loss-stuck"]
+    assert {f.advice[0].text for f in follows.values()} == {"fix first what stands above"}
+    assert "This would explain: rate-too-high, dead-units, loss-stuck." in diagnose(ill)[0].summary
+    bare = diagnose(replace(ill, wiring=Wiring(input_matters=0.5)))
+    assert [f.name for f in bare if f.strength == "act"] == [
+        "input-scale",
+        "rate-too-high",
+        "dead-units",
+    ]
+    assert not any("explain" in f.summary for f in bare)
 
 
 def test_what_the_optimizer_or_a_normalisation_takes_out_is_only_to_be_watched() -> None:

@@ -19,6 +19,8 @@ from adiv_monitor.pages.chain import chain, mean_chain
 from adiv_monitor.pages.findings import checks
 from adiv_monitor.pages.heat import HEAT_MEASURES, heat_map, heat_measures
 from adiv_monitor.pages.multiples import HEIGHT, WIDTH, Axis, bar, distribution
+from adiv_monitor.pictures.colours import painted
+from adiv_monitor.pictures.grid import grid
 from adiv_monitor.printable import printable
 from adiv_monitor.report import QUANTILE_LEVELS, AlignmentReading, LayerReading, StepReport
 from adiv_monitor.report.wording import number
@@ -165,7 +167,35 @@ def test_the_bad_end_is_the_dark_one() -> None:
     }
     heat = heat_map(seen(StepReport(0, layers, {}, 1.0)), ["update_cosine", "harmed_fraction"])
     assert heat is not None
-    assert [measure["levels"] for measure in heat["measures"]] == [[0, 63], [63, 0]]
+    cosine, harmed = (
+        [heat["palettes"][measure["palette"]][level] for level in measure["levels"]]
+        for measure in heat["measures"]
+    )
+    dark, light = "#472d7b", "#fde725"
+    assert (cosine, harmed) == ([dark, light], [light, dark])
+    assert [(m["low"], m["high"]) for m in heat["measures"]] == [
+        ("worse ≤ 0", "1"),
+        ("0", "1 worse"),
+    ]
+
+
+def test_pages_and_pictures_have_the_same_cells() -> None:
+    layers = {"a": reading(update_ratio=0.1), "b": reading(update_ratio=math.nan)}
+    layers["c"] = replace(reading(update_ratio=20.0), non_finite=("outputs",))
+    layers["gain"] = replace(reading(update_ratio=0.3), kind="gain")
+    record = seen(StepReport(0, layers, {}, 1.0))
+    heat, drawn = heat_map(record, ["update_ratio"]), grid(record, "update_ratio")
+    assert heat is not None and drawn is not None
+    (measure,) = heat["measures"]
+    palette = heat["palettes"][measure["palette"]]
+    shown = dict(zip(layers, measure["levels"], strict=True))
+    assert drawn.layers == ("a", "b", "c"), "a gain's is not comparable"
+    assert (shown["b"], shown["c"], shown["gain"]) == (-1, -2, -1)
+    assert drawn.not_finite.tolist() == [[False], [False], [True]]
+    rgb = painted("update_ratio", drawn.places)[0, 0]
+    assert palette[shown["a"]] == "#{:02x}{:02x}{:02x}".format(*rgb)
+    assert measure["texts"] == ["0.100", "–", "20.000", "0.300"]
+    assert [mark.kind for mark in heat["legend"]] == measure["marks"]
 
 
 @pytest.mark.parametrize("name", HEAT_MEASURES)

@@ -28,7 +28,9 @@ from adiv_monitor.diagnosis import diagnose, rules
 from adiv_monitor.diagnosis.finding import RATES, Finding, Trial, unrefuted
 from adiv_monitor.diagnosis.record import (
     ActivatedOutput,
+    Fact,
     Facts,
+    Probed,
     Record,
     UnitStatistics,
     WeightStatistics,
@@ -115,6 +117,61 @@ LOWISH = trials(own=2.0, x01=2.29, x10=1.3)  # watch
 HIGH = trials(own=2.2, x01=0.5)
 
 
+def probed(name: str, *facts: Fact, **values: object) -> Record:
+    """A run of which a probe found something."""
+    return record(probed={name: Probed(facts)}, **values)
+
+
+def zero(initial: float) -> Record:
+    return probed("rate-zero", Fact("a.weight", {"share": 0.3, "initial_lr": initial}))
+
+
+def coarse(share: float) -> Record:
+    return probed("rounded-away", Fact("", {"share": share}, {"dtype": "bfloat16"}))
+
+
+def hooked(ratio: float, cosine: float) -> Record:
+    return probed("gradient-hooks", Fact("", {"ratio": ratio, "cosine": cosine}))
+
+
+def dropped(loss: float, **values: object) -> Record:
+    fact = Fact("dropout in 'a'", {"rate": 0.9, "with": loss, "without": 1.0})
+    return probed("dropout-too-high", fact, **values)
+
+
+def of_one(function: str) -> Record:
+    words = {"shape": "(64, 1)", "function": function}
+    return probed("softmax-of-one", Fact(function, {}, words))
+
+
+def out_of_range(share: float) -> Record:
+    fact = Fact("relu", {"share": share}, {"low": "0", "high": "inf"})
+    return probed("targets-out-of-range", fact)
+
+
+def mixed(**words: str) -> Record:
+    fact = Fact("gru in 'a'", {"share": 0.9, "independent": 0.1}, words)
+    return probed("samples-mixed", fact)
+
+
+def scrambled(permutes: float, times: int = 1) -> Record:
+    words = {"of": "(8, 4, 4, 3)", "to": "(8, 3, 4, 4)"}
+    return probed("reshape-scrambles", *[Fact("view", {"permutes": permutes}, words)] * times)
+
+
+def cut(cosine: float) -> Record:
+    return probed("gradient-cut", Fact("detach in 'a'", {"cosine": cosine}))
+
+
+BROADCAST = probed(
+    "broadcast-loss", Fact("sub (loss.py:3)", {"times": 64.0}, {"of": "(64, 1)", "and": "(64,)"})
+)
+OVER_SAMPLES = probed("softmax-over-samples", Fact("softmax", {}, {"shape": "(64, 10)"}))
+HIDDEN = probed("hidden-parameters", Fact("a[0].weight", {"share": 0.5}))
+UNBOUNDED = tuple(2 - 1e6 * (i / (STEPS - 1)) ** 3 for i in range(STEPS))
+DENSITY = tuple(2 - 1e3 * (i / (STEPS - 1)) ** 0.5 for i in range(STEPS))  # ever slower
+
+
 def by_reports(
     *steps: dict[str, LayerReading],
     rates: tuple[float, ...] = (),
@@ -135,7 +192,7 @@ def broken(*what: str) -> dict[str, LayerReading]:
 
 HEALTHY = by_reports(*[layers()] * 4)
 STANDS = layers() | {"a": reading(update_ratio=0.004)}
-ROWS = [
+ROWS: list[Row] = [
     # non-finite
     Row("non-finite", "Values are not finite after 3 steps; first in: loss",
         record(losses=(2.3, 2.2, 2.1, math.nan)), record()),
@@ -255,7 +312,134 @@ ROWS = [
     Row("input-ignored", "More steps or another learning rate teach at best",
         record(wiring=Wiring(input_matters=0.0)),
         record(wiring=Wiring(input_matters=0.0), rates=LOW)),
+    # What copies of the model tell
+    Row("hidden-parameters", "forward() uses 'a[0].weight', 'a[1].weight', 'a[2].weight' and 1 "
+        "more, which no parameter of the model is: torch does not look into plain lists",
+        probed("hidden-parameters", *(Fact(f"a[{i}].weight", {"share": 0.1}) for i in range(4))),
+        record(probed={"hidden-parameters": Probed()})),
+    Row("hidden-parameters", "Another learning rate changes nothing", HIDDEN,
+        replace(HIDDEN, rates=LOW)),
+    Row("hidden-parameters", "put modules into nn.ModuleList or nn.ModuleDict and tensors into "
+        "nn.Parameter, then make the optimizer", HIDDEN, record()),
+    Row("hidden-parameters", "This would explain: loss-stuck.", replace(HIDDEN, losses=STILL),
+        HIDDEN),
+    Row("rate-zero", "The learning rate is 0 for 30% of the parameters, from 'a.weight' on, which "
+        "have a gradient: they stay as they are to the last bit", zero(0.0),
+        record(probed={"rate-zero": Probed()})),
+    Row("rate-zero", "A scheduler has set it, and would not raise it within these steps: look for "
+        "a division of integers", zero(0.1), zero(0.0)),
+    Row("rate-zero", "give this parameter group a learning rate, or set requires_grad=False",
+        zero(0.0), record()),
+    Row("rate-zero", "A factor on the learning rate leaves zero at zero", zero(0.0),
+        replace(zero(0.0), rates=LOW)),
+    Row("rounded-away", "80% of the entries that have a gradient are equal to the last bit after a "
+        "step: the weights are bfloat16, and the step is smaller than their last digit",
+        coarse(0.8), coarse(0.4)),
+    Row("rounded-away", "keep the weights in float32, and compute in 16 bits under torch.autocast",
+        coarse(0.8), coarse(0.4)),
+    Row("rounded-away", "A lower learning rate makes steps that are rounded away altogether",
+        coarse(0.8), replace(coarse(0.8), rates=HIGH)),
+    Row("gradient-hooks", "Hooks change the gradient between backward() and the step: the "
+        "optimizer uses one of 0.001 times its length, with a cosine of 1.00 to it",
+        hooked(0.001, 1.0), hooked(0.2, 0.95)),
+    Row("gradient-hooks", "Hooks change the gradient between backward() and the step",
+        hooked(20.0, 1.0), hooked(9.0, 1.0)),
+    Row("gradient-hooks", "with a cosine of 0.50 to it", hooked(1.0, 0.5), hooked(1.0, 0.95)),
+    Row("gradient-hooks", "take off the hooks that change gradients", hooked(0.001, 1.0),
+        hooked(1.0, 1.0)),
+    Row("left-in-eval", "Evaluation mode while the model trains: 'a', with the mean 0 and the "
+        "variance 1 that they were made with: they normalise nothing",
+        probed("left-in-eval", Fact("a", {"given": 0.0})),
+        probed("left-in-eval", Fact("a", {"given": 1.0}))),
+    Row("left-in-eval", "call train() on these modules before training",
+        probed("left-in-eval", Fact("a", {"given": 0.0})),
+        probed("left-in-eval", Fact("a", {"given": 1.0}))),
+    Row("left-in-eval", "The model was given in evaluation mode, and its normalisations have the "
+        "mean 0 and the variance 1 that they were made with. The audit has trained it in training "
+        "mode; a loop that does not call train() normalises nothing",
+        probed("left-in-eval", Fact("a", {"given": 1.0})),
+        probed("left-in-eval", Fact("a", {"given": 0.0}))),
+    Row("left-in-eval", "call model.train() at the head of the training loop",
+        probed("left-in-eval", Fact("a", {"given": 1.0})), record()),
+    Row("batch-norm-starved", "Mean and variance of 2 values in each channel: 'a'. They differ "
+        "from batch to batch by about as much as they are",
+        probed("batch-norm-starved", Fact("a", {"values": 2.0})), record()),
+    Row("batch-norm-starved", "LayerNorm or GroupNorm in their place",
+        probed("batch-norm-starved", Fact("a", {"values": 2.0})), record()),
+    Row("batch-norm-starved", "larger batches",
+        probed("batch-norm-starved", Fact("a", {"values": 2.0})), record()),
+    Row("dropout-too-high", "dropout in 'a' drops 90% of what it is given. The trained model's "
+        "loss is 2 with it, 1 without", dropped(2.0), record()),
+    Row("dropout-too-high", "a rate of 0.1: the argument is the share to drop, not to keep",
+        dropped(2.0), record()),
+    Row("samples-mixed", "What the model predicts for one sample changes when another sample's "
+        "input does (90% of the outputs); it begins in gru in 'a'", mixed(), record()),
+    Row("samples-mixed", "set batch_first=True, or put the samples along the second axis",
+        mixed(batch_first="False"), mixed()),
+    Row("samples-mixed", "look there for a mean, a softmax, attention or a reshape over axis 0",
+        mixed(), record()),
+    Row("samples-mixed", "Another learning rate leaves samples mixed", mixed(),
+        replace(mixed(), rates=LOW)),
+    Row("reshape-scrambles", "view makes (8, 3, 4, 4) of (8, 4, 4, 3): its cuts fall across the "
+        "axes, so that entries of several places and channels come to lie in one. So do 1 more.",
+        scrambled(1.0, 2), scrambled(1.0)),
+    Row("reshape-scrambles", "of several places come to lie in one; where that is a shift, it may "
+        "be meant", scrambled(0.0), scrambled(1.0)),
+    Row("reshape-scrambles", "exchange axes by permute or transpose; a view or reshape only "
+        "splits and joins neighbours", scrambled(1.0), record()),
+    Row("gradient-cut", "The gradient is cut in front of parameters that the loss depends on: "
+        "detach in 'a'. What lies before them learns nothing by that way", cut(0.5), cut(0.995)),
+    Row("gradient-cut", "take off the detach(), .data or torch.no_grad() there, unless it is meant",
+        cut(0.5), cut(0.995)),
+    Row("broadcast-loss", "sub (loss.py:3) takes (64, 1) and (64,) for one another: broadcast, "
+        "each output is compared with the targets of all samples, and the best that it can give is "
+        "their mean", BROADCAST, record()),
+    Row("broadcast-loss", "squeeze the output, or unsqueeze the target, so that both have one "
+        "shape", BROADCAST, record()),
+    Row("broadcast-loss", "Another learning rate leads to the same mean", BROADCAST,
+        replace(BROADCAST, rates=LOW)),
+    Row("no-log", "nll_loss is given probabilities, which sum to 1, and takes them for their "
+        "logarithms. Its gradient is weakest where the model is wrong",
+        probed("no-log", Fact("nll_loss")), record(probed={"no-log": Probed()})),
+    Row("no-log", "take the logarithm first: log_softmax in place of softmax, or cross_entropy of "
+        "what goes into the softmax", probed("no-log", Fact("nll_loss")), record()),
+    Row("softmax-of-one", "softmax of (64, 1) is over one class: it gives 1, or a loss of 0, "
+        "whatever the model does, and no gradient", of_one("softmax"), record()),
+    Row("softmax-of-one", "take the softmax off, or put a sigmoid in its place", of_one("softmax"),
+        of_one("cross_entropy")),
+    Row("softmax-of-one", "give the model an output for each class, or take "
+        "binary_cross_entropy_with_logits", of_one("cross_entropy"), of_one("softmax")),
+    Row("softmax-of-one", "No learning rate makes a gradient of none", of_one("softmax"),
+        replace(of_one("softmax"), rates=LOW)),
+    Row("softmax-over-samples", "softmax of (64, 10) is over the samples, not the classes: what "
+        "one sample gets depends on the others of its batch", OVER_SAMPLES, record()),
+    Row("softmax-over-samples", "take it over the classes: dim=1", OVER_SAMPLES, record()),
+    Row("targets-out-of-range", "40% of the targets lie outside of 0 to inf, which is all that "
+        "relu on the outputs can give", out_of_range(0.4), out_of_range(0.005)),
+    Row("targets-out-of-range", "take that function off the outputs, or scale the targets into its "
+        "range", out_of_range(0.4), out_of_range(0.005)),
+    Row("targets-out-of-range", "Another learning rate does not widen the range", out_of_range(0.4),
+        replace(out_of_range(0.4), rates=LOW)),
+    Row("target-is-input", "The targets are the tokens that the model is given at the same places, "
+        "and it does not look ahead: it learns to copy its input, not to predict what comes next",
+        probed("target-is-input", Fact("", {"share": 1.0})),
+        record(probed={"target-is-input": Probed()})),
+    Row("target-is-input", "move the labels on by one: outputs up to the last but one against "
+        "tokens from the second on", probed("target-is-input", Fact("", {"share": 1.0})), record()),
+    Row("future-leak", "The targets are the inputs moved on by one, and outputs change with the "
+        "inputs behind them: the model is given what it shall predict. Its loss says nothing of "
+        "how well it predicts", probed("future-leak", Fact("", {"change": 0.5})),
+        record(probed={"future-leak": Probed()})),
+    Row("future-leak", "give attention a causal mask (is_causal=True), and recurrent layers one "
+        "direction only", probed("future-leak", Fact("", {"change": 0.5})), record()),
     # The loss
+    Row("unbounded-loss", "The loss falls without bound, ever faster: 2 at first, -1e+06 at the "
+        "end. How far it falls says nothing", record(losses=UNBOUNDED), record(losses=DENSITY)),
+    Row("unbounded-loss", "look for a term of the wrong sign, one that grows as what it measures "
+        "gets worse and is subtracted, and for a variance or a temperature that is learnt and has "
+        "no lower limit", record(losses=UNBOUNDED), record(losses=DENSITY)),
+    Row("unbounded-loss", "Another learning rate only changes how fast it falls",
+        record(losses=UNBOUNDED), record(losses=DENSITY)),
     Row("double-softmax", "The model's outputs are probabilities already",
         record(double_softmax=True), record(double_softmax=False)),
     Row("double-softmax", "A higher learning rate only saturates the first softmax",

@@ -132,6 +132,25 @@ def test_trials_are_reproducible_bit_for_bit() -> None:
                 assert advice.trial == trials[advice.mend]
 
 
+def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front() -> None:
+    def trial(bench: Bench, mend: Mend, layers: tuple[str, ...]) -> Trial:
+        loss = {"uncut": 0.5, "rate*0.3": 0.9}[mend.name]
+        return Trial(mend.name, 20, loss, 1.0, 0.9, 0.001)
+
+    healthy = setup()
+    rate = finding("rate*0.3", name="rate-too-high")
+    cut = finding("uncut", name="gradient-cut", strength="watch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bench, "trial", trial)
+        first, second = tried([rate, cut], healthy, record(healthy), seconds=math.inf)
+        assert (first.name, first.strength) == ("gradient-cut", "act")
+        assert first.summary.endswith("This would explain: rate-too-high.")
+        assert (second.name, second.strength) == ("rate-too-high", "watch")
+        dropped = finding("rate*0.3", name="dropout-too-high", strength="watch")
+        only = tried([dropped], healthy, record(healthy), seconds=math.inf)
+        assert only[0].strength == "watch"  # a tenth less is no merit of less dropout
+
+
 def test_rates_are_tried_and_once_further_at_the_better_end() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     found = with_rates(slow).rates

@@ -18,21 +18,26 @@ from typing import Any
 import torch
 from thresholds import Case, gained, killed, loss, offset, scaled, unequal
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.nn import functional
+from torch.optim import SGD, AdamW
 from write_up import parser, table
 
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.seen.probes import batch_norm_starved
 from adiv_monitor.audit.training.setup import Setup
-from adiv_monitor.diagnosis import readings
+from adiv_monitor.diagnosis import course, readings
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules import (
+    code,
     initialisation,
     inputs,
     interference,
     optimizer,
     rates,
+    samples,
+    targets,
     units,
     wiring,
 )
@@ -105,6 +110,191 @@ def regression(by: float) -> Setup:
         return (model(x)[:, 0] - by * (y - 4.5) / 2.9).square().mean()
 
     return replace(HEALTHY.setup(), loss=squared, optimizer=partial(momentum, rate=0.03))
+
+
+def of_shape(shaped: Callable[[Tensor], Tensor]) -> Setup:
+    """A regression of the digit, less its mean and over its standard deviation."""
+
+    def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return (shaped(model(x)) - (y - 4.5) / 2.9).square().mean()
+
+    setup = HEALTHY.setup()
+    layers = [*setup.model.children()][:-1]
+    model = nn.Sequential(*layers, nn.Linear(setup.model[-1].in_features, 1))
+    return replace(setup, model=model, loss=squared, optimizer=partial(momentum, rate=0.03))
+
+
+def odd(last: nn.Module) -> Setup:
+    """Whether the digit is odd."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return functional.binary_cross_entropy(model(x), (y % 2)[:, None].float())
+
+    setup = HEALTHY.setup()
+    layers = [*setup.model.children()][:-1]
+    model = nn.Sequential(*layers, nn.Linear(setup.model[-1].in_features, 1), last)
+    return replace(setup, model=model, loss=loss, optimizer=momentum)
+
+
+class Reader(nn.Module):
+    """A small LSTM of tokens."""
+
+    def __init__(self, both_ways: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 24)
+        self.lstm = nn.LSTM(24, 24, batch_first=True, bidirectional=both_ways)
+        self.head = nn.Linear(24 * (1 + both_ways), 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.table(x))[0])
+
+
+def tokens(moved: int, both_ways: bool) -> Setup:
+    """A walk on a ring of 12 places, to either side by chance."""
+    chance = torch.Generator().manual_seed(0)
+    steps = 2 * torch.randint(0, 2, (60, 32, 17), generator=chance) - 1
+    walks = (torch.randint(0, 12, (60, 32, 1), generator=chance) + steps.cumsum(2)) % 12
+    batches = tuple((walk[:, :16], walk[:, moved : 16 + moved]) for walk in walks)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    torch.manual_seed(0)
+    adam = partial(torch.optim.Adam, lr=0.01)
+    return Setup(Reader(both_ways), lambda m: adam(m.parameters()), loss, batches, 60)
+
+
+class Rows(nn.Module):
+    """Reads images row by row, and answers by the last output."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(8, 48, batch_first=batch_first), nn.Linear(48, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x.reshape(-1, 8, 8))[0][:, -1])
+
+
+class Channels(nn.Module):
+    """Convolves images whose channels come last: the image, and its mirror image."""
+
+    def __init__(self, scrambled: bool) -> None:
+        super().__init__()
+        self.scrambled = scrambled
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()),
+            nn.Linear(256, 10),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.reshape(-1, 8, 8)
+        x = torch.stack([image, image.flip(2)], -1)
+        return self.layers(x.reshape(-1, 2, 8, 8) if self.scrambled else x.permute(0, 3, 1, 2))
+
+
+class Recurrence(nn.Module):
+    """Reads images row by row in a loop of its own."""
+
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        self.cut, self.cell, self.head = cut, nn.GRUCell(8, 48), nn.Linear(48, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 48)
+        for row in x.reshape(-1, 8, 8).unbind(1):
+            h = self.cell(row, h.detach() if self.cut else h)
+        return self.head(h)
+
+
+def with_adam(model: nn.Module) -> Setup:
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=0.01)
+
+    return replace(HEALTHY.setup(), model=model, optimizer=adam)
+
+
+def by_rows(batch_first: bool) -> Setup:
+    torch.manual_seed(0)
+    return with_adam(Rows(batch_first))
+
+
+def by_channels(scrambled: bool) -> Setup:
+    torch.manual_seed(0)
+    return with_adam(Channels(scrambled))
+
+
+def recurrent(cut: bool) -> Setup:
+    torch.manual_seed(0)
+    return with_adam(Recurrence(cut))
+
+
+class Listed(nn.Module):
+    """A net whose first layers are in a plain list."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.hidden, self.head = list(layers[:-1]), layers[-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.hidden:
+            x = layer(x)
+        return self.head(x)
+
+
+def subtracted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A penalty on the outputs that has the wrong sign."""
+    return loss(model, batch) - 0.02 * model(batch[0]).square().mean()
+
+
+def in_16_bits(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return loss(lambda x: model(x.bfloat16()).float(), batch)  # type: ignore[arg-type]
+
+
+def of_fact(probe: str, number: str) -> Callable[[Record], float]:
+    def read(record: Record) -> float:
+        facts = record.found_by(probe)
+        return facts[0].numbers[number] if facts else math.nan
+
+    return read
+
+
+def still(model: nn.Module) -> SGD:
+    """The first layer has a group of its own."""
+    first, *others = model.children()
+    groups = [{"params": first.parameters(), "lr": 0.0}]
+    groups += [{"params": list(module.parameters())} for module in others]
+    return SGD([group for group in groups if group["params"]], lr=0.1, momentum=0.9)
+
+
+def clipped_hook(model: nn.Module) -> SGD:
+    made = momentum(model)
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    made.register_step_pre_hook(clip)
+    return made
+
+
+def normed(model: nn.Sequential) -> nn.Sequential:
+    """With batch normalisation behind the first layer."""
+    return nn.Sequential(model[0], nn.BatchNorm1d(model[0].out_features), *model[1:])
+
+
+def in_evaluation(model: nn.Sequential) -> nn.Sequential:
+    made = normed(model)
+    made[1].eval()
+    return made
+
+
+def dropping(rate: float) -> Callable[[nn.Sequential], nn.Module]:
+    return lambda model: nn.Sequential(model[0], model[1], nn.Dropout(rate), *model[2:])
+
+
+def few() -> tuple[Any, ...]:
+    return tuple((x[:3], y[:3]) for x, y in HEALTHY.setup().batches)
 
 
 def with_setup(**changes: Any) -> Callable[[], Setup]:
@@ -248,6 +438,129 @@ PICTURES: dict[str, Picture] = {
         "a ReLU behind the last layer",
         with_model(lambda model: nn.Sequential(*model, nn.ReLU())),
         {},
+    ),
+    "broadcast-loss": Picture(
+        "a regression of the digit, whose outputs (64, 1) are compared with targets (64,)",
+        lambda: of_shape(lambda z: z),
+        {},
+        None,
+        lambda: of_shape(lambda z: z[:, 0]),
+    ),
+    "no-log": Picture(
+        "nll_loss of a softmax",
+        with_setup(loss=lambda model, batch: functional.nll_loss(
+            model(batch[0]).softmax(1), batch[1])),
+        {},
+    ),
+    "softmax-of-one": Picture(
+        "one output for \"is it odd?\", behind a softmax; the healthy one's is behind a sigmoid",
+        lambda: odd(nn.Softmax(1)),
+        {},
+        None,
+        lambda: odd(nn.Sigmoid()),
+    ),
+    "softmax-over-samples": Picture(
+        "log_softmax over axis 0",
+        with_setup(loss=lambda model, batch: functional.nll_loss(
+            model(batch[0]).log_softmax(0), batch[1])),
+        {},
+    ),
+    "targets-out-of-range": Picture(
+        "a regression of the digit, of mean 0, by a model that ends in a ReLU",
+        lambda: of_shape(lambda z: z[:, 0].relu()),
+        {"share of the targets out of range": of_fact("targets-out-of-range", "share")},
+        (targets, ("OUTSIDE",)),
+        lambda: of_shape(lambda z: z[:, 0]),
+    ),
+    "target-is-input": Picture(
+        "a small LSTM predicts the tokens that it is given; the healthy one the next ones",
+        lambda: tokens(moved=0, both_ways=False),
+        {},
+        None,
+        lambda: tokens(moved=1, both_ways=False),
+    ),
+    "future-leak": Picture(
+        "a small LSTM of both directions predicts the next token; the healthy one has one",
+        lambda: tokens(moved=1, both_ways=True),
+        {"change of outputs with later inputs": of_fact("future-leak", "change")},
+        None,
+        lambda: tokens(moved=1, both_ways=False),
+    ),
+    "samples-mixed": Picture(
+        "a GRU reads images row by row, without batch_first=True",
+        lambda: by_rows(batch_first=False),
+        {},
+        None,
+        lambda: by_rows(batch_first=True),
+    ),
+    "reshape-scrambles": Picture(
+        "images (64, 8, 8, 2) become (64, 2, 8, 8) by a view; the healthy one's by a permute",
+        lambda: by_channels(scrambled=True),
+        {},
+        None,
+        lambda: by_channels(scrambled=False),
+    ),
+    "gradient-cut": Picture(
+        "the state of a recurrence by hand is detached at each step",
+        lambda: recurrent(cut=True),
+        {"cosine with the gradient without the cut": of_fact("gradient-cut", "cosine")},
+        (samples, ("TURNED",)),
+        lambda: recurrent(cut=False),
+    ),
+    "unbounded-loss": Picture(
+        "a penalty on the outputs' squares, subtracted",
+        with_setup(loss=subtracted),
+        {},
+        (course, ("FAR_BELOW",)),
+    ),
+    "hidden-parameters": Picture(
+        "all layers but the last in a plain list",
+        with_model(Listed),
+        {"share of parameters that the model does not know of": lambda r: sum(
+            fact.numbers["share"] for fact in r.found_by("hidden-parameters"))},
+    ),
+    "rate-zero": Picture(
+        "the first layer's learning rate is 0",
+        with_setup(optimizer=still),
+        {"update_ratio of the first layer": first("update_ratio")},
+    ),
+    "rounded-away": Picture(
+        "weights of bfloat16, with AdamW of learning rate 1e-4; the healthy one's are of float32",
+        lambda: replace(
+            HEALTHY.setup(), model=HEALTHY.setup().model.bfloat16(), loss=in_16_bits,
+            optimizer=lambda m: AdamW(m.parameters(), lr=1e-4)),
+        {"share of entries that a step leaves as they are": of_fact("rounded-away", "share")},
+        (code, ("ROUNDED_AWAY",)),
+        with_setup(optimizer=lambda m: AdamW(m.parameters(), lr=1e-4)),
+    ),
+    "gradient-hooks": Picture(
+        "a hook before the optimizer's step clips the gradient's norm to 0.001",
+        with_setup(optimizer=clipped_hook),
+        {"length that is used, of that of the backward pass": of_fact("gradient-hooks", "ratio")},
+        (code, ("CHANGED_LENGTH", "TURNED")),
+    ),
+    "left-in-eval": Picture(
+        "a batch normalisation behind the first layer, in evaluation mode",
+        with_model(in_evaluation),
+        {},
+        None,
+        with_model(normed),
+    ),
+    "batch-norm-starved": Picture(
+        "batches of 3, and a batch normalisation behind the first layer; the healthy one has "
+        "batches of 64",
+        lambda: replace(with_model(normed)(), batches=few()),
+        {"values of a channel": of_fact("batch-norm-starved", "values")},
+        (batch_norm_starved, ("FEW",)),
+        with_model(normed),
+    ),
+    "dropout-too-high": Picture(
+        "dropout of 0.9 behind the first layer; the healthy one's is 0.1",
+        with_model(dropping(0.9)),
+        {"dropout rate": of_fact("dropout-too-high", "rate"),
+         "loss of the trained model without it": of_fact("dropout-too-high", "without")},
+        (code, ("DROPOUT_COSTS",)),
+        with_model(dropping(0.1)),
     ),
     "row-spread": Picture(
         "samples' lengths log-normally spread, σ = 1",

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from write_up import heading, parser, table, write
 
-from adiv_monitor.capture.again.leftovers import Leftovers
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.guard import Guard
 from adiv_monitor.capture.layer_rows import Chooser
@@ -33,6 +32,7 @@ from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import select
 from adiv_monitor.capture.watching import Watching
 from adiv_monitor.capture.weights.origin import Origin
+from adiv_monitor.capture.whole_modules.leftovers import Leftovers
 
 SMALL = {
     "resnet18": TASKS["resnet18"],

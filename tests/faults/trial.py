@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture import eager, hook
-from adiv_monitor.capture.guard import ThreadState
+from adiv_monitor.capture import hook
+from adiv_monitor.rerun import eager
+from adiv_monitor.rerun.surroundings import _rerun
+from adiv_monitor.rerun.thread import ThreadState
 from faults.scenarios import SCENARIOS, Scenario
 from faults.world import Result, result, surroundings
 
@@ -141,7 +143,7 @@ def afterwards_clean() -> Iterator[None]:
         yield
     finally:
         state.put_back()
-        hook._aside.on = hook._replay.under_way = False
+        hook._aside.on = _rerun.under_way = False
         while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()
         eager._leave_all()

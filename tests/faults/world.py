@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from adiv_monitor.capture import eager, hook
+from adiv_monitor.capture import hook
+from adiv_monitor.rerun import eager
+from adiv_monitor.rerun.surroundings import _rerun
 
 _TABLES = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -76,7 +78,7 @@ def surroundings(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any
         "default dtype": torch.get_default_dtype(),
         "stance": (len(eager._holders), eager._outside),
         "aside": hook._aside.on,
-        "replaying": hook._replay.under_way,
+        "rerun": _rerun.under_way,
         "threads": threading.active_count(),
         "depth of the stack": sys.getrecursionlimit(),
         "all optimizers": [

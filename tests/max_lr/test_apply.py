@@ -8,7 +8,7 @@ from torch import Tensor, nn, optim
 
 pytest.importorskip("scipy")
 
-from adiv_monitor.alignment import Probe
+from adiv_monitor.alignment import Alignment, Probe
 from adiv_monitor.max_lr import PARAMETRIZATIONS, optimizer_groups, parametrize_model
 
 H = 0.5
@@ -116,3 +116,87 @@ def test_shared_weights_have_one_initialisation_and_one_rate(name: str) -> None:
     assert model.attend.in_proj_weight.shape == (192, 64)
     spread = model.attend.in_proj_weight.detach().std() * 64**0.5
     assert 0.7 < spread < 4
+
+
+class Clip(nn.Module):
+    """A readout that the model holds itself, beside norms, a table and a bias of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.table = nn.Parameter(torch.zeros(6, width))
+        self.norm = nn.LayerNorm(width)
+        self.rnn = nn.LSTM(width, width, batch_first=True)
+        self.up = nn.Parameter(torch.randn(4, width, 3 * width))
+        self.down = nn.Parameter(torch.randn(4, 3 * width, width))
+        self.last = nn.LayerNorm(width)
+        self.projection = nn.Parameter(torch.randn(width, 5))
+        self.shift = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.rnn(self.norm(self.first(x) + self.table))[0]
+        inner = torch.relu(torch.einsum("btn,enm->ebtm", hidden, self.up)).flatten(1, 2)
+        experts = torch.bmm(inner, self.down).view(4, *hidden.shape).mean(0)
+        return self.last(hidden + experts) @ self.projection + self.shift
+
+
+def test_widths_are_those_of_uses() -> None:
+    width, model = 32, Clip(32)
+    layers = parametrize_model(model, Probe(torch.randn(3, 6, 8)), "mup")
+    assert {x.path: x.width for x in layers} == {
+        "first": width,
+        "table": width,
+        "rnn.input_l0": width,
+        "rnn.hidden_l0": width,
+        "up": width,
+        "down": 3 * width,
+        "projection": width,
+    }
+    adam = {g["name"]: g["lr"] for g in optimizer_groups(model, layers, "mup", "adam", lr=0.1)}
+    assert adam["rnn.hidden_l0"] == adam["up"] == pytest.approx(0.1 / width)
+    assert adam["down"] == pytest.approx(0.1 / (3 * width))
+    assert adam["table"] == adam["projection"] == pytest.approx(0.1 * width**-0.5)
+    assert {round(adam[n], 9) for n in adam if "bias" in n or "norm" in n} == {0.1}
+    sgd = {g["name"]: g["lr"] for g in optimizer_groups(model, layers, "mup", "sgd", lr=0.1)}
+    assert sgd["shift"] == 0.1  # it acts on what the readout gives
+    assert sgd["last.weight"] == sgd["norm.bias"] == pytest.approx(0.1 * width)
+    optimizer = optim.Adam(optimizer_groups(model, layers, "mup", "adam", lr=0.1))
+    model(torch.randn(3, 6, 8)).sum().backward()
+    optimizer.step()
+
+
+def test_matrices_that_the_probe_does_not_show_have_no_rate_but_a_given_one() -> None:
+    model, probe = mlp(32), Probe(torch.randn(4, 8))
+    model.register_parameter("aside", nn.Parameter(torch.randn(3, 4)))
+    layers = Alignment(model, probe).layers
+    with pytest.raises(ValueError, match=r"use aside the probe.*rates="):
+        optimizer_groups(model, layers, "sp", "adam", lr=0.1)
+    groups = optimizer_groups(
+        model, layers, "sp", "adam", lr=0.1, rates={"aside": 0.3, "4.weight": 1}
+    )
+    rates = {g["name"]: g["lr"] for g in groups}
+    assert (rates["aside"], rates["4.weight"]) == (0.3, 1)
+    held = [id(p) for group in groups for p in group["params"]]
+    assert sorted(held) == sorted(map(id, model.parameters()))
+    model.aside.requires_grad_(False)
+    assert "aside" not in {g["name"] for g in optimizer_groups(model, layers, "sp", "adam", lr=1)}
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    model, other, probe = mlp(32), mlp(32), Probe(torch.randn(4, 8))
+    layers = parametrize_model(model, probe, "mup")
+    with pytest.raises(ValueError, match="has multipliers already"):
+        parametrize_model(model, probe, "ntk")
+    with pytest.raises(ValueError, match="'0' trains what Sequential does not hold"):
+        optimizer_groups(other, layers, "mup", "adam", lr=0.1)
+    for argument in ("gains", "rates"):
+        with pytest.raises(ValueError, match=f"{argument}=….*got 'o'"):
+            optimizer_groups(model, layers, "mup", "adam", lr=0.1, **{argument: {"o": 2.0}})
+
+
+def test_a_weight_that_the_forward_pass_makes_can_not_be_initialised() -> None:
+    model = mlp(32)
+    model[2].forward = lambda x: nn.functional.linear(x, model[2].weight * 2, model[2].bias)
+    with pytest.raises(ValueError, match="'2' is made in the forward pass"):
+        parametrize_model(model, Probe(torch.randn(4, 8)), "ntk")
+    parametrize_model(model, Probe(torch.randn(4, 8), roles={"2": "excluded"}), "ntk")

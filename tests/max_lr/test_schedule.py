@@ -167,6 +167,61 @@ def test_what_optimizers_note_in_groups_stays_and_a_step_that_raises_is_put_back
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_a_second_one_that_scales_is_refused_until_the_first_is_closed() -> None:
+    """As when a notebook's cell runs twice: factors would multiply."""
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    static: Any = {"mode": "static", "gains": {"2": 3.0}}
+    first = MaxLRScheduler(optimizer, model, None, **static)
+    for options in (static, {"mode": "dynamic"}):
+        probe = None if options is static else PROBE
+        with pytest.raises(ValueError, match=r"another one scales.*expected close\(\)"):
+            MaxLRScheduler(optimizer, model, probe, **options)
+    MaxLRScheduler(optimizer, model, PROBE).close()  # which only tells
+    seen: list[list[float]] = []
+    optimizer.register_step_pre_hook(lambda o, *_: seen.append([g["lr"] for g in o.param_groups]))
+    train(model, optimizer, range(1))
+    first.close()
+    first.close()
+    second = MaxLRScheduler(optimizer, model, None, **static)
+    optimizer._optimizer_step_pre_hooks.move_to_end(next(iter(optimizer._optimizer_step_pre_hooks)))
+    train(model, optimizer, range(1, 2))
+    second.close()
+    assert [sorted(rates) for rates in seen] == [pytest.approx([0.1, 0.3])] * 2
+    another = optim.SGD(model.parameters(), lr=0.1)  # which an optimizer of the same id could be
+    MaxLRScheduler(another, model, None, **static)
+
+
+def test_an_interrupted_step_leaves_no_split_groups_in_a_state() -> None:
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scheduler = MaxLRScheduler(optimizer, model, None, mode="static", gains={"2": 3.0})
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, range(1))
+    assert len(optimizer.param_groups) == 2
+    state = optimizer.state_dict()
+    assert [group["lr"] for group in state["param_groups"]] == [0.1]
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, range(1))
+    optimizer.load_state_dict(state)
+    assert len(optimizer.param_groups) == 1
+    handle.remove()
+    train(model, optimizer, range(1))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1]
+    scheduler.close()
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    optimizer = optim.SGD(mlp().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="SGD trains no weight of the model's layers"):
+        MaxLRScheduler(optimizer, mlp(), PROBE)
+
+
 def test_closures_and_closing() -> None:
     model = mlp()
     optimizer = optim.SGD(model.parameters(), lr=0.1)

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
+from adiv_monitor.capture.updates import PieceNumbers
+from adiv_monitor.features import whole
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.records import leaves
-from adiv_monitor.maths.sums import ScaleTotals, Totals
+from adiv_monitor.maths.sums import Array, ScaleTotals, Totals
 from adiv_monitor.maths.totals import MOST_ENTRIES, AllRows
+from adiv_monitor.report import MEASURES, LayerReading
+from adiv_monitor.step.part import sums_by_piece
 
 ROWS = 50
 
@@ -112,3 +116,87 @@ def test_a_layer_whose_sums_fail_is_lost_alone(monkeypatch: pytest.MonkeyPatch) 
     assert monitor.latest is not None
     assert monitor.latest.layers.keys() == {"1"}
     assert "no sums" in monitor.latest.unsupported["0"]
+
+
+class Affine(nn.Module):
+    """A gain of one number for each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(6, 1, 1) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x
+
+
+PARTED = {
+    "batch norm": lambda: nn.BatchNorm2d(6),
+    "batch norm in evaluation": lambda: nn.BatchNorm2d(6).eval(),
+    "batch norm without statistics": lambda: nn.BatchNorm2d(6, track_running_stats=False),
+    "group norm": lambda: nn.GroupNorm(2, 6),
+    "layer norm": lambda: nn.LayerNorm([5, 4]),
+    "layer norm of samples": lambda: nn.LayerNorm([6, 5, 4]),
+    "rms norm": lambda: nn.RMSNorm(4),
+    "gain": Affine,
+    "depthwise": lambda: nn.Conv2d(6, 12, (3, 2), (2, 1), padding=1, dilation=(1, 2), groups=6),
+    "grouped": lambda: nn.Conv2d(6, 4, 3, groups=2, padding_mode="circular", padding=1),
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", PARTED)
+def test_all_rows_are_the_same_in_parts_and_at_once(
+    name: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read() -> LayerReading:
+        torch.manual_seed(0)
+        module = PARTED[name]().double()
+        x = torch.randn(7, 6, 5, 4, dtype=torch.float64) * 3 + 100
+        if channels_last:
+            x = x.to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with Monitor(module, optimizer, max_rows=4) as monitor:
+            z = module(x.requires_grad_())
+            (z * torch.randn(z.shape, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        assert monitor.latest is not None
+        (found,) = monitor.latest.layers.values()
+        return found
+
+    at_once = read()
+    parts: list[int] = []
+    real = torch.split
+
+    def split(tensor: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
+        found = real(tensor, size, dim)
+        parts.append(len(found))
+        return found
+
+    monkeypatch.setattr(whole, "CHUNK", 40)
+    monkeypatch.setattr(torch, "split", split)
+    in_parts = read()
+    assert max(parts) == 7
+    read_of = {measure: getattr(at_once, measure) for measure in MEASURES}
+    known = {measure: value for measure, value in read_of.items() if value is not None}
+    assert {"update_cosine", "diagonal_cosine", "scale_mean"} <= known.keys()
+    for measure, expected in known.items():
+        value = getattr(in_parts, measure)
+        assert value == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True), measure
+
+
+def test_products_of_small_pieces_are_summed_each_by_itself() -> None:
+    """Side by side, on two devices, empty ones among them; and of large ones, which stand alone."""
+    first, second = np.arange(6.0), np.array([7.0, 8.0])
+    places = {
+        10: (-1, slice(0, 0)),
+        11: (-1, slice(0, 4)),
+        12: (-1, slice(4, 4)),
+        13: (-1, slice(4, 6)),
+        14: (-1, slice(6, 6)),
+        20: (-2, slice(0, 2)),
+    }
+    products: PieceNumbers[Array] = PieceNumbers()
+    products.w_w.update({-1: first, -2: second, 30: np.array([1.0, 2.0])})
+    found = sums_by_piece(products, places)
+    assert found.w_w == {10: 0, 11: 6, 12: 0, 13: 9, 14: 0, 20: 15, 30: 3}
+    assert found.gamma_gamma == {}

@@ -1,8 +1,9 @@
 """Scores of attention, their gradients, what a step does to them: against slow references."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,18 +12,32 @@ from attending import MODELS, Spy, explicit, tensors
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.capture.again.randomness import random_state
 from adiv_monitor.capture.attention.attention_dropout import kept
-from adiv_monitor.capture.attention.score_replay import (
+from adiv_monitor.capture.attention.score_moves import (
     AttentionModule,
     moves_of_scores,
     scores_with_graph,
+    twin_of,
 )
 from adiv_monitor.capture.attention.score_scales import scales, some_keys
 from adiv_monitor.capture.attention.some_samples import of_samples
 from adiv_monitor.features import scores
 from adiv_monitor.features.scores import attention, of_heads
+from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention import attention_reading
+from adiv_monitor.maths.attention_sums import (
+    AttentionSums,
+    MoveSums,
+    RerunErrors,
+    ScaleSums,
+    map_samples,
+    merge,
+    move_sums,
+    scale_sums,
+)
+from adiv_monitor.maths.records import numbers_of, with_numbers
+from adiv_monitor.maths.sums import Array
+from adiv_monitor.rerun.randomness import Randomness
 
 ALL = slice(None)
 
@@ -104,17 +119,17 @@ def test_dropout_is_repeated(keys: int, grouped: bool) -> None:
     query, key, value = tensors((4, 4, 6, 5), *[(4, 2 if grouped else 4, keys, 5)] * 2)
     others = {"dropout_p": 0.4, "scale": 0.7, "enable_gqa": grouped}
     value.requires_grad_()
-    before = random_state(query.device)
+    before = Randomness([query.device])
     output = functional.scaled_dot_product_attention(query, key, value, **others)
-    after = random_state(query.device)
+    after = Randomness([query.device])
     samples = torch.tensor([0, 2, 3])
     mask = kept(before, samples, query, key, value, **others)
-    assert torch.equal(random_state(query.device), after)
+    assert after.is_still(after.now())
     assert mask.float().mean() == pytest.approx(0.6, abs=0.15)
     # What torch is known to draw on a CPU, one number for each probability.
-    torch.set_rng_state(before)
+    before.set()
     drawn = torch.empty(4, 4, 6, keys, dtype=torch.float64).bernoulli_(0.6)
-    torch.set_rng_state(after)
+    after.set()
     assert torch.equal(mask, drawn[samples] != 0)
 
     call = attention(query, key, value.detach(), **others, samples=samples)
@@ -168,10 +183,11 @@ class Observed:
         assert self.output.grad is not None
         self.G = self.Y.grad
 
-    def attends(self, samples: Sequence[int] = range(4)) -> AttentionModule:
+    def attends(self, samples: Sequence[int] = range(4), **others: object) -> AttentionModule:
         args, kwargs = of_samples(self.module, *self.inputs[0], torch.tensor(samples))
+        kwargs |= others
         trained = {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
-        return AttentionModule(self.module, args, kwargs, trained)
+        return AttentionModule(twin_of(self.module, args, kwargs, trained), trained)
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -210,7 +226,7 @@ def test_moves_are_the_derivative_of_the_scores(
     torch.manual_seed(7)
     direction = {n: torch.randn_like(p) for n, p in observed.gradients.items()}
     randomness = torch.get_rng_state()
-    [(call, moves)] = moves_of_scores(observed.attends(), {"u": direction})
+    [(call, move)] = moves_of_scores(observed.attends(), direction)
     assert torch.equal(torch.get_rng_state(), randomness)
     torch.testing.assert_close(call.query, observed.query, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(call.key, observed.key, rtol=1e-12, atol=1e-12)
@@ -225,22 +241,23 @@ def test_moves_are_the_derivative_of_the_scores(
     # Richardson: the error is of the fourth order in the step.
     expected = (4 * difference(5e-5) - difference(1e-4)) / 3
     torch.testing.assert_close(
-        call.change(moves["u"]), expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max())
+        call.change(move), expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max())
     )
 
 
 def test_attention_that_returns_its_weights_moves_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     observed = Observed("torch, mask", monkeypatch)
     attends = observed.attends([2, 0])
-    weights = replace(attends, kwargs={**attends.kwargs, "need_weights": True})
-    direction = {"u": observed.gradients}
-    [(call, moves)], [(same, again)] = (moves_of_scores(a, direction) for a in (attends, weights))
-    assert torch.equal(call.change(moves["u"]), same.change(again["u"]))
+    weights = observed.attends([2, 0], need_weights=True)
+    [(call, move)], [(same, again)] = (
+        moves_of_scores(each, observed.gradients) for each in (attends, weights)
+    )
+    assert torch.equal(call.change(move), same.change(again))
     assert torch.equal(call.output(), same.output())
 
 
 def test_score_gradients_of_models(observed: Observed) -> None:
-    [(call, _)] = moves_of_scores(observed.attends([3, 1]), {"u": {}})
+    [(call, _)] = moves_of_scores(observed.attends([3, 1]), {})
     assert observed.output.grad is not None
     G = call.score_gradient(observed.output.grad[[3, 1]])(ALL)
     torch.testing.assert_close(G, observed.G[[3, 1]], rtol=1e-8, atol=1e-12)
@@ -255,25 +272,27 @@ def test_scores_ask_of_the_parameters_what_their_gradient_is(observed: Observed)
     for name, part in gamma.items():  # where all of the gradient comes from the scores
         if name.startswith(("q_", "k_")):
             torch.testing.assert_close(part, observed.gradients[name], rtol=1e-8, atol=1e-12)
-    [(attended, moves)] = moves_of_scores(observed.attends(), {"e": gamma})
+    [(attended, move)] = moves_of_scores(observed.attends(), gamma)
     assert observed.output.grad is not None
     keys = torch.zeros(*Y.shape[:3], 1, dtype=torch.int64)
     of = attended.score_gradient(observed.output.grad)
-    found = scores.sums(attended, of, moves, keys)
+    _, e, _ = move_sums(attended, of, move, keys)
     whole = sum(float(part.square().sum()) for part in gamma.values())
-    assert float(found["e_G"].sum()) == pytest.approx(whole, rel=1e-8)
+    assert float(e.G.sum()) == pytest.approx(whole, rel=1e-8)
 
 
 def test_sums_leave_idle_scores_out(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
-    [(call, moves)] = moves_of_scores(
-        observed.attends([3, 1]), {"d": scaled(observed.gradients, -0.3), "e": observed.gradients}
-    )
+    attends = observed.attends([3, 1])
+    directions = {"d": scaled(observed.gradients, -0.3), "e": observed.gradients}
+    moves = {}
+    for name, direction in directions.items():
+        [(call, moves[name])] = moves_of_scores(attends, direction)
     G = observed.G[[3, 1]]
     keys = torch.from_numpy(some_keys(*G.shape, 3, np.random.default_rng(0)))
     monkeypatch.setattr(scores, "CHUNK", 2 * G.shape[1] * G.shape[3])  # one query, in parts
-    found = scores.sums(call, lambda queries: G[:, :, queries], moves, keys)
+    found = {m: move_sums(call, lambda t: G[:, :, t], move, keys) for m, move in moves.items()}
     for i, head in np.ndindex(*G.shape[:2]):
-        sums = dict.fromkeys(("G_G", "d_G", "d_d", "e_G", "e_e"), 0.0)
+        expected = dict.fromkeys(moves, np.zeros(3))  # ‖g‖², ⟨ΔY, g⟩, ‖ΔY‖²
         for t, s in np.ndindex(*G.shape[2:]):
             g = float(G[i, head, t, s])
             if g == 0:
@@ -283,15 +302,15 @@ def test_sums_leave_idle_scores_out(observed: Observed, monkeypatch: pytest.Monk
                 + float(call.query[i, head, t] @ dk[i, head, s])
                 for m, (dq, dk) in moves.items()
             }
-            sums["G_G"] += g * g
             for m, y in change.items():
-                sums[f"{m}_G"] += y * g
-                sums[f"{m}_{m}"] += y * y
-        for name, value in sums.items():
-            assert float(found[name][i, head]) == pytest.approx(value, rel=1e-9, abs=1e-14)
-    for i, h, t, draw in np.ndindex(*keys.shape):
-        s = int(keys[i, h, t, draw])
-        assert bool(found["active"][i, h, t, draw]) == (s >= 0 and bool(G[i, h, t, s] != 0))
+                expected[m] = expected[m] + (g * g, y * g, y * y)
+        for m, (G_G, move, _) in found.items():
+            sums = [float(x[i, head]) for x in (G_G, move.G, move.square)]
+            assert sums == pytest.approx(expected[m], rel=1e-9, abs=1e-14)
+    for _, _, active in found.values():
+        for i, h, t, draw in np.ndindex(*keys.shape):
+            s = int(keys[i, h, t, draw])
+            assert bool(active[i, h, t, draw]) == (s >= 0 and bool(G[i, h, t, s] != 0))
 
 
 # The attention scale
@@ -328,7 +347,8 @@ def test_scale_of_plain_projections_is_the_one_of_the_spec(
         [reached], leaves = scores_with_graph(attends)
         keys = some_keys(*observed.G.shape, 1, np.random.default_rng(2))
         found, _ = scales(reached, leaves, keys)
-        given = {**dict(zip(("query", "key"), attends.args, strict=False)), **attends.kwargs}
+        args, kwargs = of_samples(observed.module, *observed.inputs[0], torch.arange(4))
+        given = {**dict(zip(("query", "key"), args, strict=False)), **kwargs}
         x_q, x_k = (
             given[n].square().sum(-1) + bias
             for n in (("query", "key") if name != "llama" else ("hidden_states",) * 2)
@@ -354,7 +374,8 @@ def test_scale_says_where_rows_do_not_explain_it() -> None:
     module = Shared().double()
     for mix in (False, True):
         inputs = (tensors((2, 3, 4))[0], mix)
-        attends = AttentionModule(module, inputs, {}, dict(module.named_parameters()))
+        named = dict(module.named_parameters())
+        attends = AttentionModule(twin_of(module, inputs, {}, named), named)
         [reached], leaves = scores_with_graph(attends)
         keys = some_keys(2, 1, 3, 3, 3, np.random.default_rng(0))
         found, error = scales(reached, leaves, keys)
@@ -364,9 +385,47 @@ def test_scale_says_where_rows_do_not_explain_it() -> None:
 
 def test_a_module_without_attention_is_told() -> None:
     module = nn.Linear(3, 3)
-    attends = AttentionModule(module, (torch.ones(2, 3),), {}, dict(module.named_parameters()))
-    with pytest.raises(RuntimeError, match=r"Linear: got 0 calls .* expected 1"):
-        moves_of_scores(attends, {"u": {}})
+    named = dict(module.named_parameters())
+    attends = AttentionModule(twin_of(module, (torch.ones(2, 3),), {}, named), named)
+    with pytest.raises(Refused, match=r"Linear: got 0 calls .* expected 1"):
+        moves_of_scores(attends, {})
+
+
+class Gain(torch.autograd.Function):
+    """3x, without a forward-mode derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 3 * gradient
+
+
+def test_functions_before_the_scores_need_no_forward_mode_derivative() -> None:
+    class Own(nn.Module):
+        def __init__(self, gain: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.q, self.k, self.gain = nn.Linear(4, 4), nn.Linear(4, 4), gain
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = self.gain(self.q(x)), self.k(x)
+            return functional.scaled_dot_product_attention(q[:, None], k[:, None], x[:, None])
+
+    x = tensors((2, 3, 4))[0]
+    plain, custom = Own(lambda q: 3 * q).double(), Own(Gain.apply).double()
+    custom.load_state_dict(plain.state_dict())
+    named, other = dict(plain.named_parameters()), dict(custom.named_parameters())
+    directions = {"u": {"q.weight": named["q.weight"].detach().cos()}}
+    [(call, moves)], [(same, others)] = (
+        moves_of_scores(AttentionModule(twin_of(m, (x,), {}, p), p), directions)
+        for m, p in ((plain, named), (custom, other))
+    )
+    assert torch.equal(call.query, same.query)
+    change = call.change(moves["u"])
+    assert change.abs().max() > 0
+    torch.testing.assert_close(same.change(others["u"]), change, rtol=1e-12, atol=1e-14)
 
 
 def test_some_keys_are_all_scores_alike_and_no_key_twice() -> None:
@@ -392,7 +451,7 @@ def test_some_keys_are_all_scores_alike_and_no_key_twice() -> None:
 # The measures
 
 
-def made_up(samples: int, heads: int = 3) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+def made_up(samples: int, heads: int = 3) -> tuple[AttentionSums[Array], np.ndarray, np.ndarray]:
     """Sums of scores that are made up, with the scores (samples, heads, scores) and scales."""
     draw = np.random.default_rng(0)
     G = draw.normal(size=(samples, heads, 40)) * draw.uniform(0.5, 1.5, (samples, 1, 1))
@@ -400,17 +459,27 @@ def made_up(samples: int, heads: int = 3) -> tuple[dict[str, np.ndarray], np.nda
     d = np.where(G != 0, G + 2 * draw.normal(size=G.shape), 0)
     e = np.where(G != 0, G + draw.normal(size=G.shape), 0)
     D = draw.uniform(1, 3, G.shape) * (1 + np.arange(heads))[:, None]
-    vectors = {"G": G, "d": d, "e": e}
-    sums = {f"{a}_{b}": (vectors[a] * vectors[b]).sum(2) for a, b in ("GG", "dG", "dd", "eG", "ee")}
-    made = scores.scale_sums(torch.from_numpy(D)[..., None], torch.from_numpy(G != 0)[..., None])
-    sums |= {name: np.asarray(value) for name, value in made.items()}
-    sums["scale_share"] = np.asarray(1.0)
+    none = np.array(0.0)
+    sums = AttentionSums(
+        samples=samples,
+        G_G=(G * G).sum(2),
+        e=MoveSums((e * G).sum(2), (e * e).sum(2)),
+        errors=RerunErrors(none, none, none, 1e-16),
+        d=MoveSums((d * G).sum(2), (d * d).sum(2)),
+        scale=scales_of(D[..., None], G[..., None] != 0),
+    )
     return sums, np.stack([G, d, e]), D
+
+
+def scales_of(scale: np.ndarray, active: np.ndarray) -> ScaleSums[Array]:
+    error = torch.zeros((), dtype=torch.float64)
+    made = scale_sums(torch.from_numpy(scale), torch.from_numpy(active), error, 1.0)
+    return with_numbers(cast("ScaleSums[Array]", made), [x.numpy() for x in numbers_of(made)])
 
 
 def test_measures_over_all_samples_are_exact() -> None:
     sums, (G, d, e), D = made_up(5)
-    reading = attention_reading(sums, 5)
+    reading = attention_reading(sums)
 
     def cosine(a: np.ndarray, b: np.ndarray) -> float:
         return float((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
@@ -429,7 +498,8 @@ def test_measures_over_all_samples_are_exact() -> None:
         found = {name: values[head] for name, values in reading.heads.items()}
         assert found == pytest.approx(expected(np.s_[:, head]), rel=1e-12)
     assert not reading.standard_error
-    some = attention_reading({**sums, "scale_share": np.asarray(0.5)}, 5)
+    assert sums.scale is not None
+    some = attention_reading(replace(sums, scale=replace(sums.scale, share=0.5)))
     assert set(some.standard_error) == {"attention_scale_mean", "attention_scale_cv"}
     assert (reading.samples_seen, reading.samples_total) == (5, 5)
 
@@ -437,13 +507,12 @@ def test_measures_over_all_samples_are_exact() -> None:
 def test_errors_of_sampled_measures_are_what_they_say() -> None:
     total, seen = 400, 24
     sums, _, _ = made_up(total)
-    truth = attention_reading(sums, total)
+    truth = attention_reading(sums)
     deviations: dict[str, list[float]] = {name: [] for name in truth.measures()}
     draw = np.random.default_rng(1)
     for _ in range(300):
         chosen = draw.choice(total, seen, replace=False)
-        some = {n: part[chosen] if part.ndim else part for n, part in sums.items()}
-        reading = attention_reading(some, total)
+        reading = attention_reading(map_samples(sums, partial(np.take, indices=chosen, axis=0)))
         for name, value in reading.measures().items():
             error = reading.standard_error[name]
             deviations[name].append((value - truth.measures()[name]) / error)
@@ -453,19 +522,52 @@ def test_errors_of_sampled_measures_are_what_they_say() -> None:
 
 
 def test_measures_that_were_not_taken_are_absent() -> None:
-    sums, _, _ = made_up(4)
-    reading = attention_reading({n: v for n, v in sums.items() if n[0] in "eG"}, 9)
+    sums = replace(made_up(4)[0], samples=9)
+    reading = attention_reading(replace(sums, d=None, scale=None))
     assert set(reading.measures()) == {"attention_gradient_cosine"} == set(reading.heads)
-    alone = attention_reading({n: v[:1] if v.ndim else v for n, v in sums.items()}, 9)
+    alone = attention_reading(map_samples(sums, lambda x: x[:1]))
     assert np.isnan(alone.standard_error["attention_scale_mean"]), "one sample can't tell"
-    idle = {n: np.zeros_like(v) for n, v in sums.items()}
-    assert all(np.isnan(v) for v in attention_reading(idle, 4).measures().values())
+    idle = attention_reading(map_samples(sums, np.zeros_like))
+    assert all(np.isnan(v) for v in idle.measures().values())
 
 
 def test_equal_scales_have_no_spread() -> None:
-    same = torch.full((4, 2, 5, 1), 0.1 + 0.2, dtype=torch.float32)
-    sums, _, _ = made_up(4, heads=2)
-    made = scores.scale_sums(same, torch.ones(same.shape, dtype=torch.bool))
-    sums |= {name: np.asarray(value, dtype=np.float64) for name, value in made.items()}
-    reading = attention_reading(sums, 4)
+    same = np.full((4, 2, 5, 1), 0.1 + 0.2, dtype=np.float32)
+    scale = scales_of(same, np.ones(same.shape, dtype=bool))
+    reading = attention_reading(replace(made_up(4, heads=2)[0], scale=scale))
     assert reading.attention_scale_cv == pytest.approx(0, abs=1e-6)
+
+
+def test_parts_of_the_samples_merge_to_the_sums_of_all() -> None:
+    sums, _, _ = made_up(7)
+    parts = [map_samples(sums, lambda x, part=part: x[part]) for part in (slice(3), slice(3, 7))]
+    assert parts[1].scale is not None
+    off = 0.7  # the second part's scales are relative to another number
+    shifted = replace(
+        parts[1].scale,
+        pivot=parts[1].scale.pivot - off,
+        sum=parts[1].scale.sum + off * parts[1].scale.count,
+        square=parts[1].scale.square + 2 * off * parts[1].scale.sum + off**2 * parts[1].scale.count,
+    )
+    merged = merge([replace(parts[0], samples=3), replace(parts[1], samples=4, scale=shifted)])
+    assert merged.samples == 7
+    for found, expected in zip(numbers_of(merged), numbers_of(sums), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_one_part_does_not_know_is_not_known_of_all() -> None:
+    sums, _, _ = made_up(3)
+    coarse = replace(sums.errors, precision=1e-3)
+    other = replace(sums, d=None, scale=None, no_scale="why", errors=coarse)
+    assert sums.scale is not None
+    worse = replace(
+        sums,
+        errors=replace(sums.errors, key=np.array(0.5)),
+        scale=replace(sums.scale, share=0.25),
+    )
+    whole = merge([sums, other, worse])
+    assert whole.d is None and whole.scale is None
+    assert (whole.no_scale, whole.errors.precision, whole.samples) == ("why", 1e-3, 9)
+    assert [float(error) for error in numbers_of(whole.errors)] == [0, 0.5, 0]
+    known = merge([sums, worse]).scale
+    assert known is not None and known.share == 0.25

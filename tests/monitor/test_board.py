@@ -30,7 +30,8 @@ from adiv_monitor.sinks.board import NO_PICTURES, Board, findings_text
 from adiv_monitor.sinks.products import Product, ProductSink
 
 pytest.importorskip("matplotlib")
-from adiv_monitor.pictures.heat import grid, heat_picture
+from adiv_monitor.pictures.grid import grid
+from adiv_monitor.pictures.heat import heat_picture
 
 
 def running(*reports: StepReport) -> Running:

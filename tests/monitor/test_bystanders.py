@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from adiv_monitor import Monitor
-from adiv_monitor.capture.again.surroundings import untouched
 from adiv_monitor.capture.guard import Guard
+from adiv_monitor.rerun.surroundings import untouched
 
 Batch = tuple[Tensor, Tensor]
 

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+from torch import nn
+from torch.optim import SGD
 
 from adiv_monitor import Monitor
-from adiv_monitor.callback_monitor import Options
+from adiv_monitor.callback_monitor import CallbackMonitor, CallbackOptions, Settings
+from adiv_monitor.sinks import MemorySink
 
 # Of a monitor, what a callback makes itself.
 MADE = {"model", "optimizer", "every_n_steps", "sinks", "loss", "keep"}
@@ -29,7 +32,7 @@ def callback(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 def test_every_option_is_named_with_the_monitors_default(callback: Callable[..., Any]) -> None:
     ours, monitors = signature(callback).parameters, signature(Monitor).parameters
-    assert Options.__annotations__.keys() <= ours.keys()
+    assert CallbackOptions.__annotations__.keys() <= ours.keys()
     assert not [p for p in ours.values() if p.kind is Parameter.VAR_KEYWORD]
     for name in ours.keys() & monitors.keys() - {"every_n_steps"}:
         assert ours[name].default == monitors[name].default
@@ -44,5 +47,26 @@ def test_an_option_that_is_none_is_refused_at_once(callback: Any) -> None:
 
 
 def test_what_is_given_replaces_the_default(callback: Callable[..., Any]) -> None:
-    options = callback(max_rows=7, seed=3)._options
+    settings = callback(max_rows=7, seed=3, separator="_")._settings
+    options = settings.monitor
     assert (options["max_rows"], options["seed"], options["on_error"]) == (7, 3, "warn")
+    assert (settings.metrics.separator, settings.metrics.scalars) == ("_", "few")
+
+
+def test_options_are_of_the_monitors_types() -> None:
+    ours, monitors = get_type_hints(CallbackOptions), get_type_hints(Monitor.__init__)
+    shared = ours.keys() & monitors.keys()
+    assert ours.keys() - shared == {"measures", "scalars", "separator"}
+    assert {name: ours[name] for name in shared} == {name: monitors[name] for name in shared}
+    text = CallbackOptions.__doc__ or ""
+    assert not [name for name in ours if f"`{name}`" not in text and f"{name}:" not in text]
+
+
+def test_every_option_reaches_the_monitor() -> None:
+    settings = Settings.of("Callback", {"layers": ["0"], "sinks": [MemorySink()]})
+    made = {**settings.monitor, "layers": settings.layers, "sinks": settings.sinks}
+    assert (
+        made.keys() | {"measures", "scalars", "separator"} == CallbackOptions.__annotations__.keys()
+    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    CallbackMonitor(model, SGD(model.parameters()), **made)

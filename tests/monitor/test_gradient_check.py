@@ -9,10 +9,14 @@ import pytest
 from adiv_monitor.maths.sums import Array, Evidence
 from adiv_monitor.step.gradient_check import (
     LARGEST_REST,
-    as_multiple,
-    by_entries,
-    contributed,
+    Multiple,
+    Pair,
+    compared,
+    multiples,
     speaks_against,
+)
+from adiv_monitor.step.gradient_check import (
+    contributed as contributed_by,
 )
 
 GAMMA = np.array([3.0, -4.0, 12.0, 0.5, -1.5, 2.0, 7.0, -2.5, 1.0, 6.0])
@@ -46,12 +50,45 @@ def left(then: Array, now: Array) -> Evidence[Array]:
 def against(
     seen: Evidence[Array], factor: float = 1.0, gamma: float = SQUARE, scale: float = 1.0
 ) -> str:
-    return speaks_against(replace(seen, factor=np.array(factor)), gamma, scale)
+    return speaks_against(replace(seen, factor=np.array(factor)), compared([seen])[0], gamma, scale)
+
+
+def contributed(seen: Evidence[Array]) -> str:
+    return contributed_by(seen, compared([seen])[0])
+
+
+def as_multiple(now: Array, then: Array, rounding: float = 0.0) -> tuple[float, float]:
+    found = multiples([Pair(now, then, rounding)])[0]
+    return found.factor, found.rest
+
+
+def by_entries(seen: Evidence[Array]) -> tuple[float, float]:
+    since = compared([seen])[0].since
+    return since.factor, since.rest
 
 
 def test_a_multiple_is_told_with_its_factor() -> None:
     assert as_multiple(0.25 * GAMMA, GAMMA) == pytest.approx((0.25, 0.0), abs=1e-12)
     assert as_multiple(np.array([3.0, 4.0]), np.array([1.0, 0.0])) == pytest.approx((3.0, 0.8))
+
+
+def test_several_are_told_as_each_alone() -> None:
+    nothing = np.empty(0)
+    pairs = [
+        Pair(0.25 * GAMMA, GAMMA),
+        Pair(nothing, nothing),
+        Pair(SHORT, 0 * SHORT),
+        Pair(GAMMA + across(GAMMA, 0.1), 1e200 * GAMMA, 1e198),
+        Pair(np.array([1.0, math.inf, math.nan]), np.array([1.0, 2.0, 3.0])),
+        Pair(SHORT, SHORT, 1e9),
+        Pair(-GAMMA, GAMMA),
+    ]
+    for pair, found in zip(pairs, multiples(pairs), strict=True):
+        assert found == pytest.approx(multiples([pair])[0], rel=1e-12, nan_ok=True)
+    assert multiples([]) == [] and multiples(pairs[1:2]) == [Multiple()]
+    lengths = [(found.now, found.then, found.entries) for found in multiples(pairs[:3])]
+    assert lengths[0] == pytest.approx((math.sqrt(SQUARE) / 4, math.sqrt(SQUARE), 10))
+    assert lengths[1:] == [(0, 0, 0), (pytest.approx(float(np.linalg.norm(SHORT))), 0, 8)]
 
 
 @pytest.mark.parametrize("size", [1e-200, 1e200])

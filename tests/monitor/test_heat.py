@@ -18,7 +18,8 @@ from adiv_monitor.report import LayerReading
 from adiv_monitor.sinks.board import Board, _panels
 
 pytest.importorskip("matplotlib")
-from adiv_monitor.pictures.heat import Grid, grid, heat_picture, overview_picture
+from adiv_monitor.pictures.grid import Grid, grid, grids
+from adiv_monitor.pictures.heat import heat_picture, overview_picture
 from adiv_monitor.pictures.picture import Font, Picture
 
 PATHS = {
@@ -197,9 +198,10 @@ def test_a_legend_says_what_colours_mean(measure: str) -> None:
     found = filled(measure, 4, 4)
     for picture in (heat_picture(found), overview_picture([found], "Nothing", ["• all"], ())):
         words = {words for _, words in picture.texts}
-        assert {"not finite", "no direction, or not measured"} <= words
-        limits = {"healthy", "too little", "too much"}
-        order = {"small to large", "30 healthy runs read"}
+        every = {"NaN or infinite", "no comparable value"}
+        assert every <= words
+        limits = {"as in healthy runs", "too little", "too much"}
+        order = {"30 healthy runs read"}
         assert (limits if measure == GRADIENT else order) <= words
         assert not (order if measure == GRADIENT else limits) & words
 
@@ -212,15 +214,15 @@ def finding(*measures: str) -> Finding:
 
 
 def test_the_overview_shows_what_findings_rest_on() -> None:
-    grids = {measure: filled(measure, 2, 2) for measure in HEALTH}
-    assert _panels(grids, ()) == OVERVIEW
-    assert _panels(grids, [finding("update_ratio", "rms of what enters")]) == OVERVIEW
+    known = {measure: filled(measure, 2, 2) for measure in HEALTH}
+    assert _panels(known, ()) == OVERVIEW
+    assert _panels(known, [finding("update_ratio", "rms of what enters")]) == OVERVIEW
     with_scale = (*OVERVIEW[:3], "scale_mean")
-    assert _panels(grids, [finding("scale_mean")]) == with_scale
-    both = _panels(grids, [finding("scale_mean", "effective_lr"), finding("scale_cv")])
+    assert _panels(known, [finding("scale_mean")]) == with_scale
+    both = _panels(known, [finding("scale_mean", "effective_lr"), finding("scale_cv")])
     assert both == (*OVERVIEW[:2], "scale_mean", "effective_lr")
-    del grids["idle_share"]
-    assert _panels(grids, ()) == tuple(m for m in OVERVIEW if m != "idle_share")
+    del known["idle_share"]
+    assert _panels(known, ()) == tuple(m for m in OVERVIEW if m != "idle_share")
     assert _panels({}, [finding("scale_mean")]) == ()
 
 
@@ -235,5 +237,4 @@ def test_inputs_of_an_unsuitable_scale_are_seen_in_the_overview() -> None:
     findings = board.findings()
     assert "input-scale" in {f.name for f in findings}
     record = board._running.record()
-    grids = {m: g for m in HEALTH if (g := grid(record, m)) is not None}
-    assert "scale_mean" in _panels(grids, findings)
+    assert "scale_mean" in _panels(grids(record, HEALTH), findings)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.features.whole import squares
 from adiv_monitor.maths import dots, measures, readings
+from adiv_monitor.maths.attention_sums import AttentionSums, MoveSums, RerunErrors
 from adiv_monitor.maths.estimates import (
     Sample,
     Sum,
@@ -27,9 +29,11 @@ from adiv_monitor.maths.sums import (
     About,
     Array,
     Blocks,
+    Common,
     Dots,
     Evidence,
     LayerSums,
+    Moved,
     OwnDots,
     Sampled,
     ScaleTotals,
@@ -215,6 +219,14 @@ def random_layer(
         blocks=None if groups == 1 else blocks,
         totals=totals,
     )
+    vectors[random.random(rows) < 0.3, 0] = 0  # idle
+    moved = random.normal(size=(rows, len(Moved), 6))
+    layer = replace(
+        layer,
+        products=vectors @ vectors.transpose(0, 2, 1),
+        common=Common(positive(rows), positive(rows)),
+        realised=moved @ moved.transpose(0, 2, 1),
+    )
     own_gamma, own_w = positive(2).tolist()
     return Judged(layer, known != "nothing", own_gamma=own_gamma, own_w=own_w)
 
@@ -234,15 +246,22 @@ def test_layers_measured_together_are_as_measured_alone(
     monkeypatch.setattr(readings, "_measure_alike", counted)
     random = np.random.default_rng(0)
     layers = {f"layer {i}": random_layer(random, 6, groups, known) for i in range(3)}
-    layers["another shape"] = random_layer(random, 5, groups, known)
+    for rows in (1, 2, 5, 128, 300):
+        layers[f"{rows} rows"] = random_layer(random, rows, groups, known)
     together = measure(layers)
     assert list(together) == list(layers)
-    assert tried == [3, 1]  # where that fails, they are looked at one by one
+    assert tried == [7, 1]  # where that fails, they are looked at one by one
     for path, numbers in layers.items():
         alone = measure({path: numbers})[path]
         assert together[path].values == pytest.approx(alone.values, rel=1e-12, nan_ok=True)
         assert together[path].errors == pytest.approx(alone.errors, rel=1e-12, nan_ok=True)
-        assert together[path].quantiles == alone.quantiles
+        assert together[path].quantiles.keys() == alone.quantiles.keys()
+        for name, found in alone.quantiles.items():
+            assert together[path].quantiles[name] == pytest.approx(found, rel=1e-12, nan_ok=True)
+        assert together[path].idle_seen == alone.idle_seen
+        assert (together[path].suspected, together[path].holds_more) == (
+            *(alone.suspected, alone.holds_more),
+        )
 
 
 def test_what_is_fetched_belongs_to_where_it_was() -> None:
@@ -258,7 +277,16 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     norms: PieceNumbers[Tensor] = PieceNumbers()
     products.w_w[7] = torch.tensor([3.0], dtype=torch.float64)
     norms.w_w[8], norms.a_a[7] = torch.tensor([2.0, 3.0]), torch.tensor([4.0])
-    attending = {"z": {"G_G": torch.tensor([5.0, 6.0])}}
+    none = torch.tensor(0.0)
+    attending = {
+        "z": tuple(
+            AttentionSums(
+                *(1, torch.tensor([[5.0, g]])),
+                *(MoveSums(none, none), RerunErrors(none, none, none, 1e-7)),
+            )
+            for g in (6.0, 7.0)
+        )
+    }
     flags = Flags(skipped=torch.tensor(0.0))
     found = fetch(StepSums(layers, flags, products, norms, attending))
     x, y = found.layers["x"], found.layers["y"]
@@ -269,7 +297,7 @@ def test_what_is_fetched_belongs_to_where_it_was() -> None:
     assert x.evidence.now[0] is None and x.evidence.now[1].tolist() == [8]
     assert all(array.dtype == np.float64 for _, array in leaves(found))
     assert found.flags.skipped == 0 and found.flags.moved is None
-    assert found.attention["z"]["G_G"].tolist() == [5, 6]
+    assert [sums.G_G.tolist() for sums in found.attention["z"]] == [[[5, 6]], [[5, 7]]]
     assert {key: part.tolist() for key, part in found.products.w_w.items()} == {7: [3], 8: [4, 9]}
     assert found.products.a_a[7].tolist() == [16]
 

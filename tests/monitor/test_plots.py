@@ -16,7 +16,8 @@ pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from adiv_monitor.pictures.heat import grid, heat_picture
+from adiv_monitor.pictures.grid import grid
+from adiv_monitor.pictures.heat import heat_picture
 from adiv_monitor.sinks.plots import run_figure
 
 

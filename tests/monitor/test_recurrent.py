@@ -20,6 +20,7 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture import gathering, late_rows, watching
 from adiv_monitor.features import recurrent_call
 from adiv_monitor.features.functions.linear import affine
+from adiv_monitor.rerun.randomness import Randomness
 
 K, H, P, B, T = 3, 4, 2, 4, 5
 F64 = torch.float64
@@ -589,8 +590,10 @@ def test_an_output_that_is_changed_in_place() -> None:
 
 def test_a_replay_of_something_else_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other masks of dropout than the call's."""
-    other = torch.Generator().manual_seed(99).get_state()
-    monkeypatch.setattr(watching, "random_state", lambda device: other)
+    with torch.random.fork_rng():
+        torch.manual_seed(99)
+        other = Randomness([torch.device("cpu")])
+    monkeypatch.setattr(watching, "Randomness", lambda devices: other)
     fused, _ = nets("gru", num_layers=2, dropout=0.5)
     report = one_step(fused, lambda net: net(padded()).backward())
     assert report.layers.keys() == {"head"}
@@ -614,7 +617,7 @@ def test_a_replay_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise ArithmeticError("not today")
 
-    monkeypatch.setattr(late_rows, "replay", fails)
+    monkeypatch.setattr(late_rows, "unroll", fails)
     fused, _ = nets("lstm")
     twin = copy.deepcopy(fused)
     twin(padded()).backward()
@@ -669,10 +672,10 @@ def test_how_far_off_a_replay_may_be(low: bool, monkeypatch: pytest.MonkeyPatch)
     """By 2 % in bfloat16, not in float32."""
 
     def off(*args: Any) -> Any:
-        return replace(replay(*args), error=torch.tensor(0.02))
+        return replace(unroll(*args), error=torch.tensor(0.02))
 
-    replay = late_rows.replay
-    monkeypatch.setattr(late_rows, "replay", off)
+    unroll = late_rows.unroll
+    monkeypatch.setattr(late_rows, "unroll", off)
     report = one_step(nn.GRU(K, H), lambda net: backward_in(net, low=low))
     assert report.layers.keys() == ({"input_l0", "hidden_l0"} if low else set())
     assert report.unsupported.keys() == (set() if low else {"input_l0", "hidden_l0"})

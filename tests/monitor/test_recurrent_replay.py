@@ -13,8 +13,9 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.features.recurrent import Replay, Returned, replay
+from adiv_monitor.features.recurrent import Returned, Unrolled, unroll
 from adiv_monitor.features.recurrent_call import CELLS, LAYERS, RecurrentCall, read_call
+from adiv_monitor.rerun.randomness import Randomness
 
 K, H, P, B, T = 3, 4, 2, 3, 5
 LENGTHS = torch.tensor([3, 5, 1])  # not sorted; one sample has a single time
@@ -39,7 +40,7 @@ class Seen:
 
     call: RecurrentCall
     returned: Returned
-    replay: Replay | None = None
+    replay: Unrolled | None = None
 
 
 class Replays(TorchFunctionMode):
@@ -55,13 +56,13 @@ class Replays(TorchFunctionMode):
         if function not in LAYERS and function not in CELLS:
             return function(*args, **(kwargs or {}))
         call = read_call(function, args, kwargs or {})
-        state = torch.get_rng_state() if call.draws else None
+        state = Randomness([torch.device("cpu")]) if call.draws else None
         result = function(*args, **(kwargs or {}))
         seen = Seen(call, Returned.of(call, result))
         self.seen.append(seen)
 
         def found(gradients: Sequence[Tensor | None]) -> None:
-            seen.replay = replay(seen.call, seen.returned, gradients, state)
+            seen.replay = unroll(seen.call, seen.returned, gradients, state)
 
         outputs = result if isinstance(result, tuple) else (result,)
         torch.autograd.graph.register_multi_grad_hook(outputs, found)
@@ -107,7 +108,7 @@ def initial(rnn: nn.RNNBase, layout: str) -> Any:
     return (h, torch.randn(each, *batch, H, dtype=F64)) if isinstance(rnn, nn.LSTM) else h
 
 
-def replayed(module: nn.Module, *inputs: Any, used: Sequence[int] | None = None) -> Replay:
+def replayed(module: nn.Module, *inputs: Any, used: Sequence[int] | None = None) -> Unrolled:
     with Replays() as replays:
         result = module(*inputs)
     torch.rand(1)  # the run draws on before its backward pass
@@ -117,7 +118,7 @@ def replayed(module: nn.Module, *inputs: Any, used: Sequence[int] | None = None)
     return seen.replay
 
 
-def assert_adds_up(module: nn.Module, found: Replay, tolerance: float = 1e-9) -> None:
+def assert_adds_up(module: nn.Module, found: Unrolled, tolerance: float = 1e-9) -> None:
     """Every parameter's gradient is Gᵀ Φ of one map, each is there once, and by its name."""
     parameters = dict(module.named_parameters())
     part = {"input": "ih", "hidden": "hh", "projection": "hr"}
@@ -194,7 +195,9 @@ def test_other_masks_are_noticed() -> None:
     with Replays() as replays:
         rnn(given("time-first"))
     (seen,) = replays.seen
-    assert replay(seen.call, seen.returned, [None] * 3, torch.get_rng_state()).error > 1e-2
+    assert (
+        unroll(seen.call, seen.returned, [None] * 3, Randomness([torch.device("cpu")])).error > 1e-2
+    )
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -222,7 +225,7 @@ def test_no_gradient_at_all_is_zero() -> None:
     with Replays() as replays:
         nn.LSTM(K, H, proj_size=P)(given("time-first", torch.float32))
     (seen,) = replays.seen
-    for linear in replay(seen.call, seen.returned, [None, None, None]).maps:
+    for linear in unroll(seen.call, seen.returned, [None, None, None]).maps:
         assert linear.gradient.shape == linear.z.shape
         assert not linear.gradient.any()
 
@@ -373,7 +376,7 @@ def test_an_lstm_cell_of_one_kernel() -> None:
     torch.autograd.graph.register_multi_grad_hook(outputs, gradients.extend)
     loss_of(outputs).backward()
     call = read_call(torch.lstm_cell, (x, (h, c), *weights), {})
-    assert_adds_up(cell, replay(call, Returned.of(call, outputs), gradients))
+    assert_adds_up(cell, unroll(call, Returned.of(call, outputs), gradients))
 
 
 def test_an_lstm_cells_outputs_without_their_graph_are_refused() -> None:
@@ -488,12 +491,12 @@ def test_masks_drawn_by_cudnn_are_refused(dropout: float) -> None:
     assert call.refusal is not None
     assert "cuDNN" in call.refusal
     with pytest.raises(RuntimeError, match="can't be drawn again"):
-        replay(call, Returned((), (), False), ())
+        unroll(call, Returned((), (), False), ())
 
 
 def test_masks_need_the_generators_state() -> None:
     with Replays() as replays:
         nn.GRU(K, H, 2, dropout=0.5)(torch.randn(T, B, K))
     (seen,) = replays.seen
-    with pytest.raises(ValueError, match="rng_state"):
-        replay(seen.call, seen.returned, [None, None])
+    with pytest.raises(ValueError, match="random numbers stood"):
+        unroll(seen.call, seen.returned, [None, None])

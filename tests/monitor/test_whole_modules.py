@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.again import leftovers
+from adiv_monitor.capture.whole_modules import leftovers
 from adiv_monitor.features import uses
 
 EXACT = {"rel": 1e-9, "abs": 1e-12}

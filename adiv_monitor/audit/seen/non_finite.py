@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from adiv_monitor.audit.seen.again import Again
+from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import tensors
 from adiv_monitor.audit.training.setup import Fork
 
 
-def in_forward(fork: Fork, again: Again, step: int, batch: Any) -> str:
+def in_forward(fork: Fork, loss: RepeatedLoss, step: int, batch: Any) -> str:
     """The first of a forward pass whose loss is not finite; the weights are still as they were.
 
     In the order of computation: the weights before it, the data, the outputs of modules, the loss.
@@ -24,7 +24,7 @@ def in_forward(fork: Fork, again: Again, step: int, batch: Any) -> str:
             return f"buffer {name} {when}"
     if any(map(_is_broken, tensors(batch))):
         return "data"
-    return _in_modules(fork.model, again, batch) or "loss"
+    return _in_modules(fork.model, loss, batch) or "loss"
 
 
 def in_backward(model: nn.Module) -> str:
@@ -35,7 +35,7 @@ def in_backward(model: nn.Module) -> str:
     return "norm of the gradient"
 
 
-def _in_modules(model: nn.Module, again: Again, batch: Any) -> str | None:
+def _in_modules(model: nn.Module, loss: RepeatedLoss, batch: Any) -> str | None:
     """The module that first gives such a value, when the forward pass runs again."""
     found: list[str] = []
     infinite: list[str] = []
@@ -52,7 +52,7 @@ def _in_modules(model: nn.Module, again: Again, batch: Any) -> str | None:
 
     handles = [m.register_forward_hook(look(path)) for path, m in model.named_modules()]
     try:
-        again.loss(batch)
+        loss.of(batch)
     finally:
         for handle in handles:
             handle.remove()

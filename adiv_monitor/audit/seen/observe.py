@@ -15,17 +15,19 @@ from adiv_monitor.audit.seen.beginning import chance, double_softmax, weights
 from adiv_monitor.audit.seen.digits import told
 from adiv_monitor.audit.seen.outputs import activated_output, descent_share
 from adiv_monitor.audit.seen.probed import probe
+from adiv_monitor.audit.seen.probes import asked
 from adiv_monitor.audit.seen.units import Units
 from adiv_monitor.audit.seen.watching import Watching
 from adiv_monitor.audit.seen.wiring import input_matters, unused
 from adiv_monitor.audit.training.batches import copied, size_of
+from adiv_monitor.audit.training.schedulers import lifted
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
 from adiv_monitor.audit.training.train import Course, Progress, held, train
-from adiv_monitor.capture.eager import forced_eager
 from adiv_monitor.diagnosis.course import FEWEST, is_opposed
 from adiv_monitor.diagnosis.hidden import without_secrets
 from adiv_monitor.diagnosis.record import Facts, Record, Wiring
 from adiv_monitor.monitor import Monitor
+from adiv_monitor.rerun.eager import forced_eager
 
 T = TypeVar("T")
 # Batches that the trained model is looked at with: at least so many, and so many samples.
@@ -96,7 +98,7 @@ def observe(
         first_non_finite=watch.first_non_finite,
         parameter_norms=tuple(course.parameter_norms),
         weights=in_order(begin, list(filter(None, ran))),  # the root's own parts are no layers
-        notes=(*_notes(setup), *watch.notes()),
+        notes=(*_notes(setup, fork), *watch.notes()),
         interrupted=course.interrupted,
     )
     return record if course.interrupted else _looked_at(record, setup, fork)
@@ -131,6 +133,7 @@ def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
         else:
             record = _with_beginning(record, setup)
         record = replace(record, wiring=_with_unused(record.wiring, setup))
+        record = replace(record, probed=asked(setup, fork))
         if not all(bool(p.isfinite().all()) for p in fork.model.parameters()):
             note = "Activation functions were not looked at: the weights are not finite at the end."
             return replace(record, notes=(*record.notes, note))
@@ -203,8 +206,11 @@ def _trains_any(fork: Fork) -> bool:
     return any(id(p) in own for p in held(fork.optimizer))
 
 
-def _notes(setup: Setup) -> list[str]:
+def _notes(setup: Setup, fork: Fork) -> list[str]:
     found = []
+    if fork.lost:
+        on = ", ".join(dict.fromkeys(fork.lost))
+        found.append(f"Hooks on {on} do not run: what they refer to can't be copied.")
     if not setup.model.training:
         found.append("The model was given in evaluation mode; it is trained in training mode.")
     if setup.steps < FEWEST:
@@ -213,12 +219,14 @@ def _notes(setup: Setup) -> list[str]:
         )
     optimizer = setup.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            found.append("The optimizer's step hooks do not run: copies of it have none.")
         if _is_resumed(setup):
             found.append("The optimizer has taken steps before; the run goes on from its state.")
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-            found.append("No scheduler runs: learning rates stay as they stood.")
+            found.append(
+                "No scheduler runs: learning rates stay as they stood."
+                + " Those that a warm-up raises from zero are its `initial_lr`."
+                * bool(lifted(optimizer, setup.steps))
+            )
     return found
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from adiv_monitor.audit.seen.again import Again
 from adiv_monitor.audit.seen.flat import ends_of_function
+from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import copied, mapped
 from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup, seeded
@@ -122,10 +122,10 @@ def descent_share(setup: Setup) -> float | None:
         try:
             fork = setup.fork()
             fork.model.double()
-            again = Again(fork)
+            repeated = RepeatedLoss(fork)
             loss = fork.loss(fork.model, copied(batch))
             loss.backward()  # type: ignore[no-untyped-call]
-            lines = [_Line(again, batch, list(part.parameters())) for part in _parts(fork.model)]
+            lines = [_Line(repeated, batch, list(part.parameters())) for part in _parts(fork.model)]
             shares = [line.share(abs(float(loss.detach()))) for line in lines]
         except Exception:  # whatever is wrong with the loss is the training run's to say
             return None
@@ -158,8 +158,8 @@ def _parts(model: nn.Module) -> list[nn.Module]:
 class _Line:
     """The loss along the gradient of some parameters."""
 
-    def __init__(self, again: Again, batch: Any, parameters: Sequence[Tensor]) -> None:
-        self._again = again
+    def __init__(self, loss: RepeatedLoss, batch: Any, parameters: Sequence[Tensor]) -> None:
+        self._repeated = loss
         self._batch = batch
         self._moved = [(p, p.detach().clone(), p.grad.to_dense())
                        for p in parameters if p.grad is not None]  # fmt: skip
@@ -192,7 +192,7 @@ class _Line:
         try:
             for p, here, g in self._moved:
                 p.copy_(here + h * g)
-            loss = self._again.loss(self._batch)
+            loss = self._repeated.of(self._batch)
             is_kept = all(torch.equal(p, here + h * g) for p, here, g in self._moved)
             return loss if is_kept else None
         finally:

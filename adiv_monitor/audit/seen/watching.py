@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from adiv_monitor.audit.seen import non_finite
-from adiv_monitor.audit.seen.again import Again
 from adiv_monitor.audit.seen.given import Given
 from adiv_monitor.audit.seen.inputs import Inputs
+from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.seen.wiring import Gradients
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.training.train import Progress, Watch, gradient_norm
@@ -31,7 +31,7 @@ class Watching(Watch):
         self._every = every_n_steps
         self._end_step = end_step
         self._progress = progress
-        self._again: Again | None = None
+        self._repeated: RepeatedLoss | None = None
         self._loss = math.nan
         self._failed: list[str] = []
         self._given = Given(setup.model)
@@ -42,15 +42,15 @@ class Watching(Watch):
 
     def begins(self, step: int, batch: Any) -> None:
         """Keep what the forward pass begins with."""
-        self._again = Again(self._fork)
+        self._repeated = RepeatedLoss(self._fork)
         self.inputs.watching = True
 
     def has_loss(self, step: int, batch: Any, loss: float) -> None:
         """Find where it stopped being finite."""
         self.inputs.watching = False
         self._loss = loss
-        if not math.isfinite(loss) and self.first_non_finite is None and self._again is not None:
-            self.first_non_finite = non_finite.in_forward(self._fork, self._again, step, batch)
+        if not math.isfinite(loss) and self.first_non_finite is None and self._repeated is not None:
+            self.first_non_finite = non_finite.in_forward(self._fork, self._repeated, step, batch)
 
     def has_gradients(self, step: int, loss: Tensor) -> None:
         """Look at the gradients, and that only the fork received any."""
@@ -63,9 +63,9 @@ class Watching(Watch):
     def has_stepped(self, step: int, batch: Any) -> None:
         """Compute the batch's loss again after a measured step."""
         self._end_step()
-        if step % self._every == 0 and self._again is not None:
+        if step % self._every == 0 and self._repeated is not None:
             try:
-                self.realised[step] = self._again.loss(batch) - self._loss
+                self.realised[step] = self._repeated.of(batch) - self._loss
             except Exception as error:
                 self._failed.append(f"{type(error).__name__}: {error}")
         if self._progress is not None:

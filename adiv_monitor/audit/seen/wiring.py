@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.audit.seen.again import Again
 from adiv_monitor.audit.seen.inputs import is_input, names_by_place
+from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
 from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, seeded
 from adiv_monitor.audit.training.train import held
@@ -87,8 +87,8 @@ def unused(fork: Fork, batch: Any, names: Sequence[str]) -> tuple[str, ...]:
     Noise as large as they are is added to all of them, then, if the loss is another, to halves of
     them, and so on; those that this does not get to are none.
     """
-    again, parameters = Again(fork), dict(fork.model.named_parameters())
-    as_it_is = again.loss(batch)
+    loss, parameters = RepeatedLoss(fork), dict(fork.model.named_parameters())
+    as_it_is = loss.of(batch)
     found: set[str] = set()
     groups = [list(names)] if names else []
     for _ in range(LOOKED):
@@ -96,7 +96,7 @@ def unused(fork: Fork, batch: Any, names: Sequence[str]) -> tuple[str, ...]:
             break
         group = groups.pop(0)
         with _noisy([parameters[name] for name in group], fork.seed):
-            is_same = math.isclose(again.loss(batch), as_it_is, rel_tol=1e-6)
+            is_same = math.isclose(loss.of(batch), as_it_is, rel_tol=1e-6)
         if is_same:
             found.update(group)
         elif len(group) > 1:
@@ -129,12 +129,13 @@ def input_matters(fork: Fork, batches: list[Any]) -> float:
 
     Returns:
         0: the model ignores its inputs; NaN where it can't be told: the model's forward pass does
-        not run, all samples are alike, or something is not finite.
+        not run, all samples are alike, something is not finite, or no output has a part for each
+        sample, as where the forward pass gives the loss itself.
     """
     exchange = _Exchange(fork.model)
     try:
         for batch in batches:
-            exchange.one_batch(Again(fork), batch)
+            exchange.one_batch(RepeatedLoss(fork), batch)
     except Exception:  # a forward pass need not take inputs that belong to other samples
         return math.nan
     finally:
@@ -149,16 +150,17 @@ class _Exchange:
         self._difference = self._length = 0.0
         self._exchanging = False
         self._is_other = False
+        self._samples = 0
         self._outputs: list[Tensor] = []
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after),
         ]
 
-    def one_batch(self, again: Again, batch: Any) -> None:
+    def one_batch(self, loss: RepeatedLoss, batch: Any) -> None:
         """Run it both ways."""
-        own = self._run(again, batch, exchanging=False)
-        others = self._run(again, batch, exchanging=True)
+        own = self._run(loss, batch, exchanging=False)
+        others = self._run(loss, batch, exchanging=True)
         if not self._is_other:
             return
         for x, y in zip(own, others, strict=True):
@@ -176,17 +178,16 @@ class _Exchange:
         for handle in self._handles:
             handle.remove()
 
-    def _run(self, again: Again, batch: Any, *, exchanging: bool) -> list[Tensor]:
+    def _run(self, loss: RepeatedLoss, batch: Any, *, exchanging: bool) -> list[Tensor]:
         self._exchanging, self._outputs = exchanging, []
-        again.loss(batch)
+        loss.of(batch)
         return self._outputs
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not self._exchanging:
-            return None
         names = names_by_place(module, len(args))
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         size = size_of([x for name, x in given.items() if is_input(name)])
+        self._samples = size
 
         def moved_on(x: Tensor) -> Tensor:
             if x.ndim == 0 or len(x) != size:
@@ -195,10 +196,12 @@ class _Exchange:
             self._is_other |= not torch.equal(x, rolled)
             return rolled
 
+        if not self._exchanging:
+            return None
         changed = {n: mapped(x, moved_on) if is_input(n) else x for n, x in given.items()}
         return tuple(changed[n] for n in names), {n: changed[n] for n in kwargs}
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        found = [x.detach().clone() for x in tensors(output) if x.is_floating_point()]
-        whole = [x for x in found if x.ndim]
-        self._outputs += whole or found
+        found = [x.detach() for x in tensors(output) if x.is_floating_point()]
+        # The mean over the samples is the same whatever their order.
+        self._outputs += [x.clone() for x in found if x.ndim and x.numel() >= self._samples]

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from adiv_monitor.audit.training.hooks import carry_over
+from adiv_monitor.audit.training.schedulers import lifted
+from adiv_monitor.rerun.randomness import Randomness
+
 Loss = Callable[[nn.Module, Any], Tensor]
 OptimizerFactory = Callable[[nn.Module], Optimizer]
 
@@ -28,6 +32,7 @@ class Fork:
         batches: one of each step.
         clip_norm: largest norm of the gradient; None: not clipped.
         seed: of the run's random numbers.
+        lost: the hooks that it could not be given, by what they are on.
     """
 
     model: nn.Module
@@ -36,6 +41,7 @@ class Fork:
     batches: list[Any]
     clip_norm: float | None
     seed: int
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,12 +93,17 @@ class Setup:
             model.train()
         if isinstance(self.optimizer, Optimizer):
             optimizer = _copy(self.optimizer, memo)
+            for i in lifted(self.optimizer, self.steps):  # forks have no scheduler
+                optimizer.param_groups[i]["lr"] = optimizer.param_groups[i]["initial_lr"]
         else:
             with seeded(self.seed):
                 optimizer = self.optimizer(model)
         _check_optimizer(model, optimizer)
         batches = list(itertools.islice(itertools.cycle(self.batches), self.steps))
-        return Fork(model, optimizer, loss or self.loss, batches, self.clip_norm, self.seed)
+        given = self.optimizer if isinstance(self.optimizer, Optimizer) else None
+        pair = None if given is None else (given, optimizer)
+        lost = tuple(carry_over(self.model, model, pair, memo))
+        return Fork(model, optimizer, loss or self.loss, batches, self.clip_norm, self.seed, lost)
 
 
 def _own_modules(loss: Loss) -> Loss | None:
@@ -102,7 +113,7 @@ def _own_modules(loss: Loss) -> Loss | None:
 
 
 def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy over the parameters that `memo` has copies of, with the same state and no hooks.
+    """A copy over the parameters that `memo` has copies of, with the same state; hooks come later.
 
     Torch copies state and groups alone; attributes of optimizers' own, LBFGS's say, come here.
     """
@@ -131,14 +142,10 @@ def _check_optimizer(model: nn.Module, optimizer: object) -> None:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Run with random numbers begun at `seed`; afterwards torch's, Python's and numpy's go on."""
-    python, numpy = random.getstate(), np.random.get_state()
-    on_cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices=on_cuda):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    on_cuda = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in on_cuda)]
+    with Randomness(devices).again():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield

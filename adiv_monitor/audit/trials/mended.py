@@ -1,7 +1,7 @@
 """A mend's trial: at the learning rate as it is, and where that may be wrong with it, at others."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from adiv_monitor.audit.training.setup import Setup
@@ -62,9 +62,8 @@ class Bench:
                 if here in runs and self._best(runs) == here:
                     all_ran &= self._at(further, runs, mend, layers)
         best = self._best(runs)
-        return compared(
-            *(mend.name, runs[best], self.without, steps),
-            by_rate=self.by_rate,
+        return replace(
+            compared(mend.name, runs[best], self.without, steps, self.by_rate),
             rate=best,
             runs=len(runs),
             constant=constant_loss(self.record),

@@ -79,12 +79,7 @@ def compared(
     losses: Sequence[float],
     without: Sequence[float],
     steps: int,
-    *,
     by_rate: Trial | None = None,
-    rate: float = 1.0,
-    runs: int = 1,
-    constant: float | None = None,
-    hurried: bool = False,
 ) -> Trial:
     """What a fix's run gave, beside the run as it is, and that at another learning rate."""
     error = error_of_mean(losses, steps)
@@ -95,12 +90,8 @@ def compared(
         loss_without=at_the_end(without, steps),
         loss_by_rate=None if by_rate is None else by_rate.loss,
         error=error_of_difference(without, losses, steps),
-        rate=rate,
-        runs=runs,
         loss_error=error,
         error_by_rate=math.nan if by_rate is None else math.hypot(error, by_rate.loss_error),
-        constant=constant,
-        hurried=hurried,
     )
 
 

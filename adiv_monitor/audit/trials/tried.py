@@ -11,7 +11,9 @@ from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
 from adiv_monitor.audit.trials.mends.rates import rate_name
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import plain_losses
+from adiv_monitor.diagnosis.diagnose import CAUSES, explained
 from adiv_monitor.diagnosis.finding import (
+    IF_A_FIX_HELPS,
     NO_TIME,
     STRENGTHS,
     WIRING,
@@ -48,8 +50,9 @@ def tried(
     finding's advice is put in order of what helped, and a fix that paid, but no more than another
     learning rate alone, stands behind that. A finding to act on of whose fixes none that was tried
     pays is one to watch; but not one that says plainly what is so, nor a cause of such a one: what
-    the run suffers from is then certain, and its fixes did not reach it. What was tried overrules
-    what a finding says would not help.
+    the run suffers from is then certain, and its fixes did not reach it. A fact whose harm depends
+    is one to act on if a fix of it helps. What was tried overrules what a finding says would not
+    help.
 
     Args:
         findings: as the rules gave them, strongest first.
@@ -83,6 +86,13 @@ def tried(
     ]
     trials = [each.trial for finding in judged for each in finding.advice if each.trial is not None]
     said = [unrefuted(finding, (*record.rates.values(), *trials)) for finding in judged]
+    raised = {
+        after.name
+        for before, after in zip(findings, judged, strict=True)
+        if (before.strength, after.strength) == ("watch", "act") and after.name in CAUSES
+    }
+    if raised:  # what follows from a cause stands behind it
+        said = explained(sorted(said, key=lambda finding: finding.name not in raised))
     return tuple(sorted(said, key=lambda finding: STRENGTHS.index(finding.strength)))
 
 
@@ -180,8 +190,12 @@ def _judged(
     pays = any(trial.pays for trial in trials)
     if finding.name == "uneven-rates" and advice[0].mend in _LOWER:
         pays = False  # it is one rate for all that is too high
-    lowered = finding.strength == "act" and trials and not pays and not certain
-    return replace(finding, advice=tuple(advice), strength="watch" if lowered else finding.strength)
+    strength, left = finding.strength, IF_A_FIX_HELPS.get(finding.name, 0.0)
+    if strength == "act" and trials and not pays and not certain:
+        strength = "watch"
+    elif strength == "watch" and any(t.helps and t.loss < left * t.loss_without for t in trials):
+        strength = "act"
+    return replace(finding, advice=tuple(advice), strength=strength)
 
 
 def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:

@@ -1,8 +1,8 @@
 """How a plain gradient step would move the rows of one layer: as it is, or as it might be.
 
 A layer is linear in its parameters, z = Φ Θᵀ, whatever map and inputs it has. So one backward pass
-of the incoming gradients G gives the gradient γ = GᵀΦ, and one forward pass with γ in place of the
-parameters gives e = Φ γᵀ, how a step of learning rate 1 would move the rows (spec, section 1): both
+of the incoming gradients G gives the gradient γ = GᵀΦ, and the derivative of the forward pass along
+γ is e = Φ γᵀ, how a step of learning rate 1 would move the rows (spec, section 1): both
 over all rows, and no map's formula is written again.
 """
 
@@ -23,6 +23,7 @@ from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Use
 from adiv_monitor.maths import measures
 from adiv_monitor.maths.estimates import PerLayer, Sample, Sum
+from adiv_monitor.rerun.derivatives import Parameters, jvp
 
 
 @dataclass(frozen=True)
@@ -136,16 +137,17 @@ def _pairs(calls: Calls) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
 
 def _moved(layer: nn.Module, calls: Calls) -> list[Tensor]:
     """E of every call."""
+
+    def run(parameters: Parameters) -> list[Tensor]:
+        return [functional_call(layer, dict(parameters), (x,)) for x in calls.inputs]
+
     named = dict(layer.named_parameters())
     held = {name: p.detach().requires_grad_(p.requires_grad) for name, p in named.items()}
     trained = {name: p for name, p in held.items() if p.requires_grad}
     with torch.enable_grad():
-        outputs = [functional_call(layer, held, (x,)) for x in calls.inputs]
+        outputs = run(held)
     gamma = torch.autograd.grad(outputs, list(trained.values()), list(calls.gradients))
-    nothing = {name: torch.zeros_like(p) for name, p in held.items()}
-    step = {**nothing, **dict(zip(trained, gamma, strict=True))}
-    with torch.no_grad():
-        return [functional_call(layer, step, (x,)) for x in calls.inputs]
+    return jvp(run, held, dict(zip(trained, gamma, strict=True)))[1]
 
 
 def _scales(

@@ -20,12 +20,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from adiv_monitor.capture.again.randomness import random_state
 from adiv_monitor.capture.attention.attention_dropout import kept
-from adiv_monitor.capture.attention.score_replay import ARGUMENTS
+from adiv_monitor.capture.attention.score_moves import ARGUMENTS
 from adiv_monitor.capture.attention.some_samples import batch_size, of_samples
 from adiv_monitor.capture.forwards import Forward, Forwards, FunctionToCall
-from adiv_monitor.capture.guard import ThreadState
 from adiv_monitor.capture.hook import trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.sampling import Draw
@@ -34,6 +32,8 @@ from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.features.rows import Rows, exact
 from adiv_monitor.features.scores import by_head
 from adiv_monitor.features.uses import Refused
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.thread import ThreadState
 
 _MOST_SAMPLES = 8
 # Scores of all samples of an attention together; but less than two samples tell no error.
@@ -219,19 +219,19 @@ class AttentionCalls:
         """The fused function."""
         given = {**dict(zip(ARGUMENTS, call.args, strict=False)), **call.kwargs}
         forward = self._around(running)
-        choice = state = None
+        choice = random = None
         if forward is not None:
             path = self._next_path(forward)
             with self.guarded(path):
                 choice = self._choose(path, forward, given["query"], given["key"], _by_head)
                 if choice is not None and given.get("dropout_p", 0.0) > 0:
-                    state = random_state(given["query"].device)
+                    random = Randomness([given["query"].device])
         output = call()
         if forward is not None and choice is not None and output.requires_grad:
             with self.guarded(choice.path):
                 dropped = None
-                if state is not None:
-                    of_queries = kept(state, choice.of_queries, **given)
+                if random is not None:
+                    of_queries = kept(random, choice.of_queries, **given)
                     dropped = of_queries.view(len(choice.index), -1, *of_queries.shape[1:])
                 self._keep(choice, forward, given["query"], given["key"], output, output, dropped)
 

@@ -12,20 +12,20 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.nn import functional
 
-from adiv_monitor.capture.again.randomness import restored_randomness, set_random_state
 from adiv_monitor.features.scores import by_head
+from adiv_monitor.rerun.randomness import Randomness
 
 
 @torch.no_grad()
 def kept(
-    state: Tensor, samples: Tensor, query: Tensor, key: Tensor, value: Tensor, **others: Any
+    random: Randomness, samples: Tensor, query: Tensor, key: Tensor, value: Tensor, **others: Any
 ) -> Bool[Tensor, "samples heads queries keys"]:
     """The probabilities that one call of attention did not zero, of some of its samples.
 
     Random numbers go on afterwards as if nothing had been drawn.
 
     Args:
-        state: what `random_state` was before that call.
+        random: where the random numbers stood before that call.
         samples: which of the samples, (chosen,) int64.
         query: as in the call, and so are all others.
         key: see query.
@@ -34,13 +34,12 @@ def kept(
     """
     keys, width = value.shape[-2:]
     blocks = []
-    with restored_randomness(query.device):
-        for start in range(0, keys, width):
-            one_hot = value.new_zeros(keys, width)
-            one_hot[start : start + width].fill_diagonal_(1)
-            set_random_state(state, query.device)
+    for start in range(0, keys, width):
+        one_hot = value.new_zeros(keys, width)
+        one_hot[start : start + width].fill_diagonal_(1)
+        with random.again():
             dropped = functional.scaled_dot_product_attention(
                 query, key, one_hot.expand_as(value), **others
             )
-            blocks.append(by_head(dropped)[..., : keys - start].index_select(0, samples) != 0)
+        blocks.append(by_head(dropped)[..., : keys - start].index_select(0, samples) != 0)
     return torch.cat(blocks, -1)

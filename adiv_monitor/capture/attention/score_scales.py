@@ -20,8 +20,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adiv_monitor.capture.attention.score_replay import Parameters, Reached, Use
+from adiv_monitor.capture.attention.score_moves import Reached, Use
 from adiv_monitor.features.rows import Index, to_device
+from adiv_monitor.rerun.derivatives import Parameters
 
 
 def some_keys(

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from adiv_monitor.features.rows import precise
+from adiv_monitor.rerun.nested import mapped
 
 # What a call may be told besides tensors, and told again: it holds no state of the first call.
 _PLAIN = (str, bytes, int, float, complex, bool, slice, range)
@@ -41,25 +42,21 @@ def of_samples(
         kwargs: see args.
         samples: (chosen,) int64.
     """
-    count = batch_size(module, args, kwargs)
     if isinstance(module, nn.MultiheadAttention):
         bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
         named = {name: value for name, value in bound.arguments.items() if value is not module}
         return (), {n: _of_torch_attention(module, n, v, samples) for n, v in named.items()}
-    taken = tuple(_of(value, samples, count) for value in args)
-    return taken, {name: _of(value, samples, count) for name, value in kwargs.items()}
+    count = batch_size(module, args, kwargs)
 
+    def of(tensor: Tensor) -> Tensor:
+        whole = precise(tensor.detach())
+        return whole.index_select(0, samples) if tensor.dim() and len(tensor) == count else whole
 
-def _of(value: Any, samples: Tensor, count: int) -> Any:
-    if isinstance(value, Tensor):
-        whole = precise(value.detach())
-        return whole.index_select(0, samples) if value.dim() and len(value) == count else whole
-    if isinstance(value, dict):
-        return {key: _of(item, samples, count) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_of(item, samples, count) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value if isinstance(value, _PLAIN) else None
+    def plain(value: Any) -> Any:
+        return value if isinstance(value, _PLAIN) else None
+
+    taken, named = mapped((tuple(args), dict(kwargs)), of, plain)
+    return taken, named
 
 
 def _batch_dimension(module: nn.Module, value: Tensor) -> int:

@@ -1,10 +1,8 @@
 """Weights that are made of parameters: how they change when those do, by making them once more.
 
 What made a weight Θ of the parameters θ is on the tape. Its change J t, J = ∂Θ/∂θ, to first order
-in a change t of θ, is taken by two backward passes through the same calls made again: v ↦ Jᵀv is
-linear, and its own derivative in the direction t is J t (J. Townsend, "A new trick for calculating
-Jacobian vector products", 2017). So each function needs a backward pass that is differentiable,
-which more of them have than a forward-mode derivative.
+in a change t of θ, is taken by two backward passes through the same calls made again: what was made
+without gradients stays what it is, as it did for the gradient.
 """
 
 from collections import defaultdict
@@ -17,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Pieces, Source, View, overlap
-from adiv_monitor.capture.weights.tape import Recorded, Ref, Root, memory_of, tensors_in, whole_of
-from adiv_monitor.features.rows import exact
+from adiv_monitor.capture.weights.tape import Recorded, Ref, Root, memory_of, whole_of
+from adiv_monitor.features.rows import exact, precise
 from adiv_monitor.features.uses import Refused
+from adiv_monitor.rerun.derivatives import pushed_forward
+from adiv_monitor.rerun.nested import tensors_in
 
 
 class Derived:
@@ -87,7 +87,7 @@ class Derived:
         """
         leaves = {piece.key: _before(piece, taken).requires_grad_() for piece in self.pieces}
         with self._differentiable():
-            return _pushed_forward(self._made_again(leaves), leaves, parts)
+            return _moved(self._made_again(leaves), leaves, parts)
 
     def probed(self, draw: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Two tensors v, each with JJᵀv: how the tensor moves when v is its gradient.
@@ -110,7 +110,7 @@ class Derived:
                         made, inputs, v, retain_graph=True, materialize_grads=True
                     )
                     parts = dict(zip(leaves, pulled, strict=True))
-                found.append((v, _pushed_forward(made, leaves, parts)))
+                found.append((v, _moved(made, leaves, parts)))
         return found
 
     @contextmanager
@@ -145,25 +145,16 @@ class Derived:
             results = tensors_in(call.again(tensor_of))
             for root, tensor in zip(call.made, results, strict=True):
                 if root is not None:
-                    memory[root.key] = _laid_out(_precise(whole_of(tensor)), root.stride)
+                    memory[root.key] = _laid_out(precise(whole_of(tensor)), root.stride)
         return tensor_of(self._ref)
 
 
-def _pushed_forward(made: Tensor, leaves: Parts, parts: Parts) -> Tensor:
+def _moved(made: Tensor, leaves: Parts, parts: Parts) -> Tensor:
     """J t, J = ∂made/∂leaves, t = parts."""
-    along = torch.zeros_like(made, requires_grad=True)
     if not made.requires_grad:
-        return along.detach()
-    inputs = list(leaves.values())
-    pulled = torch.autograd.grad(made, inputs, along, create_graph=True, allow_unused=True)
-    reached = [
-        (g, parts[key].to(g.dtype))
-        for key, g in zip(leaves, pulled, strict=True)
-        if g is not None and g.requires_grad
-    ]
-    gradients, tangents = zip(*reached, strict=True) if reached else ((), ())
-    (moved,) = torch.autograd.grad(gradients, along, tangents, allow_unused=True)
-    return along.detach() if moved is None else moved
+        return torch.zeros_like(made)
+    (moved,) = pushed_forward([made], [*leaves.values()], [parts[key] for key in leaves])
+    return moved
 
 
 def _refs(ref: Ref, calls: Sequence[Recorded]) -> Iterator[Ref]:
@@ -199,11 +190,7 @@ def _constant(root: Root) -> Tensor:
     assert root.constant is not None
     if root.constant._version != root.version:
         raise Refused("a constant that its weight is made with was changed in place since")
-    return _precise(root.constant)
-
-
-def _precise(tensor: Tensor) -> Tensor:
-    return exact(tensor) if tensor.is_floating_point() else tensor
+    return precise(root.constant)
 
 
 def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -9,8 +9,9 @@ from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.weights.derived import Derived
 from adiv_monitor.capture.weights.pieces import Pieces, Source, Strides
 from adiv_monitor.capture.weights.shards import Standing, is_shard, waiting
-from adiv_monitor.capture.weights.tape import Tape, tensors_in, whole_of
+from adiv_monitor.capture.weights.tape import Tape, whole_of
 from adiv_monitor.features.uses import Refused
+from adiv_monitor.rerun.nested import tensors_in
 
 
 class Origin:
@@ -39,7 +40,13 @@ class Origin:
     def start(self) -> None:
         """Know of nothing but what the model holds now."""
         model = self._model
-        parameters, buffers = list(model.parameters()), list(model.buffers())
+        # As `model.parameters()` and `model.buffers()`, through the modules once.
+        held: dict[int, nn.Parameter] = {}
+        held_buffers: dict[int, Tensor] = {}
+        for module in model.modules():
+            held.update((id(p), p) for p in module._parameters.values() if p is not None)
+            held_buffers.update((id(b), b) for b in module._buffers.values() if b is not None)
+        parameters, buffers = held.values(), held_buffers.values()
         self.tape = Tape(self._trained, parameters, buffers)
         self._standing = Standing(model)
         self._held: dict[int, Tensor] = {

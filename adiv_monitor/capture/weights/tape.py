@@ -8,6 +8,7 @@ result is kept, and no graph.
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -17,14 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from adiv_monitor.capture.again.randomness import (
-    random_state,
-    restored_randomness,
-    set_random_state,
-)
 from adiv_monitor.capture.weights.pieces import Strides
 from adiv_monitor.features.rows import exact_type
 from adiv_monitor.features.uses import Refused
+from adiv_monitor.rerun.nested import tensors_in
+from adiv_monitor.rerun.randomness import Randomness
 
 Function = Callable[..., Any]
 
@@ -82,7 +80,7 @@ class Recorded:
         made: the roots that its results have brought, in their order; None: a constant, a view.
         written: keys of the roots in whose memory it wrote.
         gradients: gradients were recorded.
-        randomness: state of the random numbers before it, if it drew any; and their device.
+        randomness: where the random numbers stood before it, if it drew any.
         drawn_for: the type of number that they were drawn for.
     """
 
@@ -95,7 +93,7 @@ class Recorded:
     made: tuple[Root | None, ...]
     written: frozenset[int]
     gradients: bool
-    randomness: tuple[Tensor, torch.device] | None
+    randomness: Randomness | None
     drawn_for: torch.dtype | None
 
     def again(self, tensor_of: Callable[[Ref], Tensor]) -> Any:
@@ -107,13 +105,9 @@ class Recorded:
             return tensor.to(self.drawn_for) if coarse else tensor
 
         args, kwargs = tree_map_only(Ref, given, (self.args, dict(self.kwargs)))
-        with torch.set_grad_enabled(self.gradients):
-            if self.randomness is None:
-                return self.function(*args, **kwargs)
-            state, device = self.randomness
-            with restored_randomness(device):
-                set_random_state(state, device)
-                return self.function(*args, **kwargs)
+        drawing = nullcontext() if self.randomness is None else self.randomness.again()
+        with torch.set_grad_enabled(self.gradients), drawing:
+            return self.function(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,7 @@ class Pending:
     gradients: bool
     given: Mapping[Ref, Tensor]
     versions: Mapping[Ref, int]
-    randomness: tuple[Tensor, torch.device]
+    randomness: Randomness
 
 
 class Tape:
@@ -194,7 +188,7 @@ class Tape:
         refs, named = tree_map_only(Tensor, ref, (args, dict(kwargs)))
         versions = {found: tensor._version for found, tensor in given.items()}
         device = next(tensor.device for tensor in given.values() if tensor.requires_grad)
-        randomness = random_state(device), device
+        randomness = Randomness([device])
         return Pending(function, name, refs, named, gradients, given, versions, randomness)
 
     def end(self, call: Pending, results: Iterable[Tensor]) -> None:
@@ -219,8 +213,7 @@ class Tape:
             return
         touched = {root.key for root in made if root is not None} | written.keys()
         parameters = frozenset[int]().union(*(self._parameters_of(ref.root) for ref in call.given))
-        state, device = call.randomness
-        drew = not torch.equal(state, random_state(device))
+        drew = not call.randomness.is_still(call.randomness.now())
         function, args, kwargs = call.function, call.args, call.kwargs
         if call.name in _CASTS:
             (cast,) = results
@@ -356,19 +349,6 @@ def memory_of(tensor: Tensor) -> int:
     """Tells apart which memory tensors lie in."""
     memory: int = tensor.untyped_storage()._cdata
     return memory
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    """The tensors among values, and in their lists."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(*value)
-        elif isinstance(value, dict):
-            found += tensors_in(*value.values())
-    return found
 
 
 def _moved(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

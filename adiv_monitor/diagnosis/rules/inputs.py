@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from adiv_monitor.diagnosis.course import start
+from adiv_monitor.diagnosis.course import is_unbounded, start
 from adiv_monitor.diagnosis.finding import LOWER_RATES, RATES, Advice, Evidence, Finding, Strength
 from adiv_monitor.diagnosis.readings import (
     Typical,
@@ -243,6 +243,8 @@ _ADAMW = Advice(
 
 def target_scale(record: Record) -> Iterator[Finding]:
     """A loss that is large by nature, of targets in large units, or a sum over the batch."""
+    if is_unbounded(record):
+        return
     if record.chance is not None and record.chance > LARGE_TARGETS:
         ill = suffers(record) or not all(map(math.isfinite, record.losses))
         yield Finding(

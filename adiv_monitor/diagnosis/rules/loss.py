@@ -4,15 +4,17 @@ import math
 from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.course import (
+    FAR_BELOW,
     STILL,
     end,
     fell,
     is_long_enough,
-    is_opposed,
+    is_unbounded,
     may_have_fallen,
     noise,
     rose,
     start,
+    tells_nothing,
 )
 from adiv_monitor.diagnosis.finding import HIGHER_RATES, RATES, Advice, Evidence, Finding
 from adiv_monitor.diagnosis.phases import LOOK_AGAIN, RISES_YET, still_rises
@@ -72,12 +74,34 @@ def activated_logits(record: Record) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def unbounded(record: Record) -> Iterator[Finding]:
+    """A loss that falls ever faster, far below zero: there is no lowest one."""
+    if not is_unbounded(record):
+        return
+    lowest = min(loss for loss in record.losses if math.isfinite(loss))
+    yield Finding(
+        "unbounded-loss",
+        (),
+        "act",
+        (Evidence("loss", lowest, -FAR_BELOW * max(1.0, abs(record.losses[0]))),),
+        (
+            Advice("look for a term of the wrong sign, one that grows as what it measures gets "
+                   "worse and is subtracted, and for a variance or a temperature that is learnt "
+                   "and has no lower limit"),
+        ),
+        f"The loss falls without bound, ever faster: {record.losses[0]:.3g} at first, {lowest:.3g} "
+        "at the end. How far it falls says nothing.",
+        "Another learning rate only changes how fast it falls.",
+        against=RATES,
+    )  # fmt: skip
+
+
 def cannot_overfit(record: Record) -> Iterator[Finding]:
     """The model can't even overfit one small batch."""
     trial = record.overfit
     if trial is None or trial.steps < LEAST_STEPS or not math.isfinite(start(record)):
         return
-    if is_opposed(record):
+    if tells_nothing(record):
         return
     left = trial.loss / start(record) if start(record) > 0 else math.nan
     if left > NOT_BY_HEART:
@@ -87,8 +111,8 @@ def cannot_overfit(record: Record) -> Iterator[Finding]:
             "watch" if trial.falls else "act",
             (Evidence("loss of one small batch", trial.loss, NOT_BY_HEART * start(record)),),
             (
-                Advice("follow one batch to the loss: does it compare these outputs with these "
-                       "targets, and do samples of one input have one target?"),
+                Advice("print what each function is given, from one batch to its loss: nothing "
+                       "that was looked for is the cause"),
             ),
             f"After {trial.steps} steps on one small batch its loss is still {trial.loss:.3g}"
             + (", if falling: the model is slow to overfit it." if trial.falls
@@ -99,7 +123,7 @@ def cannot_overfit(record: Record) -> Iterator[Finding]:
 
 def loss_stuck(record: Record) -> Iterator[Finding]:
     """The loss does not fall, or no lower than a constant prediction's; or it can't be told."""
-    if not is_long_enough(record) or not math.isfinite(end(record)) or is_opposed(record):
+    if not is_long_enough(record) or not math.isfinite(end(record)) or tells_nothing(record):
         return
     no_lower = end(record) > (1 - STILL) * start(record) > 0
     if fell(record) and not no_lower:

@@ -10,8 +10,8 @@ from adiv_monitor.diagnosis.course import (
     end,
     fell,
     is_long_enough,
-    is_opposed,
     start,
+    tells_nothing,
 )
 from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding, Strength, Trial
 from adiv_monitor.diagnosis.phases import at_peak, still_rises
@@ -58,7 +58,7 @@ def suffers(record: Record) -> bool:
     What other rules want to see before they say "act". A loss that nobody saw does not, nor one
     that need not fall.
     """
-    if not record.losses or not is_long_enough(record) or is_opposed(record):
+    if not record.losses or not is_long_enough(record) or tells_nothing(record):
         return False
     share_at_lower, share_at_higher = (
         1.0 if better is None else share_of_fall(record, better[1])
@@ -101,7 +101,7 @@ def _better(record: Record) -> tuple[float, Trial] | None:
 
     None is where the loss need not fall.
     """
-    if is_opposed(record):
+    if tells_nothing(record):
         return None
     trials = [
         (factor, trial)

@@ -129,7 +129,8 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Use:
     """Z = Σ share · W[token] over a bag; padding is left out."""
-    refuse_rescaled(scale_grad_by_freq, sparse)
+    if call.trains:
+        refuse_rescaled(scale_grad_by_freq, sparse)
     if mode == "max":
         raise Refused("mode='max' takes every feature from a row of its own: use 'sum' or 'mean'")
     vocabulary, dtype = len(weight), exact_type(weight)

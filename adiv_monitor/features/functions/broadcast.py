@@ -4,7 +4,7 @@ A parameter's dimensions of size one, and those that it lacks, are shared: every
 a row. Of its own dimensions, the last one is the channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from adiv_monitor.features.features import DenseFeatures, OneHotFeatures
 from adiv_monitor.features.rows import Rows, exact, exact_type, to_device
 from adiv_monitor.features.uses import Use
-from adiv_monitor.features.whole import LateScales, Whole
+from adiv_monitor.features.whole import LateScales, Whole, in_parts
 
 
 def own_dims(parameter: Tensor, shape: Sequence[int]) -> list[int]:
@@ -35,8 +35,12 @@ def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
         taken = rows.take(layout(x.expand(shape)))  # of a mask too
         return DenseFeatures(taken.to(torch.promote_types(taken.dtype, parameter.dtype))[..., None])
 
+    def scales(x: Tensor) -> Iterator[Tensor]:
+        for part in in_parts(layout(x.expand(shape))):
+            yield exact(part).square()
+
     def late() -> LateScales:
-        return LateScales(lambda x: _rows(exact(layout(x.expand(shape)))).square(), [x], 0.0)
+        return LateScales(scales, [x], 0.0)
 
     return Use("gain", parameter, None, features, layout, late=late)
 

@@ -4,7 +4,7 @@ Of sampled rows only their patches are gathered; the input is neither unfolded n
 rows say together, scales and mean patch, are sums over windows of one channel or one sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ from adiv_monitor.features.rows import (
     to_device,
 )
 from adiv_monitor.features.uses import FunctionCall, Use, uses
-from adiv_monitor.features.whole import LateScales, Whole, squares
+from adiv_monitor.features.whole import LateScales, Whole, in_parts, squares
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,12 @@ def patchwise(geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | 
         square = patch_squares(geometry, input).flatten()
         return Whole(square, of_bias or 0.0, _sum(geometry, input))
 
+    def scales(x: Tensor) -> Iterator[Tensor]:
+        for part in in_parts(geometry.batched(x)):
+            yield patch_squares(geometry, part)
+
     def late() -> LateScales:
-        return LateScales(lambda x: patch_squares(geometry, x), [input], of_bias or 0.0)
+        return LateScales(scales, [input], of_bias or 0.0)
 
     return Use("convolution", weight, bias, features, geometry.spatial_last, whole, late=late)
 
@@ -184,7 +188,7 @@ def _sides(
 
 
 def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
-    """‖patch‖² of all rows and groups: Σ x² over a group's channels, summed over windows."""
+    """‖patch‖², (batch, *positions, groups): Σ x² over a group's channels, summed over windows."""
     batched = geometry.batched(input)
     groups = geometry.groups, batched.shape[1] // geometry.groups
     by_group = batched.reshape(len(batched), *groups, *batched.shape[2:])
@@ -192,8 +196,24 @@ def patch_squares(geometry: Geometry, input: Tensor) -> Tensor:
     for d, (size, stride, dilation) in enumerate(
         zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True), 2
     ):
-        sums = sums.unfold(d, dilation * (size - 1) + 1, stride)[..., ::dilation].sum(-1)
-    return sums.movedim(1, -1).flatten(0, -2)
+        sums = _window_sums(sums, d, size, stride, dilation)
+    return sums.movedim(1, -1)
+
+
+def _window_sums(x: Tensor, dim: int, size: int, stride: int, dilation: int) -> Tensor:
+    """Sums over windows along one dimension."""
+    extent = dilation * (size - 1) + 1
+    if size == 1 or x.is_cuda:  # few launches
+        return x.unfold(dim, extent, stride)[..., ::dilation].sum(-1)
+    # A CPU sums entry by entry over strided windows; whole tensors are added two to three times
+    # as fast.
+    length = (x.shape[dim] - extent) // stride * stride + 1
+    every = (slice(None),) * dim + (slice(None, None, stride),)
+    first, *others = (x.narrow(dim, i * dilation, length)[every] for i in range(size))
+    found = first.clone()
+    for other in others:
+        found += other
+    return found
 
 
 def _sum(geometry: Geometry, input: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The rules recompute x̂ for the chosen rows only; of the whole input they read n
 statistics that the normaliser itself uses.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import Rows, exact, exact_type, joined, to_device
 from adiv_monitor.features.uses import FunctionCall, Use, channels_second, uses
-from adiv_monitor.features.whole import CHUNK, LateScales, hooks_keep
+from adiv_monitor.features.whole import CHUNK, LateScales, hooks_keep, in_parts
 from adiv_monitor.kernels.choice import attempt
 
 # Of the batch's statistics these keep mean and 1/√(var + ε) for the backward pass.
@@ -25,7 +25,7 @@ def gain(
     weight: Tensor | None,
     bias: Tensor | None,
     normalised: Callable[[Rows], Tensor],
-    every: Callable[..., Tensor],
+    every: Callable[..., Iterable[Tensor]],
     reads: Sequence[Tensor],
     layout: Callable[[Tensor], Tensor] = channels_second,
 ) -> Use:
@@ -35,7 +35,7 @@ def gain(
         weight: γ.
         bias: δ.
         normalised: x̂ of the chosen rows (rows, channels).
-        every: x̂ of all rows, shaped like the input, from what it reads.
+        every: x̂ of all rows, in parts that are shaped like those of the input, from what it reads.
         reads: the tensors for that.
         layout: see `Use`.
     """
@@ -43,8 +43,9 @@ def gain(
     def features(rows: Rows) -> DenseFeatures:
         return DenseFeatures(normalised(rows)[..., None], None if bias is None else 1.0)
 
-    def scales(*tensors: Tensor) -> Tensor:
-        return layout(every(*map(exact, tensors))).flatten(0, -2).square()
+    def scales(*tensors: Tensor) -> Iterator[Tensor]:
+        for part in every(*tensors):
+            yield layout(part).square()
 
     def late() -> LateScales:
         return LateScales(scales, reads, 1.0)
@@ -73,8 +74,9 @@ def layer_norm(
         x = rows.take(layout(input))
         return functional.layer_norm(x, x.shape[1:], eps=eps)
 
-    def every(x: Tensor) -> Tensor:
-        return functional.layer_norm(x, normalized_shape, eps=eps)
+    def every(x: Tensor) -> Iterator[Tensor]:
+        for part in in_parts(x, len(normalized_shape)):
+            yield functional.layer_norm(exact(part), normalized_shape, eps=eps)
 
     return gain(weight, bias, normalised, every, [input], layout)
 
@@ -100,8 +102,9 @@ def rms_norm(
         x = rows.take(layout(input))
         return functional.rms_norm(x, x.shape[1:], eps=constant)
 
-    def every(x: Tensor) -> Tensor:
-        return functional.rms_norm(x, normalized_shape, eps=constant)
+    def every(x: Tensor) -> Iterator[Tensor]:
+        for part in in_parts(x, len(normalized_shape)):
+            yield functional.rms_norm(exact(part), normalized_shape, eps=constant)
 
     return gain(weight, None, normalised, every, [input], layout)
 
@@ -128,8 +131,9 @@ def group_norm(
         of_channels = of_rows.repeat_interleave(channels // num_groups, 2)
         return _normalised(rows, input, eps, *of_channels)
 
-    def every(x: Tensor) -> Tensor:
-        return functional.group_norm(x, num_groups, eps=eps)
+    def every(x: Tensor) -> Iterator[Tensor]:
+        for part in in_parts(x):
+            yield functional.group_norm(exact(part), num_groups, eps=eps)
 
     return gain(weight, bias, normalised, every, [input])
 
@@ -176,12 +180,13 @@ def batch_norm(
         known: list[Tensor] = []
     else:
         known = [running_mean, running_var]
+    kept = None if known else _kept_moments(call.result)
+    shifts: list[Tensor] = []  # what the mean that was kept had lost by rounding
 
     def normalised(rows: Rows) -> Tensor:
         if not known:
             last = input.movedim(1, -1)
             choice = {"chosen": rows.places, "rows": rows.count}
-            kept = _kept_moments(call.result)
             pivot = None if kept is None else kept[0]
             found: Tensor | None = (
                 attempt("normalised_rows", last, pivot, **choice, eps=eps)
@@ -190,10 +195,11 @@ def batch_norm(
             )
             if found is not None:
                 return found
-            by_channel = input.flatten(2) if input.dim() > 2 else input[..., None]
+            by_channel = _by_channel(input)
             if kept is not None:
                 mean, reciprocal = kept
                 shift = _parts_mean(by_channel, mean)
+                shifts.append(shift)
                 return rows.take(last).sub_(mean).sub_(shift).mul_(reciprocal)
             moments = _moments(by_channel)
         else:
@@ -201,11 +207,26 @@ def batch_norm(
             moments = mean, torch.zeros_like(mean), variance
         return _normalised(rows, input, eps, *moments)
 
-    def every(x: Tensor, *moments: Tensor) -> Tensor:
-        mean, variance = moments or (None, None)
-        return functional.batch_norm(x, mean, variance, training=not moments, eps=eps)
+    def every(x: Tensor, *moments: Tensor) -> Iterator[Tensor]:
+        if moments:
+            mean, reciprocal = exact(moments[0]), (exact(moments[1]) + eps).rsqrt()
+            shift = torch.zeros_like(mean)
+        elif kept is not None:
+            mean, reciprocal = kept
+            shift = shifts[0] if shifts else _parts_mean(_by_channel(x), mean)
+        else:
+            mean, shift, variance = _moments(_by_channel(x))
+            reciprocal = (variance + eps).rsqrt()
+        own = (slice(None), *(None,) * (x.dim() - 2))
+        for part in in_parts(x):
+            yield (exact(part) - mean[own]).sub_(shift[own]).mul_(reciprocal[own])
 
     return gain(weight, bias, normalised, every, [input, *known])
+
+
+def _by_channel(input: Tensor) -> Tensor:
+    """(batch, channels, positions)."""
+    return input.flatten(2) if input.dim() > 2 else input[..., None]
 
 
 def _normalised(

@@ -23,7 +23,8 @@ def embedding(
     sparse: bool = False,
 ) -> Use:
     """Z = W[token]: one row per token; the padding token is not trained."""
-    refuse_rescaled(scale_grad_by_freq, sparse)
+    if call.trains:
+        refuse_rescaled(scale_grad_by_freq, sparse)
     return look_up(input, weight, padding_idx)
 
 

@@ -150,10 +150,14 @@ class MaxLRScheduler:
             self._reset()
             owners = {id(p): x.path for x in self._network.layers for p in x.parameters}
         self._scaled = ScaledSteps(followed, owners, compensate_decay=compensate_decay)
+        if mode != "monitor":
+            self._scaled.claim()
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         self._handles: list[RemovableHandle] = [
             followed.register_step_pre_hook(Hook(before)),
             followed.register_step_post_hook(Hook(after)),
+            followed.register_state_dict_pre_hook(Hook(self._put_back)),
+            followed.register_load_state_dict_pre_hook(Hook(self._put_back)),
         ]
 
     @property
@@ -173,9 +177,13 @@ class MaxLRScheduler:
             self._held_until = self.step + _HOLD * self._every
             self._reset()
 
+    def _put_back(self, *_: object) -> None:
+        """What an interrupted step has left is not to be saved, nor to be loaded into."""
+        self._scaled.end()
+
     def close(self) -> None:
         """Take the hooks off the optimizer. Can be repeated."""
-        self._scaled.end()
+        self._scaled.close()
         for handle in self._handles:
             handle.remove()
 

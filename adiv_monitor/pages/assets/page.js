@@ -93,7 +93,7 @@
   const [choice, filter, value] = ["heat-measure", "heat-filter", "heat-value"].map(byId);
   const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
   const palettes = data.palettes.map((colours) => colours.map(rgb));
-  const broken = rgb(getComputedStyle(root).getPropertyValue("--broken").trim());
+  const broken = rgb(getComputedStyle(root).getPropertyValue("--not-finite").trim());
   const steps = data.steps.length;
   const unpacked = new Map();
   let shown = data.layers.map((_, i) => i);
@@ -129,15 +129,18 @@
     const height = Math.max(2, Math.min(22, Math.floor(640 / Math.max(shown.length, 1))));
     canvas.style.height = `${height * shown.length}px`;
     label(height);
-    const ordered = chosen.palette === 1;
-    const worse = (ordered && { min: ["worse ", ""], max: ["", " worse"] }[chosen.bad]) || ["", ""];
     byId("heat-reads").textContent = `${chosen.title}: ${chosen.reads}`;
-    byId("heat-health").hidden = ordered;
-    byId("heat-low").textContent = worse[0] + chosen.low;
-    byId("heat-high").textContent = chosen.high + worse[1];
+    all("#heat-legend li").forEach((li) => { li.hidden = !chosen.marks.includes(li.dataset.mark); });
+    byId("heat-low").textContent = chosen.low;
+    byId("heat-high").textContent = chosen.high;
+    const range = byId("heat-range");
+    range.hidden = !chosen.healthy;
+    if (chosen.healthy) {
+      range.style.left = `${100 * chosen.healthy[0]}%`;
+      range.style.right = `${100 * (1 - chosen.healthy[1])}%`;
+    }
     const [first, last] = chosen.span;
     const ramp = colours.slice(first, last + 1);
-    if (ordered && chosen.bad === "max") ramp.reverse();
     const scale = new ImageData(ramp.length, 1);
     ramp.forEach((colour, i) => scale.data.set([...colour, 255], 4 * i));
     byId("heat-colours").width = ramp.length;

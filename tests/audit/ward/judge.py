@@ -26,7 +26,7 @@ from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.mended import Bench
 from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
-from adiv_monitor.audit.trials.mends.rates import rate_name, scale_rate
+from adiv_monitor.audit.trials.mends.rates import FAR_FACTORS, rate_name, scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import compared, plain_losses
 from adiv_monitor.audit.trials.tried import NOT_AMONG_THE_FIRST
@@ -141,7 +141,7 @@ def runs_of(report: AuditReport) -> int:
 
 def changes(bench: Bench, chance: random.Random) -> Iterator[tuple[Change, Trial]]:
     """All mends that apply, in random order, each tried as the audit tries it."""
-    names = sorted(MENDS)
+    names = sorted(MENDS.keys() - set(map(rate_name, FAR_FACTORS)))
     chance.shuffle(names)
     for name in names:
         try:

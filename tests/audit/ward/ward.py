@@ -32,18 +32,26 @@ from audit.ward.cases import CASES, HEALTHY
 from audit.ward.course import course, sweep
 from audit.ward.judge import diagnosed, judge
 from audit.ward.page import page
+from audit.ward.reported import HELD_OUT, REPORTED, SET_BY, TWINS
 from audit.ward.reports import reported
 
 Task = tuple[str, str, int]  # part, name, seed
+BEDS = {**HEALTHY, **CASES}
+OTHERS = {**TWINS, **REPORTED}  # bugs that people report, and the same runs without them
+HALVES = {
+    "all": OTHERS,
+    "set-by": {case.name for case in SET_BY} | {case.twin.name for case in SET_BY},
+}
+HALVES["held-out"] = {case.name for case in HELD_OUT} | {case.twin.name for case in HELD_OUT}
 PARTS = {"sweep": sweep, "course": course, "audit": judge, "names": diagnosed, "reports": reported}
 
 
-def tasks(parts: list[str], only: list[str], seeds: range) -> Iterator[Task]:
-    beds = {**HEALTHY, **CASES}
+def tasks(parts: list[str], only: list[str], seeds: range, half: str | None) -> Iterator[Task]:
+    beds = BEDS if half is None else {name: OTHERS[name] for name in OTHERS if name in HALVES[half]}
     for seed in seeds:
         for part in parts:
             for name in beds:
-                if part == "sweep" and name not in HEALTHY:
+                if part == "sweep" and name in (*CASES, *REPORTED):
                     continue
                 if not only or any(each in name for each in only):
                     yield part, name, seed
@@ -53,7 +61,7 @@ def done(task: Task) -> dict[str, Any]:
     """The row of one task."""
     torch.set_num_threads(1)
     part, name, seed = task
-    bed = {**HEALTHY, **CASES}[name]
+    bed = (BEDS | OTHERS)[name]
     began = time.perf_counter()
     row = PARTS[part](bed, seed)
     seconds = round(time.perf_counter() - began, 2)
@@ -66,11 +74,42 @@ def read(file: Path) -> dict[Task, dict[str, Any]]:
     return {(row["part"], row["name"], row["seed"]): row for row in rows}
 
 
+def table(rows: list[dict[str, Any]], arguments: list[str]) -> str:
+    """What was named of each run, first and at all, with what strength."""
+    lines = ["    python tests/audit/ward/ward.py " + " ".join(arguments), ""]
+    first = named = alarms = well = 0
+    for row in rows:
+        said = [f"{name} ({strength})" for name, strength in row["findings"]]
+        if (case := REPORTED.get(row["name"])) is not None:
+            names = [name for name, _ in row["findings"]]
+            first += names[:1] == [case.expected[0]]
+            named += case.expected[0] in names
+        else:
+            well += 1
+            alarms += any(strength == "act" for _, strength in row["findings"])
+        pays = row.get("advice") and row["advice"]["pays"]
+        lines.append(
+            f"- {row['name']}, seed {row['seed']}: {', '.join(said) or 'nothing'}"
+            + (
+                f"; its first advice {'pays' if pays else 'does not pay'}"
+                if "advice" in row
+                else ""
+            )
+            + (f"; raised {row['raised']}" if "raised" in row else "")
+        )
+    sick = len(rows) - well
+    counts = f"cause first: {first} of {sick}; named: {named} of {sick}; alarms: {alarms} of {well}"
+    return "\n".join([*lines, "", counts])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", default=[], help="names that hold one of these")
+    parser.add_argument(
+        "--reported", choices=HALVES, help="bugs that people report, in their place"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:3])
     parser.add_argument("--rows", type=Path, default=Path("runs/ward.jsonl"))
@@ -78,7 +117,7 @@ def main() -> None:
     given = parser.parse_args()
 
     seeds = range(given.first_seed, given.first_seed + given.seeds)
-    wanted = list(tasks(given.parts, given.only, seeds))
+    wanted = list(tasks(given.parts, given.only, seeds, given.reported))
     rows = read(given.rows)
     given.rows.parent.mkdir(parents=True, exist_ok=True)
     left = [task for task in wanted if task not in rows]
@@ -90,7 +129,9 @@ def main() -> None:
             rows[row["part"], row["name"], row["seed"]] = row
             print(json.dumps(row), file=file, flush=True)
             print(f"{number + 1}/{len(left)} {row['part']} {row['name']} {row['seconds']} s")
-    tell = verdicts.page if given.parts == ["reports"] else page
+    tell = (
+        verdicts.page if given.parts == ["reports"] else page if given.reported is None else table
+    )
     text = tell([rows[task] for task in wanted], sys.argv[1:])
     print(text)
     if given.write is not None:

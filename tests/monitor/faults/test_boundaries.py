@@ -22,12 +22,12 @@ from adiv_monitor.features import registry, uses
 
 HOME = Path(adiv_monitor.__file__).parent
 # What a measured step runs; what only several processes need is not reached here.
-ROOMS = ("capture", "features", "maths", "step", "alignment", "alarms.py", "monitor.py")
+ROOMS = ("rerun", "capture", "features", "maths", "step", "alignment", "alarms.py", "monitor.py")
 ELSEWHERE = {
     *("together.py", "attention_together.py", "rows_together.py", "ranks.py", "wholes.py"),
     *("messages.py", "soundness.py"),
     *("shard_accumulation.py", "collectives.py", "whole_rows.py", "split_calls.py"),
-    *("guard.py", "failures.py"),  # these keep faults away
+    *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     *("slopes.py", "width.py", "width_plot.py"),  # no part of a training
 }
 FILES = sorted(
@@ -43,8 +43,8 @@ GUARDS = {
     "capture/forwards.py": {"__torch_function__", "__call__", "_guarded", "_never"},
     "capture/layers.py": {"guarded"},
     "capture/attention/attention_calls.py": {"_arrives"},
-    "capture/again/again.py": {"detach"},
-    "capture/again/losses.py": {"_guarded"},
+    "capture/realised/rows.py": {"detach"},
+    "capture/realised/losses.py": {"_guarded"},
     "capture/loss_hook.py": {"_guarded"},
     "step/course.py": {"release", "_forget_pending", "closure_then_read"},
     "step/others.py": {"_tell"},
@@ -57,7 +57,7 @@ GUARDS = {
 
 
 def is_guard(boundary: Boundary) -> bool:
-    if Path(boundary.file).name in ("failures.py", "guard.py"):
+    if Path(boundary.file).name in ("failures.py", "guard.py", "thread.py"):
         return True
     if boundary.name in GUARDS.get(boundary.file, ()):
         return True

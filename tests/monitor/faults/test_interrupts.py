@@ -21,9 +21,9 @@ from adiv_monitor import Monitor
 # What puts on and takes off is in these: there more byte codes are tried than elsewhere.
 ARMING = (
     *("monitor.py", "step/course.py", "step/phases.py"),
-    *("capture/guard.py", "capture/hook.py", "capture/eager.py", "capture/forwards.py"),
-    "capture/loss_hook.py",
-    *("capture/capture.py", "capture/accumulation.py", "capture/again/surroundings.py"),
+    *("capture/guard.py", "capture/hook.py", "capture/forwards.py", "capture/loss_hook.py"),
+    *("capture/capture.py", "capture/accumulation.py"),
+    *("rerun/thread.py", "rerun/eager.py", "rerun/surroundings.py"),
 )
 # One in so many is tried, if not the whole; of those one in so many without a `with`, too.
 EVERY_ARMING, EVERY_OTHER, EVERY_ATTACHED = 31, 223, 5
@@ -33,7 +33,7 @@ NAMES = [name for name in SCENARIOS if not name.startswith("function")]
 # pass, or the end of the monitor: where an interrupt leaves a forward, torch calls no hook.
 OF_THREAD = (
     *("function override", "dispatch modes", "gradients", "inference", "autocast"),
-    *("saved tensors", "aside", "replaying"),
+    *("saved tensors", "aside", "rerun"),
 )
 EDGES = [f.__code__ for f in (Monitor.attach, Monitor.__enter__, Monitor.__exit__)]
 # Python swallows what is raised while it collects garbage, which these run in.

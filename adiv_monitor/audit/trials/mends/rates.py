@@ -14,6 +14,7 @@ from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules.remedies import rates_per_layer
 
 FACTORS = (0.01, 0.1, 0.3, 3.0, 10.0, 100.0)
+FAR_FACTORS = tuple(10.0**n for n in range(3, 10))  # where layers stand still
 
 
 def rate_name(factor: float) -> str:
@@ -81,7 +82,7 @@ def _warm_up(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
 MENDS = [
     *(
         Mend(rate_name(factor), f"learning rate × {factor:g}", partial(_rate, factor))
-        for factor in FACTORS
+        for factor in (*FACTORS, *FAR_FACTORS)
     ),
     Mend(
         "rate-per-layer",

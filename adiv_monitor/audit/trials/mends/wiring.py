@@ -13,7 +13,7 @@ from adiv_monitor.diagnosis.record import Record
 def _hold(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
     """Into the first group, with its settings."""
     trainable = [p for p in fork.model.parameters() if p.requires_grad]
-    if not _held_too(fork, trainable):
+    if not hold(fork, trainable):
         raise DoesNotApply("the optimizer holds all trainable parameters")
 
 
@@ -27,10 +27,10 @@ def _unfreeze(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
         raise DoesNotApply("nothing is frozen here")
     for parameter in frozen:
         parameter.requires_grad_(True)
-    _held_too(fork, frozen)
+    hold(fork, frozen)
 
 
-def _held_too(fork: Fork, parameters: Sequence[Tensor]) -> bool:
+def hold(fork: Fork, parameters: Sequence[Tensor]) -> bool:
     """Give the optimizer those that it does not hold yet; whether there were any."""
     groups = fork.optimizer.param_groups
     held = {id(p) for group in groups for p in group["params"]}

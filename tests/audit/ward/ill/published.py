@@ -116,7 +116,7 @@ def _case(
 
 CHECKER, CRIME, TRAINCHECK = "TheDeepChecker", "DeepCrime, in dl-fl-repair", "TrainCheck"
 CIRCLE = "Circle and Blob, in DeepDiagnosis"
-CONSTANT = ("input-ignored", "unreached", "cannot-overfit")
+CONSTANT = ("softmax-of-one", "input-ignored", "unreached", "cannot-overfit")
 SCALES = ("exploding", "bad-initialisation")
 TOO_WIDE = "the initial scale of the weights is what makes the signal grow"
 OUTPUTS = ("saturated-units", "cannot-overfit", "loss-stuck", "dead-units")

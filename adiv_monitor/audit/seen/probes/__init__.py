@@ -1,0 +1,64 @@
+"""Questions to copies of the model, one a file: what was asked, and what came back.
+
+A probe is given the setup and a trained fork, and makes forks of its own. It changes nothing of the
+run, and draws none of its random numbers.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from adiv_monitor.audit.seen.probes import (
+    batch_norm_starved,
+    broadcast_loss,
+    dropout_too_high,
+    gradient_cut,
+    gradient_hooks,
+    hidden_parameters,
+    left_in_eval,
+    no_log,
+    rate_zero,
+    reshape_scrambles,
+    rounded_away,
+    samples_mixed,
+    sequences,
+    softmax_axes,
+    targets_out_of_range,
+)
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Probed
+
+Probe = Callable[[Setup, Fork], Probed]
+
+PROBES: Mapping[str, Probe] = MappingProxyType(
+    {
+        "hidden-parameters": hidden_parameters.ask,
+        "rate-zero": rate_zero.ask,
+        "rounded-away": rounded_away.ask,
+        "gradient-hooks": gradient_hooks.ask,
+        "left-in-eval": left_in_eval.ask,
+        "samples-mixed": samples_mixed.ask,
+        "reshape-scrambles": reshape_scrambles.ask,
+        "gradient-cut": gradient_cut.ask,
+        "future-leak": sequences.future_leak,
+        "broadcast-loss": broadcast_loss.ask,
+        "no-log": no_log.ask,
+        "softmax-of-one": softmax_axes.of_one,
+        "softmax-over-samples": softmax_axes.over_samples,
+        "targets-out-of-range": targets_out_of_range.ask,
+        "target-is-input": sequences.target_is_input,
+        "batch-norm-starved": batch_norm_starved.ask,
+        "dropout-too-high": dropout_too_high.ask,
+    }
+)
+
+
+def asked(setup: Setup, trained: Fork) -> dict[str, Probed]:
+    """What each probe found, by its name; one that fails can't tell."""
+    found = {}
+    for name, probe in PROBES.items():
+        try:
+            found[name] = probe(setup, trained)
+        except Exception as error:  # a copy may not run as it is asked to
+            said = str(error).partition("\n")[0]
+            found[name] = Probed(untold=f"{type(error).__name__}: {said}")
+    return found

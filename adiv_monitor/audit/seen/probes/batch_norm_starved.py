@@ -1,0 +1,41 @@
+"""Are there enough values in each channel of a batch for a batch normalisation?"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+FEW = 4  # the variance's relative error, √(2/(n−1)), is 82 % for four values
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """Samples × places of each channel of the first batch, where they are four or fewer."""
+    fork = setup.fork()
+    found: dict[str, Fact] = {}
+    paths = {module: path for path, module in fork.model.named_modules()}
+
+    def look(module: nn.Module, args: Any) -> None:
+        x = args[0] if args else None
+        if module.training and isinstance(x, Tensor) and x.ndim > 1:
+            values = x.numel() // x.shape[1]
+            ranks = _ranks(module)
+            if values * ranks <= FEW:
+                numbers = {"values": float(values * ranks), "samples": float(len(x))}
+                found[paths[module]] = Fact(paths[module], numbers)
+
+    for module in paths:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.register_forward_pre_hook(look)
+    with seeded(fork.seed), torch.no_grad():
+        fork.loss(fork.model, copied(fork.batches[0]))
+    return Probed(tuple(found.values()))
+
+
+def _ranks(module: nn.Module) -> int:
+    """How many ranks' values are put together."""
+    together = isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if together else 1

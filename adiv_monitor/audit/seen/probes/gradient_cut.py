@@ -1,0 +1,108 @@
+"""Is the gradient cut in front of parameters that the loss depends on?"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.train import held
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """What the gradient is with each cut undone: the cosine with that as it is."""
+    found = cuts(setup.fork())
+    if not found:
+        return Probed()
+    as_it_is = _gradients(setup.fork())
+    fork = setup.fork()
+    undo(fork, found)
+    undone = _gradients(fork)
+    dots = [0.0, 0.0, 0.0]
+    for g, h in zip(as_it_is, undone, strict=True):
+        for i, (a, b) in enumerate(((g, g), (h, h), (g, h))):
+            dots[i] += float((a.double() * b.double()).sum())
+    own, other, between = dots
+    cosine = between / math.sqrt(own * other) if own > 0 and other > 0 else 0.0
+    places = dict.fromkeys(call.place for call in found)
+    return Probed(tuple(Fact(place, {"cosine": cosine}) for place in places))
+
+
+def cuts(fork: Fork) -> list[Call]:
+    """The first function of each cut whose result, or what is made of it, goes to parameters.
+
+    A cut is a `detach()`, a `.data`, or what runs under `torch.no_grad()` though it depends on
+    parameters. What is put beside another way that has a gradient, as in a straight-through
+    estimate, or is compared with outputs, as the target of a twin, goes to none.
+    """
+    without: dict[int, tuple[Call, Tensor]] = {}  # what was cut off, by its id; held
+    found: dict[int, Call] = {}
+
+    def look(call: Call) -> None:
+        made = [x for x in _plain(call.result) if x.is_floating_point()]
+        given = _plain([*call.args, *call.kwargs.values()])
+        before = [without[id(x)][0] for x in given if id(x) in without]
+        if is_cut(call, given):
+            before = before or [call]
+        elif any(x.requires_grad for x in made):
+            if any(x.requires_grad and x.is_leaf for x in given):
+                found.update((origin.number, origin) for origin in before)
+            return
+        for origin in before[:1]:
+            without.update((id(x), (origin, x)) for x in made if not x.requires_grad)
+
+    see_calls(fork, look)
+    return list(found.values())
+
+
+def is_cut(call: Call, given: list[Tensor]) -> bool:
+    """Whether what depends on parameters loses its gradient in this call."""
+    depends = any(x.requires_grad for x in given)
+    return depends and (_detaches(call) or not torch.is_grad_enabled())
+
+
+def _detaches(call: Call) -> bool:
+    return call.name == "detach" or call.function == _DATA
+
+
+def undo(fork: Fork, found: list[Call]) -> None:
+    """From now on nothing is cut there, and if a `no_grad()` was one, in none of them."""
+    numbers = {call.number for call in found}
+    under = not all(map(_detaches, found))
+
+    def change(call: Call) -> Any:
+        if call.number in numbers and _detaches(call):
+            return call.args[0]
+        if under and not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return call.function(*call.args, **call.kwargs)
+        return NotImplemented
+
+    change_calls(fork, change)
+
+
+def _gradients(fork: Fork) -> list[Tensor]:
+    with seeded(fork.seed), torch.enable_grad():
+        fork.loss(fork.model, copied(fork.batches[0])).backward()  # type: ignore[no-untyped-call]
+    return [torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+            for p in held(fork.optimizer)]  # fmt: skip
+
+
+def _plain(value: Any) -> list[Tensor]:
+    """Tensors, also in nested lists."""
+    return list(_flat(value))
+
+
+def _flat(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flat(item)
+    elif isinstance(value, Tensor):
+        yield value

@@ -1,0 +1,77 @@
+"""Are there parameters that work in the forward pass, but are none of the model's?"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.audit.training.train import held
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """Leaves that get a gradient and live on, in an attribute that torch does not look into."""
+    fork = setup.fork()
+    found = hidden(fork)
+    known = sum(p.numel() for p in fork.model.parameters())
+    every = known + sum(p.numel() for p in found.values())
+    facts = [
+        Fact(name, {"share": p.numel() / every}, {"shape": str(tuple(p.shape))})
+        for name, p in found.items()
+    ]
+    return Probed(tuple(facts))
+
+
+def hidden(fork: Fork) -> dict[str, Tensor]:
+    """By the name of the attribute: what gets a gradient, and neither model nor optimizer holds.
+
+    It must lie in an attribute of one of the model's modules, and get a gradient in two passes:
+    inputs that want gradients are others in each.
+    """
+    own = {id(p) for p in (*fork.model.parameters(), *held(fork.optimizer))}
+    reached = [{id(x): x for x in _leaves(fork)} for _ in range(2)]
+    lives = {key: x for key, x in reached[0].items() if key in reached[1] and key not in own}
+    found: dict[str, Tensor] = {}
+    for path, module in fork.model.named_modules():
+        for name, x in _inside(vars(module)):
+            if id(x) in lives and not any(x is other for other in found.values()):
+                found[f"{path}.{name}".lstrip(".")] = x
+    return found
+
+
+def _leaves(fork: Fork) -> Iterator[Tensor]:
+    """The tensors that the backward pass of a batch's loss ends at."""
+    with seeded(fork.seed), torch.enable_grad():
+        loss = fork.loss(fork.model, copied(fork.batches[0]))
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(x := getattr(node, "variable", None), Tensor):
+            yield x
+        left += [before for before, _ in node.next_functions]
+
+
+def _inside(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in plain attributes, by name, also those of modules in lists and dictionaries."""
+    for name, value in attributes.items():
+        if not name.startswith(("_parameters", "_buffers", "_modules")):
+            yield from _tensors(name, value)
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        yield from ((f"{name}.{inner}", p) for inner, p in value.named_parameters())
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _tensors(f"{name}[{i}]", item)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(f"{name}[{key!r}]", item)

@@ -1,0 +1,42 @@
+"""Do normalisations run in evaluation mode with statistics that nothing was ever measured for?"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.setup import Fork, Setup, seeded
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """Batch normalisations in evaluation mode whose mean is 0 and variance 1 to the last bit."""
+    fork = setup.fork()
+    found: dict[str, Fact] = {}
+    paths = {module: path for path, module in fork.model.named_modules()}
+
+    def look(module: nn.Module, args: Any) -> None:
+        if not module.training and _is_unused(module):
+            kind = {"class": type(module).__name__}
+            found.setdefault(paths[module], Fact(paths[module], {"given": 0.0}, kind))
+
+    for module in paths:
+        if isinstance(module, NORMS):
+            module.register_forward_pre_hook(look)
+    with seeded(fork.seed), torch.no_grad():
+        fork.loss(fork.model, copied(fork.batches[0]))
+    if not found and not setup.model.training:
+        for path, module in setup.model.named_modules():
+            if isinstance(module, NORMS) and _is_unused(module):
+                found[path] = Fact(path, {"given": 1.0}, {"class": type(module).__name__})
+    return Probed(tuple(found.values()))
+
+
+def _is_unused(module: nn.Module) -> bool:
+    mean, variance = getattr(module, "running_mean", None), getattr(module, "running_var", None)
+    if mean is None or variance is None:
+        return False
+    return not bool(mean.any()) and bool((variance == 1).all())

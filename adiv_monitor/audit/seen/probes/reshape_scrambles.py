@@ -1,0 +1,77 @@
+"""Does a reshape cut across the axes of what it is given, where a permutation is meant?"""
+
+from itertools import pairwise, permutations
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.seen.calls import Call, see_calls
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+FUNCTIONS = ("view", "reshape", "view_as", "reshape_as", "unflatten", "flatten")
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """Reshapes in which an axis of the result takes parts of several axes of the input."""
+    found: dict[str, Fact] = {}
+
+    def look(call: Call) -> None:
+        if scrambles(call):
+            x = call.args[0]
+            words = {"of": str(tuple(x.shape)), "to": str(tuple(call.result.shape))}
+            sure = sorted(x.shape) == sorted(call.result.shape)
+            found.setdefault(call.place, Fact(call.place, {"permutes": float(sure)}, words))
+
+    with torch.no_grad():
+        see_calls(setup.fork(), look)
+    return Probed(tuple(found.values()))
+
+
+def scrambles(call: Call) -> bool:
+    """Whether a reshape neither splits nor merges axes, but cuts across them."""
+    x, made = call.args[0] if call.args else None, call.result
+    if call.name not in FUNCTIONS or not isinstance(x, Tensor) or not isinstance(made, Tensor):
+        return False
+    return is_cut_across(tuple(x.shape), tuple(made.shape))
+
+
+def is_cut_across(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether, between two cuts that both shapes have, each has one that the other has not."""
+    one, other = _cuts(before), _cuts(after)
+    shared = sorted({0, *one} & {0, *other})
+    for low, high in pairwise(shared):
+        inside = [any(low < cut < high for cut in cuts) for cuts in (one, other)]
+        if all(inside):
+            return True
+    return False
+
+
+def _cuts(shape: tuple[int, ...]) -> list[int]:
+    """Products of the sizes from the left, without those of size 1."""
+    found, product = [1], 1
+    for size in shape:
+        product *= size
+        if size > 1:
+            found.append(product)
+    return found
+
+
+def permuted(x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """The same shape by a permutation, of axes, or of the parts that one axis is split into.
+
+    None: there is none.
+    """
+    fitting = [p for p in permutations(range(x.ndim)) if tuple(x.shape[i] for i in p) == shape]
+    moved = [p for p in fitting if p != tuple(range(x.ndim))]
+    if moved:  # the first keeps the order of axes of equal size
+        return x.permute(moved[0])
+    if x.ndim == 3 and len(shape) == 4:  # (B, T, H·D) → (B, H, T, D)
+        b, t, width = x.shape
+        if shape[0] == b and shape[2] == t and shape[1] * shape[3] == width:
+            return x.reshape(b, t, shape[1], shape[3]).transpose(1, 2)
+    if x.ndim == 4 and len(shape) == 3:  # and back
+        b, heads, t, width = x.shape
+        if shape == (b, t, heads * width):
+            return x.transpose(1, 2).reshape(shape)
+    return None

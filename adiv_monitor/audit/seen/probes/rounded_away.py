@@ -1,0 +1,48 @@
+"""Does a step leave weights of 16 bits as they are, since it is smaller than their last digit?"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.audit.training.train import Watch, held, train
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+STEPS = 3  # the last of which is looked at: the first of Adam is as long as any
+COARSE = (torch.bfloat16, torch.float16)
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """The share of the entries with a gradient that a step leaves equal to the last bit."""
+    fork = replace(setup, steps=min(STEPS, setup.steps)).fork()
+    coarse = [p for p in held(fork.optimizer) if p.dtype in COARSE]
+    if not coarse:
+        return Probed()
+    watch = _Last(coarse)
+    train(fork, watch)
+    if not watch.entries:
+        return Probed(untold="no entry had a gradient")
+    share = watch.equal / watch.entries
+    words = {"dtype": str(coarse[0].dtype).removeprefix("torch.")}
+    return Probed((Fact("", {"share": share}, words),))
+
+
+class _Last(Watch):
+    """Compares the weights before and after each step; the last one's counts stay."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._parameters = parameters
+        self._before: list[Tensor] = []
+        self.equal = self.entries = 0
+
+    def has_gradients(self, step: int, loss: Tensor) -> None:
+        self._before = [p.detach().clone() for p in self._parameters]
+
+    def has_stepped(self, step: int, batch: object) -> None:
+        self.equal = self.entries = 0
+        for p, before in zip(self._parameters, self._before, strict=True):
+            if p.grad is not None:
+                has = p.grad.to_dense() != 0
+                self.entries += int(has.sum())
+                self.equal += int(((p.detach() == before) & has).sum())

@@ -1,0 +1,159 @@
+"""Does what the model predicts for one sample change with another sample's input?"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.seen.calls import Call, see_calls
+from adiv_monitor.audit.seen.inputs import is_input, names_by_place
+from adiv_monitor.audit.training.batches import mapped, size_of, tensors
+from adiv_monitor.audit.training.samples import first
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+SAMPLES = 12  # of a batch, at most
+_BEYOND = 1.2  # times the share of one sample's entries
+_SAME = 1e-5  # of an output's length: rounding
+# Modules that may be told where the samples are.
+ORDERED = (nn.RNNBase, nn.MultiheadAttention)
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """The share of the other samples' outputs that change with the first one's input.
+
+    Normalisations of the batch and dropout are in evaluation mode. Evidence is the first function
+    whose result changes beyond that sample.
+    """
+    batch = _cut(setup)
+    size = size_of(batch)
+    if size < 3:
+        return Probed(untold="a batch of fewer than three samples")
+    shapes = [x.shape for x in tensors(batch) if x.ndim]
+    if any(shape[0] != size for shape in shapes):
+        return Probed(untold="the tensors of a batch are of unlike length: which axis holds the "
+                      "samples is not known")  # fmt: skip
+    own, others = (_passed(setup.fork(), batch, exchange) for exchange in (None, 0))
+    told = _shares(own, others, size)
+    if isinstance(told, str):
+        return Probed(untold=told)
+    share, place = told
+    if share <= _BEYOND / size:
+        return Probed()
+    if _is_independent_along_1(setup, batch):
+        return Probed(untold="samples may lie along the second axis: along it they do not mix")
+    numbers = {"share": share, "independent": 1 / size}
+    is_ordered = any(isinstance(m, ORDERED) and not m.batch_first for m in setup.model.modules())
+    words = {"batch_first": "False"} if is_ordered else {}
+    return Probed((Fact(place, numbers, words),))
+
+
+class _Pass:
+    """What one forward pass gave: the model's outputs, and the results of all calls."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+        self.calls: list[tuple[str, str, Tensor]] = []
+        self.exchanged = False
+
+
+def _cut(setup: Setup) -> Any:
+    """A few samples of the first batch, if the loss can be computed of them."""
+    batch = first(setup.batches[0], SAMPLES)
+    try:
+        with torch.no_grad():
+            see_calls(_still(setup.fork()), lambda call: None, batch)
+    except Exception:  # the batch's size is written into the model
+        return setup.batches[0]
+    return batch
+
+
+def _still(fork: Fork) -> Fork:
+    """Without what mixes samples in training on purpose, or draws by chance."""
+    for module in fork.model.modules():
+        if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
+            module.eval()
+        if isinstance(module, nn.RNNBase):
+            module.dropout = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    return fork
+
+
+def _passed(fork: Fork, batch: Any, exchange: int | None, axis: int = 0) -> _Pass:
+    """One pass, where one sample's inputs may be those of the next one."""
+    seen = _Pass()
+    size = size_of(batch)
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if exchange is None:
+            return None
+        names = names_by_place(module, len(args))
+        given = {**dict(zip(names, args, strict=True)), **kwargs}
+
+        def other(x: Tensor) -> Tensor:
+            if x.ndim <= axis or (axis == 0 and len(x) != size):
+                return x
+            changed = x.clone()
+            changed.select(axis, exchange).copy_(x.select(axis, (exchange + 1) % x.shape[axis]))
+            seen.exchanged |= not torch.equal(x, changed)
+            return changed
+
+        changed = {n: mapped(x, other) if is_input(n) else x for n, x in given.items()}
+        return tuple(changed[n] for n in names), {n: changed[n] for n in kwargs}
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        found = [x.detach() for x in tensors(output) if x.is_floating_point() and x.ndim]
+        seen.outputs += [x.clone() for x in found]
+
+    def look(call: Call) -> None:
+        x = call.result[0] if isinstance(call.result, tuple) else call.result
+        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim and call.path is not None:
+            seen.calls.append((call.name, call.place, x.detach().clone()))
+
+    fork.model.register_forward_pre_hook(before, with_kwargs=True)
+    fork.model.register_forward_hook(after)
+    with torch.no_grad():
+        see_calls(_still(fork), look, batch)
+    return seen
+
+
+def _shares(own: _Pass, others: _Pass, size: int) -> tuple[float, str] | str:
+    """The share of the outputs' entries that change, and where first; or why it can't be told."""
+    if not others.exchanged:
+        return "the samples are alike"
+    fitting = [(x, y) for x, y in zip(own.outputs, others.outputs, strict=False)
+               if x.shape == y.shape and len(x) == size]  # fmt: skip
+    if not fitting or len(own.outputs) != len(others.outputs):
+        return "no output has a part for each sample"
+    if any(x.ndim > 1 and x.shape[1] == size for x, _ in fitting):
+        return "an output has as many columns as samples: it may be of pairs"
+    changed = sum(int(_is_other(x, y).sum()) for x, y in fitting)
+    share = changed / sum(x.numel() for x, _ in fitting)
+    place = ""
+    for (name, where, x), (other, _, y) in zip(own.calls, others.calls, strict=False):
+        if name != other or x.shape != y.shape:
+            break
+        if len(x) == size and x.numel() and _is_other(x, y).float().mean() > _BEYOND / size:
+            place = where
+            break
+    return share, place
+
+
+def _is_other(x: Tensor, y: Tensor) -> Tensor:
+    """Which entries differ by more than rounding."""
+    rms = float(x.float().square().mean().sqrt())
+    return (x - y).abs() > _SAME * max(rms, 1e-12)
+
+
+def _is_independent_along_1(setup: Setup, batch: Any) -> bool:
+    """Whether samples may lie along axis 1 of inputs, outputs and targets, and do not mix there."""
+    shapes = [x.shape for x in tensors(batch) if x.ndim]
+    if any(len(shape) < 2 or shape[1] != shapes[0][1] for shape in shapes):
+        return False
+    own, others = (_passed(setup.fork(), batch, exchange, axis=1) for exchange in (None, 0))
+    pairs = [(x, y) for x, y in zip(own.outputs, others.outputs, strict=False)
+             if x.shape == y.shape and x.ndim > 1 and x.shape[1] == shapes[0][1]]  # fmt: skip
+    return bool(pairs) and all(
+        float(_is_other(x, y).float().mean()) <= _BEYOND / x.shape[1] for x, y in pairs
+    )

@@ -1,0 +1,123 @@
+"""Are the targets of a sequence its own tokens, and does the model see what it shall predict?"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.seen.repeated_loss import RepeatedLoss
+from adiv_monitor.audit.training.batches import mapped, tensors
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+_ALIKE = 0.99  # share of the targets, but for padding and the ends
+_SAME = 1e-5  # of the outputs' length: rounding
+
+
+def target_is_input(setup: Setup, trained: Fork) -> Probed:
+    """Integer targets equal to the inputs, of a model that does not look ahead, the first counted.
+
+    A model that moves the labels on by one itself does not count the first.
+    """
+    batch = setup.batches[0]
+    found = _tokens(batch)
+    if found is None or found[2] != 0:
+        return Probed()
+    tokens, labels, _ = found
+    fork = setup.fork()
+    ahead = looks_ahead(fork, batch, tokens)
+    if ahead is None:
+        return Probed(untold="no output has the places of the inputs")
+    if ahead > _SAME:  # it may give back what it was given on purpose
+        return Probed()
+    again = RepeatedLoss(fork)
+    as_it_is = again.of(batch)
+    other = _with(batch, labels, lambda x: _first_changed(x, tokens))
+    counts = abs(again.of(other) - as_it_is) > 1e-6 * abs(as_it_is)
+    return Probed((Fact("", {"share": 1.0}),) if counts else ())
+
+
+def future_leak(setup: Setup, trained: Fork) -> Probed:
+    """Targets are the inputs moved on by one, and outputs change with the inputs behind them."""
+    batch = setup.batches[0]
+    found = _tokens(batch)
+    if found is None:
+        return Probed()
+    tokens, labels, moved = found
+    fork = setup.fork()
+    if moved == 0:  # the model moves them itself, if it does not count the first
+        again = RepeatedLoss(fork)
+        other = _with(batch, labels, lambda x: _first_changed(x, tokens))
+        if labels is tokens or again.of(other) != again.of(batch):
+            return Probed()
+    ahead = looks_ahead(fork, batch, tokens)
+    if ahead is None:
+        return Probed(untold="no output has the places of the inputs")
+    return Probed((Fact("", {"change": ahead}),) if ahead > _SAME else ())
+
+
+def _tokens(batch: Any) -> tuple[Tensor, Tensor, int] | None:
+    """Tokens, labels and by how many places these are moved on (0 or 1); None: no such targets."""
+    whole = [x for x in tensors(batch) if x.ndim == 2 and x.shape[1] > 2 and _is_integer(x)]
+    for i, tokens in enumerate(whole):
+        if int(tokens.max()) <= 1:
+            continue  # a mask
+        for labels in whole[i + 1 :]:
+            if labels.shape != tokens.shape:
+                continue
+            if _share(labels[:, :-1], tokens[:, 1:]) >= _ALIKE:
+                return tokens, labels, 1
+            if _share(labels, tokens) >= _ALIKE:
+                return tokens, labels, 0
+    return None
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+
+
+def _share(labels: Tensor, tokens: Tensor) -> float:
+    """Of the labels that are no mark to be left out, those that are the tokens."""
+    real = labels >= 0
+    return float((labels == tokens)[real].float().mean()) if bool(real.any()) else 0.0
+
+
+def looks_ahead(fork: Fork, batch: Any, tokens: Tensor) -> float | None:
+    """How far outputs of the first half of the places change when tokens of the second half do.
+
+    Relative to their length; None where no output has the tokens' places.
+    """
+    half = tokens.shape[1] // 2
+    seen: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        fitting = [x for x in tensors(output) if x.is_floating_point() and x.ndim >= 3
+                   and x.shape[:2] == tokens.shape]  # fmt: skip
+        seen.extend(x.detach()[:, :half].clone() for x in fitting[:1])
+
+    def other(x: Tensor) -> Tensor:
+        changed = x.clone()
+        changed[:, half:] = x[:, half:].roll(1, 0) if len(x) > 1 else x[:, half:].flip(1)
+        return changed
+
+    handle = fork.model.register_forward_hook(note)
+    try:
+        RepeatedLoss(fork).of(batch)
+        RepeatedLoss(fork).of(_with(batch, tokens, other))
+    finally:
+        handle.remove()
+    if len(seen) != 2 or not bool(seen[0].any()):
+        return None
+    return float((seen[0] - seen[1]).norm() / seen[0].norm())
+
+
+def _first_changed(labels: Tensor, tokens: Tensor) -> Tensor:
+    """With other first labels, of those that there are."""
+    changed = labels.clone()
+    changed[:, 0] = torch.where(labels[:, 0] == tokens.max(), tokens.min(), tokens.max())
+    return changed
+
+
+def _with(batch: Any, one: Tensor, change: Any) -> Any:
+    """The batch with one of its tensors changed."""
+    return mapped(batch, lambda x: change(x) if x is one else x)

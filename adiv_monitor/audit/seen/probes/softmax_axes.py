@@ -1,0 +1,64 @@
+"""Is a softmax taken over one entry, or over the samples of the batch?"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.seen.calls import Call, see_calls
+from adiv_monitor.audit.training.batches import size_of
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+FUNCTIONS = ("softmax", "log_softmax", "softmin")
+OWN = ("cross_entropy", "binary_cross_entropy_with_logits")  # losses that take one themselves
+
+
+def of_one(setup: Setup, trained: Fork) -> Probed:
+    """Softmaxes of (samples, 1) over the last axis, which give 1 whatever they are given."""
+    samples = size_of(setup.batches[0])
+    return _asked(setup, lambda call: is_of_one(call, samples))
+
+
+def over_samples(setup: Setup, trained: Fork) -> Probed:
+    """Softmaxes of (samples, classes) over the first axis: what a sample gets depends on others."""
+    samples = size_of(setup.batches[0])
+    return _asked(setup, lambda call: is_over_samples(call, samples))
+
+
+def _asked(setup: Setup, is_wrong: Any) -> Probed:
+    found: dict[str, Fact] = {}
+
+    def look(call: Call) -> None:
+        if is_wrong(call):
+            x = call.argument(0, "input")
+            shape = {"shape": str(tuple(x.shape)), "function": call.name}
+            found.setdefault(call.place, Fact(call.place, {}, shape))
+
+    with torch.no_grad():
+        see_calls(setup.fork(), look)
+    return Probed(tuple(found.values()))
+
+
+def is_of_one(call: Call, samples: int) -> bool:
+    """Whether it is a softmax, or a cross-entropy, of one class."""
+    x = call.argument(0, "input")
+    if not isinstance(x, Tensor) or x.ndim != 2 or len(x) != samples or samples < 2:
+        return False
+    if call.name == "cross_entropy":
+        return x.shape[1] == 1
+    return call.name in FUNCTIONS and x.shape[1] == 1 and _axis(call, x) == 1
+
+
+def is_over_samples(call: Call, samples: int) -> bool:
+    """Whether it is a softmax over the samples of several classes."""
+    x = call.argument(0, "input")
+    if call.name not in FUNCTIONS or not isinstance(x, Tensor):
+        return False
+    is_matrix = x.ndim == 2 and len(x) == samples > 1 and x.shape[1] > 1
+    return is_matrix and x.shape[0] != x.shape[1] and _axis(call, x) == 0
+
+
+def _axis(call: Call, x: Tensor) -> int:
+    axis = call.argument(1, "dim")
+    return 1 if axis is None else int(axis) % x.ndim

@@ -1,1 +1,0 @@
-"""Running parts of a step again, unseen by the run: modules as a whole, and forward passes."""

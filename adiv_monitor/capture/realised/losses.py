@@ -1,0 +1,210 @@
+"""What the loss says in the forward passes of a step, of all samples together and of each."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
+
+from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.hook import Hook, ModuleHook, trains
+from adiv_monitor.capture.realised.forward_calls import ForwardCalls, NotRepeatable, tensors_of
+from adiv_monitor.capture.selection import inside_wrappers
+from adiv_monitor.features.rows import exact
+from adiv_monitor.rerun.surroundings import is_rerun
+from adiv_monitor.rerun.thread import ThreadState
+
+# The module that computes the loss in the training loop, or: what a call of the model gave → loss
+LossOf = nn.Module | Callable[[Any], Tensor]
+
+
+@dataclass(eq=False)
+class Loss:
+    """What one call of the loss said.
+
+    Attributes:
+        call: in, or as which of the forward passes.
+        whole: one number: of all samples.
+        samples: (B,); None where only the whole is known.
+        reached: a gradient came back to it.
+    """
+
+    call: int
+    whole: Tensor
+    samples: Tensor | None
+    reached: bool = False
+
+    @classmethod
+    def of(cls, call: int, value: Any, samples: Tensor | None = None) -> "Loss":
+        """A loss as it was given: one number, or one for every sample (B, …).
+
+        Raises:
+            TypeError: it is no tensor.
+        """
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"Monitor(realised=…): the loss gave a {type(value).__name__}, expected a tensor"
+            )
+        whole = exact(value.detach())
+        each = whole if samples is None else exact(samples.detach())
+        if each.dim() > 1:
+            each = each.flatten(1).mean(1)
+        return cls(call, whole.mean(), each if each.dim() else None)
+
+
+class Losses:
+    """Notes what the loss says while a step is taken, and when its forward passes run again.
+
+    Args:
+        loss: the loss.
+        model: whose output it is given, if it is a function.
+        calls: the forward passes; those of a module that computes the loss are noted there too.
+        fail: called with the exception if it can't be read.
+
+    Attributes:
+        refusal: why there is no realised change of the loss.
+    """
+
+    def __init__(
+        self,
+        loss: LossOf,
+        model: nn.Module,
+        calls: ForwardCalls,
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self.refusal = ""
+        self._loss = loss
+        self._model = inside_wrappers(model)
+        self._calls = calls
+        self._fail = fail
+        self._seen: list[Loss] = []
+        self._again: list[Loss] = []
+        self._run = -1  # the number of the call that runs again
+        module = self._loss if isinstance(self._loss, nn.Module) else self._model
+        ended, began = (Hook(self._guarded, body) for body in (self._ended, self._began))
+        self._hooks = [ModuleHook(module, ended, before=False, always=True)]
+        if module is self._loss:
+            self._hooks.append(ModuleHook(module, began, before=True))
+
+    def attach(self) -> None:
+        """Put hooks on; whatever comes of that, `detach` takes them off."""
+        for hook in self._hooks:
+            hook.put_on()
+
+    def detach(self) -> None:
+        """Take them off."""
+        call_all(*(hook.remove for hook in self._hooks))
+
+    @property
+    def needed(self) -> set[int]:
+        """The forward passes to run again: those whose loss made the gradient."""
+        return {loss.call for loss in self._seen if loss.reached}
+
+    def runs_again(self, call: int) -> None:
+        """The next forward pass is this one, once more."""
+        self._run = call
+
+    def change(self) -> tuple[Tensor, Tensor | None]:
+        """Mean change of the loss over its calls, and of every sample, (samples,).
+
+        Raises:
+            NotRepeatable: it was not seen, or not seen again, or can't be.
+        """
+        if self.refusal:
+            raise NotRepeatable(self.refusal)
+        before, after = _by_call(self._seen), _by_call(self._again)
+        pairs: list[tuple[Loss, Loss]] = []
+        for call in sorted(self.needed):
+            if len(before[call]) != len(after[call]):
+                raise NotRepeatable("it was not computed as often when its forward pass ran again")
+            both = zip(before[call], after[call], strict=True)
+            pairs += [(old, new) for old, new in both if old.reached]
+        if not pairs:
+            raise NotRepeatable("no gradient was seen to come from it")
+        whole = torch.stack([new.whole - old.whole for old, new in pairs]).mean()
+        samples = [
+            new.samples - old.samples
+            for old, new in pairs
+            if old.samples is not None and new.samples is not None
+        ]
+        return whole, torch.cat(samples) if len(samples) == len(pairs) else None
+
+    def _began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The loss is called: by the training loop, or within a forward pass."""
+        alone = self._calls.running is None and not is_rerun()
+        if alone and torch.is_grad_enabled() and trains(args):
+            self._begin(module, args, kwargs)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls.begin(module, args, kwargs)
+        if not self._calls.calls[-1].needs:  # of another model
+            self._calls.end(None)
+            self._calls.calls.pop()
+
+    def _ended(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if is_rerun():
+            self._again.append(self._read(self._run, args, kwargs, output))
+            return
+        call = self._calls.running
+        if call is None:
+            return
+        try:
+            if output is not None:
+                self._note(call, args, kwargs, output)
+        finally:
+            if self._calls.calls[call].module is self._loss:
+                self._calls.end(output)
+
+    def _note(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        loss = self._read(call, args, kwargs, output)
+        self._seen.append(loss)
+
+        def reached(gradient: Tensor) -> None:
+            loss.reached = True
+
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._guarded, reached))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _read(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Loss:
+        with torch._C.DisableTorchFunction():
+            if isinstance(self._loss, nn.Module):
+                return Loss.of(call, output, _of_samples(self._loss, args, kwargs))
+            return Loss.of(call, self._loss(output))
+
+    def _guarded(self, action: Callable[..., None], *args: Any) -> None:
+        try:
+            with ThreadState():
+                action(*args)
+        except NotRepeatable as reason:
+            self.refusal = str(reason)
+        except Exception as error:
+            if is_rerun():
+                raise
+            self.refusal = f"{type(error).__name__}: {error}"
+            self._fail(error)
+
+
+def _by_call(losses: list[Loss]) -> dict[int, list[Loss]]:
+    found: dict[int, list[Loss]] = defaultdict(list)
+    for loss in losses:
+        found[loss.call].append(loss)
+    return found
+
+
+def _of_samples(loss: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """What one of torch's losses says of every sample; None of other modules."""
+    if not isinstance(loss, _Loss) or loss.reduction == "none":
+        return None
+    twin = copy.copy(loss)
+    twin.reduction = "none"
+    found: Tensor = twin.forward(*args, **kwargs)
+    return found

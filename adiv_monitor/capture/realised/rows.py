@@ -1,0 +1,200 @@
+"""The rows that were looked at in a step, while its forward passes run again."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from torch import Tensor, nn
+
+from adiv_monitor.capture.capture import Capture
+from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.guard import Guard, call_all
+from adiv_monitor.capture.layer_rows import Chooser
+from adiv_monitor.capture.layers import Layers
+from adiv_monitor.capture.names import Names
+from adiv_monitor.capture.realised.forward_calls import CallPlace, ForwardCalls, NotRepeatable
+from adiv_monitor.capture.realised.losses import Losses
+from adiv_monitor.capture.selection import Layer, Selection
+from adiv_monitor.capture.split_calls import Split
+from adiv_monitor.capture.watching import Watching
+from adiv_monitor.capture.weights.origin import Origin
+from adiv_monitor.capture.weights.pieces import Source
+from adiv_monitor.capture.whole_modules.leftovers import Leftovers
+from adiv_monitor.capture.whole_modules.outputs import Outputs
+from adiv_monitor.features.recurrent import rows_of_maps, uses_of
+from adiv_monitor.features.recurrent_call import RecurrentCall
+from adiv_monitor.features.rows import Rows, joined
+from adiv_monitor.features.uses import Use
+from adiv_monitor.rerun.randomness import Randomness
+from adiv_monitor.rerun.twin import Arguments
+
+# Of each call of a layer: where it was made, and the rows that were looked at.
+Calls = Sequence[tuple[CallPlace | None, Rows]]
+
+
+class _Known(Layers):
+    """The layers that were seen at first, and no others."""
+
+    def _new(self, path: str, use: Use, weight: Source | None, bias: Source | None) -> Layer | None:
+        return None
+
+    def failed(self, path: str, error: Exception) -> None:
+        """It did not fail at first."""
+        raise error
+
+
+class RerunRows:
+    """Sees the layers that another capture has seen, and takes z of some rows. See `Takes`.
+
+    Args:
+        model: the model.
+        selection: of the other.
+        first: the other, which watched the step.
+        wanted: the rows, by layer.
+    """
+
+    def __init__(
+        self, model: nn.Module, selection: Selection, first: Capture, wanted: Mapping[str, Calls]
+    ) -> None:
+        self._running = -1
+        self._wanted = wanted
+        self._rows = {place: rows for calls in wanted.values() for place, rows in calls if place}
+        self._found: dict[CallPlace, Tensor] = {}
+        self._counts: dict[str, Counter[tuple[int, bool]]] = defaultdict(Counter)
+        self._lost: dict[str, str] = {}
+        self._origin = Origin(model, selection.parameters)
+        self._origin.pieces = first.pieces
+        guard = Guard(_raised)
+        self._forwards = Forwards.of(selection, guard, repeated=True)
+        names = Names(model, selection, self._forwards)
+        chooser = Chooser(None, np.random.default_rng(0))
+        self._layers = _Known(names, self._origin, chooser, (), lambda *_: None, guard)
+        self._layers.found = first.layers
+        leftovers = Leftovers(selection, guard)
+        self._watching = Watching(
+            *(selection, self._forwards, self._layers, self._origin, leftovers, self),
+            begins=lambda: None,
+            repeated=True,
+        )
+
+    def attach(self) -> None:
+        """Put the hooks on; whatever comes of that, `detach` takes them off."""
+        self._forwards.watch(self._watching)
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        call_all(self._watching.detach, self._forwards.remove)
+
+    def begin(self, number: int) -> None:
+        """A forward pass begins, with the buffers in place that it will use."""
+        self._running = number
+        self._origin.start()
+
+    @property
+    def forward_passes(self) -> set[int]:
+        """The numbers of those in which wanted rows were."""
+        return {place.call for place in self._rows}
+
+    def gathered(self, path: str, counts: Mapping[tuple[int, bool], int]) -> Tensor:
+        """A layer's rows of z, call after call.
+
+        Args:
+            path: the layer.
+            counts: how often it was called in each of the forward passes at first.
+
+        Raises:
+            NotRepeatable: it was not called as it was at first.
+        """
+        if path in self._lost:
+            raise NotRepeatable(self._lost[path])
+        parts, found = [], self._counts[path]
+        for place, _ in self._wanted[path]:
+            if place is None or (place.recomputed and counts[place[:2]] > 1):
+                raise NotRepeatable("in which forward pass its rows were is not known")
+            if found[place[:2]] != counts[place[:2]]:
+                raise NotRepeatable(
+                    f"called {counts[place[:2]]} times at first and {found[place[:2]]} "
+                    "times when the forward pass ran again"
+                )
+            parts.append(self._found[place])
+        return joined(parts)
+
+    def use(
+        self,
+        use: Use,
+        output: Tensor,
+        known: Layer | str | None = None,
+        *,
+        checked: bool = True,
+        split: Split | None = None,
+        inputs: object = None,
+    ) -> None:
+        """Take z of a use."""
+        layer = self._layers.of(use, known)
+        if layer is not None:
+            self._take(layer, use.layout(output), recomputed=not output.requires_grad)
+
+    def maps(
+        self,
+        made: RecurrentCall,
+        outputs: tuple[Tensor, ...],
+        random: Randomness | None,
+        inputs: object,
+    ) -> list[Tensor]:
+        """Take z of the maps in a recurrent call."""
+        z = rows_of_maps(made, outputs[0].dtype, random)
+        for use in uses_of(made):
+            layer = self._layers.of(use)
+            if layer is not None:
+                self._take(layer, z[use.part], recomputed=not outputs[0].requires_grad)
+        return []
+
+    def whole(
+        self,
+        module: nn.Module,
+        names: list[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        tensors: list[Tensor],
+        inputs: object,
+    ) -> None:
+        """Take z of a module that is measured as a whole."""
+        left = {module.get_parameter(name) for name in names}
+        layers = (x for x in self._layers.found.values() if x.is_through(module))
+        layer = next((x for x in layers if left.issubset(x.parameters)), None)
+        if layer is not None:
+            self._take(layer, outputs.rows(tensors), recomputed=False)
+
+    def _take(self, layer: Layer, z: Tensor, *, recomputed: bool) -> None:
+        """Take rows of z; what checkpointing recomputes runs without gradients here."""
+        key, counts = (self._running, recomputed), self._counts[layer.path]
+        counts[key] += 1
+        place = CallPlace(*key, layer.path, counts[key] - 1)
+        if place not in self._rows:
+            return
+        rows = self._rows[place]
+        if tuple(z.shape[:-1]) == rows.shape:
+            self._found[place] = rows.take(z.detach())
+        else:
+            self._lost[layer.path] = "it had other rows when the forward pass ran again"
+
+
+def _raised(error: Exception) -> None:
+    """No training step runs that it could take down."""
+    raise error
+
+
+def run_again(calls: ForwardCalls, rows: RerunRows, losses: Losses | None) -> None:
+    """Run the forward passes in which wanted rows were, and those of which the loss was made.
+
+    Raises:
+        NotRepeatable: they can't be.
+    """
+    if calls.refusal:
+        raise NotRepeatable(calls.refusal)
+    given: dict[int, list[Tensor]] = {}
+    for number in calls.in_order(rows.forward_passes | (losses.needed if losses else set())):
+        if losses is not None:
+            losses.runs_again(number)
+        given[number] = calls.calls[number].run(given, partial(rows.begin, number))

@@ -1,0 +1,258 @@
+"""Parameters that no rule of a function accounts for, and the modules to measure them through."""
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.capture.forwards import Forward
+from adiv_monitor.capture.guard import call_all
+from adiv_monitor.capture.hook import TensorHook
+from adiv_monitor.capture.processes import processes
+from adiv_monitor.capture.selection import Selection
+from adiv_monitor.capture.whole_modules.graph import leaves_of, nodes_above
+from adiv_monitor.capture.whole_modules.outputs import Outputs
+from adiv_monitor.features.jacobian import JacobianFeatures
+from adiv_monitor.features.rows import Rows, exact, exact_type, to_device
+from adiv_monitor.features.uses import Refused
+from adiv_monitor.rerun.derivatives import pattern, tolerance
+from adiv_monitor.rerun.nested import mapped
+from adiv_monitor.rerun.surroundings import Surroundings
+from adiv_monitor.rerun.twin import Arguments, Twin
+
+
+class Leftovers:
+    """Finds, when a module has run, the parameters in it that are left to be measured through it.
+
+    Those that a function took of which there is no rule, and those that no function was seen to
+    take, though the output is made of them (custom autograd functions). Each goes to the innermost
+    module that ran and holds it, be it further below.
+
+    Args:
+        selection: the parameters to measure.
+        guard: wraps the hooks.
+    """
+
+    def __init__(self, selection: Selection, guard: Callable[..., None]) -> None:
+        self._guard = guard
+        # By id of a parameter, the functions that took it, each with the nodes of what it gave.
+        self._unexplained: dict[int, dict[str, set[Any]]] = {}
+        self._reached: dict[int, str] = {}  # the first of these that a gradient came back to
+        self._hooks: list[TensorHook] = []
+        self._refused: dict[int, str] = {}  # → why it can't be measured through a module
+        self._accounted: set[int] = set()
+        for module in selection.rules:
+            self._accounted |= {id(p) for p in module._parameters.values() if p is not None}
+        self._held = _below(selection)
+        self._claims: dict[int, set[nn.Module]] = defaultdict(set)
+        self._before: dict[int, nn.Parameter] = {}
+
+    def account(self, keys: Iterable[int]) -> None:
+        """A rule describes a use of the parameters of these ids."""
+        self._accounted.update(keys)
+
+    def leave(self, keys: Collection[int], function: str, made: Iterable[Tensor]) -> None:
+        """A function took them, of which there is no rule.
+
+        Args:
+            keys: ids of the parameters.
+            function: the function.
+            made: what it gave. By what has no gradient, as indices have none, nothing is used.
+        """
+        for tensor in made:
+            if tensor.grad_fn is None:
+                continue
+            for key in keys:
+                nodes = self._unexplained.setdefault(key, {}).setdefault(function, set())
+                nodes.add(tensor.grad_fn)
+            hook = partial(self._guard, self._arrive, keys, function)
+            self._hooks.append(TensorHook(tensor, hook))
+            self._hooks[-1].put_on()
+
+    def _arrive(self, keys: Collection[int], function: str, gradient: Tensor) -> None:
+        """A gradient has come back to what a function without a rule made of parameters."""
+        for key in keys:
+            self._reached.setdefault(key, function)
+
+    def release(self) -> None:
+        """Let go of graphs and of copies of parameters: what goes on needs its own alone."""
+        call_all(*(hook.remove for hook in self._hooks))
+        self._hooks.clear()
+        for functions in self._unexplained.values():
+            for nodes in functions.values():
+                nodes.clear()
+        self._before = {}
+
+    def has(self, key: int) -> bool:
+        """Whether a use of this parameter that a gradient reached is not measured in any way."""
+        return self.why(key) is not None
+
+    def why(self, key: int) -> str | None:
+        """Why it is not; None if it is, or was not seen."""
+        if key in self._unexplained and key in self._reached:
+            return (
+                f"it is used by {self._reached[key]}, for which there is no rule, and no module "
+                "that holds it returns what comes of that as rows"
+            )
+        return self._refused.get(key)
+
+    def may_be_in(self, module: nn.Module) -> bool:
+        """Whether there may be any in what a module or those below it hold."""
+        held = self._held[module]
+        return not held <= self._accounted or not held.isdisjoint(self._unexplained)
+
+    def claim(
+        self, module: nn.Module, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> list[str]:
+        """Names, within the module, of the parameters that are to be measured through it."""
+        held = self._held[module] - self._refused.keys()
+        found = held & self._unexplained.keys()
+        if found:  # elsewhere it may never meet a loss, as a distance that only picks an entry
+            nodes = {tensor.grad_fn for tensor in outputs}
+            nodes.update(nodes_above(outputs, {tensor.grad_fn for tensor in inputs}))
+            found = {
+                key
+                for key in found
+                if not nodes.isdisjoint(set[Any]().union(*self._unexplained[key].values()))
+            }
+        hidden = held - self._accounted - found
+        if not self._claims.keys().isdisjoint(hidden):  # by modules inside this one
+            below = set(module.modules()) - {module}
+            hidden = {key for key in hidden if below.isdisjoint(self._claims.get(key, ()))}
+        if hidden:
+            found |= hidden & leaves_of(outputs, inputs)
+        for key in found:
+            self._unexplained.pop(key, None)
+            self._claims[key].add(module)
+        return [name for name, p in module.named_parameters() if id(p) in found] if found else []
+
+    def refuse(self, parameters: Iterable[Tensor], reason: str) -> None:
+        """They can't be measured so."""
+        self._refused |= dict.fromkeys(map(id, parameters), reason)
+
+    def features(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        arguments: Arguments,
+        outputs: Outputs,
+        expected: Tensor,
+        began: Forward,
+        rows: Rows,
+    ) -> JacobianFeatures:
+        """How the chosen rows of z move with the parameters.
+
+        Only those elements of the batch are run again that have chosen rows, where each can be run
+        without the others: nothing is drawn, and the rows come out as they were. Else all are.
+
+        Args:
+            module: the module, whose forward has just run.
+            names: of the parameters.
+            arguments: what the forward got.
+            outputs: what of its output is z.
+            expected: z of the chosen rows (rows, n_total).
+            began: what the forward found.
+            rows: the chosen rows.
+
+        Raises:
+            Refused: the forward can't be repeated, or has no derivatives.
+        """
+        size = sum(module.get_parameter(name).numel() for name in names)
+        tried = pattern(torch.empty(size, dtype=exact_type(expected), device=expected.device))
+        length = float(torch.linalg.vector_norm(expected))
+        if not math.isfinite(length):
+            raise Refused("its output is not finite")
+        if processes() > 1:
+            raise Refused(
+                "no rule describes what it computes, and it is not run again in one of several "
+                "processes, since it may wait for the others; register_features can teach the "
+                "monitor its class"
+            )
+        reason = ""
+        for elements, own in _choices(rows, began.random.is_still(began.random.now())):
+            try:
+                args, kwargs = mapped(arguments, partial(_held, elements, rows.shape[0]), _copied)
+                twin = Twin(
+                    *(module, (args, kwargs), Surroundings(began.random)),
+                    written=began.written,
+                    own=self._before,
+                )
+                run = partial(_run, twin, names, outputs, own)
+                again, _ = run(tried)
+            except Exception as error:
+                reason = f"its forward can't be run again with derivatives: {error}".splitlines()[0]
+                continue
+            away = float(torch.linalg.vector_norm(again - expected))
+            if away <= tolerance(max(twin.precision, outputs.precision)) * length:
+                return JacobianFeatures(partial(_moved, run))
+            reason = (
+                f"its forward, run again, gave another output (off by {away:.2g} of {length:.2g}): "
+                "a hook changes it, or it changes its input or a state that is no buffer, or draws "
+                "from generators that are not torch's"
+            )
+        raise Refused(f"{reason}; register_features can teach the monitor its class")
+
+
+def _below(selection: Selection) -> dict[nn.Module, set[int]]:
+    """By module, ids of the parameters to measure that it or a module below it holds."""
+    held: dict[nn.Module, set[int]] = {}
+    for module in reversed(selection.modules):  # those inside come first
+        own = {id(p) for p in module._parameters.values() if id(p) in selection.places}
+        below = (held.get(child, set()) for child in module._modules.values() if child is not None)
+        held[module] = own.union(*below)
+    return held
+
+
+def _run(
+    twin: Twin, names: Sequence[str], outputs: Outputs, rows: Rows, vector: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The rows of z, and J_Θ(z) ΔΘ of them, for a change of these parameters as one vector."""
+    unit = vector.abs().amax()  # half precision has no numbers as small as changes may be
+    unit = torch.where(unit == 0, 1, unit)
+    moving = {name: twin.parameters[name] for name in names}
+    parts = torch.split(vector / unit, [p.numel() for p in moving.values()])
+    tangents = {n: part.view_as(moving[n]) for n, part in zip(names, parts, strict=True)}
+
+    def call(module: nn.Module, forward: Callable[[], Any]) -> list[Tensor]:
+        with torch._C.DisableTorchFunction():
+            return outputs.of(forward())
+
+    z, moved = (exact(outputs.rows(found)) for found in twin.jvp(moving, tangents, call))
+    return rows.take(z), rows.take(moved) * unit
+
+
+def _moved(run: Callable[[Tensor], tuple[Tensor, Tensor]], vector: Tensor) -> Tensor:
+    return run(vector)[1]
+
+
+def _held(elements: Tensor | None, batch: int, tensor: Tensor) -> Tensor:
+    """A copy of an input; of one for each element of the batch, of these elements."""
+    if elements is None or not tensor.dim() or len(tensor) != batch:
+        return tensor.detach().clone()
+    return tensor.detach().index_select(0, elements.to(tensor.device))
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise TypeError(
+            f"its forward got a {type(value).__name__}, of which no copy can be made"
+        ) from error
+
+
+def _choices(rows: Rows, still: bool) -> Iterator[tuple[Tensor | None, Rows]]:
+    """Elements of the batch to run again, None: all; and where the rows are among theirs."""
+    if still and rows.chosen is not None:
+        elements, place = np.unique(rows.positions[0], return_inverse=True)
+        if len(elements) < rows.shape[0]:
+            shape = len(elements), *rows.shape[1:]
+            chosen = np.ravel_multi_index((place, *rows.positions[1:]), shape)
+            yield to_device(elements, rows.device), Rows(shape, chosen, rows.device)
+    yield None, rows

@@ -1,0 +1,79 @@
+"""Rules about what reaches what: samples that mix, axes that are scrambled, gradients cut."""
+
+from collections.abc import Iterator
+
+from adiv_monitor.diagnosis.course import is_opposed
+from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.rates import suffers
+
+TURNED = 0.99  # cosine of the gradient with that without the cut
+
+
+def samples_mixed(record: Record) -> Iterator[Finding]:
+    """A prediction for one sample that changes with another's input."""
+    for fact in record.found_by("samples-mixed"):
+        share, independent = fact.numbers["share"], fact.numbers["independent"]
+        ordered = "batch_first" in fact.words
+        begins = f"; it begins in {fact.place}" * bool(fact.place)
+        yield Finding(
+            "samples-mixed",
+            (),
+            "act" if suffers(record) else "watch",
+            (Evidence("share of outputs that change with one sample", share, 1.2 * independent,
+                      step=0),),
+            (
+                *((Advice("set batch_first=True, or put the samples along the second axis",
+                          "batch-first"),) if ordered else ()),
+                Advice("look there for a mean, a softmax, attention or a reshape over axis 0"),
+            ),
+            "What the model predicts for one sample changes when another sample's input does "
+            f"({share:.0%} of the outputs){begins}.",
+            "Another learning rate leaves samples mixed.",
+            0,
+            RATES,
+        )  # fmt: skip
+
+
+def reshape_scrambles(record: Record) -> Iterator[Finding]:
+    """Reshapes where axes were to be exchanged."""
+    facts = record.found_by("reshape-scrambles")
+    if facts:
+        of, to = facts[0].words["of"], facts[0].words["to"]
+        sure = facts[0].numbers["permutes"] > 0
+        others = f" So do {len(facts) - 1} more." * (len(facts) > 1)
+        yield Finding(
+            "reshape-scrambles",
+            (),
+            "act" if suffers(record) else "watch",
+            (Evidence("reshapes that cut across axes", len(facts), 0, step=0),),
+            (
+                Advice("exchange axes by permute or transpose; a view or reshape only splits and "
+                       "joins neighbours", "permute"),
+            ),
+            f"{facts[0].place} makes {to} of {of}: its cuts fall across the axes, so that entries "
+            + ("of several places and channels come to lie in one." if sure
+               else "of several places come to lie in one; where that is a shift, it may be meant.")
+            + others,
+            since=0,
+        )  # fmt: skip
+
+
+def gradient_cut(record: Record) -> Iterator[Finding]:
+    """A cut in front of parameters that the loss depends on, beside other ways that are whole."""
+    facts = [f for f in record.found_by("gradient-cut") if f.numbers["cosine"] < TURNED]
+    if not facts or is_opposed(record):
+        return
+    where = ", ".join(fact.place for fact in facts[:3])
+    yield Finding(
+        "gradient-cut",
+        (),
+        "watch",
+        (Evidence("cosine with the gradient without the cut", facts[0].numbers["cosine"], TURNED,
+                  step=0),),
+        (Advice("take off the detach(), .data or torch.no_grad() there, unless it is meant",
+                "uncut"),),
+        f"The gradient is cut in front of parameters that the loss depends on: {where}. What lies "
+        "before them learns nothing by that way.",
+        since=0,
+    )  # fmt: skip

@@ -1,0 +1,162 @@
+"""How what a function gives moves with its parameters: J t for a change t of them."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
+
+T = TypeVar("T")
+Parameters = Mapping[str, Tensor]
+"""By name; a change of them has the same names, but for those that stay."""
+
+
+def jvp(
+    function: Callable[[Parameters], T], parameters: Parameters, tangents: Parameters
+) -> tuple[T, T]:
+    """What a function gives, and J t, by forward-mode derivatives, for which no_grad hides nothing.
+
+    Args:
+        function: of the parameters; gives tensors in any structure.
+        parameters: where.
+        tangents: t.
+
+    Raises:
+        RuntimeError: something that it calls has no forward-mode derivative.
+    """
+    _load_derivatives()
+    with torch.no_grad(), forward_ad.dual_level():
+        found = function({name: _dual(p, tangents.get(name)) for name, p in parameters.items()})
+        return tree_map_only(Tensor, _value, found), tree_map_only(Tensor, _move, found)
+
+
+def jvp_by_gradients(
+    function: Callable[[Parameters], T],
+    parameters: Parameters,
+    tangents: Parameters,
+    precision: float,
+) -> tuple[T, T]:
+    """What a function gives, and J t, by differentiating its backward: of custom functions, too.
+
+    Args:
+        function: see `jvp`.
+        parameters: see `jvp`.
+        tangents: see `jvp`.
+        precision: rounding of the coarsest numbers that the function computes with on the way.
+
+    Raises:
+        RuntimeError: a backward inside can't be differentiated.
+    """
+    # Those hooks of the run, such as checkpointing's, must not see what is saved here.
+    unseen = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.enable_grad(), unseen:
+        leaves = {
+            name: p.detach().requires_grad_(name in tangents) for name, p in parameters.items()
+        }
+        found = function(leaves)
+        made: dict[int, Tensor] = {}
+        tree_map_only(Tensor, lambda x: made.setdefault(id(x), x), found)
+        reached = [x for x in made.values() if x.requires_grad]
+        precision = max([precision, *(torch.finfo(x.dtype).eps for x in reached)])
+        moving = [leaves[name] for name in tangents]
+        moves = pushed_forward(reached, moving, [*tangents.values()], precision)
+    by_id = dict(zip(map(id, reached), moves, strict=True))
+    return (
+        tree_map_only(Tensor, Tensor.detach, found),
+        tree_map_only(Tensor, lambda x: by_id.get(id(x), torch.zeros_like(x)), found),
+    )
+
+
+def pushed_forward(
+    made: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    tangents: Sequence[Tensor],
+    precision: float | None = None,
+) -> list[Tensor]:
+    """J t of what was made of leaves, by two backward passes through its graph, which stays.
+
+    v ↦ Jᵀv is linear, and the derivative of ⟨Jᵀv, t⟩ by v is J t (J. Townsend, "A new trick for
+    calculating Jacobian vector products", 2017). So each function needs a backward pass that is
+    differentiable, which more of them have than a forward-mode derivative.
+
+    Args:
+        made: what was made, with its graph.
+        leaves: what it was made of.
+        tangents: t, of each leaf.
+        precision: see `jvp_by_gradients`; None: that the backward passes were linear in v, as only
+            custom ones may not be, is not looked at, for which the host would wait for the device.
+
+    Raises:
+        RuntimeError: a backward pass can't be differentiated.
+    """
+    still = [torch.zeros_like(x) for x in made]
+    if not made:
+        return still
+    v = [pattern(x).requires_grad_() for x in made]
+    pulled = torch.autograd.grad(made, leaves, v, create_graph=True, allow_unused=True)
+    pairs = zip(pulled, tangents, strict=True)
+    used = [(g, t.to(g)) for g, t in pairs if g is not None]
+    reached = [(g, t) for g, t in used if g.requires_grad]
+    moves = still
+    if reached:
+        gradients, directions = zip(*reached, strict=True)
+        found = torch.autograd.grad(gradients, v, directions, allow_unused=True)
+        moves = [a if b is None else b for a, b in zip(still, found, strict=True)]
+    if precision is not None and used:
+        # What is linear in v is its derivative times v.
+        whole, again = _sums(used), _sums(zip(moves, v, strict=True))
+        if (whole[0] - again[0]).abs() > tolerance(precision) * (whole[1] + again[1]):
+            raise RuntimeError("a custom backward inside can't be differentiated itself")
+    return moves
+
+
+def tolerance(precision: float) -> float:
+    """What rounding may do: matrix products of float32 may be taken in TensorFloat-32."""
+    return 1e-9 if precision < 1e-15 else max(1e-3, 4 * precision)
+
+
+def pattern(like: Tensor) -> Tensor:
+    """Numbers of which none is zero."""
+    numbers = torch.linspace(0.5, 1.5, like.numel(), dtype=like.dtype, device=like.device)
+    return numbers.view(like.shape)
+
+
+def _sums(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Σ ⟨a, b⟩, and the sum of the terms' sizes."""
+    terms = [_at_least_single(a.detach()) * _at_least_single(b.detach()) for a, b in pairs]
+    return torch.stack([torch.stack((t.sum(), t.abs().sum())) for t in terms]).sum(0)
+
+
+def _at_least_single(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _dual(value: Tensor, tangent: Tensor | None) -> Tensor:
+    value = value.detach()
+    if tangent is None:
+        return value
+    dual: Tensor = forward_ad.make_dual(value, tangent.to(value))  # type: ignore[no-untyped-call]
+    return dual
+
+
+def _value(dual: Tensor) -> Tensor:
+    value: Tensor = forward_ad.unpack_dual(dual).primal  # type: ignore[no-untyped-call]
+    return value
+
+
+def _move(dual: Tensor) -> Tensor:
+    value, tangent = forward_ad.unpack_dual(dual)  # type: ignore[no-untyped-call]
+    return torch.zeros_like(value) if tangent is None else tangent
+
+
+@cache
+def _load_derivatives() -> None:
+    """Torch loads some forward-mode derivatives when one is first taken, and may warn of that."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore")
+        forward_ad.make_dual(torch.zeros(1), torch.zeros(1))  # type: ignore[no-untyped-call]

@@ -1,0 +1,102 @@
+"""How torch is set in a thread, to be put back.
+
+The keyboard may interrupt between any two byte codes. A `with` leaves some uncovered: those that
+call what ends it. So whatever is put back can be put back again, and is, where it was interrupted.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+
+class ThreadState:
+    """How torch is set in this thread, to be put back where an interrupt kept a `with` from it.
+
+    As a context: put back if an exception leaves it.
+
+    Args:
+        whole: what autocast is set to is kept where it is off, too: forward passes are repeated in
+            the autocast that they had, and nothing else of ours turns it on.
+    """
+
+    __slots__ = ("_autocast", "_caches", "_dual_level", "_gradients", "_nesting", "_overrides")
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._gradients = torch.is_grad_enabled()
+        self._overrides = torch._C._is_torch_function_enabled()
+        self._dual_level = forward_ad._current_level
+        self._autocast: list[tuple[str, bool, torch.dtype]] | None = None
+        if not whole and not torch._C._is_any_autocast_enabled():
+            return
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in _KINDS
+        ]
+        self._caches = torch.is_autocast_cache_enabled()
+        _, self._nesting = map(_CALL, _NESTING)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Set torch so again; if that is interrupted, it can be done once more."""
+        torch._C._set_grad_enabled(self._gradients)
+        if self._overrides and not torch._C._is_torch_function_enabled():
+            _ENABLED.__exit__(None, None, None)
+        for kind, enabled, dtype in self._autocast or ():
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        if self._autocast is not None:
+            torch.set_autocast_cache_enabled(self._caches)
+            while [*map(_CALL, _NESTING)][1] > self._nesting:  # else what it caches would stay
+                torch.autocast_decrement_nesting()
+        while forward_ad._current_level > self._dual_level:
+            forward_ad.exit_dual_level()  # type: ignore[no-untyped-call]
+
+
+# That torch looks for overrides can be set by nothing but the end of a context in which it doesn't.
+_ENABLED = torch._C.DisableTorchFunction()
+_ENABLED.__enter__()
+_ENABLED.__exit__(None, None, None)
+_KINDS = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
+# How deep contexts of autocast are nested is told by nothing but a change; both in one byte code.
+_NESTING = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+_CALL: Callable[[Callable[[], int]], int] = type(torch.autocast_increment_nesting).__call__
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """The modes of torch functions that are on in this thread, the outermost first."""
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return modes
+
+
+def set_function_modes(wanted: Sequence[TorchFunctionMode]) -> None:
+    """Let these be on, and no others; if that is interrupted, it can be done once more."""
+    modes = function_modes()
+    alike = 0
+    while alike < min(len(modes), len(wanted)) and modes[alike] is wanted[alike]:
+        alike += 1
+    for _ in modes[alike:]:
+        _pop_mode()  # type: ignore[no-untyped-call]
+    for mode in wanted[alike:]:
+        _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def surely(action: Callable[..., object], *args: object) -> None:
+    """Call what may be called again; where it was interrupted, once more."""
+    try:
+        action(*args)
+    except BaseException:
+        action(*args)
+        raise

@@ -1,0 +1,431 @@
+"""Weights that other functions than linear layers use, each against its definition by hand."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn import functional
+
+from adiv_monitor.alignment import Alignment, Probe
+from adiv_monitor.report import AlignmentReading
+
+WIDTH, ROWS = 20, 12
+
+
+class Between(nn.Module):
+    """A function of weights between two linear layers."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **held: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        for name, value in held.items():
+            setattr(self, name, value)
+        self.function = function
+        self.head = nn.LazyLinear(3)
+
+    def before(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.function(self, self.before(x))))
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape) / WIDTH**0.5)
+
+
+def built(function: Callable[[Any, Tensor], Tensor], **held: Any) -> Between:
+    model = Between(function, **held)
+    model(torch.randn(ROWS, 8))
+    return model.double()
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """Move the weights; a copy of the model before that."""
+    before = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.3 * torch.randn_like(p) * p.abs().mean()
+    return before
+
+
+Rows = list[tuple[Tensor, Tensor]]  # of every row: the matrix that it meets, and its features
+
+
+def ratios(before: Rows, after: Rows) -> dict[str, float]:
+    """Row after row: log_n of RMS(W z) / (RMS W · RMS z), each matrix with its own RMS."""
+    n = before[0][1].numel()
+    found = {}
+    pairs = list(zip(before, after, strict=True))
+    for name, term in {
+        "alpha": [(W - W0, z0) for (W0, z0), (W, _) in pairs],
+        "omega": [(W0, z - z0) for (W0, z0), (_, z) in pairs],
+        "u": [(W - W0, z - z0) for (W0, z0), (W, z) in pairs],
+        "cumulative": after,
+    }.items():
+        size = sum((W @ z).square().mean().item() for W, z in term)
+        bound = sum((W.square().mean() * z.square().mean()).item() for W, z in term)
+        found[name] = math.log(size / bound) / (2 * math.log(n))
+    return found
+
+
+def alone(W: Tensor, z: Tensor) -> Rows:
+    """One matrix for all rows."""
+    return [(W, row) for row in z]
+
+
+def heads(model: Any, x: Tensor) -> Rows:
+    """Every row meets all of them: one matrix."""
+    return alone(model.w.mT.flatten(0, 1), x)
+
+
+def stacked(model: Any, x: Tensor) -> Rows:
+    return [(model.w[i].t(), row) for i, rows in enumerate(x.view(2, -1, WIDTH)) for row in rows]
+
+
+def turned(model: Any, x: Tensor) -> Rows:
+    """Every output position of a transposed convolution: what reaches it, by its definition."""
+    w, image, stride = model.w, x.view(2, 4, -1), 2  # (in, out, kernel)
+    length = (image.shape[2] - 1) * stride + w.shape[2]
+    found = []
+    for sample in image:
+        for place in range(length):
+            z = torch.zeros(w.shape[0], w.shape[2], dtype=x.dtype)
+            for tap in range(w.shape[2]):
+                source, rest = divmod(place - tap, stride)
+                if rest == 0 and 0 <= source < image.shape[2]:
+                    z[:, tap] = sample[:, source]
+            found.append((w.permute(1, 0, 2).flatten(1), z.flatten()))
+    return found
+
+
+def recurrent(model: Any, x: Tensor, part: str) -> Rows:
+    """The cells of an LSTM, one time after the other."""
+    rnn, h, c = model.rnn, torch.zeros(1, WIDTH).double(), torch.zeros(1, WIDTH).double()
+    found = []
+    for row in x:
+        found.append(row if part == "input" else h[0])
+        gates = row @ rnn.weight_ih_l0.t() + rnn.bias_ih_l0
+        i, f, g, o = (gates + h @ rnn.weight_hh_l0.t() + rnn.bias_hh_l0).chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+    W = rnn.weight_ih_l0 if part == "input" else rnn.weight_hh_l0
+    return alone(W, torch.stack(found))
+
+
+def standard(w: Tensor, g: Tensor) -> Tensor:
+    return g * (w - w.mean(1, keepdim=True))
+
+
+# Path, the model, every row by hand, fan-in, fan-out.
+CASES: dict[str, tuple[str, Callable[[], Between], Callable[[Any, Tensor], Rows], int, int]] = {
+    "einsum": (
+        "w",
+        lambda: built(lambda m, x: torch.einsum("bn,hnd->bhd", x, m.w), w=weight(4, WIDTH, 6)),
+        heads,
+        WIDTH,
+        24,
+    ),
+    "bmm": (
+        "w",
+        lambda: built(
+            lambda m, x: torch.bmm(x.view(2, -1, WIDTH), m.w).view(ROWS, -1), w=weight(2, WIDTH, 9)
+        ),
+        stacked,
+        WIDTH,
+        9,
+    ),
+    "baddbmm": (
+        "w",
+        lambda: built(
+            lambda m, x: torch.baddbmm(m.b, x.view(2, -1, WIDTH), m.w).view(ROWS, -1),
+            w=weight(2, WIDTH, 9),
+            b=weight(2, 1, 9),
+        ),
+        stacked,
+        WIDTH,
+        9,
+    ),
+    "expanded": (
+        "w",
+        lambda: built(
+            lambda m, x: torch.bmm(x.view(2, -1, WIDTH), m.w.expand(2, -1, -1)).view(ROWS, -1),
+            w=weight(WIDTH, 9),
+        ),
+        lambda m, x: alone(m.w.t(), x),
+        WIDTH,
+        9,
+    ),
+    "on the left": (
+        "w",
+        lambda: built(lambda m, x: (m.w @ x.t()).t(), w=weight(7, WIDTH)),
+        lambda m, x: alone(m.w, x),
+        WIDTH,
+        7,
+    ),
+    "tensordot": (
+        "w",
+        lambda: built(lambda m, x: torch.tensordot(x, m.w, ([1], [0])), w=weight(WIDTH, 7)),
+        lambda m, x: alone(m.w.t(), x),
+        WIDTH,
+        7,
+    ),
+    "bilinear": (
+        "w",
+        lambda: built(lambda m, x: functional.bilinear(x, x[:, :3], m.w), w=weight(5, WIDTH, 3)),
+        lambda m, x: alone(m.w.flatten(1), torch.einsum("bi,bj->bij", x, x[:, :3]).flatten(1)),
+        3 * WIDTH,
+        5,
+    ),
+    "transposed convolution": (
+        "w",
+        lambda: built(
+            lambda m, x: functional.conv_transpose1d(x.view(2, 4, -1), m.w, stride=2).flatten(1),
+            w=weight(4, 6, 5),
+        ),
+        turned,
+        20,
+        6,
+    ),
+    "lstm, input": (
+        "rnn.input_l0",
+        lambda: built(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(WIDTH, WIDTH)),
+        lambda m, x: recurrent(m, x, "input"),
+        WIDTH,
+        4 * WIDTH,
+    ),
+    "lstm, hidden": (
+        "rnn.hidden_l0",
+        lambda: built(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(WIDTH, WIDTH)),
+        lambda m, x: recurrent(m, x, "hidden"),
+        WIDTH,
+        4 * WIDTH,
+    ),
+    "made in the forward pass": (
+        "w",
+        lambda: built(
+            lambda m, x: functional.linear(x, standard(m.w, m.g)),
+            w=weight(7, WIDTH),
+            g=weight(7, 1),
+        ),
+        lambda m, x: alone(standard(m.w, m.g), x),
+        WIDTH,
+        7,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_maps(name: str) -> None:
+    path, build, rows, fan_in, fan_out = CASES[name]
+    torch.manual_seed(2)
+    model, x = build(), torch.randn(ROWS, 8, dtype=torch.float64)
+    alignment = Alignment(model, Probe(x, max_rows=None))
+    before = moved(model)
+    reading = alignment.read()[path]
+    with torch.no_grad():
+        expected = ratios(*(rows(m, m.before(x)) for m in (before, model)))
+    for measure, value in expected.items():
+        assert getattr(reading, measure) == pytest.approx(value, abs=1e-9), measure
+    layer = next(layer for layer in alignment.layers if layer.path == path)
+    assert (layer.fan_in, layer.fan_out, layer.role) == (fan_in, fan_out, "hidden")
+    assert layer.width == fan_in
+    assert "first" in layer.predecessors
+    assert path in alignment.layers[-1].predecessors
+    assert alignment.unmeasured == []
+
+
+TABLES: dict[str, tuple[Callable[[], Between], Callable[[Any], Tensor], int]] = {
+    "added": (
+        lambda: built(lambda m, x: (x.view(2, -1, WIDTH) + m.w).view(ROWS, -1), w=weight(6, WIDTH)),
+        lambda m: m.w.repeat(2, 1),
+        6,
+    ),
+    "added, expanded": (
+        lambda: built(
+            lambda m, x: (x.view(2, -1, WIDTH) + m.w.expand(2, -1, -1)).view(ROWS, -1),
+            w=weight(1, 6, WIDTH),
+        ),
+        lambda m: m.w[0].repeat(2, 1),
+        6,
+    ),
+    "subtracted": (
+        lambda: built(lambda m, x: (x.view(2, -1, WIDTH) - m.w).view(ROWS, -1), w=weight(6, WIDTH)),
+        lambda m: m.w.repeat(2, 1),
+        6,
+    ),
+    "indexed": (
+        lambda: built(lambda m, x: x + m.w[torch.arange(ROWS) % 5], w=weight(5, WIDTH)),
+        lambda m: m.w[torch.arange(ROWS) % 5],
+        5,
+    ),
+    "concatenated": (
+        lambda: built(
+            lambda m, x: torch.cat([m.w.expand(2, -1, -1), x.view(2, -1, WIDTH)], 1).flatten(0, 1),
+            w=weight(1, 3, WIDTH),
+        ),
+        lambda m: m.w[0].repeat(2, 1),
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(name: str) -> None:
+    """A position table is an embedding: its width is that of its rows, not how many it has."""
+    build, outputs, entries = TABLES[name]
+    model, x = build(), torch.randn(ROWS, 8, dtype=torch.float64)
+    alignment = Alignment(model, Probe(x, max_rows=None))
+    before = moved(model)
+    reading: AlignmentReading = alignment.read()["w"]
+    layer = next(layer for layer in alignment.layers if layer.path == "w")
+    assert (layer.kind, layer.role, layer.predecessors) == ("table", "embedding", ())
+    assert (layer.fan_in, layer.fan_out, layer.width) == (entries, WIDTH, WIDTH)
+    assert set(alignment.layers[-1].predecessors) == {"first", "w"}
+    y0, y = outputs(before).detach(), outputs(model).detach()
+    assert reading.rows == len(y)
+    assert reading.output_rms == pytest.approx(y.square().mean().sqrt().item())
+    assert reading.output_change_rms == pytest.approx((y - y0).square().mean().sqrt().item())
+    assert (reading.alpha, reading.omega, reading.u) == (None, None, None)
+
+
+def test_bags_are_tables_too() -> None:
+    tokens, ends = torch.tensor([1, 2, 4, 5, 4]), torch.tensor([0, 3])
+    model = built(lambda m, x: x + m.bag(tokens, ends).sum(0), bag=nn.EmbeddingBag(7, WIDTH))
+    alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
+    moved(model)
+    reading = alignment.read()["bag"]
+    assert (reading.kind, reading.role, reading.fan_in, reading.fan_out) == (
+        *("embedding", "embedding"),
+        *(7, WIDTH),
+    )
+    y = model.bag(tokens, ends)
+    assert reading.output_rms == pytest.approx(y.square().mean().sqrt().item())
+
+
+def test_vectors_are_no_layers_and_known_to_the_layers_that_they_act_on() -> None:
+    model = built(
+        lambda m, x: m.norm(torch.cat([m.token.expand(ROWS, -1), x], 1) * m.gain),
+        token=weight(1, WIDTH),
+        gain=weight(2 * WIDTH),
+        norm=nn.LayerNorm(2 * WIDTH),
+    )
+    alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
+    names = {id(p): name for name, p in model.named_parameters()}
+    acting = {x.path: {names[id(p)] for p in x.entrywise} for x in alignment.layers}
+    assert acting == {
+        "first": {"first.bias", "token", "gain", "norm.weight", "norm.bias"},
+        "head": {"head.bias"},
+    }
+    assert alignment.unmeasured == []
+
+
+class Unrecorded(nn.Module):
+    """What only a forward pass without gradients can do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        np.testing.assert_array_equal(hidden.numpy(), hidden.detach().numpy())
+        self.first.weight.mul_(1.0)
+        assert not torch.is_grad_enabled()
+        return self.head(hidden)
+
+
+def test_the_pass_records_no_gradients() -> None:
+    model = Unrecorded()
+    alignment = Alignment(model, Probe(torch.randn(ROWS, 8)))
+    assert [layer.role for layer in alignment.layers] == ["embedding", "readout"]
+    assert list(alignment.read()) == ["first", "head"]
+
+
+def test_later_kinds_of_layers_leave_the_rows_of_the_first_ones() -> None:
+    """The second linear layer is number 1 of a saved reference point, whatever lies between."""
+    model = built(
+        lambda m, x: torch.einsum("bn,nm->bm", x, m.w) + m.t[torch.arange(ROWS) % 5],
+        w=weight(WIDTH, WIDTH),
+        t=weight(5, WIDTH),
+    )
+    x = torch.randn(ROWS, 8, dtype=torch.float64)
+    state = Alignment(model, Probe(x, max_rows=4, seed=3)).state_dict()["snapshots"][0]
+    chosen = np.sort(np.random.default_rng([3, 1, 0]).choice(ROWS, 4, replace=False))
+    inputs = torch.tanh(model.function(model, model.before(x))).detach()
+    assert list(state["rows"]) == ["first", "w", "t", "head"]
+    torch.testing.assert_close(state["rows"]["head"], inputs[chosen][:, None])
+
+
+def test_saved_reference_points_name_weights_as_the_model_does() -> None:
+    model = nn.Sequential(
+        nn.Linear(8, WIDTH), nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 3))
+    )
+    x = torch.randn(ROWS, 8)
+    state = Alignment(model, Probe(x)).state_dict()["snapshots"][0]
+    assert list(state["weights"]) == ["0.weight", "1.weight"]
+    torch.testing.assert_close(state["weights"]["1.weight"], model[1].weight.detach())
+
+
+def test_a_weight_that_is_made_at_each_call_is_one_layer() -> None:
+    model = built(
+        lambda m, x: functional.linear(torch.tanh(functional.linear(x, m.w * 2)), m.w * 2),
+        w=weight(WIDTH, WIDTH),
+    )
+    alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
+    assert [layer.path for layer in alignment.layers] == ["first", "w", "head"]
+    assert alignment.read()["w"].rows == 2 * ROWS
+
+
+def test_what_can_not_be_measured_is_named_with_the_reason() -> None:
+    model = built(
+        lambda m, x: m.linear(x) + m.bag(torch.tensor([[1, 2]])),
+        linear=nn.Linear(WIDTH, WIDTH),
+        bag=nn.EmbeddingBag(5, WIDTH, mode="max"),
+    )
+    alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
+    assert alignment.unmeasured == ["bag.weight"]
+    assert "mode='max'" in alignment.refused["bag.weight"]
+    mapped = built(lambda m, x: vmap(m.linear)(x), linear=nn.Linear(WIDTH, WIDTH))
+    alignment = Alignment(mapped, Probe(torch.randn(ROWS, 8).double()))
+    assert alignment.unmeasured == ["linear.weight"]
+    assert "torch.func" in alignment.refused["linear.weight"]
+
+
+def test_gradients_that_rules_refuse_are_none_of_a_probes_business() -> None:
+    model = built(
+        lambda m, x: x + m.table(torch.arange(ROWS) % 5), table=nn.Embedding(5, WIDTH, sparse=True)
+    )
+    alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
+    assert alignment.unmeasured == []
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
+def test_experts_whose_rows_are_routed_anew_tell_no_change() -> None:
+    ends = torch.tensor([4, 12], dtype=torch.int32)
+
+    def routed(m: Any, x: Tensor) -> Tensor:
+        wide = functional.pad(x, (0, 12)).bfloat16()
+        return torch._grouped_mm(wide, m.w.bfloat16(), offs=ends).to(x)
+
+    model = built(routed, w=weight(2, 32, 48))
+    alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
+    moved(model)
+    reading = alignment.read()["w"]
+    assert (reading.kind, reading.fan_in, reading.fan_out) == ("experts", 32, 48)
+    assert (reading.alpha, reading.omega, reading.u) == (None, None, None)
+    assert reading.output_change_rms is None
+    assert reading.cumulative is not None
+
+
+def test_what_a_layer_was_asked_for_by_its_slot_it_tells_itself() -> None:
+    layer = Alignment(built(lambda m, x: x), Probe(torch.randn(2, 8).double())).layers[0]
+    with pytest.warns(DeprecationWarning, match="slot is deprecated"):
+        slot = layer.slot
+    assert (slot.kind, slot.fan_in, slot.fan_out) == ("linear", 8, WIDTH)

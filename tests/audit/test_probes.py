@@ -1,0 +1,298 @@
+"""What is asked of copies: each bug is named where it is planted, and not in its fixed twin."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from audit.ward.reported import HELD_OUT, REPORTED, SET_BY, TWINS
+from audit.ward.run import Case, Healthy
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+from trial_setups import batches, loss, mlp, setup
+
+from adiv_monitor.audit.audit import audit
+from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.seen.observe import observe
+from adiv_monitor.audit.seen.probes import PROBES, asked
+from adiv_monitor.audit.seen.probes.reshape_scrambles import is_cut_across, permuted
+from adiv_monitor.audit.seen.wiring import input_matters
+from adiv_monitor.audit.training.schedulers import lifted
+from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.training.train import train
+from adiv_monitor.diagnosis import diagnose
+from adiv_monitor.diagnosis.finding import Finding
+from adiv_monitor.diagnosis.record import Probed, Record
+
+STEPS = 16
+BY_PROBES = [case for case in (*SET_BY, *HELD_OUT) if case.expected[0] in PROBES]
+
+
+def looked_at(bed: Case | Healthy) -> Record:
+    """A short run, of which nothing is tried."""
+    return observe(bed.build(0).setup(STEPS, 0), every_n_steps=8)
+
+
+def found(bed: Case | Healthy) -> dict[str, Finding]:
+    return {finding.name: finding for finding in diagnose(looked_at(bed))}
+
+
+@pytest.mark.parametrize("case", BY_PROBES, ids=lambda case: case.name)
+def test_a_planted_bug_is_named(case: Case) -> None:
+    assert case.expected[0] in found(case)
+
+
+@pytest.mark.parametrize("twin", TWINS.values(), ids=lambda twin: twin.name)
+def test_of_a_fixed_twin_no_probe_says_anything(twin: Healthy) -> None:
+    record = looked_at(twin)
+    assert not found(twin).keys() & PROBES.keys()
+    assert set(record.probed) == set(PROBES)
+
+
+def test_every_probe_has_a_planted_bug_on_each_side() -> None:
+    for half in (SET_BY, HELD_OUT):
+        assert {case.expected[0] for case in half} >= PROBES.keys() - {"left-in-eval"}
+    assert {case.twin.name for case in REPORTED.values()} == TWINS.keys()
+
+
+def test_probes_change_nothing_and_draw_nothing() -> None:
+    model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.9), nn.Linear(16, 3))
+    seen: list[float] = []
+    model[0].weight.register_hook(lambda g: seen.append(float(g.sum())) or 1e-6 * g)  # type: ignore[no-untyped-call, func-returns-value]
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    of = setup(model=model)
+    chance = torch.get_rng_state()
+    told = asked(of, of.fork())
+    assert torch.equal(chance, torch.get_rng_state())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters()) and seen == []
+    assert told["gradient-hooks"].facts and told["dropout-too-high"].facts
+    assert asked(of, of.fork()) == told
+
+
+def test_a_probe_that_fails_can_not_tell() -> None:
+    def failing(model: nn.Module, batch: object) -> Tensor:
+        raise RuntimeError("no such batch")
+
+    of = setup(loss=failing)
+    told = asked(of, of.fork())
+    assert told["dropout-too-high"].untold == "RuntimeError: no such batch"
+    assert not any(probed.facts for probed in told.values())
+
+
+# Samples and axes
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "across"),
+    [((8, 4, 5, 3), (8, 3, 4, 5), True), ((8, 6, 12), (8, 3, 6, 4), True),
+     ((8, 3, 6, 4), (8, 6, 12), True), ((8, 6, 12), (8, 12, 6), True), ((8, 12), (12, 8), True),
+     ((8, 6, 12), (8, 6, 3, 4), False), ((8, 6, 12), (48, 12), False),
+     ((8, 3, 32, 32), (8, 3, 8, 4, 8, 4), False), ((2, 4, 4, 7, 7, 9), (32, 49, 9), False),
+     ((16, 1, 5), (16, 5), False), ((8, 6, 12), (8, 72), False), ((8, 1, 6), (8, 6, 1), False)],
+)  # fmt: skip
+def test_a_reshape_cuts_across_axes_or_splits_and_joins_them(
+    before: tuple[int, ...], after: tuple[int, ...], across: bool
+) -> None:
+    assert is_cut_across(before, after) is across
+    if (
+        across
+        and (found := permuted(torch.arange(float(math.prod(before))).reshape(before), after))
+        is not None
+    ):
+        assert tuple(found.shape) == after
+
+
+class Twins(nn.Module):
+    """Two views, one of which is held still, and a predictor of the one from the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.predict = nn.Linear(12, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.body(x), self.body(x.flip(1))
+        return -torch.cosine_similarity(self.predict(one), other.detach()).mean()
+
+
+class StraightThrough(nn.Module):
+    """Rounds, and passes the gradient on as if it had not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(12, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encode(x)
+        return self.decode(z + (z.round() - z).detach())
+
+
+class Taught(nn.Module):
+    """A teacher that gets no gradient, whose outputs are the targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.student = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+        return (self.student(x) - target).square().mean()
+
+
+def of_output(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "of"), [(Twins, of_output), (StraightThrough, loss), (Taught, of_output)]
+)
+def test_gradients_that_are_stopped_on_purpose_are_left_alone(model: Any, of: Any) -> None:
+    assert not asked_one("gradient-cut", setup(model=model(), loss=of)).facts
+
+
+def asked_one(name: str, of: Setup) -> Probed:
+    return PROBES[name](of, of.fork())
+
+
+def test_samples_may_lie_along_the_second_axis() -> None:
+    """Then the outputs at later times change with the first ones: that is no fault."""
+    x = torch.randn(7, 5, 12)
+
+    class Times(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.head = nn.GRU(12, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.gru(x)[0])
+
+    def by_place(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    of = setup(model=Times(), loss=by_place, batches=((x, torch.randint(3, (7, 5))),))
+    told = asked_one("samples-mixed", of)
+    assert not told.facts and "second axis" in told.untold
+
+
+def test_outputs_of_pairs_can_not_be_told_to_mix_samples() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) @ self.layer(x.flip(1)).T
+
+    def contrastive(model: nn.Module, batch: Any) -> Tensor:
+        z = model(batch[0])
+        return nn.functional.cross_entropy(z, torch.arange(len(z)))
+
+    told = asked_one("samples-mixed", setup(model=Pairs(), loss=contrastive))
+    assert not told.facts and "pairs" in told.untold
+
+
+# Learning rates
+
+
+def scheduled(factor: Any) -> SGD:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.scheduler = LambdaLR(optimizer, factor)  # type: ignore[attr-defined]
+    return optimizer
+
+
+def test_a_warm_up_from_zero_is_told_from_a_schedule_that_stays_there() -> None:
+    rises, stays = scheduled(lambda step: step / 10), scheduled(lambda step: step // 1000)
+    assert lifted(rises, 20) == {0} and lifted(stays, 20) == set()
+    assert rises.param_groups[0]["lr"] == 0 and rises.scheduler.last_epoch == 0  # type: ignore[attr-defined]
+
+
+def test_what_a_warm_up_raises_from_zero_is_trained_at_its_initial_rate() -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    kept = LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+    of = setup(model=model, optimizer=optimizer)
+    assert [group["lr"] for group in of.fork().optimizer.param_groups] == [0.1]
+    record = observe(of, every_n_steps=6)
+    assert not record.found_by("rate-zero")
+    assert any("`initial_lr`" in note for note in record.notes)
+    del kept
+
+
+def test_where_layers_stand_still_rates_are_swept_by_decades() -> None:
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-7)
+
+    report = audit(
+        *(mlp(), batches(20)), loss=loss, optimizer=adamw, steps=40, what_if=False,
+        try_seconds=math.inf,
+    )  # fmt: skip
+    first = report.findings[0]
+    assert (first.name, first.strength) == ("rate-too-low", "act")
+    best = min(report.record.rates.values(), key=lambda trial: trial.loss)
+    assert best.mend == first.advice[0].mend and best.loss < 0.7 * best.loss_without
+    assert max(report.record.rates) >= 1e4
+    usual = audit(*(mlp(), batches(20)), loss=loss, steps=40, what_if=False, try_seconds=math.inf)
+    assert max(usual.record.rates) <= 100
+
+
+# The loss and the outputs
+
+
+class Loses(nn.Module):
+    """Gives the loss itself: of pairs, whose order says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        return (z - z.mean(0)).square().mean()
+
+
+def test_of_a_model_that_gives_its_loss_it_can_not_be_told_whether_inputs_matter() -> None:
+    of = setup(model=Loses(), loss=lambda model, batch: model(batch[0]))
+    assert math.isnan(input_matters(of.fork(), list(of.batches[:2])))
+    assert "input-ignored" not in {f.name for f in diagnose(observe(of, every_n_steps=6))}
+
+
+def test_a_loss_with_a_term_of_the_wrong_sign_has_no_lowest_value() -> None:
+    def subtracted(model: nn.Module, batch: Any) -> Tensor:
+        return 100 * loss(model, batch) - model(batch[0]).square().sum()
+
+    report = audit(mlp(), batches(20), loss=subtracted, steps=60, what_if=False, optimizer=adam)
+    first, *others = report.findings
+    assert (first.name, first.strength) == ("unbounded-loss", "act")
+    assert not {"target-scale", "rate-too-low"} & {f.name for f in others}
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.03)
+
+
+# Calls
+
+
+def test_calls_are_told_with_their_place_and_can_be_changed() -> None:
+    of = setup(model=nn.Sequential(nn.Linear(12, 3), nn.Tanh()))
+    calls: list[Call] = []
+    plain = float(see_calls(of.fork(), calls.append).detach())
+    assert [(c.name, c.path) for c in calls if c.path] == [("linear", "0"), ("tanh", "1")]
+    last = next(c for c in calls if c.name == "cross_entropy")
+    assert last.path is None and last.place.startswith("cross_entropy (trial_setups.py:")
+    fork = of.fork()
+    change_calls(fork, lambda c: c.args[0] if c.name == "tanh" else NotImplemented)
+    changed = float(see_calls(fork, lambda call: None).detach())
+    x, y = of.batches[0]
+    numbers: list[tuple[int, str]] = []
+    other = of.fork()
+    change_calls(other, lambda c: numbers.append((c.number, c.name)) or NotImplemented)
+    train(replace(other, batches=other.batches[:1]))
+    assert numbers == [(c.number, c.name) for c in calls]
+    assert plain == float(loss(of.model, (x, y)).detach())
+    assert changed == float(loss(of.model[0], (x, y)).detach()) != plain  # type: ignore[index]
