@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -68,20 +68,30 @@ def _run(rank: int, work: Callable[..., None], *args: Any) -> None:
     os._exit(0)
 
 
-def found_by(work: Callable[[int, int, str], None], folder: Path) -> dict[int, list[Any]]:
-    """What two processes, and four, left in `<rank>.pt`: by their number and rank.
+class FoundBy(dict[int, list[Any]]):
+    """What processes left in `<rank>.pt`, by their number and rank: so many run when asked for.
 
     Args:
         work: (rank, how many, folder), what each of them does.
         folder: an empty one.
     """
-    found = {}
-    for world in (2, 4):
-        place = folder / str(world)
+
+    def __init__(self, work: Callable[[int, int, str], None], folder: Path) -> None:
+        self._work, self._folder = work, folder
+
+    def __missing__(self, world: int) -> list[Any]:
+        place = self._folder / str(world)
+        assert not place.exists(), "they failed: see the first test that asked for them"
         place.mkdir()
-        run_in(world, work, world, str(place))
-        found[world] = [torch.load(place / f"{r}.pt", weights_only=False) for r in range(world)]
-    return found
+        run_in(world, self._work, world, str(place))
+        self[world] = [torch.load(place / f"{r}.pt", weights_only=False) for r in range(world)]
+        return self[world]
+
+
+def by_processes(worlds: Mapping[str, int]) -> list[Any]:
+    """Names of cases, where so many processes train: more than two are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=[slow] * (world > 2)) for name, world in worlds.items()]
 
 
 def _read(told: Path) -> int:

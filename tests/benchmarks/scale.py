@@ -35,7 +35,7 @@ from write_up import heading, parser, table, write
 
 sys.path.append(str(Path(__file__).parents[1]))  # where processes are made
 
-from processes import found_by, meet
+from processes import FoundBy, meet
 
 from adiv_monitor import Monitor
 from adiv_monitor.step import assembly, collectives
@@ -334,7 +334,8 @@ def _in_parts(model: nn.Module) -> nn.Module:
 def several() -> tuple[list[list[object]], list[list[object]]]:
     """Bytes that travel, modelled and counted; and how long the first process takes over them."""
     with tempfile.TemporaryDirectory() as folder:
-        found = found_by(_work, Path(folder))
+        here = FoundBy(_work, Path(folder))
+        found = {world: here[world] for world in (2, 4)}
     rows: list[list[object]] = []
     for width, world in product(WIDTHS, (2, 4)):
         _, gathered, joined = found[world][1][width]

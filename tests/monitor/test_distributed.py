@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_same, found_by, loss_of, make, meet, patient, written
+from processes import FoundBy, assert_same, loss_of, make, meet, patient, written
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -121,7 +121,7 @@ def work(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
     """What the processes found, by their number and rank."""
-    return found_by(work, tmp_path_factory.mktemp("processes"))
+    return FoundBy(work, tmp_path_factory.mktemp("processes"))
 
 
 @patient()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from adiv_layers import AffineLikeLinear
-from processes import assert_same, found_by, loss_of, make, meet, patient, written
+from processes import FoundBy, assert_same, by_processes, loss_of, make, meet, patient, written
 from torch import Tensor, nn
 
 from adiv_monitor import Monitor
@@ -142,10 +142,10 @@ def work(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
     """What the processes found, by their number and rank."""
-    return found_by(work, tmp_path_factory.mktemp("processes"))
+    return FoundBy(work, tmp_path_factory.mktemp("processes"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_processes({name: len(c.parts) for name, c in CASES.items()}))
 def test_the_report_is_that_of_one_process_with_all_of_it(
     name: str, found: dict[int, list[Found]]
 ) -> None:

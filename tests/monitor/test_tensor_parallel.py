@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_same, found_by, meet, patient, written
+from processes import FoundBy, assert_same, by_processes, meet, patient, written
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -454,10 +454,10 @@ def work(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
     """What the processes found, by their number and rank."""
-    return found_by(work, tmp_path_factory.mktemp("processes"))
+    return FoundBy(work, tmp_path_factory.mktemp("processes"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_processes({name: c.world for name, c in CASES.items()}))
 def test_the_report_is_that_of_one_process_with_all_of_it(
     name: str, found: dict[int, list[Found]]
 ) -> None:
@@ -654,6 +654,7 @@ def test_no_gradient_is_put_together_by_one_alone(
         assert report.unsupported.keys() == missing
 
 
+@pytest.mark.slow
 def test_a_group_with_nothing_to_put_together_keeps_no_other_from_it(
     found: dict[int, list[Found]],
 ) -> None:

@@ -26,7 +26,7 @@ ARMING = (
     *("rerun/thread.py", "rerun/eager.py", "rerun/surroundings.py"),
 )
 # One in so many is tried, if not the whole; of those one in so many without a `with`, too.
-EVERY_ARMING, EVERY_OTHER, EVERY_ATTACHED = 31, 223, 5
+EVERY_ARMING, EVERY_OTHER, EVERY_ATTACHED = 61, 401, 5
 NAMES = [name for name in SCENARIOS if not name.startswith("function")]
 
 # These are as they were after every interrupt. A mode of functions may stay until the next forward
