@@ -8,6 +8,7 @@ from adiv_monitor.diagnosis.finding import STRENGTHS, Advice, Finding, unrefuted
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules import (
     code,
+    data,
     initialisation,
     inputs,
     interference,
@@ -50,16 +51,20 @@ RULES: tuple[Rule, ...] = (
     loss.unbounded,
     wiring.frozen,
     numbers.non_finite_from_the_start,
+    data.same_batch,
+    data.unshuffled,
     inputs.input_scale,
     inputs.input_mean,
     inputs.row_spread,
     inputs.target_scale,
     code.batch_norm_starved,
     code.dropout_too_high,
+    data.one_sided_weights,
     initialisation.bad_initialisation,
     wiring.input_lost,
     initialisation.vanishing,
     initialisation.exploding,
+    data.bounded_logits,
     rates.uneven_rates,
     optimizer.decay_fights,
     optimizer.projection_fights,
@@ -87,7 +92,7 @@ CAUSES = frozenset(
         *("not-held", "hidden-parameters", "unreached", "rate-zero", "rounded-away"),
         *("gradient-hooks", "left-in-eval", "double-softmax", "activated-logits"),
         *("future-leak", "broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
-        *("samples-mixed", "reshape-scrambles", "gradient-cut"),
+        *("samples-mixed", "reshape-scrambles", "gradient-cut", "bounded-logits"),
         *("targets-out-of-range", "target-is-input", "unbounded-loss"),
     }
 )

@@ -13,7 +13,7 @@ WIRING = frozenset(
     {
         *("not-held", "unreached", "frozen", "input-ignored"),
         *("hidden-parameters", "rate-zero", "broadcast-loss", "softmax-of-one", "no-log"),
-        *("future-leak", "target-is-input", "softmax-over-samples"),
+        *("future-leak", "target-is-input", "softmax-over-samples", "same-batch", "unshuffled"),
     }
 )
 # Facts whose harm depends: to be watched, unless the run suffers, or a fix of theirs helps and
@@ -26,6 +26,8 @@ IF_A_FIX_HELPS: Mapping[str, float] = MappingProxyType(
         "batch-norm-starved": 1.0,
         "dropout-too-high": 0.5,
         "targets-out-of-range": 1.0,
+        "one-sided-weights": 1.0,
+        "bounded-logits": 1.0,
         "samples-mixed": 1.0,
         "reshape-scrambles": 1.0,
         "gradient-cut": 0.95,

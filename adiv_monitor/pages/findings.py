@@ -85,7 +85,7 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
     (
         "Inputs",
         "Are they of a suitable scale, centred, and rows of like length?",
-        ("input-scale", "input-mean", "row-spread"),
+        ("input-scale", "input-mean", "row-spread", "same-batch", "unshuffled"),
         _of_inputs,
     ),
     (
@@ -100,14 +100,14 @@ _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] =
         (
             *("double-softmax", "activated-logits", "target-scale", "unbounded-loss"),
             *("broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
-            *("targets-out-of-range", "target-is-input", "future-leak"),
+            *("targets-out-of-range", "target-is-input", "future-leak", "bounded-logits"),
         ),
         _of_loss,
     ),
     (
         "Initialisation and depth",
         "Do gradients vanish or explode on their way through the layers?",
-        ("bad-initialisation", "vanishing", "exploding"),
+        ("bad-initialisation", "one-sided-weights", "vanishing", "exploding"),
         _always,
     ),
     (

@@ -96,6 +96,10 @@ HITS = {
     "gradient-hooks": probed("gradient-hooks", ratio=0.001, cosine=1.0, losses=STILL),
     "samples-mixed": probed("samples-mixed", share=0.9, independent=0.1, losses=STILL),
     "reshape-scrambles": probed("reshape-scrambles", permutes=1.0, losses=STILL),
+    "same-batch": probed("same-batch", different=1.0, batches=60.0),
+    "unshuffled": probed("unshuffled", ratio=0.1, z=-20.0),
+    "one-sided-weights": probed("one-sided-weights", share=0.87, losses=STILL),
+    "bounded-logits": probed("bounded-logits", share=1.0, classes=10.0, floor=0.8, losses=STILL),
     "broadcast-loss": probed("broadcast-loss", times=64.0),
     "no-log": probed("no-log"),
     "softmax-of-one": probed("softmax-of-one"),
@@ -146,6 +150,7 @@ NEAR_MISSES = {
     "rounded-away": probed("rounded-away", share=0.45),
     "targets-out-of-range": probed("targets-out-of-range", share=0.005),
     "gradient-cut": probed("gradient-cut", cosine=0.995),
+    "unshuffled": probed("unshuffled", ratio=0.85, z=-20.0),
     "gradient-hooks": probed("gradient-hooks", ratio=0.2, cosine=0.95),
 }
 

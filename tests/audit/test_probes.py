@@ -17,8 +17,9 @@ from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
 from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.audit.seen.probes import PROBES, asked
-from adiv_monitor.audit.seen.probes.reshape_scrambles import is_cut_across, permuted
+from adiv_monitor.audit.seen.probes.reshape_scrambles import is_cut_across, permuted, takes_parts
 from adiv_monitor.audit.seen.wiring import input_matters
+from adiv_monitor.audit.training.batches import taken
 from adiv_monitor.audit.training.schedulers import lifted
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
@@ -79,7 +80,8 @@ def test_a_probe_that_fails_can_not_tell() -> None:
     of = setup(loss=failing)
     told = asked(of, of.fork())
     assert told["dropout-too-high"].untold == "RuntimeError: no such batch"
-    assert not any(probed.facts for probed in told.values())
+    found = {name for name, probed in told.items() if probed.facts}
+    assert found <= {"unshuffled"}, "which looks at the batches alone"
 
 
 # Samples and axes
@@ -103,6 +105,38 @@ def test_a_reshape_cuts_across_axes_or_splits_and_joins_them(
         is not None
     ):
         assert tuple(found.shape) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "parts"),
+    [((8, 4, 5, 3), (8, 3, 4, 5), True), ((8, 6, 12), (8, 3, 6, 4), True),
+     ((8, 4, 4, 2), (8, 2, 4, 4), True), ((1, 6, 32), (1, 24, 8), False),
+     ((24, 8), (6, 32), False), ((8, 6, 12), (8, 6, 3, 4), False)],
+)  # fmt: skip
+def test_a_whole_axis_may_be_joined_with_a_part_of_the_next(
+    before: tuple[int, ...], after: tuple[int, ...], parts: bool
+) -> None:
+    assert takes_parts(before, after) is parts
+
+
+class Shifted(nn.Module):
+    """Attention whose scores of relative positions are shifted by a reshape, as XLNet's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.far, self.head = nn.Linear(3, 8), nn.Linear(3, 8), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, 4, 3)
+        scores = self.layer(x)  # (B, queries, distances)
+        b, q, d = scores.shape
+        moved = scores.reshape(b, d, q)[:, 1:].reshape(b, q, d - 1)[..., :4]
+        padded = nn.functional.pad(self.far(x), (0, 1)).reshape(b, d + 1, q)[:, :4]
+        return self.head((moved.softmax(-1) @ x + padded.softmax(-1) @ x).mean(1))
+
+
+def test_a_shift_of_relative_positions_is_left_alone() -> None:
+    assert asked_one("reshape-scrambles", setup(model=Shifted())).facts == ()
 
 
 class Twins(nn.Module):
@@ -193,6 +227,30 @@ def test_outputs_of_pairs_can_not_be_told_to_mix_samples() -> None:
 
     told = asked_one("samples-mixed", setup(model=Pairs(), loss=contrastive))
     assert not told.facts and "pairs" in told.untold
+
+
+# Batches
+
+
+def test_a_batch_that_is_given_again_is_one_and_no_finding() -> None:
+    once = batches(1)[0]
+    of = setup(batches=taken([once] * 8, 8, torch.device("cpu")))
+    assert len({id(batch) for batch in of.batches}) == 1
+    assert not asked_one("same-batch", of).facts
+    anew = [tuple(x.clone() for x in once) for _ in range(8)]
+    of = setup(batches=taken(anew, 8, torch.device("cpu")))
+    assert asked_one("same-batch", of).facts[0].numbers == {"different": 1, "batches": 8}
+
+
+def test_a_buffer_that_is_written_anew_gives_other_batches() -> None:
+    def reusing() -> Any:
+        x, y = torch.zeros(32, 12), torch.zeros(32, dtype=torch.long)
+        for value in range(4):
+            x.fill_(value)
+            yield x, y
+
+    kept = taken(reusing(), 4, torch.device("cpu"))
+    assert [float(x[0, 0]) for x, _ in kept] == [0, 1, 2, 3]
 
 
 # Learning rates

@@ -163,6 +163,14 @@ def cut(cosine: float) -> Record:
     return probed("gradient-cut", Fact("detach in 'a'", {"cosine": cosine}))
 
 
+def in_order(ratio: float, z: float) -> Record:
+    return probed("unshuffled", Fact("", {"ratio": ratio, "z": z}))
+
+
+SAME = probed("same-batch", Fact("", {"different": 1.0, "batches": 60.0}))
+BOUNDED = probed(
+    "bounded-logits", Fact("cross_entropy", {"share": 1.0, "classes": 10.0, "floor": 0.8})
+)
 BROADCAST = probed(
     "broadcast-loss", Fact("sub (loss.py:3)", {"times": 64.0}, {"of": "(64, 1)", "and": "(64,)"})
 )
@@ -391,6 +399,30 @@ ROWS: list[Row] = [
         "detach in 'a'. What lies before them learns nothing by that way", cut(0.5), cut(0.995)),
     Row("gradient-cut", "take off the detach(), .data or torch.no_grad() there, unless it is meant",
         cut(0.5), cut(0.995)),
+    Row("same-batch", "Of 60 batches only 1 differ: the rest of the data is never seen. Nothing is "
+        "said here of what would be learnt from it", SAME, record()),
+    Row("same-batch", "look at the loader's index: it gives the same samples each time; set "
+        "shuffle=True", SAME, record()),
+    Row("same-batch", "More steps: they see the same samples", SAME, record()),
+    Row("unshuffled", "The labels of a batch vary by 0.1 of what those of shuffled batches do: the "
+        "data are sorted. Each step learns its own labels and forgets the others",
+        in_order(0.1, -20.0), in_order(0.8, -20.0)),
+    Row("unshuffled", "shuffle the samples before they are made into batches (shuffle=True), "
+        "unless what follows one another shall be learnt", in_order(0.5, -20.0),
+        in_order(0.5, -3.0)),
+    Row("unshuffled", "A larger batch of sorted data is sorted as well", in_order(0.1, -20.0),
+        in_order(0.8, -20.0)),
+    Row("one-sided-weights", "The first values of 'a', 'a', 'a' and 1 more lie on one side of zero "
+        "(mean over rms 0.87): all units give nearly the same, their mean",
+        probed("one-sided-weights", *[Fact("a", {"share": 0.87})] * 4), record()),
+    Row("one-sided-weights", "draw them around zero: torch.randn times 1/√(fan-in), or nn.init, in "
+        "place of torch.rand", probed("one-sided-weights", Fact("a", {"share": 0.87})), record()),
+    Row("bounded-logits", "cross_entropy is given logits between −1 and 1, also where all weights "
+        "are ten times as large: of 10 classes its loss can't be less than 0.8", BOUNDED, record()),
+    Row("bounded-logits", "multiply them by a temperature of 10 to 30, or one that is learnt",
+        BOUNDED, record()),
+    Row("bounded-logits", "A higher learning rate makes no cosine larger than 1", BOUNDED,
+        replace(BOUNDED, rates=LOW)),
     Row("broadcast-loss", "sub (loss.py:3) takes (64, 1) and (64,) for one another: broadcast, "
         "each output is compared with the targets of all samples, and the best that it can give is "
         "their mean", BROADCAST, record()),

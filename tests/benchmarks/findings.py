@@ -24,13 +24,19 @@ from write_up import parser, table
 
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.report import AuditReport
-from adiv_monitor.audit.seen.probes import batch_norm_starved
+from adiv_monitor.audit.seen.probes import (
+    batch_norm_starved,
+    batches_drawn,
+    bounded_logits,
+    one_sided_weights,
+)
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.diagnosis import course, readings
 from adiv_monitor.diagnosis.finding import Finding
 from adiv_monitor.diagnosis.record import Record
 from adiv_monitor.diagnosis.rules import (
     code,
+    data,
     initialisation,
     inputs,
     interference,
@@ -228,6 +234,40 @@ def by_channels(scrambled: bool) -> Setup:
 def recurrent(cut: bool) -> Setup:
     torch.manual_seed(0)
     return with_adam(Recurrence(cut))
+
+
+class Cosine(nn.Module):
+    """Cosines of features and a weight for each class, times a temperature."""
+
+    def __init__(self, layers: nn.Sequential, temperature: float) -> None:
+        super().__init__()
+        self.layers, self.temperature = layers[:-1], temperature
+        self.weight = nn.Parameter(layers[-1].weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = functional.normalize(self.layers(x), dim=1)
+        return self.temperature * z @ functional.normalize(self.weight, dim=1).T
+
+
+def slower(setup: Setup) -> Setup:
+    return replace(setup, optimizer=partial(momentum, rate=0.01))
+
+
+def read_anew(batch: Any) -> tuple[Any, ...]:
+    return tuple(tuple(x.clone() for x in batch) for _ in range(60))
+
+
+def in_order(batches: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same samples, by label."""
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    rows = y.argsort(stable=True).split(len(batches[0][1]))
+    return tuple((x[some], y[some]) for some in rows)
+
+
+def by_rand(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.uniform_(module.weight, 0.0, 2.0 * module.in_features**-0.5)
 
 
 class Listed(nn.Module):
@@ -506,6 +546,31 @@ PICTURES: dict[str, Picture] = {
         {"cosine with the gradient without the cut": of_fact("gradient-cut", "cosine")},
         (samples, ("TURNED",)),
         lambda: recurrent(cut=False),
+    ),
+    "same-batch": Picture(
+        "the loader gives one batch, read anew each time",
+        lambda: replace(HEALTHY.setup(), batches=read_anew(HEALTHY.setup().batches[0])),
+        {"different batches": of_fact("same-batch", "different")},
+        (batches_drawn, ("FEW", "SEVERAL")),
+    ),
+    "unshuffled": Picture(
+        "the samples are sorted by their label before they are made into batches",
+        lambda: replace(HEALTHY.setup(), batches=in_order(HEALTHY.setup().batches)),
+        {"labels' variance within batches, of shuffled ones'": of_fact("unshuffled", "ratio")},
+        (data, ("UNSHUFFLED", "SORTED", "DEVIATIONS")),
+    ),
+    "one-sided-weights": Picture(
+        "all weights from torch.rand, over √(fan-in)",
+        with_model(changed(by_rand)),
+        {"mean over rms of the first layer's weights": of_fact("one-sided-weights", "share")},
+        (one_sided_weights, ("ONE_SIDED", "LEAST")),
+    ),
+    "bounded-logits": Picture(
+        "the logits are cosines; the healthy one's are 20 times them",
+        lambda: slower(with_model(lambda model: Cosine(model, 1.0))()),
+        {"share of the logits within ±1": of_fact("bounded-logits", "share")},
+        (bounded_logits, ("CLASSES", "MOST")),
+        lambda: slower(with_model(lambda model: Cosine(model, 20.0))()),
     ),
     "unbounded-loss": Picture(
         "a penalty on the outputs' squares, subtracted",

@@ -431,6 +431,67 @@ def attributes(**values: object) -> Callable[[Run], None]:
     return plant
 
 
+class Cosines(nn.Module):
+    """Cosines of features and one weight for each class, times a temperature."""
+
+    def __init__(self, width: int, classes: int, temperature: float = 20.0) -> None:
+        super().__init__()
+        self.weight, self.temperature = nn.Parameter(torch.randn(classes, width)), temperature
+
+    def forward(self, x: Tensor) -> Tensor:
+        cosines = functional.normalize(x, dim=-1) @ functional.normalize(self.weight, dim=-1).T
+        return self.temperature * cosines
+
+
+def _cosines() -> Run:
+    body = networks.mlp([64, 64, 64, 10]).body
+    return healthy.classify(networks.Net(body, Cosines(64, 10)), data.digits(), AdamW, 3e-3)
+
+
+def _cosines_of_words() -> Run:
+    model = networks.gpt()
+    model.head = Cosines(32, data.WORDS)
+    return healthy.classify(model, data.text(), AdamW, 1e-2)
+
+
+COSINES = Healthy("cosines-adamw", "MLP", _cosines)
+COSINES_OF_WORDS = Healthy("gpt-cosines-adamw", "transformer", _cosines_of_words)
+
+
+def by_rand(run: Run) -> None:
+    """Weights from torch.rand."""
+    for layer in networks.layers(run.model):
+        nn.init.uniform_(layer.weight, 0.0, 2.0 * layer.weight[0].numel() ** -0.5)
+
+
+def by_rand_in_the_head(run: Run) -> None:
+    nn.init.uniform_(run.model.head.weight)
+
+
+def one_batch(count: int) -> Callable[[Run], None]:
+    """An index that is not moved on."""
+
+    def plant(run: Run) -> None:
+        run.batches = [
+            tuple(x.clone() for x in run.batches[i % count])  # type: ignore[misc]
+            for i in range(len(run.batches))
+        ]
+
+    return plant
+
+
+def sorted_by_label(run: Run) -> None:
+    """Nobody set shuffle=True, and the data come by class."""
+    size, count = len(run.batches[0][1]), len(run.batches)
+    x, y = (torch.cat(parts) for parts in zip(*run.batches, strict=True))
+    order = y.argsort(stable=True)
+    # In an epoch, of a ninth of the steps, all labels come.
+    epochs = [order[i::9] for i in range(9)]
+    rows = torch.cat(epochs).split(size)[:count]
+    run.batches = [(x[some], y[some]) for some in rows if len(some) == size]
+    run.batches += run.batches[: count - len(run.batches)]
+
+
 NEMO = "https://github.com/NVIDIA-NeMo/Automodel/pull/3444"
 APEX = "https://github.com/NVIDIA/apex/issues/1728"
 KEMPNER = "https://github.com/KempnerInstitute/KempnerForge/issues/154"
@@ -457,6 +518,10 @@ SET_BY = [
     _case(ROWS, "no batch_first", attributes(batch_first=False), "samples-mixed", source=CRNN),
     _case(PIXELS, "view for permute", attributes(scrambled=True), "reshape-scrambles"),
     _case(REMEMBERED, "state detached", attributes(cut=True), "gradient-cut"),
+    _case(healthy.MLP_MOMENTUM, "one batch again and again", one_batch(1), "same-batch"),
+    _case(healthy.MLP_SGD, "sorted by label", sorted_by_label, "unshuffled"),
+    _case(healthy.MLP_ADAM, "torch.rand", by_rand, "one-sided-weights"),
+    _case(COSINES, "no temperature", attributes(temperature=1.0), "bounded-logits"),
     _case(ADAMW, "rate 1e-7", partial(slower, by=1e4), "rate-too-low"),
 ]  # fmt: skip
 
@@ -481,6 +546,11 @@ HELD_OUT = [
     _case(CENTRED, "mean over the batch", attributes(axis=0), "samples-mixed"),
     _case(HEADS, "heads by view", attributes(scrambled=True), "reshape-scrambles"),
     _case(BRANCH, ".data in a branch", attributes(cut=True), "gradient-cut"),
+    _case(healthy.CNN_ADAM, "two batches by turns", one_batch(2), "same-batch"),
+    _case(healthy.CNN_SGD, "sorted by label", sorted_by_label, "unshuffled"),
+    _case(healthy.DEEP_TANH, "torch.rand", by_rand, "one-sided-weights"),
+    _case(healthy.BLOBS, "torch.rand in the head", by_rand_in_the_head, "one-sided-weights"),
+    _case(COSINES_OF_WORDS, "no temperature", attributes(temperature=1.0), "bounded-logits"),
     _case(healthy.MLP_DROPOUT, "keep for drop", kept(0.95), "dropout-too-high"),
 ]  # fmt: skip
 TWINS = {case.twin.name: case.twin for case in (*SET_BY, *HELD_OUT)}

@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 from adiv_monitor.audit.seen.probes import (
     batch_norm_starved,
+    batches_drawn,
+    bounded_logits,
     broadcast_loss,
     dropout_too_high,
     gradient_cut,
@@ -16,6 +18,7 @@ from adiv_monitor.audit.seen.probes import (
     hidden_parameters,
     left_in_eval,
     no_log,
+    one_sided_weights,
     rate_zero,
     reshape_scrambles,
     rounded_away,
@@ -46,6 +49,10 @@ PROBES: Mapping[str, Probe] = MappingProxyType(
         "softmax-over-samples": softmax_axes.over_samples,
         "targets-out-of-range": targets_out_of_range.ask,
         "target-is-input": sequences.target_is_input,
+        "same-batch": batches_drawn.same_batch,
+        "unshuffled": batches_drawn.unshuffled,
+        "one-sided-weights": one_sided_weights.ask,
+        "bounded-logits": bounded_logits.ask,
         "batch-norm-starved": batch_norm_starved.ask,
         "dropout-too-high": dropout_too_high.ask,
     }

@@ -13,23 +13,47 @@ FUNCTIONS = ("view", "reshape", "view_as", "reshape_as", "unflatten", "flatten")
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
-    """Reshapes in which an axis of the result takes parts of several axes of the input."""
-    found: dict[str, Fact] = {}
+    """Reshapes in which an axis of the result takes parts of several axes of the input.
+
+    Not those of a shift, as of relative positions: of what was padded, or whose result loses one
+    entry of an axis.
+    """
+    crossing: dict[int, tuple[Call, Tensor]] = {}
+    shifted: dict[int, Tensor] = {}  # held: no other gets its id
 
     def look(call: Call) -> None:
-        if scrambles(call):
-            x = call.args[0]
-            words = {"of": str(tuple(x.shape)), "to": str(tuple(call.result.shape))}
-            sure = sorted(x.shape) == sorted(call.result.shape)
-            found.setdefault(call.place, Fact(call.place, {"permutes": float(sure)}, words))
+        x, made = call.args[0] if call.args else None, call.result
+        if not isinstance(x, Tensor) or not isinstance(made, Tensor):
+            return
+        if call.name == "pad":
+            shifted[id(made)] = made
+        elif call.name == "__getitem__" and id(x) in crossing and _loses_one(x, made):
+            del crossing[id(x)]
+            shifted[id(made)] = made
+        elif scrambles(call) and id(x) not in shifted:
+            crossing[id(made)] = call, made
 
     with torch.no_grad():
         see_calls(setup.fork(), look)
-    return Probed(tuple(found.values()))
+    facts: dict[str, Fact] = {}
+    for call, made in crossing.values():
+        x = call.args[0]
+        if not takes_parts(x.shape, made.shape):
+            continue
+        words = {"of": str(tuple(x.shape)), "to": str(tuple(made.shape))}
+        sure = sorted(x.shape) == sorted(made.shape)
+        facts.setdefault(call.place, Fact(call.place, {"permutes": float(sure)}, words))
+    return Probed(tuple(facts.values()))
+
+
+def _loses_one(x: Tensor, part: Tensor) -> bool:
+    """Whether it is all of a tensor but one entry of one axis."""
+    less = [a - b for a, b in zip(x.shape, part.shape, strict=False)]
+    return x.ndim == part.ndim and sum(less) == 1 and min(less) == 0
 
 
 def scrambles(call: Call) -> bool:
-    """Whether a reshape neither splits nor merges axes, but cuts across them."""
+    """Whether a reshape does more than to split axes, or to join neighbours."""
     x, made = call.args[0] if call.args else None, call.result
     if call.name not in FUNCTIONS or not isinstance(x, Tensor) or not isinstance(made, Tensor):
         return False
@@ -43,6 +67,23 @@ def is_cut_across(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     for low, high in pairwise(shared):
         inside = [any(low < cut < high for cut in cuts) for cuts in (one, other)]
         if all(inside):
+            return True
+    return False
+
+
+def takes_parts(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether an axis of the result is made of proper parts of two axes, or fits none.
+
+    The heads of all samples may be joined, (B, H·D) → (B·H, D): a whole axis and a part.
+    """
+    one, other = _cuts(before), _cuts(after)
+    every = sorted({*one, *other})
+    if any(high % low for low, high in pairwise(every)):
+        return True
+    axes = list(pairwise(one))
+    for low, high in pairwise(other):
+        parts = [(a, b) for a, b in axes if max(a, low) < min(b, high)]
+        if sum(a < low or b > high for a, b in parts) > 1:
             return True
     return False
 

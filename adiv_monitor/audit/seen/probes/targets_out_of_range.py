@@ -21,7 +21,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "softsign": (-1.0, 1.0),
     "hardtanh": (-1.0, 1.0),
 }
-BATCHES = 4
+BATCHES = 2
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:

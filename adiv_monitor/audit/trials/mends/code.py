@@ -10,6 +10,7 @@ from adiv_monitor.audit.seen.probes import (
     broadcast_loss,
     dropout_too_high,
     gradient_cut,
+    one_sided_weights,
     reshape_scrambles,
     samples_mixed,
     softmax_axes,
@@ -190,6 +191,23 @@ def _uncut(fork: Fork, layers: Layers, record: Record | None) -> None:
     gradient_cut.undo(fork, found)
 
 
+def _centred_weights(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Xavier's: N(0, 2/(fan-in + fan-out)), which does not ask which axis is which."""
+    found = one_sided_weights.one_sided(fork)
+    if not found:
+        raise DoesNotApply("no weights lie on one side of zero")
+    for weight in found.values():
+        nn.init.xavier_normal_(weight)
+
+
+def _logits_times_10(fork: Fork, layers: Layers, record: Record | None) -> None:
+    def instead(call: Call) -> object:
+        others = {name: x for name, x in call.kwargs.items() if name != "input"}
+        return call.function(10.0 * call.argument(0, "input"), *call.args[1:], **others)
+
+    _replace(fork, lambda call: call.name == "cross_entropy", instead)
+
+
 def _names(fork: Fork) -> set[str]:
     """Of all functions that a pass calls."""
     names: set[str] = set()
@@ -222,5 +240,7 @@ MENDS = [
     Mend("batch-first", "batch_first=True", _batch_first, rescales=True),
     Mend("permute", "axes exchanged by a permutation", _permute, rescales=True),
     Mend("uncut", "no cut of the gradient", _uncut, rescales=True),
+    Mend("centred-weights", "weights drawn around zero", _centred_weights, rescales=True),
+    Mend("logits-times-10", "logits ten times as large", _logits_times_10, rescales=True),
     Mend("dropout-0.1", "dropout of 0.1 where it is above 0.7", _less_dropout),
 ]  # fmt: skip

@@ -1,0 +1,73 @@
+"""Are batches others each time, and are their labels mixed?"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.training.batches import size_of, tensors
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+FEW, SEVERAL = 2, 3  # different batches at most, of more than so many
+LEAST = 4  # batches whose labels can tell
+SHUFFLES = 50
+
+
+def same_batch(setup: Setup, trained: Fork) -> Probed:
+    """How many of the batches differ in content; a batch that is given again and again is one."""
+    given = list({id(batch): batch for batch in setup.batches}.values())
+    if len(given) <= SEVERAL:
+        return Probed()
+    different: list[list[Tensor]] = []
+    for batch in given:
+        content = list(tensors(batch))
+        if not any(_are_equal(content, other) for other in different):
+            different.append(content)
+        if len(different) > FEW:
+            return Probed()
+    if not different[0]:
+        return Probed(untold="batches hold no tensors")
+    return Probed((Fact("", {"different": len(different), "batches": len(given)}),))
+
+
+def _are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(
+        x.shape == y.shape and torch.equal(x, y) for x, y in zip(some, others, strict=True)
+    )
+
+
+def unshuffled(setup: Setup, trained: Fork) -> Probed:
+    """The labels' variance within batches, over that of batches drawn anew from all of them.
+
+    And by how many standard deviations of such draws it is less.
+    """
+    found = [labels for labels in map(_labels, setup.batches) if labels is not None]
+    if len(found) < max(LEAST, len(setup.batches)):
+        return Probed(untold="no label for each sample, or too few batches")
+    sizes = [len(labels) for labels in found]
+    every = torch.cat(found)
+    own = _within(every, sizes)
+    chance = torch.Generator().manual_seed(setup.seed)
+    drawn = torch.tensor(
+        [_within(every[torch.randperm(len(every), generator=chance)], sizes)
+         for _ in range(SHUFFLES)], dtype=torch.float64
+    )  # fmt: skip
+    mean, spread = float(drawn.mean()), float(drawn.std())
+    if not mean > 0 or not spread > 0:
+        return Probed()
+    return Probed((Fact("", {"ratio": own / mean, "z": (own - mean) / spread}),))
+
+
+def _labels(batch: Any) -> Tensor | None:
+    """The last of a batch's tensors with one number for each sample."""
+    size = size_of(batch)
+    found = [x for x in tensors(batch) if x.ndim in (1, 2) and x.numel() == len(x) == size > 1]
+    return found[-1].detach().flatten().double().cpu() if found else None
+
+
+def _within(labels: Tensor, sizes: list[int]) -> float:
+    """Mean over batches of the labels' variance."""
+    parts = [float(x.var(correction=0)) for x in torch.split(labels, sizes)]
+    return math.fsum(parts) / len(parts)

@@ -1,0 +1,49 @@
+"""Do logits stay between −1 and 1, whatever the weights are, as cosines without a temperature?"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.seen.calls import Call, see_calls
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+CLASSES = 8  # at least: the lowest loss of few classes is not far from zero
+MOST = 0.9  # of the logits
+TIMES = 10.0
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """The share of a trained model's logits within ±1, also with all weights ten times as large."""
+    state = trained.model.state_dict()
+    shares, place, classes = [], "", 0
+    for factor in (1.0, TIMES):
+        fork = setup.fork()
+        fork.model.load_state_dict(state)
+        with torch.no_grad():
+            for p in fork.model.parameters():
+                p.mul_(factor)
+        seen = logits(fork)
+        if not seen or seen[0][1].shape[1] < CLASSES:
+            return Probed()
+        place, classes = seen[0][0].place, seen[0][1].shape[1]
+        shares.append(min(float((x.abs() <= 1).float().mean()) for _, x in seen))
+        if not shares[-1] > MOST:
+            return Probed()
+    floor = math.log1p((classes - 1) * math.exp(-2))
+    return Probed((Fact(place, {"share": min(shares), "classes": classes, "floor": floor}),))
+
+
+def logits(fork: Fork) -> list[tuple[Call, Tensor]]:
+    """What each cross-entropy is given, of classes in dim 1."""
+    found: list[tuple[Call, Tensor]] = []
+
+    def look(call: Call) -> None:
+        x = call.argument(0, "input")
+        if call.name == "cross_entropy" and isinstance(x, Tensor) and x.ndim > 1:
+            found.append((call, x.detach()))
+
+    with torch.no_grad():
+        see_calls(fork, look)
+    return found

@@ -1,0 +1,48 @@
+"""Do weights that are multiplied with inputs begin on one side of zero, as those of torch.rand?"""
+
+import torch
+from torch import Tensor
+
+from adiv_monitor.audit.seen.calls import Call, see_calls
+from adiv_monitor.audit.training.setup import Fork, Setup
+from adiv_monitor.diagnosis.record import Fact, Probed
+
+FUNCTIONS = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm",
+             "einsum", "conv1d", "conv2d", "conv3d", "bilinear")  # fmt: skip
+LEAST = 64  # entries: the mean of fewer differs from zero by chance
+ONE_SIDED = 0.3  # of the rms
+
+
+def ask(setup: Setup, trained: Fork) -> Probed:
+    """The mean over the rms of each, where it is more than 0.3."""
+    fork = setup.fork()
+    found = one_sided(fork)
+    return Probed(tuple(
+        Fact(name, {"mean": float(p.detach().mean()), "share": share(p)})
+        for name, p in found.items()
+    ))  # fmt: skip
+
+
+def one_sided(fork: Fork) -> dict[str, Tensor]:
+    """By name, in the order in which they are used."""
+    names = {id(p): name for name, p in fork.model.named_parameters()}
+    found: dict[str, Tensor] = {}
+
+    def look(call: Call) -> None:
+        for x in call.args if call.name in FUNCTIONS else ():
+            name = names.get(id(x))
+            if name is None or x.ndim < 2 or x.numel() < LEAST or not x.requires_grad:
+                continue
+            if share(x) > ONE_SIDED:
+                found[name] = x
+
+    with torch.no_grad():
+        see_calls(fork, look)
+    return found
+
+
+def share(weight: Tensor) -> float:
+    """abs(mean) / rms of the entries, 0 to 1."""
+    x = weight.detach().double()
+    rms = float(x.square().mean().sqrt())
+    return abs(float(x.mean())) / rms if rms > 0 else 0.0
