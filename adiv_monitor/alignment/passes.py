@@ -217,7 +217,7 @@ class _Seeing:
         result = call()
         if self._forwards.innermost in self._rules:
             weights = {}  # its rule tells what they do
-        uses: Sequence[Use] = ()
+        uses: Sequence[Use] | None = ()
         if function in RECURRENT and weights:
             self._recurrent(call, weights, sources, result)
             return result
@@ -229,7 +229,7 @@ class _Seeing:
         results = _tensors(result)
         if data and args and (is_in_place(name) or made is not result):
             self._lineage.is_written(args[0], sources)
-        elif data:
+        elif data or uses is None:
             self._lineage.is_made(results, sources)
         else:
             self._lineage.is_made((t for t in results if id(t) not in weights), None)
@@ -261,8 +261,8 @@ class _Seeing:
 
     def _uses(
         self, call: FunctionToCall, made: Tensor, weights: dict[int, Weight]
-    ) -> Sequence[Use]:
-        """The uses in a call, by the monitor's rules."""
+    ) -> Sequence[Use] | None:
+        """The uses in a call, by the monitor's rules; None if one refuses it."""
         stand_ins = {id(weight.stand_in) for weight in weights.values()}
 
         def of_model(value: object) -> bool:
@@ -279,7 +279,7 @@ class _Seeing:
             return uses_in(name, described, args, kwargs)
         except Refused as refusal:
             self._refuse(weights.values(), str(refusal))
-            return ()
+            return None
 
     def _refuse(self, weights: Collection[Weight], reason: str) -> None:
         self.refused |= {weight.full_name: reason for weight in weights}

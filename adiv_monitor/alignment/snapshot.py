@@ -197,7 +197,7 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
         known = layers.get(path)
         number = count[found.is_late] if known is None else known.number
         # A layer's rows depend on nothing but its place among layers and calls.
-        key = [number, 0 if known is None else len(known.shapes), *([1] if found.is_late else [])]
+        key = [number, 0 if known is None else len(known.shapes)]
         rows = Rows(found.shape, choose(found.shape, probe, key), weight.value.device)
         features = use.features(rows)
         if known is None:

@@ -295,6 +295,19 @@ def test_tables(name: str) -> None:
     assert (reading.alpha, reading.omega, reading.u) == (None, None, None)
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_who_feeds_whom_in_recurrent_layers() -> None:
+    rnn = nn.LSTM(WIDTH, 18, num_layers=2, proj_size=16)
+    alignment = Alignment(
+        built(lambda m, x: m.rnn(x)[0], rnn=rnn), Probe(torch.randn(5, 8).double())
+    )
+    fed = {x.path.removeprefix("rnn."): x.predecessors for x in alignment.layers}
+    assert fed["hidden_l0"] == ("first",)  # and its own state, by the projection that comes after
+    assert fed["projection_l0"] == ("rnn.input_l0", "rnn.hidden_l0")
+    assert fed["input_l1"] == ("rnn.projection_l0",)
+    assert fed["head"] == ("rnn.projection_l1",)
+
+
 def test_bags_are_tables_too() -> None:
     tokens, ends = torch.tensor([1, 2, 4, 5, 4]), torch.tensor([0, 3])
     model = built(lambda m, x: x + m.bag(tokens, ends).sum(0), bag=nn.EmbeddingBag(7, WIDTH))
@@ -403,7 +416,7 @@ def test_a_weight_that_is_looked_up_and_multiplied_is_two_layers() -> None:
 
 def test_what_can_not_be_measured_is_named_with_the_reason() -> None:
     model = built(
-        lambda m, x: m.linear(x) + m.bag(torch.tensor([[1, 2]])),
+        lambda m, x: m.linear(x) + m.bag(torch.arange(2 * ROWS).view(ROWS, 2) % 5),
         linear=nn.Linear(WIDTH, WIDTH),
         bag=nn.EmbeddingBag(5, WIDTH, mode="max"),
     )
@@ -421,7 +434,8 @@ def test_gradients_that_rules_refuse_are_none_of_a_probes_business() -> None:
         lambda m, x: x + m.table(torch.arange(ROWS) % 5), table=nn.Embedding(5, WIDTH, sparse=True)
     )
     alignment = Alignment(model, Probe(torch.randn(ROWS, 8).double()))
-    assert alignment.unmeasured == []
+    assert {layer.path: layer.kind for layer in alignment.layers}["table"] == "embedding"
+    assert alignment.refused == {}
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
