@@ -97,7 +97,7 @@ class LateScales:
                 scale = scale + self._bias_square
             own = part.square()
             if groups < part.shape[-1]:
-                own = own.view(*own.shape[:-1], groups, -1).sum(-1)
+                own = own.view(*own.shape[:-1], groups, own.shape[-1] // groups).sum(-1)
             sums = [own.sum(-1)]
             for _ in range(2):
                 own = own.mul_(scale)
