@@ -420,7 +420,7 @@ ROWS: list[Row] = [
     Row("bounded-logits", "cross_entropy is given logits between −1 and 1, also where all weights "
         "are ten times as large: of 10 classes its loss can't be less than 0.8", BOUNDED, record()),
     Row("bounded-logits", "multiply them by a temperature of 10 to 30, or one that is learnt",
-        BOUNDED, record()),
+        BOUNDED, replace(BOUNDED, activated_output=ActivatedOutput("softmax", None))),
     Row("bounded-logits", "A higher learning rate makes no cosine larger than 1", BOUNDED,
         replace(BOUNDED, rates=LOW)),
     Row("broadcast-loss", "sub (loss.py:3) takes (64, 1) and (64,) for one another: broadcast, "

@@ -71,7 +71,9 @@ def one_sided_weights(record: Record) -> Iterator[Finding]:
 
 
 def bounded_logits(record: Record) -> Iterator[Finding]:
-    """Logits that lie within ±1 by the way in which they are made."""
+    """Logits that lie within ±1 by the way in which they are made; not by a function on them."""
+    if record.activated_output is not None or record.double_softmax:
+        return
     for fact in record.found_by("bounded-logits"):
         floor, classes = fact.numbers["floor"], fact.numbers["classes"]
         yield Finding(

@@ -403,7 +403,7 @@ def _remembered() -> Run:
 
 def _branch() -> Run:
     body = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), Branch(48), nn.ReLU())
-    return healthy.classify(networks.Net(body, nn.Linear(48, 10)), data.digits(), SGD, 0.1)
+    return healthy.classify(networks.Net(body, nn.Linear(48, 10)), data.digits(), SGD, 0.5)
 
 
 def _centred() -> Run:

@@ -12,12 +12,13 @@ from adiv_monitor.diagnosis.record import Fact, Probed
 CLASSES = 8  # at least: the lowest loss of few classes is not far from zero
 MOST = 0.9  # of the logits
 TIMES = 10.0
+GROWN = 3.0  # what is small, and not bounded, grows at least as the last layer does
 
 
 def ask(setup: Setup, trained: Fork) -> Probed:
     """The share of a trained model's logits within ±1, also with all weights ten times as large."""
     state = trained.model.state_dict()
-    shares, place, classes = [], "", 0
+    shares, sizes, place, classes = [], [], "", 0
     for factor in (1.0, TIMES):
         fork = setup.fork()
         fork.model.load_state_dict(state)
@@ -29,8 +30,11 @@ def ask(setup: Setup, trained: Fork) -> Probed:
             return Probed()
         place, classes = seen[0][0].place, seen[0][1].shape[1]
         shares.append(min(float((x.abs() <= 1).float().mean()) for _, x in seen))
+        sizes.append(max(float(x.float().square().mean()) ** 0.5 for _, x in seen))
         if not shares[-1] > MOST:
             return Probed()
+    if not 0 < sizes[1] < GROWN * sizes[0]:
+        return Probed()
     floor = math.log1p((classes - 1) * math.exp(-2))
     return Probed((Fact(place, {"share": min(shares), "classes": classes, "floor": floor}),))
 

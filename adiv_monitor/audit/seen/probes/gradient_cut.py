@@ -31,7 +31,7 @@ def ask(setup: Setup, trained: Fork) -> Probed:
             dots[i] += float((a.double() * b.double()).sum())
     own, other, between = dots
     cosine = between / math.sqrt(own * other) if own > 0 and other > 0 else 0.0
-    places = dict.fromkeys(call.place for call in found)
+    places = dict.fromkeys(call.place.replace("__get__", ".data") for call in found)
     return Probed(tuple(Fact(place, {"cosine": cosine}) for place in places))
 
 
