@@ -4,12 +4,14 @@
     python examples/paper/table1.py --data DIR --out OUT             all of it: hours on a CPU
 
 `--data` is a folder with CIFAR-10 (`--download` fetches torchvision's copy into it), an .npz, or
-`synthetic`; see `cifar.py`. Killed at any moment, `--resume` goes on.
+`synthetic`; see `cifar.py`. Killed at any moment, `--resume` goes on; networks whose runs are in
+OUT/table1.json with all epochs are not trained again.
 """
 
 import argparse
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import cifar
@@ -18,7 +20,7 @@ from ensemble import ACTIVATIONS, Network
 from figures import plot
 from methods import METHODS
 from table import text
-from training import Setting, runs, train
+from training import Run, Setting, images, longest, replace, runs, train
 
 ARMS = (
     *("standard", "batchnorm", "layernorm", "rmsnorm", "norm-like", "norm-like-half"),
@@ -34,9 +36,12 @@ class Clock:
     # measured on one core.
     FIXED = 46
 
-    def __init__(self, images: int, epochs: int, batch_sizes: list[int]) -> None:
-        self.per_epoch = {b: images / b * (self.FIXED + b) for b in batch_sizes}
-        self.left = dict.fromkeys(batch_sizes, epochs)
+    def __init__(self, images: int, epochs: int, settings: Sequence[Setting]) -> None:
+        self.per_epoch = {
+            s.batch_size: len(s.networks) * images / s.batch_size * (self.FIXED + s.batch_size)
+            for s in settings
+        }
+        self.left = dict.fromkeys(self.per_epoch, epochs)
         self.seconds = self.work = 0.0
 
     def saw(self, batch_size: int, epoch: int, epochs: int, seconds: float) -> str:
@@ -72,37 +77,51 @@ def main() -> None:
         given.activations, given.batch_sizes = ["tanh"], [128, 32, 8]
         given.seeds, given.epochs = 2, 1
     ensembles = given.out / "runs"
-    if ensembles.exists() and not given.resume:
-        parser.error(f"{ensembles} exists: --resume goes on with it, another --out starts anew")
+    for there in (ensembles, given.out / "table1.json"):
+        if there.exists() and not given.resume:
+            parser.error(f"{there} exists: --resume goes on with it, another --out starts anew")
     torch.set_flush_denormal(True)  # saturated networks have gradients that a CPU is slow with
     torch.set_num_threads(1)  # operations are small: threads would mostly wait for each other
     data = cifar.load(given.data, download=given.download)
     print(f"data: {data.source}", flush=True)
+    finished = known(given.out)
+    if any(run.get("images", run["data"]) not in (images(data), data.source) for run in finished):
+        parser.error(f"{given.out} holds runs on other images than --data: choose another --out")
     networks = tuple(
         itertools.starmap(
             Network,
             itertools.product(given.methods, given.activations, range(given.seeds), given.lr),
         )
     )
-    clock = Clock(len(data.train), given.epochs, given.batch_sizes)
-    for batch_size in given.batch_sizes:
-        setting = Setting(batch_size, given.width, given.depth, given.pixels, networks)
+    shared = (given.width, given.depth, given.pixels, networks)
+    settings = [Setting(b, *shared).without(finished, given.epochs) for b in given.batch_sizes]
+    settings = [setting for setting in settings if setting.networks]
+    clock = Clock(len(data.train), given.epochs, settings)
+    for setting in settings:
 
-        def tell(epoch: int, seconds: float, batch_size: int = batch_size) -> None:
+        def tell(epoch: int, seconds: float, batch_size: int = setting.batch_size) -> None:
             shown = clock.saw(batch_size, epoch, given.epochs, seconds)
             print(f"batch size {batch_size}, epoch {epoch}/{given.epochs}: {shown}", flush=True)
 
         train(setting, data, ensembles / setting.name, given.epochs, given.device, tell)
         write(given.out)  # what there is by now
+    write(given.out)  # although nothing was left to train
     print((given.out / "table1.md").read_text())
 
 
+def known(out: Path) -> list[Run]:
+    """The runs in table1.json and those of the ensembles in `out / "runs"`."""
+    table = out / "table1.json"
+    before: list[Run] = json.loads(table.read_text()) if table.exists() else []
+    return longest([*before, *runs(out / "runs")])
+
+
 def write(out: Path) -> None:
-    """The table, the picture and the runs themselves, of what lies in `out / "runs"`."""
-    found = runs(out / "runs")
-    (out / "table1.json").write_text("[\n" + ",\n".join(json.dumps(run) for run in found) + "\n]\n")
-    page = text(found)
-    (out / "table1.md").write_text(page)
+    """The table, the picture and the runs themselves, of all that is known."""
+    found = known(out)
+    lines = ",\n".join(json.dumps(run) for run in found)
+    replace(out / "table1.json", f"[\n{lines}\n]\n".encode())
+    (out / "table1.md").write_text(text(found))
     plot(found, out / "table1.png")
 
 

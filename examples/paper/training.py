@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +21,13 @@ from ensemble import ACTIVATIONS, Ensemble, Network
 from methods import METHODS
 from torch import Tensor
 
+Run = dict[str, Any]
 CLASSES = 10
 CHECKPOINT_EVERY = 5  # epochs
 TRAIN_SUBSET = 5000  # training images, always the same, that training accuracy is taken on
 BY_BATCH = "test_accuracy_by_batch_statistics"
 EVALUATED = 256  # rows at once, about
+SHARED = ("batch_size", "width", "depth", "pixels")  # by the networks of an ensemble
 
 
 class Setting(NamedTuple):
@@ -39,8 +41,17 @@ class Setting(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the ensemble's folder."""
-        return f"batch{self.batch_size}-width{self.width}-depth{self.depth}-{self.pixels}"
+        """Name of the ensemble's folder, which other networks do not share."""
+        networks = hashlib.sha256(json.dumps(sorted(self.networks)).encode()).hexdigest()[:8]
+        shared = f"batch{self.batch_size}-width{self.width}-depth{self.depth}-{self.pixels}"
+        return f"{shared}-{networks}"
+
+    def without(self, runs: Iterable[Run], epochs: int) -> "Setting":
+        """The ensemble of those networks that have no run of so many epochs yet."""
+        done = {_identity(run) for run in runs if run["epoch"][-1] >= epochs}
+        shared = {name: getattr(self, name) for name in SHARED}
+        left = [n for n in self.networks if _identity({**n._asdict(), **shared}) not in done]
+        return self._replace(networks=tuple(left))
 
 
 def train(
@@ -77,7 +88,7 @@ def train(
         course.ensemble.load(state["ensemble"])
         done = state["epoch"]
     lines = _lines(results)[:done]
-    _replace(results, "".join(lines).encode())
+    replace(results, "".join(lines).encode())
     for epoch in range(done + 1, epochs + 1):
         started = time.perf_counter()
         found = course.epoch(epoch)
@@ -94,7 +105,7 @@ def train(
     return [json.loads(line) for line in _lines(results)]
 
 
-def runs(folder: Path) -> list[dict[str, Any]]:
+def runs(folder: Path) -> list[Run]:
     """All runs below a folder of ensembles, as the published tables hold them.
 
     Returns:
@@ -106,7 +117,7 @@ def runs(folder: Path) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in _lines(file.with_name("results.jsonl"))]
         if not lines:  # it has only begun
             continue
-        shared = {name: setting[name] for name in ("batch_size", "width", "depth", "pixels")}
+        shared = {name: setting[name] for name in (*SHARED, "images")}
         for place, network in enumerate(setting["networks"]):
             run = {**Network(*network)._asdict(), **shared, "data": setting["source"]}
             run["updates_per_epoch"] = -(-setting["training_images"] // setting["batch_size"])
@@ -115,7 +126,20 @@ def runs(folder: Path) -> list[dict[str, Any]]:
                 if name in lines[0] and (name != BY_BATCH or run["method"] == "batchnorm"):
                     run[name] = [line[name][place] for line in lines]
             found.append(run)
-    return sorted(found, key=_place)
+    return longest(found)
+
+
+def longest(runs: Iterable[Run]) -> list[Run]:
+    """The longest run of every network, and of runs as long the last."""
+    found: dict[tuple[Any, ...], Run] = {}
+    for run in sorted(runs, key=lambda run: len(run["epoch"])):
+        found[_identity(run)] = run
+    return sorted(found.values(), key=_place)
+
+
+def images(data: Data) -> str:
+    """SHA-256 of the training images, which tells whether runs are on the same."""
+    return hashlib.sha256(data.train.numpy().tobytes()).hexdigest()
 
 
 class Course:
@@ -125,11 +149,19 @@ class Course:
         setting: the ensemble.
         data: images and labels.
         device: where to train.
+        dtype: of parameters and inputs.
     """
 
-    def __init__(self, setting: Setting, data: Data, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        data: Data,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.batch_size = setting.batch_size
-        self.pixels = Pixels(*(each.to(device) for each in pixels(setting.pixels, data.train)))
+        treated = pixels(setting.pixels, data.train, dtype)
+        self.pixels = Pixels(*(each.to(device) for each in treated))
         self.train = data.train.to(device), data.train_labels.to(device)
         # Shuffled, for files come in the order of classes, and then a batch has statistics of one.
         self.test = _some(len(data.test), data.test, data.test_labels, device)
@@ -139,7 +171,7 @@ class Course:
             squares += self.pixels(rows).square().sum(dtype=torch.float64).item()
         typical = math.sqrt(squares / len(data.train))
         sizes = (data.train.shape[1], *[setting.width] * setting.depth, CLASSES)
-        self.ensemble = Ensemble(setting.networks, sizes, typical, device=device)
+        self.ensemble = Ensemble(setting.networks, sizes, typical, dtype, device)
 
     def epoch(self, number: int) -> dict[str, list[float]]:
         """Train one epoch; accuracies in percent after it, per network."""
@@ -184,7 +216,12 @@ def _generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_003 * seed + epoch)
 
 
-def _place(run: dict[str, Any]) -> tuple[float, ...]:
+def _identity(run: Run) -> tuple[Any, ...]:
+    """What tells a run from those of other networks."""
+    return tuple(run[name] for name in (*Network._fields, *SHARED))
+
+
+def _place(run: Run) -> tuple[float, ...]:
     """Runs in the order of activations and methods, as they are declared."""
     kind = (ACTIVATIONS.index(run["activation"]), list(METHODS).index(run["method"]))
     return (*kind, run["learning_rate"], run["batch_size"], run["seed"])
@@ -196,12 +233,11 @@ def _same_setting(course: Course, setting: Setting, data: Data, file: Path) -> N
     Raises:
         ValueError: something else is there.
     """
-    images = hashlib.sha256(data.train.numpy().tobytes()).hexdigest()
     networks = [list(network) for network in course.ensemble.networks]
-    mine = {**setting._asdict(), "networks": networks, "images": images}
+    mine = {**setting._asdict(), "networks": networks, "images": images(data)}
     known = {**mine, "source": data.source, "training_images": len(data.train)}
     if not file.exists():
-        _replace(file, json.dumps(known, indent=1).encode())
+        replace(file, json.dumps(known, indent=1).encode())
     theirs = json.loads(file.read_text())
     for name, value in mine.items():
         if theirs[name] != value:
@@ -209,10 +245,13 @@ def _same_setting(course: Course, setting: Setting, data: Data, file: Path) -> N
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text().splitlines(keepends=True) if file.exists() else []
+    """Lines that were written whole."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [line for line in lines if line.endswith("\n")]
 
 
-def _replace(file: Path, content: bytes) -> None:
+def replace(file: Path, content: bytes) -> None:
+    """Write a file such that at any moment the old one or the new one is there whole."""
     unfinished = file.with_suffix(".new")
     unfinished.write_bytes(content)
     unfinished.replace(file)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ pytest.importorskip("matplotlib")
 
 import table
 import table1
+import training
 from slopes import BY_BATCH, Arm, arms, at_the_end, at_updates, mean_and_error, with_both_tests
+from training import Setting
 
 
 def run(accuracies: list[float], batch_size: int = 8, **changed: Any) -> dict[str, Any]:
@@ -91,32 +94,103 @@ def test_the_page_compares_seed_by_seed() -> None:
     assert "Slopes with the stated sign: 1 of 1." in page
 
 
-def test_the_command_leaves_runs_and_a_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
-        monkeypatch.setattr(torch, name, lambda setting: None)
+class Command:
+    """table1.py --quick on synthetic images, and the networks that it trains."""
 
-    def call(*more: str) -> None:
-        few = ["--quick", "--methods", "affine-like", "batchnorm"]
-        where = ["--data", "synthetic", "--out", str(tmp_path)]
-        monkeypatch.setattr(sys, "argv", ["table1.py", *few, *where, *more])
+    def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.out = out
+        self.monkeypatch = monkeypatch
+        self.trained: list[tuple[int, list[int]]] = []
+        for name in ("set_flush_denormal", "set_num_threads"):  # they would outlive this test
+            monkeypatch.setattr(torch, name, lambda setting: None)
+
+        def train(setting: Setting, *arguments: Any) -> None:
+            seeds = sorted({network.seed for network in setting.networks})
+            self.trained.append((setting.batch_size, seeds))
+            training.train(setting, *arguments)
+
+        monkeypatch.setattr(table1, "train", train)
+
+    def __call__(self, *more: str) -> list[dict[str, Any]]:
+        """The runs in table1.json."""
+        few = ["--epochs", "1", "--activations", "tanh", "--methods", "affine-like", "batchnorm"]
+        where = ["--data", "synthetic", "--out", str(self.out)]
+        self.monkeypatch.setattr(sys, "argv", ["table1.py", *few, *where, *more])
+        self.trained.clear()
         table1.main()
+        found: list[dict[str, Any]] = json.loads((self.out / "table1.json").read_text())
+        return found
 
-    call()
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    return Command(tmp_path, monkeypatch)
+
+
+def test_the_command_leaves_runs_and_a_picture(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = command("--quick")
     printed = capsys.readouterr().out
     assert "SYNTHETIC" in printed and "What needs more epochs" in printed
-    found = json.loads((tmp_path / "table1.json").read_text())
     assert len(found) == 2 * 3 * 2  # methods, batch sizes, seeds
     fields = {"method", "activation", "batch_size", "width", "seed", "learning_rate", "pixels"}
     for each in found:
         assert fields | {"epoch", "train_accuracy", "test_accuracy"} <= set(each)
         assert each["epoch"] == [1] and len(each["train_accuracy"]) == 1
         assert (BY_BATCH in each) == (each["method"] == "batchnorm")
-    assert (tmp_path / "table1.png").stat().st_size > 10_000
+    assert (command.out / "table1.png").stat().st_size > 10_000
+    (command.out / "table1.json").unlink()
+    assert command("--quick", "--resume") == found
+    assert command.trained == []
+
+
+def test_the_command_goes_on_from_its_results_alone(command: Command) -> None:
+    sizes = ["--resume", "--batch-sizes", "64", "128"]
+    command(*sizes, "--seeds", "1")
+    assert command.trained == [(64, [0]), (128, [0])]
+    shutil.rmtree(command.out / "runs")
+    first = command(*sizes, "--seeds", "1")
+    assert command.trained == [] and not (command.out / "runs").exists()
+    two = command(*sizes[:-1], "--seeds", "2")
+    assert command.trained == [(64, [1])]
+    shutil.rmtree(command.out / "runs")
+    whole = command(*sizes, "--seeds", "3")
+    assert command.trained == [(64, [2]), (128, [1, 2])]
+    assert [run for run in whole if run in first] == first
+    assert [run for run in whole if run in two] == two
+    assert len(whole) == 2 * 2 * 3  # methods, batch sizes, seeds
+    at_once = Command(command.out / "at-once", command.monkeypatch)
+    assert [run["seed"] for run in at_once(*sizes, "--seeds", "3")] == [r["seed"] for r in whole]
+
+
+def test_the_command_does_not_write_over_results(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command("--batch-sizes", "128", "--seeds", "1")
+    for left in ("runs", "table1.json"):
+        with pytest.raises(SystemExit):
+            command()
+        assert f"{left} exists: --resume" in capsys.readouterr().err
+        if left == "runs":
+            shutil.rmtree(command.out / "runs")
+
+
+@pytest.mark.parametrize("known_by", ["images", "data"])
+def test_the_command_does_not_go_on_with_other_data(
+    known_by: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = command("--batch-sizes", "128", "--seeds", "1")
+    shutil.rmtree(command.out / "runs")
+    if known_by == "data":  # runs before there were hashes
+        for run in found:
+            del run["images"]
+        (command.out / "table1.json").write_text(json.dumps(found))
+    assert len(command("--resume", "--batch-sizes", "128", "--seeds", "2")) == 4
+    shutil.rmtree(command.out / "runs")
+    found[0][known_by] = "others"
+    (command.out / "table1.json").write_text(json.dumps(found))
     with pytest.raises(SystemExit):
-        call()
-    assert "--resume" in capsys.readouterr().err
-    (tmp_path / "table1.json").unlink()
-    call("--resume")
-    assert json.loads((tmp_path / "table1.json").read_text()) == found
+        command("--resume")
+    assert "other images" in capsys.readouterr().err
+    assert json.loads((command.out / "table1.json").read_text()) == found

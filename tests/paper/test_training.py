@@ -10,7 +10,7 @@ import training
 from cifar import Data, synthetic
 from ensemble import Network
 from methods import METHODS
-from training import Setting, runs, train
+from training import Course, Setting, longest, runs, train
 
 NETWORKS = tuple(starmap(Network, product(METHODS, ["tanh", "leaky"], [0, 1], [1e-3])))
 SETTING = Setting(16, 4, 2, "unit", NETWORKS)
@@ -48,16 +48,18 @@ def test_results_do_not_depend_on_a_kill(
             raise Killed
 
     with pytest.raises(Killed):
-        train(SETTING, data, tmp_path / "killed", EPOCHS, tell=kill)
+        train(SETTING, data, tmp_path / "apart/killed", EPOCHS, tell=kill)
     if torn:  # in the middle of a line, and of a checkpoint
-        with (tmp_path / "killed" / "results.jsonl").open("a") as file:
+        with (tmp_path / "apart/killed" / "results.jsonl").open("a") as file:
             file.write('{"epoch": 4, "test_acc')
-        (tmp_path / "killed" / "checkpoint.new").write_bytes(b"PK")
-    train(SETTING, data, tmp_path / "killed", EPOCHS)
-    assert without_times(tmp_path / "killed") == without_times(tmp_path / "whole")
+        (tmp_path / "apart/killed" / "checkpoint.new").write_bytes(b"PK")
+    shown = runs(tmp_path / "apart")  # of the killed one, what it has written whole
+    assert {len(run["epoch"]) for run in shown} == {last}
+    train(SETTING, data, tmp_path / "apart/killed", EPOCHS)
+    assert without_times(tmp_path / "apart/killed") == without_times(tmp_path / "whole")
     states = [
         torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["ensemble"]
-        for name in ("whole", "killed")
+        for name in ("whole", "apart/killed")
     ]
     for whole, killed in zip(*(state["tensors"] for state in states), strict=True):
         assert torch.equal(whole, killed)
@@ -79,13 +81,50 @@ def test_other_networks_or_images_do_not_go_on(data: Data, tmp_path: Path) -> No
         train(SETTING, data._replace(train=255 - data.train), tmp_path, 2)
 
 
-def test_networks_of_a_seed_do_not_depend_on_the_others(data: Data, tmp_path: Path) -> None:
-    alone = SETTING._replace(networks=(Network("affine-like", "leaky", 1, 1e-3),))
-    train(alone, data, tmp_path / "alone" / "a", 2)
-    train(SETTING, data, tmp_path / "all" / "a", 2)
-    (one,) = runs(tmp_path / "alone")
-    keys = ("method", "activation", "seed")
-    (same,) = (r for r in runs(tmp_path / "all") if all(r[k] == one[k] for k in keys))
-    assert one["epoch"] == [1, 2] and "SYNTHETIC" in one["data"]
-    # Sums are taken in another order in a larger product, so not bit by bit.
-    assert one["test_accuracy"] == pytest.approx(same["test_accuracy"], abs=5)
+def test_networks_do_not_depend_on_those_beside_them(data: Data) -> None:
+    """In two pieces or in one: the same weights, orders and accuracies."""
+
+    def course(*seeds: int) -> Course:
+        networks = tuple(network for network in NETWORKS if network.seed in seeds)
+        return Course(SETTING._replace(networks=networks), data, dtype=torch.float64)
+
+    whole, pieces = course(0, 1), [course(0), course(1)]
+    for epoch in range(1, EPOCHS + 1):
+        found = whole.epoch(epoch)
+        in_pieces = [piece.epoch(epoch) for piece in pieces]
+        for each, theirs in zip(pieces, in_pieces, strict=True):
+            for i, network in enumerate(each.ensemble.networks):
+                place = whole.ensemble.networks.index(network)
+                torch.testing.assert_close(
+                    each.ensemble.parameters(i),
+                    whole.ensemble.parameters(place),
+                    rtol=1e-12,
+                    atol=1e-12,
+                )
+                assert all(theirs[name][i] == found[name][place] for name in found)
+
+
+def test_what_is_left_to_train(data: Data, tmp_path: Path) -> None:
+    first = SETTING._replace(networks=NETWORKS[::2])  # of seed 0
+    train(first, data, tmp_path / first.name, 2)
+    found = runs(tmp_path)
+    left = SETTING.without(found, 2)
+    assert left.networks == NETWORKS[1::2]
+    assert left.name != first.name and left.name != SETTING.name
+    assert first.without(found, 2).networks == ()
+    assert SETTING.without(found, 3) == SETTING  # epochs are missing
+    assert SETTING._replace(width=5).without(found, 2).networks == NETWORKS
+    assert SETTING._replace(batch_size=8).without(found, 2).networks == NETWORKS
+
+
+def test_the_folder_is_that_of_the_networks_whatever_their_order() -> None:
+    assert SETTING._replace(networks=NETWORKS[::-1]).name == SETTING.name
+
+
+def test_the_longest_run_of_a_network_counts(data: Data, tmp_path: Path) -> None:
+    train(SETTING, data, tmp_path / "a", 1)
+    short = runs(tmp_path)
+    train(SETTING, data, tmp_path / "a", 2)
+    long = runs(tmp_path)
+    assert longest([*short, *long]) == longest([*long, *short]) == long
+    assert longest([*short, *long[:3]]) == [*long[:3], *short[3:]]
