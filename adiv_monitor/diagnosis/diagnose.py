@@ -64,11 +64,11 @@ RULES: tuple[Rule, ...] = (
     wiring.input_lost,
     initialisation.vanishing,
     initialisation.exploding,
-    data.bounded_logits,
     rates.uneven_rates,
     optimizer.decay_fights,
     optimizer.projection_fights,
     optimizer.optimizer_turns,
+    data.bounded_logits,
     rates.rate_too_high,
     wiring.input_ignored,
     units.dead_units,
@@ -92,7 +92,7 @@ CAUSES = frozenset(
         *("not-held", "hidden-parameters", "unreached", "rate-zero", "rounded-away"),
         *("gradient-hooks", "left-in-eval", "double-softmax", "activated-logits"),
         *("future-leak", "broadcast-loss", "no-log", "softmax-of-one", "softmax-over-samples"),
-        *("samples-mixed", "reshape-scrambles", "gradient-cut", "bounded-logits"),
+        *("samples-mixed", "reshape-scrambles", "gradient-cut"),
         *("targets-out-of-range", "target-is-input", "unbounded-loss"),
     }
 )
