@@ -396,9 +396,10 @@ class LayerRows:
                 call.take_arrived()
                 self._add_to_ceiling(call)
         reached = [call for call in self.calls if call.gradient is not None]
-        kept = winners([call.draw for call in reached], self._max_rows)
-        for call, rows in zip(reached, kept, strict=True):
-            call.keep(rows)
+        if len(self.calls) > 1:  # the rows of one were drawn such that all of them are kept
+            kept = winners([call.draw for call in reached], self._max_rows)
+            for call, rows in zip(reached, kept, strict=True):
+                call.keep(rows)
         return reached
 
     def _rescale_reached(self) -> None:

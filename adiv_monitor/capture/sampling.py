@@ -87,8 +87,6 @@ class Threshold:
 
 def winners(draws: list[Draw], most: int | None) -> list[Index | None]:
     """Which of the gathered rows of every call belong to the sample; None: all of them."""
-    if len(draws) == 1 and (most is None or len(draws[0].keys) <= most):
-        return [None]  # they were drawn so
     bound = Threshold(most, draws).bound
     kept = [np.flatnonzero(d.keys < bound) for d in draws]
     return [None if len(k) == len(d.keys) else k for k, d in zip(kept, draws, strict=True)]

@@ -252,7 +252,8 @@ def product(numerator: Sum, factors: Sequence[tuple[Sum, float]], sample: Sample
         bias = by_chance(sample.mean(numerator.spread * relative), rest)
         bias = bias + by_chance((sample.mean(relative**2) - own) / 2, value)
         bias = np.where(sample.active_seen < 2, 0.0, bias_by_chance(share, bias))
-        error = np.sqrt(by_chance(sample.mean(influence**2), share))
+        squares = by_chance(sample.mean(influence**2), share)
+        error = np.sqrt(np.where(share == 0, 0.0, squares))  # exact, however large they are
         # What is of order 1/R is less than what is of order 1/√R, or tells nothing; nor does it
         # turn the sign of what has one for certain.
         limit = np.where(np.isnan(error), np.inf, error)
@@ -336,6 +337,7 @@ def quantiles(
         to_ends = np.maximum(to_ends, np.where(1 - at <= others, _distance(found, ends.most), 0.0))
         error = np.where((error <= alike) & (width > 0), np.maximum(error, to_ends / 2), error)
     alone = (counts == 1) & (width > 0)  # one row of several can't tell
+    error = np.where(width == 0, 0.0, error)  # also of what is not finite, or is not there
     return found, np.where(alone, np.nan, error)
 
 

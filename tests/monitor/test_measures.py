@@ -1,7 +1,7 @@
 """The measures as functions: any number of layers at once, zero vectors, sums, quantiles."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -231,8 +231,29 @@ def random_layer(
     return Judged(layer, known != "nothing", own_gamma=own_gamma, own_w=own_w)
 
 
+# What is known for certain where all rows were seen, beside layers of which some were.
+WHOLE: dict[str, Callable[[LayerSums[Array]], Array]] = {
+    "nothing moves": lambda layer: layer.products * _without(layer, Vector.D),
+    "no active row": lambda layer: layer.products * _without(layer, Vector.G),
+    "squares overflow": lambda layer: layer.products * 1e200,
+}
+
+
+def _without(layer: LayerSums[Array], vector: Vector) -> Array:
+    """0 in what is a product of this vector, else 1."""
+    of = np.array([float(other != vector) for other in layer.vectors])
+    return np.outer(of, of)
+
+
+def seen_whole(judged: Judged, change: Callable[[LayerSums[Array]], Array]) -> Judged:
+    layer = judged.layer
+    rows = Sampled(layer.rows.seen, layer.rows.seen)
+    return replace(judged, layer=replace(layer, rows=rows, products=change(layer)))
+
+
 @pytest.mark.parametrize("known", ["nothing", "gradients", "sums"])
 @pytest.mark.parametrize("groups", [1, 4])
+@np.errstate(over="ignore", invalid="ignore")
 def test_layers_measured_together_are_as_measured_alone(
     groups: int, known: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,9 +269,11 @@ def test_layers_measured_together_are_as_measured_alone(
     layers = {f"layer {i}": random_layer(random, 6, groups, known) for i in range(3)}
     for rows in (1, 2, 5, 128, 300):
         layers[f"{rows} rows"] = random_layer(random, rows, groups, known)
+    for name, change in WHOLE.items():
+        layers[name] = seen_whole(random_layer(random, 6, groups, known), change)
     together = measure(layers)
     assert list(together) == list(layers)
-    assert tried == [7, 1]  # where that fails, they are looked at one by one
+    assert tried == [10, 1]  # where that fails, they are looked at one by one
     for path, numbers in layers.items():
         alone = measure({path: numbers})[path]
         assert together[path].values == pytest.approx(alone.values, rel=1e-12, nan_ok=True)

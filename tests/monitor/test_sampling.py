@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
-from adiv_monitor.capture.sampling import Threshold, draw, winners
+from adiv_monitor.capture.sampling import Draw, Threshold, draw, winners
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.step.measured_layer import MeasuredLayer
 
@@ -227,3 +227,12 @@ def test_keys_are_the_smallest_of_even_numbers(total: int) -> None:
     expected = np.arange(1, 7) / (total + 1)
     np.testing.assert_allclose(keys, expected[:5], rtol=0.06)
     assert np.mean([d.bound for d in draws]) == pytest.approx(expected[5], rel=0.05)
+
+
+def test_of_a_single_call_too_rows_stay_that_lie_below_the_bound() -> None:
+    """As where rows are left out before they travel to another rank."""
+    keys = np.arange(10) / 10
+    for most in (None, 8):
+        (kept,) = winners([Draw(None, keys, 0.35)], most)
+        assert kept is not None and kept.tolist() == [0, 1, 2, 3]
+    assert winners([Draw(None, keys, 1.0)], None) == [None]
