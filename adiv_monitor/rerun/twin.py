@@ -131,7 +131,7 @@ class Twin:
     def _stand_apart(self, stack: ExitStack) -> None:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         dist = torch.distributed
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_available() and dist.is_initialized():
             stack.enter_context(_Alone())  # type: ignore[no-untyped-call]
         if self._recurrent:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))

@@ -4,6 +4,7 @@ import copy
 import math
 import random
 import re
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -250,11 +251,15 @@ def test_an_optimizer_with_attributes_of_its_own() -> None:
 def test_hooks_and_schedulers_are_told_of() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *args: pytest.fail("ran"))
+    mine: list[bool] = []
+    optimizer.register_step_post_hook(lambda stepped, *args: mine.append(stepped is optimizer))
+    lock = threading.Lock()  # which can't be copied
+    optimizer.register_step_pre_hook(lambda *args: lock.release() if lock.locked() else None)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     notes = " ".join(seen(model.eval(), optimizer=optimizer).notes)
     for word in ("hooks", "scheduler", "evaluation mode"):
         assert word in notes
+    assert not mine  # a copy of the hook ran, with a copy of the list
 
 
 def test_a_model_with_its_own_loss() -> None:

@@ -565,6 +565,7 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
             part = make_part(
                 StepSums({"x": layer}, Flags(), nothing, nothing, {}),
                 {"x": Pieces({})},
+                {},
                 unreached={},
                 notes=[],
                 keeps_gradient=True,

@@ -2,10 +2,10 @@
 
 import copy
 from collections.abc import Callable
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 Memo = dict[int, Any]
@@ -89,6 +89,8 @@ def _rebound(hook: Callable[..., Any], memo: Memo) -> Callable[..., Any] | None:
 
 
 def _copied(value: Any, memo: Memo) -> Any:
-    """What holds a state is copied; modules of code, classes and functions are not."""
-    holds = (Tensor, nn.Module, Optimizer, list, dict, set)
-    return copy.deepcopy(value, memo) if isinstance(value, holds) else value
+    """A copy, so that nothing of the user's is changed; modules of code, which have none, stay.
+
+    Functions and classes are their own copies.
+    """
+    return value if isinstance(value, ModuleType) else copy.deepcopy(value, memo)
