@@ -5,6 +5,7 @@ Rows are sampled only for what can't be had so (spec, "From sampled rows to the 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class LateScales:
             return None
         found, end = [], 0
         by_entry = gradient.view(1, -1) if gradient.dim() == 1 else gradient
-        positions = by_entry[0].numel() // by_entry.shape[-1] if len(by_entry) else 1
+        positions = prod(by_entry.shape[1:-1])
         for scale in self._make(*self._reads):
             start, end = end, end + scale.shape[:-1].numel() // max(positions, 1)
             part = exact(by_entry[start:end])
@@ -130,9 +131,7 @@ def squares(x: Tensor, dim: int = -1) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=exact_type(x))
         return norms.square()
     # A CPU takes norms across memory entry by entry: six times slower than squares and sums.
-    samples = max(1, CHUNK * len(x) // max(x.numel(), 1))
-    parts = [exact(part).square().sum(dim) for part in torch.split(x, samples)]
-    return joined(parts)
+    return joined([exact(part).square().sum(dim) for part in in_parts(x)])
 
 
 def squares_and_sum(rows: Float[Tensor, "rows n"]) -> tuple[Float[Tensor, " rows"], Tensor]:

@@ -205,8 +205,8 @@ def _window_sums(x: Tensor, dim: int, size: int, stride: int, dilation: int) -> 
     extent = dilation * (size - 1) + 1
     if size == 1 or x.is_cuda:  # few launches
         return x.unfold(dim, extent, stride)[..., ::dilation].sum(-1)
-    # A CPU sums entry by entry over strided windows; whole tensors are added two to three times
-    # as fast.
+    # A CPU sums entry by entry over strided windows; whole tensors are added up to three times as
+    # fast.
     length = (x.shape[dim] - extent) // stride * stride + 1
     every = (slice(None),) * dim + (slice(None, None, stride),)
     first, *others = (x.narrow(dim, i * dilation, length)[every] for i in range(size))
