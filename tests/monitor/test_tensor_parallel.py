@@ -599,7 +599,7 @@ def test_every_row_is_dealt_to_one(most: int | None) -> None:
             call.gradient, call.size = kept[:, None], every[None]
             calls.append(call)
         deal(calls, Dealer(place))
-        of_all = partition(calls, Dealer(place), come=True)
+        of_all = partition(calls, Dealer(place), all_participate=True)
         assert of_all == Partition(0, place, 2, 9 if most is None else 8, 9)
         for call in calls:
             assert isinstance(call.features, DenseFeatures) and call.features.phi is not None
