@@ -373,8 +373,8 @@ def some_steps(
             monitor.close()
         if off:
             monitor._failures.switched_off[off] = "a test"
-            monitor._course.disarm()
-            monitor._course.arm()
+            monitor._controller.disarm()
+            monitor._controller.arm()
         for _ in range(2):
             optimizer.zero_grad()
             loss().backward()
