@@ -27,11 +27,18 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     index = "findings/README.md"
     linked = (name.removeprefix(DOCS) for name in _targets(DOCS + index, _read(DOCS + index)))
     pages = [name for name in linked if name.startswith("findings/")]
-    for entry in config.nav or []:
+    _put(index, [index, *dict.fromkeys(pages)], config.nav or [])
+    return config
+
+
+def _put(index: str, pages: list[str], entries: list[Any]) -> None:
+    """Replace the section that names nothing but its index by one that lists its pages."""
+    for entry in entries:
         for title, listed in entry.items() if isinstance(entry, dict) else ():
             if listed == [index]:
-                entry[title] = [index, *dict.fromkeys(pages)]
-    return config
+                entry[title] = pages
+            elif isinstance(listed, list):
+                _put(index, pages, listed)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
