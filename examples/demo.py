@@ -340,7 +340,7 @@ def standardising_is_first(report: AuditReport) -> bool:
     first = report.findings[0].advice[0] if report.findings else None
     return (
         first is not None
-        and first.mend == "standardise-inputs"
+        and first.fix == "standardise-inputs"
         and first.trial is not None
         and first.trial.helps
     )

@@ -115,12 +115,12 @@ def record(reports: tuple[StepReport, ...], losses: list[float], norms: list[flo
     )
 
 
-def trial(mend: str, steps: int, losses: list[float], ratio: float) -> Trial:
+def trial(fix: str, steps: int, losses: list[float], ratio: float) -> Trial:
     """A trial that came to this ratio of the loss without it."""
     last = losses[-(len(losses) // 4) :]
     without = sum(last) / len(last)
-    by_rate = None if mend.startswith("rate") else 0.88 * without
-    return Trial(mend, steps, ratio * without, without, by_rate, 0.05 * without)
+    by_rate = None if fix.startswith("rate") else 0.88 * without
+    return Trial(fix, steps, ratio * without, without, by_rate, 0.05 * without)
 
 
 def findings(layers: list[str], losses: list[float]) -> tuple[Finding, ...]:
@@ -174,7 +174,7 @@ def what_if(layers: list[str], seed: int = 0) -> dict[str, dict[str, Alternative
     }
 
 
-def sick() -> AuditReport:
+def faulty() -> AuditReport:
     """A run with a finding of each strength."""
     of_run = trained()
     layers = list(of_run.reports[-1].layers)

@@ -87,7 +87,7 @@ def test_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = run("A finding", tmp_path, names)
     module = inspect.getmodule(diagnose_function)
     monkeypatch.setattr(module, "RULES", (*module.RULES, made["harmed_rows"]))  # type: ignore[union-attr]
-    tests.test_an_illness_is_named_first_and_to_be_acted_on("harmed-rows")
+    tests.test_a_fault_is_named_first_and_to_be_acted_on("harmed-rows")
     tests.test_what_is_near_is_no_hit("harmed-rows")
     tests.test_what_lies_within_errors_is_no_hit("harmed-rows")
     assert "harmed-rows" not in tests.found(tests.record())

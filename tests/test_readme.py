@@ -40,7 +40,7 @@ def test_how_often_the_audit_is_right_is_what_the_benchmark_counted() -> None:
         text,
     )
     assert told
-    page = (ROOT / "docs" / "ward.md").read_text()
+    page = (ROOT / "docs" / "fault-benchmark.md").read_text()
     totals = page[page.index("## Totals") : page.index("## Of these")]
     cases = re.search(r"\| (\d+) cases, (\d+) runs; \d+ healthy, (\d+) runs", totals)
     first = re.search(r"named first \| (\d+) %.*\((\d+) of", totals)

@@ -1,4 +1,4 @@
-"""A diagnosis of a training run: what is wrong, how sure that is, and a mend that was tried."""
+"""A diagnosis of a training run: what is wrong, how sure that is, and a fix that was tried."""
 
 from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.report import AuditReport

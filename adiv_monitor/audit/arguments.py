@@ -52,7 +52,7 @@ def check_numbers(
     if not (_is_positive(try_seconds) or try_seconds == math.inf):
         raise ValueError(
             f"audit(try_seconds=…): got {try_seconds!r}, expected a number above 0; "
-            "try_mends=False tries nothing"
+            "try_fixes=False tries nothing"
         )
 
 

@@ -1,5 +1,6 @@
 """The audit: train a copy, say what is wrong with it, and try what would fix it."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -35,11 +36,12 @@ def audit(
     realised: bool = False,
     attention: bool = False,
     alignment: bool = False,
-    try_mends: bool = True,
+    try_fixes: bool = True,
     try_seconds: float = 40.0,
     what_if: bool = True,
     seed: int = 0,
     progress: Progress | None = None,
+    try_mends: bool | None = None,
 ) -> AuditReport:
     """Train a copy of a model for some steps, and say what is wrong with its training.
 
@@ -62,17 +64,23 @@ def audit(
         attention: measure what each step did to attention scores, too.
         alignment: measure how weights, updates and activations are aligned, too, with the first
             batch for a probe.
-        try_mends: try what would fix the run, and other learning rates, in short runs.
+        try_fixes: try what would fix the run, and other learning rates, in short runs.
         try_seconds: roughly how long that may take: where steps are slow, runs are shorter and
             fewer, so that what is tried depends on the clock, and the verdict says so; `math.inf`:
             it does not. The first fix is tried however slow steps are. 0: nothing is tried.
         what_if: say how the steps of layers would be with other maps or inputs.
         seed: of the run's random numbers.
         progress: called with (what is done, how far, of how much).
+        try_mends: the old name of `try_fixes`, until 1.0.
 
     Raises:
         TypeError, ValueError: an argument is not what is expected; the message says what is.
     """
+    if try_mends is not None:
+        warnings.warn(
+            "audit(try_mends=…) is called try_fixes now", DeprecationWarning, stacklevel=2
+        )
+        try_fixes = try_mends
     check_training(model, loss, optimizer)
     check_numbers(
         steps=steps,
@@ -97,7 +105,7 @@ def audit(
             alignment=alignment,
             progress=progress,
         )
-        seconds = try_seconds if try_mends else 0.0
+        seconds = try_seconds if try_fixes else 0.0
         return _Diagnosis(setup, record, progress).report(seconds, what_if)
 
 
@@ -126,7 +134,7 @@ class _Diagnosis:
         )
 
     def _run(self, seconds: float, what_if: bool) -> None:
-        """Of the time for trials, learning rates and mends get two parts each, learning one."""
+        """Of the time for trials, learning rates and fixes get two parts each, learning one."""
         seconds = seconds if self._record.repeats else 0.0
         setup, progress, part = self._setup, self._progress, seconds / 5
         if seconds:

@@ -9,7 +9,8 @@ from adiv_monitor.diagnosis.record import Record
 # share per window is TheDeepChecker's (A. Ben Braiek, F. Khomh, TOSEM 2022).
 STILL = 0.05
 # Of the fall that its gradient promises, what a loss falls by in however short a step: 1 to nine
-# digits in the ward's runs, 0.66 at most in a hundred small generative adversarial networks.
+# digits in the fault benchmark's runs, 0.66 at most in a hundred small generative adversarial
+# networks.
 OPPOSED = 0.9
 FAR_BELOW = 100.0  # times the first loss, at least 1
 FEWEST = 12  # steps of a run that can tell anything

@@ -14,7 +14,7 @@ from adiv_monitor.diagnosis.verdict import running_headline
 from adiv_monitor.report.written import read
 
 _D = TypeVar("_D", bound="Diagnosis")
-SCHEMA = 1  # of `Diagnosis.to_dict`; see docs/report-schema.md
+SCHEMA = 2  # of `Diagnosis.to_dict`; see docs/report-schema.md
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Trial:
     """What a fix did to the loss in a short run from the same weights on the same batches.
 
     Attributes:
-        mend: the fix's name.
+        fix: the fix's name.
         steps: steps of each run.
         loss: the mean loss of the last quarter of the steps, with the fix; infinite where it
             diverged: it stopped being finite, or ended a thousand times above where it began.
@@ -87,7 +87,7 @@ class Trial:
             would have been: another clock may give another trial.
     """
 
-    mend: str
+    fix: str
     steps: int
     loss: float
     loss_without: float
@@ -157,7 +157,7 @@ class Trial:
 
         Unless it is a learning rate itself, it must beat another learning rate alone as well.
         """
-        is_rate = self.mend.startswith("rate*")
+        is_rate = self.fix.startswith("rate*")
         return self.pays and self.beats_constant and (is_rate or self.beats_rate)
 
     @property
@@ -213,14 +213,14 @@ class Advice:
 
     Attributes:
         text: what to do, in plain words.
-        mend: name of the fix that a short run can try (see `trials.mends`); None: none can.
+        fix: name of the fix that a short run can try (see `trials.fixes`); None: none can.
         trial: what that gave; None: not tried.
         untried: why the fix was not tried; "" if it was, or if there is none.
         everywhere: the fix is for all layers, wherever what is wrong shows.
     """
 
     text: str
-    mend: str | None = None
+    fix: str | None = None
     trial: Trial | None = None
     untried: str = ""
     everywhere: bool = False
@@ -232,7 +232,7 @@ class Advice:
     @property
     def outcome(self) -> Outcome:
         """The mark and the words of what came of it."""
-        only_you = "no short run can do it" if self.mend is None else ""
+        only_you = "no short run can do it" if self.fix is None else ""
         return outcome(self.trial, self.untried or only_you)
 
 
@@ -264,11 +264,11 @@ class Finding:
 
     def layers_for(self, advice: Advice) -> tuple[str, ...]:
         """The layers that an advice is for; empty: all, and so is a learning rate."""
-        is_rate = (advice.mend or "").startswith("rate*")
+        is_rate = (advice.fix or "").startswith("rate*")
         return () if advice.everywhere or is_rate else self.layers
 
 
 def unrefuted(finding: Finding, trials: Iterable[Trial]) -> Finding:
     """The finding without what it says would not help, where a trial of just that paid."""
-    paid = {trial.mend for trial in trials if trial.pays}
+    paid = {trial.fix for trial in trials if trial.pays}
     return replace(finding, not_advised="", against=()) if paid & {*finding.against} else finding

@@ -222,11 +222,11 @@ def finding_title(name: str) -> str:
     return FINDING_TITLES.get(name) or _sentence(name)
 
 
-def mend_title(mend: str) -> str:
-    """A mend in a few plain words."""
-    if mend.endswith("-like"):  # the names of the maps are written so
-        return mend
-    return mend.replace("rate*", "learning rate × ").replace("-", " ")
+def fix_title(fix: str) -> str:
+    """A fix in a few plain words."""
+    if fix.endswith("-like"):  # the names of the maps are written so
+        return fix
+    return fix.replace("rate*", "learning rate × ").replace("-", " ")
 
 
 def _sentence(name: str) -> str:

@@ -68,7 +68,7 @@ def effective_lr(d_G: Sum, G_G: Sum, sample: Sample) -> Estimate:
     """⟨d, G⟩ / ‖G‖²: the learning rate at which the activations really move downhill.
 
     η (‖x‖² + 1) for one row under plain gradient descent; defined for any optimizer. Its spread
-    between layers is what a per-layer learning rate could mend.
+    between layers is what a per-layer learning rate could fix.
     """
     return product(d_G, [(G_G, -1)], sample)
 
@@ -191,7 +191,7 @@ def idle_share(sample: Sample, active: PerLayer) -> Estimate:
 
 
 def scale_mean(sums: Sum, count: Sum, sample: Sample) -> Estimate:
-    """Mean of ‖φ_r‖², ≥ 0: the common part of the divergence, which one learning rate can mend.
+    """Mean of ‖φ_r‖², ≥ 0: the common part of the divergence, which one learning rate can fix.
 
     Args:
         sums: Σ_r ‖φ_r‖², over groups too.

@@ -172,8 +172,8 @@ def evidence_rows(evidence: Sequence[Evidence]) -> list[dict[str, object]]:
 def all_trials(findings: Sequence[Finding], record: Record) -> list[Trial]:
     """Every trial on the run's own batches, each fix once; those that paid most first."""
     tried = [a.trial for finding in findings for a in finding.advice if a.trial is not None]
-    by_mend = {trial.mend: trial for trial in (*record.rates.values(), *tried)}
-    return sorted(by_mend.values(), key=lambda trial: -trial.gain)
+    by_fix = {trial.fix: trial for trial in (*record.rates.values(), *tried)}
+    return sorted(by_fix.values(), key=lambda trial: -trial.gain)
 
 
 def significant(value: float) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from adiv_monitor.diagnosis.finding import Trial
 from adiv_monitor.diagnosis.record import Record
-from adiv_monitor.diagnosis.titles import mend_title
+from adiv_monitor.diagnosis.titles import fix_title
 from adiv_monitor.pages.chain import CHAIN, mean_chain
 from adiv_monitor.printable import printable
 from adiv_monitor.report import StepReport
@@ -247,16 +247,16 @@ def _place_labels(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> Non
 
 
 def _several(trials: Sequence[Trial]) -> list[Trial]:
-    """Those that paid most, each mend once."""
-    by_mend: dict[str, Trial] = {}
+    """Those that paid most, each fix once."""
+    by_fix: dict[str, Trial] = {}
     for trial in trials:
-        by_mend.setdefault(trial.mend, trial)
-    return sorted(by_mend.values(), key=lambda trial: -trial.gain)[:_MOST_TRIALS]
+        by_fix.setdefault(trial.fix, trial)
+    return sorted(by_fix.values(), key=lambda trial: -trial.gain)[:_MOST_TRIALS]
 
 
 def _trial_label(trial: Trial) -> str:
     loss = f"{trial.loss:.3g}" if math.isfinite(trial.loss) else "not finite"
-    return printable(f"{loss}  {mend_title(trial.mend)}")
+    return printable(f"{loss}  {fix_title(trial.fix)}")
 
 
 def _loss_words(record: Record, trials: Sequence[Trial]) -> str:

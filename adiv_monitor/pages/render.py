@@ -12,8 +12,8 @@ from adiv_monitor.diagnosis.titles import (
     MEASURE_TITLES,
     SHORT_TITLES,
     finding_title,
+    fix_title,
     measure_title,
-    mend_title,
 )
 from adiv_monitor.pages.findings import (
     STRENGTH_WORDS,
@@ -56,7 +56,7 @@ def _colours() -> str:
 _WORDS: dict[str, Any] = {
     "finding_title": finding_title,
     "measure_title": measure_title,
-    "mend_title": mend_title,
+    "fix_title": fix_title,
     "measure_titles": MEASURE_TITLES,
     "short_titles": SHORT_TITLES,
     "strength_words": STRENGTH_WORDS,

@@ -24,7 +24,7 @@ QUICK: dict[str, Any] = {
     "loss": cross_entropy,
     "steps": 6,
     "every_n_steps": 2,
-    "try_mends": False,
+    "try_fixes": False,
     "what_if": False,
 }
 
@@ -136,6 +136,13 @@ def test_every_step_gets_its_batch_as_it_was() -> None:
     assert (found.losses, found.realised) == (expected.losses, expected.realised)
 
 
+def test_the_old_name_of_try_fixes_warns() -> None:
+    given = {name: value for name, value in QUICK.items() if name != "try_fixes"}
+    with pytest.warns(DeprecationWarning, match="try_fixes"):
+        report = audit(mlp(), batches(), **given, try_mends=False)
+    assert not report.record.rates
+
+
 def test_the_same_audit_twice_says_the_same() -> None:
     loader = torch.utils.data.DataLoader(batches(1, 40)[0][0], 8, shuffle=True)
 
@@ -167,7 +174,7 @@ def test_ctrl_c_leaves_what_there_is() -> None:
 
     calls = {"n": 0}
     record = audit(
-        mlp(), batches(), **{**QUICK, "loss": loss, "try_mends": True, "every_n_steps": 1}
+        mlp(), batches(), **{**QUICK, "loss": loss, "try_fixes": True, "every_n_steps": 1}
     ).record
     assert record.interrupted
     assert len(record.losses) >= 2
@@ -176,7 +183,7 @@ def test_ctrl_c_leaves_what_there_is() -> None:
 
 
 def test_the_whole_of_it() -> None:
-    """An illness that all rooms have a part in: found, its mend tried, alternatives drawn."""
+    """A fault that all rooms have a part in: found, its fix tried, alternatives drawn."""
     truth = torch.randn(6, 3)
     data = [(1000 * x, (x @ truth).argmax(1)) for x, _ in batches(20, 32)]
     steps: list[tuple[str, int, int]] = []
@@ -213,7 +220,7 @@ def test_a_scripted_model_is_refused() -> None:
         seen(torch.jit.script(mlp()))
 
 
-def test_ctrl_c_while_mends_are_tried_keeps_what_was_found() -> None:
+def test_ctrl_c_while_fixes_are_tried_keeps_what_was_found() -> None:
     def progress(what: str, done: int, of: int) -> None:
         if what == "fixes":
             raise KeyboardInterrupt
@@ -360,7 +367,7 @@ def test_an_optimizer_of_frozen_parameters_alone_is_found() -> None:
     assert (first.name, first.strength) == ("not-held", "act")
     assert first.layers == report.record.wiring.not_held
     assert len(report.record.reports) == 10
-    held = next(advice for advice in first.advice if advice.mend == "hold-parameters")
+    held = next(advice for advice in first.advice if advice.fix == "hold-parameters")
     assert held.trial is not None and held.trial.pays
 
 
@@ -434,7 +441,7 @@ def test_steps_that_are_all_measured_are_timed_too() -> None:
 
 
 def test_alignments_are_those_of_the_first_batch() -> None:
-    given = {"loss": cross_entropy, "optimizer": sgd(), "steps": 4, "try_mends": False}
+    given = {"loss": cross_entropy, "optimizer": sgd(), "steps": 4, "try_fixes": False}
     model = mlp()
     found = audit(model, batches(), alignment=True, what_if=False, **given)
     last = found.record.reports[-1].alignment
@@ -460,7 +467,7 @@ def test_arguments_by_name_make_a_probe() -> None:
     def around(model: nn.Module, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(model.net(batch[0]), batch[1])
 
-    given = {"optimizer": sgd(), "steps": 4, "try_mends": False, "alignment": True}
+    given = {"optimizer": sgd(), "steps": 4, "try_fixes": False, "alignment": True}
     assert audit(Named(), batches(), loss=loss, **given).record.reports[-1].alignment
     with pytest.raises(ValueError, match="did not call the model"):
         audit(Named(), batches(), loss=around, **given)

@@ -72,7 +72,7 @@ def audited() -> AuditReport:
         ("a", "<b>&\u2028é"),
         "act",
         (Evidence("scale_cv", math.inf, 1.0, "a", 3), Evidence("loss", math.nan)),
-        (Advice("Mend it", "rate*0.1", trial), Advice("Or so")),
+        (Advice("Fix it", "rate*0.1", trial), Advice("Or so")),
         "It is so.",
         since=2,
     )
@@ -124,7 +124,7 @@ def test_json_is_strict() -> None:
         pytest.fail(f"{word} is no JSON")
 
     record = json.loads(audited().to_json(), parse_constant=refuse)
-    assert record["schema"] == 1
+    assert record["schema"] == 2
     assert record["worst"] == "act"
     assert record["record"]["losses"][-1] == "NaN"
     assert record["record"]["overfit"]["loss_by_rate"] is None
@@ -133,7 +133,7 @@ def test_json_is_strict() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 2}, "schema 2, expected 1"),
+        ({"schema": 1}, "schema 1, expected 2"),
         ({"schema": None}, "schema None"),
         ({"record": {}}, "record.facts: got nothing, expected"),
     ],
@@ -164,7 +164,7 @@ def test_the_verdict() -> None:
     pays = replace(act.advice[0], trial=Trial("rate*0.1", 9, 0.1, math.inf, None, math.nan))
     paid = replace(report, findings=(replace(act, advice=(pays,)),)).verdict
     assert paid.startswith(
-        "It is so. To fix it: Mend it: loss after 9 steps 0.1, which diverges without."
+        "It is so. To fix it: Fix it: loss after 9 steps 0.1, which diverges without."
     )
     untried = replace(report, findings=(replace(act, advice=(Advice("Do"),)),)).verdict
     assert untried.startswith("It is so. To try first: Do (not tried: no short run can do it).")
@@ -183,7 +183,7 @@ def test_the_verdict_never_advises_what_does_not_help() -> None:
     act = report.findings[0]
 
     def advice(text: str, loss: float) -> Advice:
-        return Advice(text, "mend", Trial("mend", 9, loss, 1.0, None, 0.01))
+        return Advice(text, "fix", Trial("fix", 9, loss, 1.0, None, 0.01))
 
     lost = replace(act, advice=(advice("Lose", 1.5), advice("Burst", math.inf)))
     won = replace(act, advice=(advice("Win", 0.5), advice("Win more", 0.25)))
@@ -235,7 +235,7 @@ def test_a_verdict_says_that_nothing_was_tried() -> None:
 )
 def test_a_trial_in_words(loss: float, without: float, said: str) -> None:
     error = 0.01 if math.isfinite(loss + without) else math.nan
-    assert outcome(Trial("mend", 9, loss, without, None, error)).words == said
+    assert outcome(Trial("fix", 9, loss, without, None, error)).words == said
 
 
 def test_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,9 +143,9 @@ def test_the_folder_may_be_on_another_file_system(
 
 FOREIGN_JSON = (
     '{"id":1,"verdict":"mine"}',
-    '[{"schema":1,"verdict":"mine"}]',
+    '[{"schema":2,"verdict":"mine"}]',
     '{"schema":"1","verdict":"mine"}',
-    '{"schema":1,"name":"","verdict":"mine"}',
+    '{"schema":2,"name":"","verdict":"mine"}',
 )
 
 
@@ -260,7 +260,7 @@ def test_options_reach_the_run(options: tuple[str, ...]) -> None:
         assert "of_model_and_batch" in command_models.calls
 
 
-def test_it_tries_mends_unless_told_not_to() -> None:
+def test_it_tries_fixes_unless_told_not_to() -> None:
     assert main([NET, "--steps", "4", "--out", "out"]) == 0
     assert report().record.rates
     assert run(NET) == 0

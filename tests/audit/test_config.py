@@ -32,7 +32,7 @@ ALL = Config(
     realised=True,
     attention=True,
     alignment=True,
-    try_mends=False,
+    try_fixes=False,
     try_seconds=7.0,
     fail_if=("scale_cv > 1", "act"),
     out="elsewhere",
@@ -65,7 +65,7 @@ def test_text_of_the_command_line_becomes_values() -> None:
         "input_shape": (3, 8, 8),
         "optimizer_args": {"lr": 0.1},
         "steps": 5,
-        "try_mends": False,
+        "try_fixes": False,
         "try_seconds": math.inf,
     }
 

@@ -116,7 +116,7 @@ HITS = {
 
 
 @pytest.mark.parametrize("name", HITS)
-def test_an_illness_is_named_first_and_to_be_acted_on(name: str) -> None:
+def test_a_fault_is_named_first_and_to_be_acted_on(name: str) -> None:
     first = diagnose(HITS[name])[0]
     assert (first.name, first.strength) == (name, "act")
     assert first.evidence
@@ -183,20 +183,22 @@ def test_what_lies_within_errors_is_no_hit(name: str) -> None:
 
 
 def test_causes_come_before_what_follows_from_them() -> None:
-    ill = record(
+    faulty = record(
         inputs={"0": replace(INPUTS, std=160.0)},
         rates=trials(own=2.3, x01=0.5),
         units={"relu": UnitStatistics("relu", 64, 60, 0.9, 20)},
         losses=STILL,
         wiring=Wiring(not_held=("c.weight",)),
     )
-    names = [f.name for f in diagnose(ill) if f.strength == "act"]
+    names = [f.name for f in diagnose(faulty) if f.strength == "act"]
     assert names == ["not-held", "input-scale"]
-    follows = {f.name: f for f in diagnose(ill) if f.strength == "watch"}
+    follows = {f.name: f for f in diagnose(faulty) if f.strength == "watch"}
     assert list(follows) == ["rate-too-high", "dead-units", "loss-stuck"]
     assert {f.advice[0].text for f in follows.values()} == {"fix first what stands above"}
-    assert "This would explain: rate-too-high, dead-units, loss-stuck." in diagnose(ill)[0].summary
-    bare = diagnose(replace(ill, wiring=Wiring(input_matters=0.5)))
+    assert (
+        "This would explain: rate-too-high, dead-units, loss-stuck." in diagnose(faulty)[0].summary
+    )
+    bare = diagnose(replace(faulty, wiring=Wiring(input_matters=0.5)))
     assert [f.name for f in bare if f.strength == "act"] == [
         "input-scale",
         "rate-too-high",
@@ -293,15 +295,15 @@ def test_momentum_that_outlasts_the_run_is_to_be_acted_on() -> None:
 
 
 def test_of_a_loss_whose_parts_oppose_each_other_its_fall_is_not_judged() -> None:
-    ill = {
+    faulty = {
         "losses": RISING,
         "rates": trials(own=2.3, x10=0.1),
         "overfit": Trial("overfit", 100, 2.2, 2.3, None, 0.01),
     }
-    assert set(found(record(**ill, descent_share=0.99))) >= {"rate-too-low", "cannot-overfit"}
-    assert diagnose(record(**ill, descent_share=0.3)) == ()
+    assert set(found(record(**faulty, descent_share=0.99))) >= {"rate-too-low", "cannot-overfit"}
+    assert diagnose(record(**faulty, descent_share=0.3)) == ()
     unused = Wiring(unreached=("a.weight",))
-    assert list(found(record(**ill, descent_share=0.3, wiring=unused))) == ["unreached"]
+    assert list(found(record(**faulty, descent_share=0.3, wiring=unused))) == ["unreached"]
 
 
 def test_a_loss_no_lower_than_that_of_knowing_nothing_is_stuck_wherever_it_began() -> None:

@@ -66,19 +66,19 @@ def test_no_run_has_more_than_200_lines(make) -> None:  # type: ignore[no-untype
 
 
 def test_it_says_what_the_page_says() -> None:
-    sick = example_audits.sick()
-    text = digest(sick)
+    faulty = example_audits.faulty()
+    text = digest(faulty)
     title, *headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     assert title == "Audit of `my_project.models.Small`"
     assert headings[1] == "1. Inputs of an unsuitable scale (act, `input-scale`, since step 0)"
     for words in ("## What was looked for", "## What was measured", "## Settings", "## Loss"):
         assert words in text
-    first = sick.findings[0]
+    first = faulty.findings[0]
     for advice in first.advice:
         assert f"- Fix: {advice.text} {advice.outcome.mark} " in text
     assert "- What would not help: A lower learning rate" in text
     assert "- Optimizer: AdamW (lr 0.003" in text
-    assert f"| {len(sick.record.losses) - 1} | {sick.record.losses[-1]:.3g} |" in text
+    assert f"| {len(faulty.record.losses) - 1} | {faulty.record.losses[-1]:.3g} |" in text
     assert "`stem.0`" in text
 
 

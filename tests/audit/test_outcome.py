@@ -28,10 +28,10 @@ SMALL = made_up(["stem", "head"], 3)
 LOSSES = (0.2, 0.5, 0.95, 1.0, 1.5, math.inf)
 GRID = [
     Trial(
-        mend, 50, loss, without, by_rate, 0.01 if math.isfinite(loss + without) else math.nan,
+        fix, 50, loss, without, by_rate, 0.01 if math.isfinite(loss + without) else math.nan,
         rate, constant=constant,
     )
-    for mend, loss, without, by_rate, constant, rate in itertools.product(
+    for fix, loss, without, by_rate, constant, rate in itertools.product(
         ("rate*10", "clip"), LOSSES, (1, math.inf), (None, 0.3, math.inf), (None, 0.45), (1, 3)
     )
 ]  # fmt: skip
@@ -40,7 +40,7 @@ GRID = [
 def advised() -> AuditReport:
     """One advice for each trial of the grid, and those that were not tried."""
     untried = (Advice("do 1000", "clip", untried=NO_TIME), Advice("do 1001"))
-    tried = tuple(Advice(f"do {i}", trial.mend, trial) for i, trial in enumerate(GRID))
+    tried = tuple(Advice(f"do {i}", trial.fix, trial) for i, trial in enumerate(GRID))
     return AuditReport((Finding("exploding", (), "act", (), (*tried, *untried)),), SMALL.record)
 
 
@@ -84,7 +84,7 @@ def test_the_table_of_trials_has_the_same_marks() -> None:
 def test_a_tick_is_for_what_is_lower_than_all_that_it_must_beat() -> None:
     for trial in GRID:
         others = [trial.loss_without, math.inf if trial.constant is None else trial.constant]
-        if not trial.mend.startswith("rate*") and trial.loss_by_rate is not None:
+        if not trial.fix.startswith("rate*") and trial.loss_by_rate is not None:
             others.append(trial.loss_by_rate)
         helps = math.isfinite(trial.loss) and all(trial.loss < 0.98 * other for other in others)
         mark, words = outcome(trial)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from audit.ward.once_alarming import GAN, Players
-from audit.ward.run import STEPS
+from audit.fault_benchmark.once_alarming import GAN, Players
+from audit.fault_benchmark.run import STEPS
 from audited import batches, cross_entropy, sgd
 from torch import Tensor, nn
 from torch.nn import functional

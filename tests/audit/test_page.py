@@ -350,11 +350,11 @@ def test_a_large_report_is_a_small_file() -> None:
 
 
 def test_a_finding_carries_what_its_docs_say() -> None:
-    text = page(example_audits.sick())
+    text = page(example_audits.faulty())
     assert "What this means, and when not to believe it" in text
     means = json.loads((ASSETS / "findings.json").read_text())["input-scale"]["means"]
     assert means in text
-    unknown = replace(example_audits.sick().findings[0], name="not-in-the-docs")
+    unknown = replace(example_audits.faulty().findings[0], name="not-in-the-docs")
     assert "explained" not in page(AuditReport((unknown,), small().record)).split("</style>")[1]
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from audit.ward.reported import HELD_OUT, REPORTED, SET_BY, TWINS
-from audit.ward.run import Case, Healthy
+from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY, TWINS
+from audit.fault_benchmark.run import Case, Healthy
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
@@ -292,7 +292,7 @@ def test_where_layers_stand_still_rates_are_swept_by_decades() -> None:
     first = report.findings[0]
     assert (first.name, first.strength) == ("rate-too-low", "act")
     best = min(report.record.rates.values(), key=lambda trial: trial.loss)
-    assert best.mend == first.advice[0].mend and best.loss < 0.7 * best.loss_without
+    assert best.fix == first.advice[0].fix and best.loss < 0.7 * best.loss_without
     assert max(report.record.rates) >= 1e4
     usual = audit(*(mlp(), batches(20)), loss=loss, steps=40, what_if=False, try_seconds=math.inf)
     assert max(usual.record.rates) <= 100

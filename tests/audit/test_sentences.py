@@ -23,7 +23,7 @@ from made_records import (
     trials,
 )
 
-from adiv_monitor.audit.trials.mends import MENDS
+from adiv_monitor.audit.trials.fixes import FIXES
 from adiv_monitor.diagnosis import diagnose, rules
 from adiv_monitor.diagnosis.finding import RATES, Finding, Trial, unrefuted
 from adiv_monitor.diagnosis.record import (
@@ -752,14 +752,14 @@ def test_what_was_tried_overrules_what_would_not_help() -> None:
     """All findings × all fixes: no finding speaks against what a trial says pays."""
     refuted = 0
     for finding in {f.not_advised: f for row in ROWS for f in diagnose(row.by)}.values():
-        for mend in MENDS:
-            paid, lost = (Trial(mend, 50, loss, 1.0, None, 0.01) for loss in (0.5, 1.5))
+        for fix in FIXES:
+            paid, lost = (Trial(fix, 50, loss, 1.0, None, 0.01) for loss in (0.5, 1.5))
             assert unrefuted(finding, [lost]) == finding
             after = unrefuted(finding, [paid])
             spoken = {
                 m for words, m_ in SPOKEN_OF.items() if words in after.not_advised for m in m_
             }
-            assert mend not in spoken, after.not_advised
+            assert fix not in spoken, after.not_advised
             refuted += after != finding
     assert refuted > 50
 
@@ -767,7 +767,7 @@ def test_what_was_tried_overrules_what_would_not_help() -> None:
 def test_what_a_finding_speaks_against_is_a_fix_that_can_be_tried() -> None:
     for row in ROWS:
         for finding in diagnose(row.by):
-            assert set(finding.against) <= set(MENDS)
+            assert set(finding.against) <= set(FIXES)
             assert bool(finding.not_advised) >= bool(finding.against)
 
 

@@ -15,14 +15,14 @@ from adiv_monitor.audit.training.samples import first, joined
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried
-from adiv_monitor.audit.trials.mended import Bench
-from adiv_monitor.audit.trials.mends import MENDS, Mend
+from adiv_monitor.audit.trials.bench import Bench
+from adiv_monitor.audit.trials.fixes import FIXES, Fix
 from adiv_monitor.audit.trials.trial import compared, plain_losses
 from adiv_monitor.diagnosis.finding import Advice, Finding, Trial
 
 
-def finding(*mends: str | None, name: str = "something", strength: Any = "act") -> Finding:
-    advice = tuple(Advice(f"do {mend}", mend) for mend in mends)
+def finding(*fixes: str | None, name: str = "something", strength: Any = "act") -> Finding:
+    advice = tuple(Advice(f"do {fix}", fix) for fix in fixes)
     return Finding(name, (), strength, (), advice)
 
 
@@ -66,8 +66,8 @@ def test_what_does_not_get_to_the_end_has_an_infinite_loss(ending: float) -> Non
     whole, broken = [2.0, 1.0, 1.0, 1.0], [2.0, ending]
     assert compared("a", broken, whole, 4).loss == math.inf
     assert not compared("a", broken, whole, 4).pays
-    mended = compared("a", whole, broken, 4)
-    assert mended.pays and mended.loss_without == math.inf and math.isnan(mended.error)
+    fixed = compared("a", whole, broken, 4)
+    assert fixed.pays and fixed.loss_without == math.inf and math.isnan(fixed.error)
     assert not compared("a", broken, broken, 4).pays
 
 
@@ -82,26 +82,26 @@ def test_one_step_tells_nothing() -> None:
     assert not compared("a", [1.0], [2.0], 1).pays
 
 
-def test_beside_a_wild_run_a_mend_is_told_from_a_rate_by_errors_of_their_own() -> None:
+def test_beside_a_wild_run_a_fix_is_told_from_a_rate_by_errors_of_their_own() -> None:
     wild = [100.0, 300.0] * 10
     rate = compared("rate*0.1", [1.6, 1.7] * 10, wild, 20)
-    mended = compared("a", [0.1, 0.2] * 10, wild, 20, by_rate=rate)
-    assert mended.loss_by_rate == rate.loss
+    fixed = compared("a", [0.1, 0.2] * 10, wild, 20, by_rate=rate)
+    assert fixed.loss_by_rate == rate.loss
     alone = float(np.std([0.2, 0.1, 0.2, 0.1, 0.2], ddof=1) / math.sqrt(5))
-    assert mended.loss_error == pytest.approx(alone)
-    assert mended.error_by_rate == pytest.approx(math.hypot(alone, rate.loss_error))
-    assert mended.error > 40 > 1 > mended.error_by_rate
-    assert mended.beats_rate
-    assert not replace(mended, error_by_rate=math.nan).beats_rate
+    assert fixed.loss_error == pytest.approx(alone)
+    assert fixed.error_by_rate == pytest.approx(math.hypot(alone, rate.loss_error))
+    assert fixed.error > 40 > 1 > fixed.error_by_rate
+    assert fixed.beats_rate
+    assert not replace(fixed, error_by_rate=math.nan).beats_rate
 
 
 def test_what_is_for_all_layers_is_tried_in_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a rate is, wherever what is wrong shows."""
     seen: list[tuple[str, tuple[str, ...]]] = []
 
-    def trial(bench: Bench, mend: Mend, layers: tuple[str, ...]) -> Trial:
-        seen.append((mend.name, layers))
-        return Trial(mend.name, 20, 1.0, 2.0, None, 0.1)
+    def trial(bench: Bench, fix: Fix, layers: tuple[str, ...]) -> Trial:
+        seen.append((fix.name, layers))
+        return Trial(fix.name, 20, 1.0, 2.0, None, 0.1)
 
     monkeypatch.setattr(Bench, "trial", trial)
     advice = (
@@ -124,18 +124,18 @@ def test_trials_are_reproducible_bit_for_bit() -> None:
     assert rate_trials(noisy, seen) == seen.rates
     advised = [finding("reinitialise", "affine-like", "larger-batch")]
     once = tried(advised, noisy, seen, seconds=math.inf)
-    trials = {a.mend: a.trial for f in once for a in f.advice}
+    trials = {a.fix: a.trial for f in once for a in f.advice}
     other_order = [finding("larger-batch"), finding("affine-like"), finding("reinitialise")]
     for found in tried(other_order, noisy, seen, seconds=math.inf):
         for advice in found.advice:
-            if advice.mend in trials:
-                assert advice.trial == trials[advice.mend]
+            if advice.fix in trials:
+                assert advice.trial == trials[advice.fix]
 
 
 def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front() -> None:
-    def trial(bench: Bench, mend: Mend, layers: tuple[str, ...]) -> Trial:
-        loss = {"uncut": 0.5, "rate*0.3": 0.9}[mend.name]
-        return Trial(mend.name, 20, loss, 1.0, 0.9, 0.001)
+    def trial(bench: Bench, fix: Fix, layers: tuple[str, ...]) -> Trial:
+        loss = {"uncut": 0.5, "rate*0.3": 0.9}[fix.name]
+        return Trial(fix.name, 20, loss, 1.0, 0.9, 0.001)
 
     healthy = setup()
     rate = finding("rate*0.3", name="rate-too-high")
@@ -155,7 +155,7 @@ def test_rates_are_tried_and_once_further_at_the_better_end() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     found = with_rates(slow).rates
     assert list(found) == [0.1, 0.3, 3, 10, 100]
-    assert [t.mend for t in found.values()] == [f"rate*{f:g}" for f in found]
+    assert [t.fix for t in found.values()] == [f"rate*{f:g}" for f in found]
     fork = replace(slow, optimizer=sgd(lr=1e-3 * 3)).fork()
     expected = train(fork).losses
     assert found[3].loss == np.mean(expected[-6:])
@@ -165,16 +165,16 @@ def test_rates_are_tried_and_once_further_at_the_better_end() -> None:
     assert list(with_rates(setup(optimizer=sgd(lr=1.0))).rates) == [0.1, 0.3, 3, 10]
 
 
-def test_a_rate_100_times_too_small_is_mended_by_a_larger_one() -> None:
+def test_a_rate_100_times_too_small_is_fixed_by_a_larger_one() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     (found,) = tried([finding("no-clip", "rate*10")], slow, with_rates(slow), seconds=math.inf)
     best = found.advice[0]
-    assert best.mend == "rate*10" and best.trial is not None and best.trial.pays
+    assert best.fix == "rate*10" and best.trial is not None and best.trial.pays
     assert found.strength == "act"
     assert found.advice[1].untried == "gradients are not clipped"
 
 
-def test_inputs_160_times_too_large_are_mended_by_standardising_them(far_inputs: Setup) -> None:
+def test_inputs_160_times_too_large_are_fixed_by_standardising_them(far_inputs: Setup) -> None:
     seen = with_rates(far_inputs)
     (found,) = tried([finding("standardise-inputs")], far_inputs, seen, seconds=math.inf)
     trial = found.advice[0].trial
@@ -184,21 +184,21 @@ def test_inputs_160_times_too_large_are_mended_by_standardising_them(far_inputs:
     assert trial.loss_without == math.inf and trial.loss < 0.6
 
 
-def test_a_mend_that_rescales_is_tried_at_better_and_better_rates(far_inputs: Setup) -> None:
+def test_a_fix_that_rescales_is_tried_at_better_and_better_rates(far_inputs: Setup) -> None:
     ends = {}
     for factor in (0.3, 1, 3, 10, 100):
         fork = replace(far_inputs, optimizer=sgd(lr=0.1 * factor)).fork()
-        MENDS["standardise-inputs"].apply(fork)
+        FIXES["standardise-inputs"].apply(fork)
         ends[factor] = np.mean(train(fork).losses[-6:])
     assert min(ends, key=ends.__getitem__) == 10  # so that 100 is tried, too
     advised = [finding("standardise-inputs", "batch-norm")]
     (found,) = tried(advised, far_inputs, record(far_inputs), seconds=math.inf)
-    trial = next(a.trial for a in found.advice if a.mend == "standardise-inputs")
+    trial = next(a.trial for a in found.advice if a.fix == "standardise-inputs")
     assert (trial.rate, trial.runs) == (10, 5)
     assert trial.loss == pytest.approx(ends[10], rel=1e-6)
 
 
-def test_a_mend_that_is_no_better_than_a_rate_stands_behind_it() -> None:
+def test_a_fix_that_is_no_better_than_a_rate_stands_behind_it() -> None:
     """Larger steps are all that SGD with such a rate lacks; AdamW takes them too."""
     slow = setup(optimizer=sgd(lr=1e-3))
     seen = with_rates(slow)
@@ -208,12 +208,12 @@ def test_a_mend_that_is_no_better_than_a_rate_stands_behind_it() -> None:
     for advice in sold[1:]:
         assert advice.outcome.mark == "✗" and "another learning rate alone" in str(advice)
     if len(sold) > 1:
-        assert sold[0].mend == f"rate*{best:g}"
+        assert sold[0].fix == f"rate*{best:g}"
         assert sold[0].trial == seen.rates[best]
 
 
 def test_the_rate_is_put_in_front_of_what_it_does_as_well() -> None:
-    """Judged on plain data: the mend pays, but a rate alone gives the same."""
+    """Judged on plain data: the fix pays, but a rate alone gives the same."""
     healthy = setup()
     seen = record(healthy)
     rate = Trial("rate*10", 24, 0.0001, seen.losses[0], None, 0.0)
@@ -258,20 +258,20 @@ def test_a_cause_stays_one_to_act_on_where_what_follows_from_it_is_certain() -> 
 
 
 @pytest.mark.parametrize(("factor", "strength"), [(0.1, "watch"), (10.0, "act")])
-def test_layers_that_one_lower_rate_mends_are_not_uneven(factor: float, strength: str) -> None:
+def test_layers_that_one_lower_rate_fixes_are_not_uneven(factor: float, strength: str) -> None:
     healthy = setup()
     seen = record(healthy)
     rate = Trial(f"rate*{factor:g}", 24, 0.0001, seen.losses[0], None, 0.0)
     seen = replace(seen, rates={factor: rate}, losses=tuple(10.0 for _ in range(24)))
     (found,) = tried([finding("reinitialise", name="uneven-rates")], healthy, seen, seconds=1e9)
-    assert (found.advice[0].mend, found.strength) == (rate.mend, strength)
+    assert (found.advice[0].fix, found.strength) == (rate.fix, strength)
 
 
 def test_what_pays_comes_first_then_what_was_not_tried() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     advised = [finding("rate*0.1", None, "rate*10", "rate*100")]
     (found,) = tried(advised, slow, with_rates(slow), seconds=math.inf)
-    assert [a.mend for a in found.advice] == ["rate*100", "rate*10", None, "rate*0.1"]
+    assert [a.fix for a in found.advice] == ["rate*100", "rate*10", None, "rate*0.1"]
 
 
 def test_what_is_as_good_stays_in_the_rules_order() -> None:
@@ -283,10 +283,10 @@ def test_what_is_as_good_stays_in_the_rules_order() -> None:
     seen = replace(seen, rates=rates)
     advised = [finding("rate*3", "rate*0.1", "rate*0.3")]
     (found,) = tried(advised, healthy, seen, seconds=math.inf)
-    assert [a.mend for a in found.advice] == ["rate*0.1", "rate*0.3", "rate*3"]
+    assert [a.fix for a in found.advice] == ["rate*0.1", "rate*0.3", "rate*3"]
 
 
-def test_only_the_first_mends_are_tried_the_first_ones_first() -> None:
+def test_only_the_first_fixes_are_tried_the_first_ones_first() -> None:
     healthy = setup()
     done = []
     findings = [
@@ -298,9 +298,9 @@ def test_only_the_first_mends_are_tried_the_first_ones_first() -> None:
     found = tried(
         findings, healthy, record(healthy), seconds=math.inf, progress=lambda *a: told.append(a)
     )
-    done = [a.mend for f in found for a in f.advice if a.trial is not None]
+    done = [a.fix for f in found for a in f.advice if a.trial is not None]
     assert sorted(done) == ["clip", "larger-batch", "reinitialise", "warm-up"]
-    (fourth,) = (a for f in found for a in f.advice if a.mend == "batch-norm")
+    (fourth,) = (a for f in found for a in f.advice if a.fix == "batch-norm")
     assert fourth.untried == "of each finding only 3 fixes are"
     assert told == [("fixes", i, 5) for i in range(1, 6)]
 
@@ -310,7 +310,7 @@ def test_what_does_not_fit_into_the_time_says_so() -> None:
     seen = with_rates(healthy)
     slow = replace(seen, facts=replace(seen.facts, seconds_per_step=1e3))
     (found,) = tried([finding("clip", "warm-up", "rate*0.1")], healthy, slow, seconds=5)
-    advice = {each.mend: each for each in found.advice}
+    advice = {each.fix: each for each in found.advice}
     assert advice["clip"].trial is not None  # the first is tried, whatever the time
     assert advice["warm-up"].trial is None and advice["warm-up"].untried == "no time was left"
     assert str(advice["warm-up"]) == "do warm-up (not tried: no time was left)"
@@ -346,7 +346,7 @@ def test_the_keyboard_stops_all_trials() -> None:
     seen = record(healthy)
     stopped = replace(healthy, loss=interrupting(30))
     (found,) = tried([finding("warm-up", "rate*0.1", "clip")], stopped, seen, seconds=math.inf)
-    outcomes = {a.mend: (a.trial is not None, a.untried) for a in found.advice}
+    outcomes = {a.fix: (a.trial is not None, a.untried) for a in found.advice}
     assert outcomes["warm-up"] == (True, "")
     assert outcomes["rate*0.1"] == outcomes["clip"] == (False, "interrupted")
     with pytest.raises(KeyboardInterrupt):
@@ -355,7 +355,7 @@ def test_the_keyboard_stops_all_trials() -> None:
         overfit(replace(healthy, loss=interrupting(3)), seen)
 
 
-def test_a_mend_that_the_model_cannot_be_run_with_is_not_tried() -> None:
+def test_a_fix_that_the_model_cannot_be_run_with_is_not_tried() -> None:
     class Fixed(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             if len(x) != 32:

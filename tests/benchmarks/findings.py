@@ -1,7 +1,7 @@
-"""A healthy and a sick run for the page of each finding, and the limits as the code has them.
+"""A healthy and a faulty run for the page of each finding, and the limits as the code has them.
 
 The healthy run is an MLP on scikit-learn's digits, standardised by one mean and one deviation, with
-SGD, momentum and its best rate (`thresholds.py`); the sick one is the same with one thing wrong.
+SGD, momentum and its best rate (`thresholds.py`); the faulty one is the same with one thing wrong.
 Writes between the marks of `docs/findings/*.md`.
 
     python tests/benchmarks/findings.py [--only input-scale …] [--threads 1] [--write docs/findings]
@@ -92,7 +92,7 @@ def lacking(model: nn.Sequential) -> SGD:
     return SGD(model[:4].parameters(), lr=0.1, momentum=0.9)
 
 
-def sick(**changes: Any) -> Callable[[], Setup]:
+def faulty(**changes: Any) -> Callable[[], Setup]:
     return lambda: replace(HEALTHY, **changes).setup()
 
 
@@ -397,7 +397,7 @@ class Picture:
 
     Attributes:
         what: the one thing that is wrong.
-        setup: the sick run.
+        setup: the faulty run.
         reads: what is read of both runs.
         limits: (module, names of constants).
         twin: the healthy run, where it is another net.
@@ -444,19 +444,19 @@ PICTURES: dict[str, Picture] = {
     ),
     "non-finite": Picture(
         "one sample of the data set is NaN",
-        sick(inputs=_nan_in),
+        faulty(inputs=_nan_in),
         {"steps until the loss is not finite": lambda r: len(r.losses)},
     ),
     "input-scale": Picture(
         "inputs 30 times as large",
-        sick(inputs=partial(scaled, by=30.0)),
+        faulty(inputs=partial(scaled, by=30.0)),
         {"input std": of_input("std"), "scale_mean of the first layer": first("scale_mean"),
          "update_ratio of the first layer": first("update_ratio")},
         (inputs, ("LARGE_STD", "SMALL_STD", "UNEVEN_FEATURES", "FAR_ABOVE_CHANCE")),
     ),
     "input-mean": Picture(
         "5 standard deviations added to all inputs",
-        sick(inputs=partial(offset, by=5.0)),
+        faulty(inputs=partial(offset, by=5.0)),
         {"common share of the inputs": lambda r: inputs.common_share(r.inputs["input"]),
          "gradient_cosine of the first layer": first("gradient_cosine"),
          "attainable_cosine of the first layer": first("attainable_cosine")},
@@ -629,7 +629,7 @@ PICTURES: dict[str, Picture] = {
     ),
     "row-spread": Picture(
         "samples' lengths log-normally spread, σ = 1",
-        sick(inputs=partial(unequal, sigma=1.0)),
+        faulty(inputs=partial(unequal, sigma=1.0)),
         {"length_cv of inputs": of_input("length_cv"),
          "scale_cv of the first layer": first("scale_cv")},
         (inputs, ("LENGTH_CV_WATCH", "LENGTH_CV_ACT")),
@@ -643,7 +643,7 @@ PICTURES: dict[str, Picture] = {
     ),
     "decay-fights": Picture(
         "weight decay 0.5",
-        sick(settings=(("weight_decay", 0.5),)),
+        faulty(settings=(("weight_decay", 0.5),)),
         {"‖parameters‖, last over first": lambda r: r.parameter_norms[-1] / r.parameter_norms[0],
          "decay's pull over the gradient's": lambda r: optimizer.first_pull(
              r, r.facts.settings["weight_decay"])},
@@ -651,7 +651,7 @@ PICTURES: dict[str, Picture] = {
     ),
     "rate-too-high": Picture(
         "the learning rate × 30",
-        sick(rate=3.0),
+        faulty(rate=3.0),
         {"loss at the better of rates × 0.1, 0.3": of_rates(lambda f: 0.1 <= f < 1),
          "share of steps that raise their batch's loss": raised,
          "largest update_ratio": extreme("update_ratio")},
@@ -659,7 +659,7 @@ PICTURES: dict[str, Picture] = {
     ),
     "rate-too-low": Picture(
         "the learning rate × 0.001",
-        sick(rate=1e-4),
+        faulty(rate=1e-4),
         {"loss at the best of higher rates": of_rates(lambda f: f > 1),
          "largest update_ratio": extreme("update_ratio")},
         (rates, (*(f"SHARE_OF_FALL_TOO_LOW_{s}" for s in ("NOTE", "WATCH", "ACT")),
@@ -667,14 +667,14 @@ PICTURES: dict[str, Picture] = {
     ),
     "uneven-rates": Picture(
         "the second layer's learning rate × 0.001",
-        sick(second_layer=0.001),
+        faulty(second_layer=0.001),
         {"smallest update_ratio": extreme("update_ratio", min),
          "largest update_ratio": extreme("update_ratio")},
         (rates, ("OVERDRIVEN", "STARVED", "UNEVEN_ACT")),
     ),
     "bad-initialisation": Picture(
         "all weights 10 times as large",
-        sick(model=partial(gained, by=10.0)),
+        faulty(model=partial(gained, by=10.0)),
         {"loss of a constant prediction": lambda r: math.nan if r.chance is None else r.chance,
          "largest gain": lambda r: max(w.gain for w in r.weights.values())},
         (initialisation, ("FIRST_LOSS", "FAR", "SMALL_GAIN", "LARGE_GAIN", "LARGE_BIAS", "ALIKE")),
@@ -693,13 +693,13 @@ PICTURES: dict[str, Picture] = {
     ),
     "dead-units": Picture(
         "the biases of 90 % of the first layer's units are −100",
-        sick(model=partial(killed, share=0.9)),
+        faulty(model=partial(killed, share=0.9)),
         {"largest dead share": of_units(lambda u: u.dead / u.units)},
         (units, ("DEAD_WATCH", "DEAD_ACT", "ALL_DEAD", "LEAST_BATCHES")),
     ),
     "saturated-units": Picture(
         "a tanh net, all weights 10 times as large",
-        sick(net="tanh MLP", model=partial(gained, by=10.0)),
+        faulty(net="tanh MLP", model=partial(gained, by=10.0)),
         {"largest saturated share": of_units(lambda u: u.saturated)},
         (units, ("SATURATED_WATCH", "SATURATED_ACT", "LEAST_BATCHES")),
         replace(HEALTHY, net="tanh MLP").setup,
@@ -713,7 +713,7 @@ PICTURES: dict[str, Picture] = {
     ),
     "clipping-always": Picture(
         "gradients clipped to a norm of 0.01",
-        sick(clip_norm=0.01),
+        faulty(clip_norm=0.01),
         {"largest gradient norm": lambda r: max(r.gradient_norms),
          "smallest gradient norm": lambda r: min(r.gradient_norms)},
         (optimizer, ("CLIPPED", "CLIPPED_FAR")),
@@ -732,7 +732,7 @@ PICTURES: dict[str, Picture] = {
     ),
     "interference": Picture(
         "10 standard deviations added to all inputs",
-        sick(inputs=partial(offset, by=10.0)),
+        faulty(inputs=partial(offset, by=10.0)),
         {"gradient_cosine of the first layer": first("gradient_cosine"),
          "attainable_cosine of the first layer": first("attainable_cosine")},
         (interference, ("LOW_COSINE", "ROOM")),
@@ -753,21 +753,21 @@ def run(setup: Setup) -> AuditReport:
 
 
 def picture(name: str) -> list[str]:
-    """A healthy and a sick run side by side, and what the audit says of the sick one."""
+    """A healthy and a faulty run side by side, and what the audit says of the faulty one."""
     shown = PICTURES[name]
-    well, ill = run(shown.twin()), run(shown.setup())
+    well, faulty = run(shown.twin()), run(shown.setup())
     rows: list[tuple[str, str, str]] = []
     for step in (0, 15, 30, 45, 59):
-        rows.append((f"loss at step {step}", *(_loss(r.record, step) for r in (well, ill))))
+        rows.append((f"loss at step {step}", *(_loss(r.record, step) for r in (well, faulty))))
     for read, value in shown.reads.items():
-        rows.append((read, *(f"{value(r.record):.3g}" for r in (well, ill))))
-    others = [f"{f.name} ({f.strength})" for f in ill.findings if f.name != name]
-    lines = [f"Sick: {shown.what}.", "", *table(("", "healthy", "sick"), rows)]
+        rows.append((read, *(f"{value(r.record):.3g}" for r in (well, faulty))))
+    others = [f"{f.name} ({f.strength})" for f in faulty.findings if f.name != name]
+    lines = [f"Sick: {shown.what}.", "", *table(("", "healthy", "faulty"), rows)]
     lines += ["Found in the healthy run: " + _names(well.findings), ""]
-    for finding in ill.findings:
+    for finding in faulty.findings:
         if finding.name == name:
             lines += _said(finding)
-    return [*lines, "Also found in the sick run: " + (", ".join(others) or "nothing") + "."]
+    return [*lines, "Also found in the faulty run: " + (", ".join(others) or "nothing") + "."]
 
 
 def _loss(record: Record, step: int) -> str:

@@ -1,12 +1,12 @@
-"""Which measures tell ill runs from healthy ones: what a dashboard should have in front.
+"""Which measures tell faulty runs from healthy ones: what a dashboard should have in front.
 
     python tests/benchmarks/separation.py [--seeds 1] [--write FILE]
 
-Every run of the audit's ward, healthy or with a planted illness, is watched for as many steps as an
-audit takes. Of each measure, the layers' typical values (medians over the measured steps; maps
-only) come to their smallest, median and largest. An illness shows in such an end where it lies
-outside all that healthy runs read. Illnesses that no measure of a step could show (parameters that
-the optimizer does not hold, labels that belong to other inputs) are in there, too. And what a
+Every run of the audit's fault benchmark, healthy or with a planted fault, is watched for as many
+steps as an audit takes. Of each measure, the layers' typical values (medians over the measured
+steps; maps only) come to their smallest, median and largest. A fault shows in such an end where it
+lies outside all that healthy runs read. Faults that no measure of a step could show (parameters
+that the optimizer does not hold, labels that belong to other inputs) are in there, too. And what a
 dashboard says of each run, from its reports alone.
 """
 
@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))  # where the package of the ward is
+sys.path.append(str(Path(__file__).parents[1]))  # where the package of the fault benchmark is
 
-from audit.ward.cases import CASES, HEALTHY
-from audit.ward.run import STEPS
+from audit.fault_benchmark.cases import CASES, HEALTHY
+from audit.fault_benchmark.run import STEPS
 
 from adiv_monitor.audit.seen.observe import observe
 from adiv_monitor.diagnosis import diagnose
@@ -72,9 +72,9 @@ def typical_ends(record: Record) -> Ends:
 
 
 def findings(runs: dict[str, list[Watched]]) -> list[str]:
-    """How often reports alone say what is ill, and how often they say so of what is not."""
+    """How often reports alone say what is faulty, and how often they say so of what is not."""
     healthy = [run for name in HEALTHY for run in runs.get(name, [])]
-    ill = [(run, CASES[name].expected) for name in CASES for run in runs.get(name, [])]
+    faulty = [(run, CASES[name].expected) for name in CASES for run in runs.get(name, [])]
 
     def share(of: Iterable[object], whole: int) -> str:
         return f"{sum(map(bool, of))} of {whole}"
@@ -83,33 +83,33 @@ def findings(runs: dict[str, list[Watched]]) -> list[str]:
         "| found in the reports alone, to act on or to watch | runs |",
         "| --- | --- |",
         f"| something, in healthy runs | {share((r.names for r in healthy), len(healthy))} |",
-        f"| something, in ill runs | {share((r.names for r, _ in ill), len(ill))} |",
-        "| … the planted illness, or what is right in its place | "
-        f"{share((r.names.intersection(expected) for r, expected in ill), len(ill))} |",
+        f"| something, in faulty runs | {share((r.names for r, _ in faulty), len(faulty))} |",
+        "| … the planted fault, or what is right in its place | "
+        f"{share((r.names.intersection(expected) for r, expected in faulty), len(faulty))} |",
         "| … what the audit's rules, which see more, don't find | "
-        f"{share((r.names - r.audits for r, _ in ill), len(ill))} |",
+        f"{share((r.names - r.audits for r, _ in faulty), len(faulty))} |",
     ]
 
 
 def table(runs: dict[str, list[Watched]]) -> list[str]:
-    """A row per measure and end, those that tell most illnesses first."""
+    """A row per measure and end, those that tell most faults first."""
     healthy = [run.ends for name in HEALTHY for run in runs.get(name, [])]
-    ill = [run.ends for name in CASES for run in runs.get(name, [])]
+    faulty = [run.ends for name in CASES for run in runs.get(name, [])]
     rows = []
     for key in sorted({key for ends in healthy for key in ends}):
         values = [ends[key] for ends in healthy if key in ends]
         low, high = min(values), max(values)
-        read = [ends.get(key, math.nan) for ends in ill]
+        read = [ends.get(key, math.nan) for ends in faulty]
         told = sum(value < low or value > high for value in read)
         rows.append((told, key, low, median(values), high))
     rows.sort(key=lambda row: (-row[0], row[1]))
-    lines = ["| measure | end over layers | ill runs outside | healthy: least | median | most |"]
+    lines = ["| measure | end over layers | faulty runs outside | healthy: least | median | most |"]
     lines += ["| --- | --- | --- | --- | --- | --- |"]
     for told, (measure, end), low, middle, high in rows:
         cells = (
             measure,
             end,
-            f"{told} of {len(ill)}",
+            f"{told} of {len(faulty)}",
             f"{low:.3g}",
             f"{middle:.3g}",
             f"{high:.3g}",
@@ -130,8 +130,11 @@ def main() -> None:
             runs[name].append(watched(name, seed))
             print(name, seed, file=sys.stderr, flush=True)
     command = f"python tests/benchmarks/separation.py --seeds {given.seeds}"
-    head = ["# Which measures tell ill runs from healthy ones", "", f"`{command}`", ""]
-    head += [f"{len(HEALTHY)} healthy and {len(CASES)} ill runs, {given.seeds} seed(s), CPU.", ""]
+    head = ["# Which measures tell faulty runs from healthy ones", "", f"`{command}`", ""]
+    head += [
+        f"{len(HEALTHY)} healthy and {len(CASES)} faulty runs, {given.seeds} seed(s), CPU.",
+        "",
+    ]
     text = "\n".join([*head, *findings(runs), "", *table(runs)]) + "\n"
     print(text)
     if given.write:

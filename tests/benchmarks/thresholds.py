@@ -1,13 +1,13 @@
-"""What sets the thresholds of the audit's rules: healthy runs' readings, and what illnesses cost.
+"""What sets the thresholds of the audit's rules: healthy runs' readings, and what faults cost.
 
 Small nets of four kinds (MLPs with ReLU and tanh, a CNN, a transformer) learn scikit-learn's digits
 for 60 steps of 64, under SGD with momentum and AdamW. The learning rate of each is the best of a
 grid on healthy inputs (one constant mean and standard deviation taken out).
 
 First table: what healthy runs read, over all of them. A limit beyond their 99 % alarms nobody who
-is well. Other tables: a dose of an illness, and the mean loss of the last 15 steps over that of
-the healthy twin, at the twin's rate and at the best of all rates: what no rate mends is the
-illness's own. Median over nets (range).
+is well. Other tables: a dose of a fault, and the mean loss of the last 15 steps over that of
+the healthy twin, at the twin's rate and at the best of all rates: what no rate fixes is the
+fault's own. Median over nets (range).
 
     python tests/benchmarks/thresholds.py [--seeds 2] [--only healthy "input std"] [--threads 1]
         [--write FILE]
@@ -97,7 +97,7 @@ TRIED = (0.001, 0.01, 0.1, 0.3, 3, 10)  # times the twin's rate
 
 @dataclass(frozen=True)
 class Case:
-    """A net in training: all that an illness can change."""
+    """A net in training: all that a fault can change."""
 
     net: str
     optimizer: str
@@ -255,7 +255,7 @@ def _settings(**settings: float) -> Callable[[Case], Case]:
     return lambda case: replace(case, settings=tuple(settings.items()))
 
 
-ILLNESSES: dict[str, list[Dose]] = {
+FAULTS: dict[str, list[Dose]] = {
     "input std": [
         (f"{by:g}", of_inputs(scaled, by)) for by in (0.01, 0.1, 0.3, 3, 10, 30, 100)
     ],
@@ -351,7 +351,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run what was asked for, and print or write it."""
     options = parser(__doc__ or "")
     options.add_argument("--seeds", type=int, default=3, help="of the healthy runs")
-    options.add_argument("--only", nargs="*", default=["healthy", "rate", *ILLNESSES])
+    options.add_argument("--only", nargs="*", default=["healthy", "rate", *FAULTS])
     chosen = options.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
     cases = healthy(chosen.seeds)
@@ -368,10 +368,10 @@ def main(arguments: list[str] | None = None) -> None:
         header = ("rate, times", "share of the fall at a lower rate", "at a higher rate")
         lines += ["## Rate", "", *table(header, rate_table(first))]
         write(lines, chosen.write)
-    for illness, doses in ILLNESSES.items():
-        if illness in chosen.only:
-            header = (illness, "optimizer", "loss × at the twin's rate", "at its best rate")
-            lines += [f"## {illness}", "", *table(header, dose_table(first, doses))]
+    for fault, doses in FAULTS.items():
+        if fault in chosen.only:
+            header = (fault, "optimizer", "loss × at the twin's rate", "at its best rate")
+            lines += [f"## {fault}", "", *table(header, dose_table(first, doses))]
             write(lines, chosen.write)
     print(write(lines, chosen.write))
 

@@ -111,9 +111,9 @@ def test_findings_are_the_audits_of_the_same_run() -> None:
         if name in SYMPTOMS:  # give no advice beside their cause
             continue
         for advice, audits_own in zip(finding.advice, audits[name].advice, strict=True):
-            assert advice.mend == audits_own.mend
+            assert advice.fix == audits_own.fix
             assert audits_own.text.startswith(advice.text)
-            assert advice.text == audits_own.text or advice.mend == "rate-per-layer"
+            assert advice.text == audits_own.text or advice.fix == "rate-per-layer"
 
 
 def test_a_loss_that_nobody_saw_does_not_make_it_an_act() -> None:
@@ -211,7 +211,7 @@ def test_the_text_says_what_where_and_what_to_do() -> None:
     assert "`adiv-audit`" in text
 
 
-def test_a_healthy_run_has_nothing_to_mend() -> None:
+def test_a_healthy_run_has_nothing_to_fix() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 3))
     record = seen(model, optimizer=sgd(), loss=cross_entropy)
@@ -296,7 +296,7 @@ def test_levels_rise_with_the_value_and_end_at_one(measure: str) -> None:
     assert math.isnan(health.level(np.array([math.nan]))[0])
 
 
-def test_the_overview_names_what_to_mend() -> None:
+def test_the_overview_names_what_to_fix() -> None:
     board = Board("test")
     for one in vanishing().reports:
         board.add(one)
@@ -384,8 +384,8 @@ def test_one_ill_layer_of_300_is_seen_in_the_overview() -> None:
         for step in range(3):
             board.add(report(step, layers=some))
         overviews.append(board.pictures(())["adiv/overview"])
-    ill, well = (share(overview, (179, 0, 0)) for overview in overviews)
-    assert ill > well + 1e-3
+    faulty, well = (share(overview, (179, 0, 0)) for overview in overviews)
+    assert faulty > well + 1e-3
 
 
 def test_a_run_of_300_layers_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

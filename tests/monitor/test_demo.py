@@ -88,7 +88,7 @@ def test_the_audits_first_advice_is_the_fix_and_pays(story: Story) -> None:
     finding = story.report.findings[0]
     assert (finding.name, finding.strength) == ("input-scale", "act")
     first, *others = finding.advice
-    assert first.mend == "standardise-inputs"
+    assert first.fix == "standardise-inputs"
     assert first.trial is not None and first.trial.pays and first.trial.beats_rate
     assert first.trial.loss < 0.25 * first.trial.loss_without
     assert all(other.trial is not None for other in others), "they were tried, and gave less"
@@ -97,7 +97,7 @@ def test_the_audits_first_advice_is_the_fix_and_pays(story: Story) -> None:
     assert story.report.verdict in unwrapped
     assert "standardise the inputs" in story.report.verdict
     assert not [a for f in story.report.findings if f.strength == "act" for a in f.advice
-                if (a.mend or "").startswith("rate*") and a.trial is not None and a.trial.pays
+                if (a.fix or "").startswith("rate*") and a.trial is not None and a.trial.pays
                 and a.trial.loss < 0.9 * a.trial.loss_without]  # fmt: skip
 
 
@@ -265,7 +265,7 @@ def assert_coherent(story: Story) -> None:
     assert none != ("here a learning rate does as well" in " ".join(story.text.split()))
     assert not none or max(found["standardised"]) > max(found["raw"])
     first = story.report.findings[0].advice[0] if story.report.findings else None
-    taken = first is not None and first.mend == "standardise-inputs" and first.trial is not None
+    taken = first is not None and first.fix == "standardise-inputs" and first.trial is not None
     assert ("first advice, taken" in story.text) == (taken and first.trial.pays)
 
 

@@ -56,7 +56,7 @@ def test_the_page_says_where_the_training_is(tmp_path: Path) -> None:
     assert names(path.parent) == FILES
 
 
-def test_findings_are_there_with_what_would_mend_them(tmp_path: Path) -> None:
+def test_findings_are_there_with_what_would_fix_them(tmp_path: Path) -> None:
     layers = {f"layer{i}": reading(update_ratio=0.1) for i in range(5)}
     layers["slow"] = reading(update_ratio=1e-5)
     sink = HtmlSink(tmp_path / "run.html")
@@ -66,7 +66,7 @@ def test_findings_are_there_with_what_would_mend_them(tmp_path: Path) -> None:
     text = (tmp_path / "run.html").read_text()
     assert "Layers learn at very different rates" in text
     assert "give these layers learning rates of their own" in text
-    assert "Nothing to mend" not in text
+    assert "Nothing to fix" not in text
 
 
 def test_pages_take_a_twentieth_of_the_time_at_most(

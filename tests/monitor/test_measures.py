@@ -88,7 +88,7 @@ def test_products_of_sums_are_unbiased_and_know_their_error(form: str) -> None:
 
 
 def test_few_rows_overrate_a_ratio_unless_their_bias_is_taken_off() -> None:
-    """√ of a heavy-tailed mean is too small on average; the correction mends most of it."""
+    """√ of a heavy-tailed mean is too small on average; the correction fixes most of it."""
     whole = population(400)["a"] ** 2
     random = np.random.default_rng(1)
     rows = np.stack([random.choice(whole, 30, replace=False) for _ in range(4000)])
@@ -96,9 +96,9 @@ def test_few_rows_overrate_a_ratio_unless_their_bias_is_taken_off() -> None:
     one = Sum(np.ones(4000), np.zeros(rows.shape))
     root = math.sqrt(whole.sum())
     plain = np.sqrt(rows.mean(1) * 400).mean() / root - 1
-    mended = product(one, [(over_rows(rows, sample), 0.5)], sample).value.mean() / root - 1
+    fixed = product(one, [(over_rows(rows, sample), 0.5)], sample).value.mean() / root - 1
     assert plain < -0.05
-    assert abs(mended) < 0.75 * abs(plain)
+    assert abs(fixed) < 0.75 * abs(plain)
 
 
 def test_all_rows_leave_nothing_to_chance() -> None:

@@ -22,7 +22,7 @@ from adiv_monitor.sinks.scalars import board_scalars
 pytest.importorskip("matplotlib")
 STEPS, EVERY = 8, 2
 TAGS = {"adiv/overview", "adiv/per_layer/update_ratio"}
-# Warnings of the products and of their own dependencies, which no user of ours can mend.
+# Warnings of the products and of their own dependencies, which no user of ours can fix.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

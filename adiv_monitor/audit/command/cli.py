@@ -177,7 +177,7 @@ def _report(prepared: Prepared) -> AuditReport:
             realised=config.realised,
             attention=config.attention,
             alignment=config.alignment,
-            try_mends=config.try_mends,
+            try_fixes=config.try_fixes,
             try_seconds=config.try_seconds,
             seed=config.seed,
             progress=terminal.ProgressBars(bars),

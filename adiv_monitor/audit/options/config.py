@@ -192,8 +192,8 @@ class Config:
     alignment: bool = _option(
         False, _flag, "measure how weights, updates and activations are aligned, on the first batch"
     )
-    try_mends: bool = _option(
-        True, _flag, "try the first mends in short runs before advising them (on by default)"
+    try_fixes: bool = _option(
+        True, _flag, "try the first fixes in short runs before advising them (on by default)"
     )
     try_seconds: float = _option(
         40.0,
@@ -214,7 +214,7 @@ class Config:
 
 
 ARGUMENTS = ("model_args", "optimizer_args")
-NAMES = {"try" if f.name == "try_mends" else f.name: f for f in fields(Config)}  # as users write
+NAMES = {"try" if f.name == "try_fixes" else f.name: f for f in fields(Config)}  # as users write
 
 
 def read(given: Mapping[str, Any], where: Callable[[str], str]) -> dict[str, Any]:

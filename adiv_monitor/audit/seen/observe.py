@@ -142,7 +142,7 @@ def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
         matters = [record.wiring.input_matters, input_matters(fork, batches[:EXCHANGED])]
     except KeyboardInterrupt:
         return replace(record, interrupted=True)
-    # A model that died in training looked at its inputs once: that is another illness.
+    # A model that died in training looked at its inputs once: that is another fault.
     most = max((x for x in matters if not math.isnan(x)), default=math.nan)
     return replace(record, units=units, wiring=replace(record.wiring, input_matters=most))
 

@@ -23,7 +23,7 @@ OptimizerFactory = Callable[[nn.Module], Optimizer]
 
 @dataclass
 class Fork:
-    """A copy that is trained: mends change it before it runs.
+    """A copy that is trained: fixes change it before it runs.
 
     Attributes:
         model: the copy.

@@ -9,8 +9,8 @@ from torch import nn
 from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup
 from adiv_monitor.audit.trials.budget import step_seconds
-from adiv_monitor.audit.trials.mends import DoesNotApply
-from adiv_monitor.audit.trials.mends.rates import scale_rate
+from adiv_monitor.audit.trials.fixes import DoesNotApply
+from adiv_monitor.audit.trials.fixes.rates import scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import at_the_end, losses_of
 from adiv_monitor.diagnosis.course import FEWEST
@@ -79,7 +79,7 @@ def _trial(setup: Setup, batch: object, steps: int, rate: float) -> Trial:
     error = float(quarter.std(ddof=1) / math.sqrt(n)) if ended else math.nan
     fell = float(before.mean() - quarter.mean()) if ended else 0.0
     return Trial(
-        mend="overfit",
+        fix="overfit",
         steps=steps,
         loss=at_the_end(losses, steps),
         loss_without=losses[0],

@@ -1,4 +1,4 @@
-"""Other learning rates, which are always tried: what one would mend is no merit of another mend."""
+"""Other learning rates, which are always tried: what one would fix is no merit of another fix."""
 
 import math
 from collections.abc import Mapping
@@ -7,8 +7,8 @@ from dataclasses import replace
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.trials.budget import within
-from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
-from adiv_monitor.audit.trials.mends.rates import FAR_FACTORS, rate_name
+from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
+from adiv_monitor.audit.trials.fixes.rates import FAR_FACTORS, rate_name
 from adiv_monitor.audit.trials.trial import (
     Losses,
     at_the_end,
@@ -131,5 +131,5 @@ def best_rate(rates: Mapping[float, Trial]) -> float:
 
 def _losses_at(factor: float, setup: Setup) -> Losses:
     fork = setup.fork()
-    MENDS[rate_name(factor)].apply(fork)
+    FIXES[rate_name(factor)].apply(fork)
     return losses_of(fork)

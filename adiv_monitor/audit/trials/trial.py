@@ -75,7 +75,7 @@ def error_of_mean(losses: Sequence[float], steps: int) -> float:
 
 
 def compared(
-    mend: str,
+    fix: str,
     losses: Sequence[float],
     without: Sequence[float],
     steps: int,
@@ -84,7 +84,7 @@ def compared(
     """What a fix's run gave, beside the run as it is, and that at another learning rate."""
     error = error_of_mean(losses, steps)
     return Trial(
-        mend=mend,
+        fix=fix,
         steps=steps,
         loss=at_the_end(losses, steps),
         loss_without=at_the_end(without, steps),

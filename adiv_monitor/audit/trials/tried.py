@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
+from adiv_monitor.audit.trials.bench import Bench
 from adiv_monitor.audit.trials.budget import Clock, fewest, step_seconds, within
-from adiv_monitor.audit.trials.mended import Bench
-from adiv_monitor.audit.trials.mends import MENDS, DoesNotApply
-from adiv_monitor.audit.trials.mends.rates import rate_name
+from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
+from adiv_monitor.audit.trials.fixes.rates import rate_name
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import plain_losses
 from adiv_monitor.diagnosis.diagnose import CAUSES, explained
@@ -100,19 +100,19 @@ def untried(findings: Sequence[Finding], why: str) -> tuple[Finding, ...]:
     """The findings, where nothing is tried: each fix says why."""
 
     def said(advice: Advice) -> Advice:
-        return advice if advice.mend is None else replace(advice, untried=why)
+        return advice if advice.fix is None else replace(advice, untried=why)
 
     return tuple(replace(f, advice=tuple(map(said, f.advice))) for f in findings)
 
 
 def _known(findings: Sequence[Finding], record: Record) -> dict[Place, Outcome]:
     """What is known before any fix is tried: the trials of learning rates."""
-    rates = {trial.mend: trial for trial in record.rates.values()}
+    rates = {trial.fix: trial for trial in record.rates.values()}
     return {
-        (i, j): rates.get(advice.mend, NOT_AMONG_THE_FIRST)
+        (i, j): rates.get(advice.fix, NOT_AMONG_THE_FIRST)
         for i, finding in enumerate(findings)
         for j, advice in enumerate(finding.advice)
-        if advice.mend is not None and (finding.strength != "note" or advice.mend in rates)
+        if advice.fix is not None and (finding.strength != "note" or advice.fix in rates)
     }
 
 
@@ -144,22 +144,22 @@ def _try(
     has_run = False
     for done, (i, j) in enumerate(places):
         advice = findings[i].advice[j]
-        mend = advice.mend
-        assert mend is not None
+        fix = advice.fix
+        assert fix is not None
         layers = findings[i].layers_for(advice)
-        if (mend, layers) not in known and (bench.may_run() or not has_run):
-            known[mend, layers] = _outcome(bench, mend, layers)
-            has_run |= isinstance(known[mend, layers], Trial)
-        outcomes[i, j] = known.get((mend, layers), outcomes[i, j])
+        if (fix, layers) not in known and (bench.may_run() or not has_run):
+            known[fix, layers] = _outcome(bench, fix, layers)
+            has_run |= isinstance(known[fix, layers], Trial)
+        outcomes[i, j] = known.get((fix, layers), outcomes[i, j])
         if progress is not None:
             progress("fixes", done + 1, len(places))
 
 
 def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Outcome:
-    if name not in MENDS:
+    if name not in FIXES:
         return f"no fix is called {name}"
     try:
-        return bench.trial(MENDS[name], layers)
+        return bench.trial(FIXES[name], layers)
     except DoesNotApply as error:
         return str(error)
     except Exception as error:  # the model can't be run so
@@ -188,7 +188,7 @@ def _judged(
     if finding.name not in WIRING:
         advice = _in_order(_with_rate(advice, record))
     pays = any(trial.pays for trial in trials)
-    if finding.name == "uneven-rates" and advice[0].mend in _LOWER:
+    if finding.name == "uneven-rates" and advice[0].fix in _LOWER:
         pays = False  # it is one rate for all that is too high
     strength, left = finding.strength, IF_A_FIX_HELPS.get(finding.name, 0.0)
     if strength == "act" and trials and not pays and not certain:
@@ -203,15 +203,15 @@ def _with_rate(advice: list[Advice], record: Record) -> list[Advice]:
     factor = best_rate(record.rates)
     if factor == 1 or not record.rates[factor].pays:
         return advice
-    rate = MENDS[rate_name(factor)]
-    if any(each.mend == rate.name for each in advice) or not any(map(_is_no_better, advice)):
+    rate = FIXES[rate_name(factor)]
+    if any(each.fix == rate.name for each in advice) or not any(map(_is_no_better, advice)):
         return advice
     return [*advice, Advice(rate.text, rate.name, record.rates[factor])]
 
 
 def _is_no_better(advice: Advice) -> bool:
     """Whether it pays, but another learning rate alone does as well."""
-    trial, by_rate = advice.trial, (advice.mend or "").startswith("rate*")
+    trial, by_rate = advice.trial, (advice.fix or "").startswith("rate*")
     return trial is not None and trial.pays and not by_rate and not trial.beats_rate
 
 

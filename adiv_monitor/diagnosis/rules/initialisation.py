@@ -161,9 +161,9 @@ def exploding(record: Record) -> Iterator[Finding]:
         )
 
 
-def _everywhere(text: str, mend: str) -> Advice:
+def _everywhere(text: str, fix: str) -> Advice:
     """What a gradient loses or gains, it does on its way: not in the layers that it reaches."""
-    return Advice(text, mend, everywhere=True)
+    return Advice(text, fix, everywhere=True)
 
 
 def gradient_ratios(record: Record) -> list[float]:

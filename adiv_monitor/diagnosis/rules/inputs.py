@@ -246,11 +246,11 @@ def target_scale(record: Record) -> Iterator[Finding]:
     if is_unbounded(record):
         return
     if record.chance is not None and record.chance > LARGE_TARGETS:
-        ill = suffers(record) or not all(map(math.isfinite, record.losses))
+        faulty = suffers(record) or not all(map(math.isfinite, record.losses))
         yield Finding(
             "target-scale",
             (),
-            "act" if ill else "watch",
+            "act" if faulty else "watch",
             (Evidence("loss of a constant prediction", record.chance, LARGE_TARGETS, step=0),),
             (
                 Advice("standardise the targets, or take the loss's mean instead of its sum"),
@@ -280,7 +280,7 @@ def _ceiling(record: Record, first: str | None) -> Iterator[Evidence]:
 
 
 def _costs(record: Record, first: str | None) -> bool:
-    """Whether the first layer trains badly: what makes an odd input an illness.
+    """Whether the first layer trains badly: what makes an odd input a fault.
 
     Not where a normalisation right behind it takes the scale out again; nor where the optimizer's
     step does not depend on it, as long as the loss begins where it should and falls.

@@ -245,11 +245,11 @@ def _outside_healthy(
         paths = sorted(layers, key=lambda path: layers[path].value, reverse=is_high)
         said.append(_WORDS[measure, is_high].format(_where(paths, record), f"{limit:g}"))
         evidence += [Evidence(measure, layers[p].value, limit, p) for p in paths[:3]]
-    ill = any(measure in _TELL_FAULTS for measure, _ in outside)
+    faulty = any(measure in _TELL_FAULTS for measure, _ in outside)
     return Finding(
         "outside-healthy",
         tuple(dict.fromkeys(path for layers in outside.values() for path in layers)),
-        _strength(record) if ill else "note",
+        _strength(record) if faulty else "note",
         tuple(evidence),
         (Advice("run adiv-audit: it looks for the cause, and tries what would fix it"),),
         "Outside of what healthy layers read: " + "; ".join(said) + ".",

@@ -13,8 +13,8 @@ from adiv_monitor.report.wording import listed
 # SageMaker Debugger's rule fires.
 DEAD_WATCH, DEAD_ACT = 0.25, 0.5
 ALL_DEAD = 0.9  # next to nothing comes through, whatever the loss does yet
-# Fewer batches say little: of one batch, zeros are no illness (DeepDiagnosis took 36 % of healthy
-# runs for ill, nearly all by this).
+# Fewer batches say little: of one batch, zeros are no fault (DeepDiagnosis took 36 % of healthy
+# runs for faulty, nearly all by this).
 LEAST_BATCHES = 4
 LEAST_LATE = 3  # measured steps in the second half of a run, where units themselves were not seen
 # Share of entries in the flat parts: SageMaker Debugger's rule fires at half the layer; healthy

@@ -1,0 +1,25 @@
+"""What can be tried: every fix by its name."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from adiv_monitor.audit.trials.fixes import (
+    activations,
+    code,
+    inputs,
+    layers,
+    optimizer,
+    rates,
+    wiring,
+)
+from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
+
+FIXES: Mapping[str, Fix] = MappingProxyType(
+    {
+        fix.name: fix
+        for family in (inputs, rates, layers, activations, wiring, optimizer, code)
+        for fix in family.FIXES
+    }
+)
+
+__all__ = ["FIXES", "DoesNotApply", "Fix"]

@@ -1,0 +1,123 @@
+"""Other activation functions, be they modules or functions that a module calls."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from adiv_monitor.audit.seen.outputs import activated_output
+from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
+from adiv_monitor.audit.trials.fixes.places import modules_at
+from adiv_monitor.diagnosis.record import Record
+
+Functions = frozenset[Callable[..., Any]]
+
+_IN_PLACE: Functions = frozenset(
+    {
+        *(functional.relu_, torch.relu_, Tensor.relu_),
+        *(torch.sigmoid_, Tensor.sigmoid_, torch.tanh_, Tensor.tanh_, functional.hardtanh_),
+    }
+)
+_RELUS: Functions = frozenset(
+    {functional.relu, torch.relu, Tensor.relu, functional.relu_, torch.relu_, Tensor.relu_}
+)
+_SATURATING: Functions = frozenset(
+    {
+        *(torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_, functional.sigmoid),
+        *(torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_, functional.tanh),
+        *(functional.hardsigmoid, functional.hardtanh, functional.hardtanh_, functional.softsign),
+    }
+)
+
+
+class _Replaced(TorchFunctionMode):
+    """Within it, another function runs in place of some; how often is counted."""
+
+    def __init__(self, functions: Functions, slope: float) -> None:
+        super().__init__()
+        self._functions = functions
+        self._slope = slope
+        self.met = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in self._functions:
+            return func(*args, **kwargs)
+        self.met += 1
+        # No other argument of these functions is a truth value.
+        in_place = func in _IN_PLACE or kwargs.get("inplace", any(x is True for x in args))
+        return functional.leaky_relu(args[0] if args else kwargs["input"], self._slope, in_place)
+
+
+def _replaced(
+    functions: Functions, slope: float, fork: Fork, layers: Sequence[str], record: Record | None
+) -> None:
+    """Wherever the named modules call one, be it a module inside of them; if none does, anywhere.
+
+    A ReLU is a leaky one of slope 0.
+    """
+    if layers and _runs_within(
+        functions, slope, fork, list(modules_at(fork.model, layers).values())
+    ):
+        return
+    if not _runs_within(functions, slope, fork, [fork.model]):
+        raise DoesNotApply("no such activation function runs here")
+
+
+def _runs_within(
+    functions: Functions, slope: float, fork: Fork, modules: Sequence[nn.Module]
+) -> bool:
+    """Wrap the modules; whether one of the functions was met in a forward pass."""
+    replaced = _Replaced(functions, slope)
+    for module in modules:
+        module.forward = _within(replaced, module.forward)
+    was_training = [module for module in fork.model.modules() if module.training]
+    fork.model.eval()  # so that nothing is counted: buffers stay
+    with torch.no_grad():
+        fork.loss(fork.model, copied(fork.batches[0]))
+    for module in was_training:
+        module.training = True
+    return replaced.met > 0
+
+
+def _within(replaced: _Replaced, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def replacing(*args: Any, **kwargs: Any) -> Any:
+        with replaced:
+            return forward(*args, **kwargs)
+
+    return replacing
+
+
+def _plain_outputs(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """The module whose outputs a loss takes for logits gives what it is given."""
+    output = activated_output(fork)
+    if output is None:
+        raise DoesNotApply("no activation function stands in front of the loss")
+    module = None if output.module is None else fork.model.get_submodule(output.module)
+    if module is None or not type(module).__module__.startswith("torch.nn.modules.activation"):
+        raise DoesNotApply(f"{output.function} is called in forward(), or in the loss")
+    module.forward = nn.Identity().forward
+
+
+FIXES = [
+    Fix("leaky-relu", "leaky ReLU in place of ReLU", partial(_replaced, _RELUS, 0.1)),
+    Fix(
+        "relu",
+        "ReLU in place of activation functions that saturate",
+        partial(_replaced, _SATURATING, 0.0),
+        rescales=True,
+    ),
+    Fix("plain-outputs", "outputs without an activation function", _plain_outputs, rescales=True),
+]

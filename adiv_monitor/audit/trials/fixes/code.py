@@ -1,0 +1,246 @@
+"""What is wrong in the code of a run, done otherwise in a copy."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from adiv_monitor.audit.seen.calls import Call, change_calls, see_calls
+from adiv_monitor.audit.seen.probes import (
+    broadcast_loss,
+    dropout_too_high,
+    gradient_cut,
+    one_sided_weights,
+    reshape_scrambles,
+    samples_mixed,
+    softmax_axes,
+    targets_out_of_range,
+)
+from adiv_monitor.audit.seen.probes.hidden_parameters import hidden
+from adiv_monitor.audit.seen.probes.left_in_eval import NORMS
+from adiv_monitor.audit.seen.probes.rounded_away import COARSE
+from adiv_monitor.audit.training.batches import size_of
+from adiv_monitor.audit.training.hooks import without_gradient_hooks
+from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.training.train import held
+from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
+from adiv_monitor.audit.trials.fixes.wiring import hold
+from adiv_monitor.diagnosis.record import Record
+
+Layers = Sequence[str]
+
+
+def _register(fork: Fork, layers: Layers, record: Record | None) -> None:
+    if not hold(fork, list(hidden(fork).values())):
+        raise DoesNotApply("the optimizer holds all that gets a gradient")
+
+
+def _rate_as_others(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """What a scheduler began with; else the largest of the other groups; else 0.001."""
+    groups = fork.optimizer.param_groups
+    still = [group for group in groups if group.get("lr") == 0]
+    if not still:
+        raise DoesNotApply("no learning rate is zero")
+    others = max((float(group["lr"]) for group in groups), default=0.0)
+    for group in still:
+        group["lr"] = float(group.get("initial_lr", 0.0)) or others or 1e-3
+
+
+def _float32(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """The optimizer steps copies of 32 bits, from which the weights are rounded."""
+    coarse = [p for p in held(fork.optimizer) if p.dtype in COARSE]
+    if not coarse:
+        raise DoesNotApply("no weights are of 16 bits")
+    masters = {id(p): p.detach().float().requires_grad_() for p in coarse}
+    for group in fork.optimizer.param_groups:
+        group["params"] = [masters.get(id(p), p) for p in group["params"]]
+
+    def give(*_: object) -> None:
+        for p in coarse:
+            masters[id(p)].grad = None if p.grad is None else p.grad.float()
+            p.grad = None
+
+    @torch.no_grad()
+    def take(*_: object) -> None:
+        for p in coarse:
+            p.copy_(masters[id(p)])
+
+    fork.optimizer.register_step_pre_hook(give)
+    fork.optimizer.register_step_post_hook(take)
+
+
+def _without_hooks(fork: Fork, layers: Layers, record: Record | None) -> None:
+    if not without_gradient_hooks(fork.model, fork.optimizer):
+        raise DoesNotApply("no hook changes gradients")
+
+
+def _train_mode(fork: Fork, layers: Layers, record: Record | None) -> None:
+    still = [m for m in fork.model.modules() if isinstance(m, NORMS) and not m.training]
+    if not still:
+        raise DoesNotApply("no normalisation is in evaluation mode")
+    fork.model.train()
+
+
+def _group_norm(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """GroupNorm of one group, which has the same parameters."""
+    found = [(path, m) for path, m in fork.model.named_modules()
+             if isinstance(m, nn.modules.batchnorm._BatchNorm)]  # fmt: skip
+    if not found:
+        raise DoesNotApply("there is no batch normalisation")
+    for path, norm in found:
+        group = nn.GroupNorm(1, norm.num_features, norm.eps, norm.affine)
+        group.weight, group.bias = norm.weight, norm.bias
+        parent, _, name = path.rpartition(".")
+        setattr(fork.model.get_submodule(parent), name, group)
+
+
+def _less_dropout(fork: Fork, layers: Layers, record: Record | None) -> None:
+    def is_met(call: Call) -> bool:
+        return dropout_too_high.rate_of(call) > dropout_too_high.HIGH
+
+    _replace(fork, is_met, lambda call: dropout_too_high.with_rate(call, 0.1))
+
+
+def _matched_shapes(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Each difference that broadcasts is taken of equal shapes."""
+
+    def instead(call: Call) -> object:
+        a, b, *others = call.args
+        return call.function(a.reshape(b.shape), b, *others, **call.kwargs)
+
+    def is_met(call: Call) -> bool:
+        return broadcast_loss.is_broadcast(call) and call.args[0].numel() == call.args[1].numel()
+
+    _replace(fork, is_met, instead)
+
+
+def _no_softmax(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Softmaxes of one class are left out; a sigmoid where the loss wants probabilities."""
+    samples = size_of(fork.batches[0])
+    names = _names(fork)
+
+    def instead(call: Call) -> object:
+        x = call.argument(0, "input")
+        return x.sigmoid() if "binary_cross_entropy" in names else x
+
+    def is_met(call: Call) -> bool:
+        return call.name in softmax_axes.FUNCTIONS and softmax_axes.is_of_one(call, samples)
+
+    _replace(fork, is_met, instead)
+
+
+def _over_classes(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Softmaxes over the samples; left out where the loss takes one itself."""
+    samples = size_of(fork.batches[0])
+    names = _names(fork)
+
+    def instead(call: Call) -> object:
+        x = call.argument(0, "input")
+        return x if names & {*softmax_axes.OWN} else call.function(x, dim=1)
+
+    _replace(fork, lambda call: softmax_axes.is_over_samples(call, samples), instead)
+
+
+def _unbounded_outputs(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """The function in front of the difference, by its number in the pass, is left out."""
+    numbers = {last.number for last, _ in targets_out_of_range.beyond(fork)}
+    _replace(
+        fork,
+        lambda call: call.number in numbers and call.name in targets_out_of_range.RANGES,
+        lambda call: call.argument(0, "input"),
+    )
+
+
+def _batch_first(fork: Fork, layers: Layers, record: Record | None) -> None:
+    found = [m for m in fork.model.modules() if isinstance(m, samples_mixed.ORDERED)]
+    still = [m for m in found if not m.batch_first]
+    if not still:
+        raise DoesNotApply("no recurrent layer or attention lacks batch_first=True")
+    for module in still:
+        module.batch_first = True
+
+
+def _permute(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Where a reshape cuts across axes, a permutation of them, or of an axis' parts."""
+    made: dict[int, tuple[int, ...]] = {}
+
+    def look(call: Call) -> None:
+        if reshape_scrambles.scrambles(call):
+            shape = tuple(call.result.shape)
+            if reshape_scrambles.permuted(call.args[0], shape) is not None:
+                made[call.number] = shape
+
+    def change(call: Call) -> object:
+        if call.number not in made or call.name not in reshape_scrambles.FUNCTIONS:
+            return NotImplemented
+        # Of another batch the first axis may be longer.
+        x, shape = call.args[0], made[call.number]
+        found = reshape_scrambles.permuted(x, (len(x), *shape[1:]))
+        return NotImplemented if found is None else found.contiguous()
+
+    see_calls(fork, look)
+    if not made:
+        raise DoesNotApply("no permutation has that shape")
+    change_calls(fork, change)
+
+
+def _uncut(fork: Fork, layers: Layers, record: Record | None) -> None:
+    found = gradient_cut.cuts(fork)
+    if not found:
+        raise DoesNotApply("nothing is cut in front of parameters")
+    gradient_cut.undo(fork, found)
+
+
+def _centred_weights(fork: Fork, layers: Layers, record: Record | None) -> None:
+    """Xavier's: N(0, 2/(fan-in + fan-out)), which does not ask which axis is which."""
+    found = one_sided_weights.one_sided(fork)
+    if not found:
+        raise DoesNotApply("no weights lie on one side of zero")
+    for weight in found.values():
+        nn.init.xavier_normal_(weight)
+
+
+def _logits_times_10(fork: Fork, layers: Layers, record: Record | None) -> None:
+    def instead(call: Call) -> object:
+        others = {name: x for name, x in call.kwargs.items() if name != "input"}
+        return call.function(10.0 * call.argument(0, "input"), *call.args[1:], **others)
+
+    _replace(fork, lambda call: call.name == "cross_entropy", instead)
+
+
+def _names(fork: Fork) -> set[str]:
+    """Of all functions that a pass calls."""
+    names: set[str] = set()
+    see_calls(fork, lambda call: names.add(call.name))
+    return names
+
+
+def _replace(fork: Fork, is_met: Callable[[Call], bool], instead: Callable[[Call], object]) -> None:
+    """From now on, calls of a kind give something else."""
+    met: list[Call] = []
+    see_calls(fork, lambda call: met.append(call) if is_met(call) else None)
+    if not met:
+        raise DoesNotApply("nothing of that kind is called")
+    change_calls(fork, lambda call: instead(call) if is_met(call) else NotImplemented)
+
+
+FIXES = [
+    Fix("register-parameters", "give the optimizer what the model does not know of", _register),
+    Fix("rate-as-others", "a learning rate above zero", _rate_as_others),
+    Fix("float32-weights", "weights of 32 bits, which are rounded after each step", _float32,
+         rescales=True),
+    Fix("without-hooks", "no hooks that change gradients", _without_hooks),
+    Fix("train-mode", "all modules in training mode", _train_mode),
+    Fix("group-norm", "GroupNorm of one group in place of batch normalisation", _group_norm,
+         rescales=True),
+    Fix("matched-shapes", "outputs of the targets' shape", _matched_shapes, rescales=True),
+    Fix("no-softmax", "outputs without a softmax", _no_softmax, rescales=True),
+    Fix("softmax-over-classes", "the softmax over the classes", _over_classes, rescales=True),
+    Fix("unbounded-outputs", "outputs of any value", _unbounded_outputs, rescales=True),
+    Fix("batch-first", "batch_first=True", _batch_first, rescales=True),
+    Fix("permute", "axes exchanged by a permutation", _permute, rescales=True),
+    Fix("uncut", "no cut of the gradient", _uncut, rescales=True),
+    Fix("centred-weights", "weights drawn around zero", _centred_weights, rescales=True),
+    Fix("logits-times-10", "logits ten times as large", _logits_times_10, rescales=True),
+    Fix("dropout-0.1", "dropout of 0.1 where it is above 0.7", _less_dropout),
+]  # fmt: skip

@@ -1,0 +1,191 @@
+"""Other inputs: standardised, centred or scaled on their way into the model; larger batches."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adiv_monitor.audit.seen.inputs import is_input, names_by_place
+from adiv_monitor.audit.training.batches import copied
+from adiv_monitor.audit.training.samples import joined
+from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
+from adiv_monitor.diagnosis.record import Record
+
+_CONSTANT = 1e-6  # a standard deviation this far below the largest is rounding
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Of one argument of the model, over all batches, shaped to broadcast against it."""
+
+    mean: Tensor
+    std: Tensor
+    rms: Tensor
+
+
+Transform = Callable[[Tensor, _Moments], Tensor]
+
+
+def _standardised(x: Tensor, moments: _Moments) -> Tensor:
+    constant = moments.std <= _CONSTANT * moments.std.amax()
+    return (x - moments.mean) / torch.where(constant, 1.0, moments.std)
+
+
+def _centred(x: Tensor, moments: _Moments) -> Tensor:
+    return x - moments.mean
+
+
+def _scaled(x: Tensor, moments: _Moments) -> Tensor:
+    return x / torch.where(moments.rms > 0, moments.rms, 1.0)
+
+
+def _transformed(transform: Transform) -> Callable[[Fork, Sequence[str], Record | None], None]:
+    """What the model is called with goes through the transform first."""
+
+    def change(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+        moments = _moments(fork)
+
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            for key, x in _inputs(module, args, kwargs):
+                if key in moments:
+                    exact = transform(x.double(), moments[key]).to(x.dtype)
+                    args, kwargs = _replaced(args, kwargs, key, exact)
+            return args, kwargs
+
+        fork.model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    return change
+
+
+def _inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[int | str, Tensor]]:
+    """The arguments that are real numbers and no labels or masks, by place or name."""
+    names = names_by_place(model, len(args))
+    given: list[tuple[int | str, str, Any]] = [(i, names[i], x) for i, x in enumerate(args)]
+    given += [(name, name, x) for name, x in kwargs.items()]
+    for key, name, x in given:
+        if is_input(name) and isinstance(x, Tensor) and x.is_floating_point() and x.dim():
+            yield key, x
+
+
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(key, int):
+        return (*args[:key], value, *args[key + 1 :]), kwargs
+    return args, {**kwargs, key: value}
+
+
+class _Seen(BaseException):
+    """The model was called: the forward pass need not go on."""
+
+
+def _moments(fork: Fork) -> dict[int | str, _Moments]:
+    """Of every input, over the different batches; the model itself does not run.
+
+    Raises:
+        DoesNotApply: the model is called with no real numbers, or with some that are not finite.
+    """
+    seen: dict[int | str, list[Tensor]] = {}
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for key, x in _inputs(module, args, kwargs):
+            seen.setdefault(key, []).append(x.detach())
+        raise _Seen
+
+    handle = fork.model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        for batch in different(fork.batches):
+            try:
+                fork.loss(fork.model, copied(batch))
+            except _Seen:
+                continue
+    finally:
+        handle.remove()
+    if not seen:
+        raise DoesNotApply("the model is called with no real numbers")
+    return {key: _moments_of(tensors, fork.model) for key, tensors in seen.items()}
+
+
+def _moments_of(tensors: list[Tensor], model: nn.Module) -> _Moments:
+    axis = feature_axis(tensors[0], model)
+    shape = [1] * tensors[0].dim()
+    if axis is not None:
+        shape[axis] = -1
+    columns = [
+        x.double().reshape(-1, 1) if axis is None else x.double().movedim(axis, -1).flatten(0, -2)
+        for x in tensors
+    ]
+    features = torch.cat(columns)
+    if not features.isfinite().all():
+        raise DoesNotApply("inputs are not finite")
+    std, mean = torch.std_mean(features, dim=0, correction=0)
+    return _Moments(mean.reshape(shape), std.reshape(shape), features.square().mean().sqrt())
+
+
+def feature_axis(x: Tensor, model: nn.Module) -> int | None:
+    """Where the features, or channels, of an input are; None where each entry is a sample.
+
+    The last of (samples, features) and (samples, places, features); the second of images, and
+    before a one-dimensional convolution of as many channels; but the last where the second is
+    longer than it and the last is like that of an image's colours.
+    """
+    if x.dim() < 2:
+        return None
+    if x.dim() == 2:
+        return 1
+    if x.dim() == 3:
+        channels = {m.in_channels for m in model.modules() if isinstance(m, nn.Conv1d)}
+        return 1 if x.shape[1] in channels else 2
+    return x.dim() - 1 if x.shape[1] > x.shape[-1] and x.shape[-1] <= 4 else 1
+
+
+def different(batches: Sequence[Any]) -> list[Any]:
+    """Each batch once, in order."""
+    return list({id(batch): batch for batch in batches}.values())
+
+
+def _larger_batch(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """Step i gets batches 2i and 2i + 1, beginning anew where they end: as many steps."""
+    batches = different(fork.batches)
+    n = len(batches)
+    if n < 2:
+        raise DoesNotApply("there is one batch only")
+    try:
+        pairs = [joined(batches[2 * i % n], batches[(2 * i + 1) % n]) for i in range(n)]
+    except (ValueError, RuntimeError) as error:
+        raise DoesNotApply(f"batches can't be joined: {error}") from error
+    fork.batches = [pairs[step % len(pairs)] for step in range(len(fork.batches))]
+
+
+FIXES = [
+    Fix(
+        "standardise-inputs",
+        "inputs of mean 0 and standard deviation 1, each feature or channel for itself",
+        _transformed(_standardised),
+        rescales=True,
+    ),
+    Fix(
+        "centre-inputs",
+        "inputs less their mean, each feature or channel for itself",
+        _transformed(_centred),
+        rescales=True,
+    ),
+    Fix(
+        "scale-inputs",
+        "inputs divided by one constant, their root mean square",
+        _transformed(_scaled),
+        rescales=True,
+    ),
+    Fix(
+        "larger-batch",
+        "batches twice as large, for as many steps: twice the samples",
+        _larger_batch,
+    ),
+]

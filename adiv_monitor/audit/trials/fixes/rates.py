@@ -1,0 +1,93 @@
+"""Other learning rates: for all parameters, for each layer, and at the beginning."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LinearLR
+
+from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.trials.fixes.fix import DoesNotApply, Fix
+from adiv_monitor.capture.selection import named_modules
+from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.rules.remedies import rates_per_layer
+
+FACTORS = (0.01, 0.1, 0.3, 3.0, 10.0, 100.0)
+FAR_FACTORS = tuple(10.0**n for n in range(3, 10))  # where layers stand still
+
+
+def rate_name(factor: float) -> str:
+    """The name of the fix that multiplies the learning rate by this factor."""
+    return f"rate*{factor:g}"
+
+
+def scale_rate(optimizer: Optimizer, factor: float) -> None:
+    """Multiply every learning rate.
+
+    Raises:
+        DoesNotApply: the optimizer has none.
+    """
+    for group in optimizer.param_groups:
+        if not isinstance(group.get("lr"), (float, int, Tensor)):
+            raise DoesNotApply(f"{type(optimizer).__name__} has no learning rate that is a number")
+        group["lr"] = group["lr"] * factor
+
+
+def scale_rates(optimizer: Optimizer, factors: Mapping[int, float]) -> None:
+    """Multiply the learning rates of single parameters, by id; groups are divided for that.
+
+    Raises:
+        DoesNotApply: the optimizer takes one group only, or has no learning rate.
+    """
+    if hasattr(optimizer, "_params"):  # LBFGS
+        raise DoesNotApply(f"{type(optimizer).__name__} has one learning rate for all parameters")
+    scale_rate(optimizer, 1.0)
+    divided = []
+    for group in optimizer.param_groups:
+        by_factor: dict[float, list[Tensor]] = {}
+        for parameter in group["params"]:
+            by_factor.setdefault(factors.get(id(parameter), 1.0), []).append(parameter)
+        for factor, parameters in by_factor.items():
+            divided.append({**group, "params": parameters, "lr": group["lr"] * factor})
+    optimizer.param_groups[:] = divided
+
+
+def _rate(factor: float, fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    scale_rate(fork.optimizer, factor)
+
+
+def _per_layer(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """As `remedies.rates_per_layer` has them."""
+    wanted = {} if record is None else rates_per_layer(record, layers)
+    if not wanted:
+        raise DoesNotApply("the speeds of fewer than two layers are known")
+    factors: dict[int, float] = {}
+    for path, module in named_modules(fork.model):
+        if path in wanted:
+            factors |= {id(p): wanted[path] for p in module.parameters(recurse=False)}
+    if not factors:
+        raise DoesNotApply("none of these layers was measured")
+    scale_rates(fork.optimizer, factors)
+
+
+def _warm_up(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
+    """Linearly from a hundredth of the rate over the first third of the steps."""
+    scale_rate(fork.optimizer, 1.0)
+    steps = max(len(fork.batches) // 3, 1)
+    schedule = LinearLR(fork.optimizer, start_factor=0.01, total_iters=steps)
+    fork.optimizer.register_step_post_hook(lambda *_: schedule.step())
+
+
+FIXES = [
+    *(
+        Fix(rate_name(factor), f"learning rate × {factor:g}", partial(_rate, factor))
+        for factor in (*FACTORS, *FAR_FACTORS)
+    ),
+    Fix(
+        "rate-per-layer",
+        "a learning rate for each layer that evens out how fast the layers move",
+        _per_layer,
+    ),
+    Fix("warm-up", "let the learning rate rise from near 0 at the beginning", _warm_up),
+]

@@ -1,0 +1,145 @@
+"""The fault benchmark: planted faults and healthy runs, judged with several seeds, as one table.
+
+    python tests/audit/fault_benchmark/benchmark.py [--seeds 5] [--first-seed 0]
+        [--only NAME …] [--jobs 2] [--parts sweep course audit] [--rows FILE]
+        [--write docs/fault-benchmark.md]
+
+Each row of the results is added to a file when it is there, and what the file holds is not done
+again: a run that was cut goes on where it was. Three parts: `sweep` trains healthy runs at other
+learning rates; `course` trains faulty and healthy runs without the audit, to see that the faulty
+ones are worse; `audit` lets the audit look, and tries its advice (`judge.py`). A fourth, `names`,
+only lets the audit look: what it names, in a third of the time. A fifth, `reports`, trains every
+run under the monitor: what is said of it by its reports alone (`reports.py`); asked for by itself,
+it has a table of its own (`verdicts.py`).
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[2]))  # where the package of this is
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # and what writes tables
+
+from audit.fault_benchmark import verdicts
+from audit.fault_benchmark.cases import CASES, HEALTHY
+from audit.fault_benchmark.course import course, sweep
+from audit.fault_benchmark.judge import diagnosed, judge
+from audit.fault_benchmark.page import page
+from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY, TWINS
+from audit.fault_benchmark.reports import reported
+
+Task = tuple[str, str, int]  # part, name, seed
+BEDS = {**HEALTHY, **CASES}
+OTHERS = {**TWINS, **REPORTED}  # bugs that people report, and the same runs without them
+HALVES = {
+    "all": OTHERS,
+    "set-by": {case.name for case in SET_BY} | {case.twin.name for case in SET_BY},
+}
+HALVES["held-out"] = {case.name for case in HELD_OUT} | {case.twin.name for case in HELD_OUT}
+PARTS = {"sweep": sweep, "course": course, "audit": judge, "names": diagnosed, "reports": reported}
+
+
+def tasks(parts: list[str], only: list[str], seeds: range, half: str | None) -> Iterator[Task]:
+    beds = BEDS if half is None else {name: OTHERS[name] for name in OTHERS if name in HALVES[half]}
+    for seed in seeds:
+        for part in parts:
+            for name in beds:
+                if part == "sweep" and name in (*CASES, *REPORTED):
+                    continue
+                if not only or any(each in name for each in only):
+                    yield part, name, seed
+
+
+def done(task: Task) -> dict[str, Any]:
+    """The row of one task."""
+    torch.set_num_threads(1)
+    part, name, seed = task
+    bed = (BEDS | OTHERS)[name]
+    began = time.perf_counter()
+    row = PARTS[part](bed, seed)
+    seconds = round(time.perf_counter() - began, 2)
+    return {"part": part, "name": name, "seed": seed, **row, "seconds": seconds}
+
+
+def read(file: Path) -> dict[Task, dict[str, Any]]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {(row["part"], row["name"], row["seed"]): row for row in rows}
+
+
+def table(rows: list[dict[str, Any]], arguments: list[str]) -> str:
+    """What was named of each run, first and at all, with what strength."""
+    lines = ["    python tests/audit/fault_benchmark/benchmark.py " + " ".join(arguments), ""]
+    first = named = alarms = well = 0
+    for row in rows:
+        said = [f"{name} ({strength})" for name, strength in row["findings"]]
+        if (case := REPORTED.get(row["name"])) is not None:
+            names = [name for name, _ in row["findings"]]
+            first += names[:1] == [case.expected[0]]
+            named += case.expected[0] in names
+        else:
+            well += 1
+            alarms += any(strength == "act" for _, strength in row["findings"])
+        pays = row.get("advice") and row["advice"]["pays"]
+        lines.append(
+            f"- {row['name']}, seed {row['seed']}: {', '.join(said) or 'nothing'}"
+            + (
+                f"; its first advice {'pays' if pays else 'does not pay'}"
+                if "advice" in row
+                else ""
+            )
+            + (f"; raised {row['raised']}" if "raised" in row else "")
+        )
+    faulty = len(rows) - well
+    counts = (
+        f"cause first: {first} of {faulty}; named: {named} of {faulty}; alarms: {alarms} of {well}"
+    )
+    return "\n".join([*lines, "", counts])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", default=[], help="names that hold one of these")
+    parser.add_argument(
+        "--reported", choices=HALVES, help="bugs that people report, in their place"
+    )
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:3])
+    parser.add_argument("--rows", type=Path, default=Path("runs/fault-benchmark.jsonl"))
+    parser.add_argument("--write", type=Path, help="write the table to this file as well")
+    given = parser.parse_args()
+
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
+    wanted = list(tasks(given.parts, given.only, seeds, given.reported))
+    rows = read(given.rows)
+    given.rows.parent.mkdir(parents=True, exist_ok=True)
+    left = [task for task in wanted if task not in rows]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.jobs, spawn) as pool, given.rows.open("a") as file:
+        futures = [pool.submit(done, task) for task in left]
+        for number, future in enumerate(as_completed(futures)):
+            row = future.result()
+            rows[row["part"], row["name"], row["seed"]] = row
+            print(json.dumps(row), file=file, flush=True)
+            print(f"{number + 1}/{len(left)} {row['part']} {row['name']} {row['seconds']} s")
+    tell = (
+        verdicts.page if given.parts == ["reports"] else page if given.reported is None else table
+    )
+    text = tell([rows[task] for task in wanted], sys.argv[1:])
+    print(text)
+    if given.write is not None:
+        given.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

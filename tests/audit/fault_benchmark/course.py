@@ -1,0 +1,47 @@
+"""What a run of the fault benchmark comes to."""
+
+import math
+from collections.abc import Sequence
+
+from audit.fault_benchmark.run import STEPS, Case, Healthy, error
+
+from adiv_monitor.audit.training.setup import Fork
+from adiv_monitor.audit.training.train import train
+
+FACTORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # on a healthy run's learning rate
+
+
+def at_the_end(losses: Sequence[float], steps: int) -> float:
+    """Mean loss of the last quarter of the steps; infinite where the run did not get there."""
+    quarter = losses[-(steps // 4) :]
+    ended = len(losses) == steps and all(map(math.isfinite, losses))
+    return sum(quarter) / len(quarter) if ended else math.inf
+
+
+def losses_of(fork: Fork) -> list[float]:
+    course = train(fork)
+    if course.interrupted:
+        raise KeyboardInterrupt
+    return course.losses
+
+
+def course(bed: Case | Healthy, seed: int) -> dict[str, float]:
+    """Loss and error after as many steps as an audit takes; nobody looks on."""
+    run = bed.build(seed)
+    fork = run.setup(STEPS, seed).fork()
+    losses = losses_of(fork)
+    return {
+        "first": losses[0],
+        "loss": at_the_end(losses, STEPS),
+        "error": error(fork.model, run.batches[-16:]),
+    }
+
+
+def sweep(healthy: Healthy, seed: int) -> dict[str, list[float]]:
+    """The loss at other learning rates: is the healthy run's own a good one?"""
+    ends = []
+    for factor in FACTORS:
+        run = healthy.build(seed)
+        run.settings["lr"] *= factor
+        ends.append(at_the_end(losses_of(run.setup(STEPS, seed).fork()), STEPS))
+    return {"losses": ends}

@@ -1,0 +1,1 @@
+"""Faults by where they are planted."""

@@ -1,0 +1,171 @@
+"""Faults of the wiring: what takes no part, what is fed and asked for, what is no number."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from audit.fault_benchmark import healthy
+from audit.fault_benchmark.run import Case, Healthy, Run
+from torch import Tensor, nn
+from torch.nn import functional
+
+NO_RELATION = "no run can tell labels of other inputs from inputs that say nothing"
+FLOORED = "probabilities as logits: the loss can't fall below 1.46, however long it is trained"
+
+
+class Detach(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.detach()
+
+
+class Nothing(nn.Module):
+    """A mask that was computed the wrong way round."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * 0
+
+
+class Half(nn.Module):
+    """Computes in float16 what does not fit in it."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        large = (self.scale * inputs).half()
+        return (large - large.mean(-1, keepdim=True)).float() / self.scale
+
+
+def detached(run: Run) -> None:
+    run.model.body = nn.Sequential(run.model.body, Detach())
+
+
+def head_only(run: Run) -> None:
+    """The optimizer was made for fine-tuning; nothing is frozen, and nothing was learned before."""
+    run.held = lambda model: model.head.parameters()
+
+
+def one_missing(position: int) -> Callable[[Run], None]:
+    """One part of the body was put in after the optimizer had been made."""
+
+    def held(model: nn.Module) -> Iterable[Any]:
+        missing = {id(p) for p in model.body[position].parameters()}
+        return [p for p in model.parameters() if id(p) not in missing]
+
+    def plant(run: Run) -> None:
+        run.held = held
+
+    return plant
+
+
+def frozen(run: Run) -> None:
+    """A body that learned nothing yet is frozen."""
+    run.model.body.requires_grad_(False)
+    run.held = lambda model: [p for p in model.parameters() if p.requires_grad]
+
+
+def ignored(run: Run) -> None:
+    run.model.body = nn.Sequential(Nothing(), run.model.body)
+
+
+def embedding_ignored(run: Run) -> None:
+    run.model.body.insert(1, Nothing())
+
+
+def shuffled(run: Run) -> None:
+    """Inputs were shuffled, labels were not."""
+    run.batches = [
+        (inputs, targets[torch.randperm(len(targets))]) for inputs, targets in run.batches
+    ]
+
+
+def ending(module: Callable[[], nn.Module]) -> Callable[[Run], None]:
+    def plant(run: Run) -> None:
+        run.model.head = nn.Sequential(run.model.head, module())
+
+    return plant
+
+
+def logarithm_of_zero(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross-entropy of shares that may be zero."""
+    inputs, targets = batch
+    shares = functional.relu(model(inputs))
+    shares = shares / (shares.sum(-1, keepdim=True) + 1e-9)
+    sought = functional.one_hot(targets, shares.shape[-1])
+    return -(sought * shares.log()).sum(-1).mean()
+
+
+def root_of_zero(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The distance of each pixel; where pixel and output are zero its gradient is not a number."""
+    inputs, targets = batch
+    visible = (targets - targets[:1]).abs() > 1e-6
+    return ((model(inputs) - targets) * visible).square().sqrt().mean()
+
+
+def with_loss(loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]) -> Callable[[Run], None]:
+    def plant(run: Run) -> None:
+        run.loss = loss
+
+    return plant
+
+
+def bad_sample(batch: int) -> Callable[[Run], None]:
+    """One entry of one batch is missing."""
+
+    def plant(run: Run) -> None:
+        inputs = run.batches[batch][0].clone()
+        inputs.view(-1)[5] = float("nan")
+        run.batches[batch] = (inputs, run.batches[batch][1])
+
+    return plant
+
+
+def in_half(scale: float) -> Callable[[Run], None]:
+    def plant(run: Run) -> None:
+        run.model.body = nn.Sequential(run.model.body, Half(scale))
+
+    return plant
+
+
+def _case(
+    twin: Healthy,
+    what: str,
+    plant: Callable[[Run], None],
+    *expected: str,
+    because: str = "",
+    judged_by: str = "loss",
+) -> Case:
+    return Case(f"{twin.name}: {what}", twin, expected, plant, because, judged_by=judged_by)
+
+
+UNRELATED = ("loss-stuck", "input-ignored")
+FLOOR = ("double-softmax", "cannot-overfit", "loss-stuck")
+CUT = "activated-logits"
+soft = ending(lambda: nn.Softmax(-1))
+cut = ending(nn.ReLU)
+
+CASES = [
+    _case(healthy.DEEP_TANH, "body detached", detached, "unreached"),
+    _case(healthy.CNN_SGD, "body detached", detached, "unreached"),
+    _case(healthy.GPT, "body detached", detached, "unreached"),
+    _case(healthy.REGRESSION, "optimizer holds the head only", head_only, "not-held"),
+    _case(healthy.CNN_ADAM, "optimizer holds the head only", head_only, "not-held"),
+    _case(healthy.VIT, "optimizer holds the head only", head_only, "not-held"),
+    _case(healthy.MLP_SGD, "optimizer lacks the first layer", one_missing(0), "not-held"),
+    _case(healthy.REGRESSION, "body frozen", frozen, "frozen"),
+    _case(healthy.VIT, "body frozen", frozen, "frozen"),
+    _case(healthy.MLP_ADAM, "inputs × 0 inside", ignored, "input-ignored"),
+    _case(healthy.CNN_BATCH_NORM, "inputs × 0 inside", ignored, "input-ignored"),
+    _case(healthy.GPT, "embedding × 0", embedding_ignored, "input-ignored"),
+    _case(healthy.MLP_ADAM, "labels shuffled", shuffled, *UNRELATED, because=NO_RELATION),
+    _case(healthy.CNN_SGD, "labels shuffled", shuffled, *UNRELATED, because=NO_RELATION),
+    _case(healthy.MLP_SGD, "softmax twice", soft, *FLOOR, because=FLOORED, judged_by="error"),
+    _case(healthy.CNN_SGD, "softmax twice", soft, *FLOOR, because=FLOORED, judged_by="error"),
+    _case(healthy.MLP_SGD, "ReLU on logits", cut, CUT),
+    _case(healthy.CNN_ADAM, "ReLU on logits", cut, CUT),
+    _case(healthy.MLP_ADAM, "log(0)", with_loss(logarithm_of_zero), "non-finite"),
+    _case(healthy.AUTOENCODER, "gradient of √0", with_loss(root_of_zero), "non-finite"),
+    _case(healthy.VIT, "float16 overflows", in_half(1e5), "non-finite"),
+    _case(healthy.CNN_ADAM, "a missing entry in batch 20", bad_sample(20), "non-finite"),
+]

@@ -1,0 +1,191 @@
+"""Audits one run, and tries its advice where the audit could not look: other data, more steps.
+
+The first advice is the first of the first finding that names a fix. It is held against
+
+- no change,
+- the best of the learning rates that the audit tried,
+- one random change: a fix drawn from all that apply, its rate found as the audit finds it,
+- a random search: random changes tried until as many runs are spent as the audit spent on trials,
+  of which the best is kept, if it pays.
+
+All that is decided on the audit's own seed; what is reported are runs of another seed and three
+times as many steps.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from audit.fault_benchmark.course import at_the_end, losses_of
+from audit.fault_benchmark.run import LONGER, STEPS, Case, Healthy, Run
+
+from adiv_monitor.audit.audit import audit
+from adiv_monitor.audit.report import AuditReport
+from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.trials.bench import Bench
+from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
+from adiv_monitor.audit.trials.fixes.rates import FAR_FACTORS, rate_name, scale_rate
+from adiv_monitor.audit.trials.rates import best_rate
+from adiv_monitor.audit.trials.trial import compared, plain_losses
+from adiv_monitor.audit.trials.tried import NOT_AMONG_THE_FIRST
+from adiv_monitor.diagnosis.finding import NO_TIME, Advice, Finding, Trial
+from adiv_monitor.diagnosis.record import Record
+
+ANOTHER = 1000  # added to a seed: other weights, other data
+SEARCHED = 5  # random search is as dear as an audit: it is done for every fifth seed
+
+
+@dataclass(frozen=True)
+class Change:
+    """A fix, where, and at which factor on the learning rate."""
+
+    fix: str
+    layers: tuple[str, ...] = ()
+    rate: float = 1.0
+
+    def __str__(self) -> str:
+        return self.fix if self.rate == 1 else f"{self.fix}, rate × {self.rate:g}"
+
+
+def diagnosed(bed: Case | Healthy, seed: int) -> dict[str, Any]:
+    """What the audit found, or what it raised in place of an answer."""
+    try:
+        return _found(audited(bed.build(seed), seed))
+    except Exception as error:
+        return _raised(error)
+
+
+def judge(bed: Case | Healthy, seed: int) -> dict[str, Any]:
+    """What the audit found, and what its advice is worth."""
+    run = bed.build(seed)
+    try:
+        report = audited(run, seed)
+    except Exception as error:
+        return _raised(error) | {"advice": {"change": None, "loss": math.inf, "pays": False}}
+    if isinstance(bed, Healthy):
+        return _found(report)
+    setup, record = run.setup(STEPS, seed), report.record
+    bench = Bench(setup, record, plain_losses(setup, record), lambda: True)
+    chance = random.Random(f"{bed.name} {seed}")
+    one = next(changes(bench, chance), None)
+    changed = {
+        "advice": advised(report.findings[0]) if report.findings else None,
+        "rate": _best_rate(record),
+        "random": None if one is None else one[0],
+    }
+    if seed % SEARCHED == 0:
+        changed["search"] = searched(bench, chance, runs_of(report))
+    another = bed.build(seed + ANOTHER).setup(LONGER, seed)
+    return _found(report) | outcomes(another, record, changed)
+
+
+def _found(report: AuditReport) -> dict[str, Any]:
+    first = report.findings[0] if report.findings else None
+    return {
+        "findings": [[finding.name, finding.strength] for finding in report.findings],
+        "words": first is not None and advised(first) is None,
+        "runs": runs_of(report),
+    }
+
+
+def _raised(error: Exception) -> dict[str, Any]:
+    return {"findings": [], "words": False, "raised": f"{type(error).__name__}: {error}"}
+
+
+def audited(run: Run, seed: int) -> AuditReport:
+    return audit(
+        run.model,
+        run.batches,
+        loss=run.loss,
+        optimizer=run.optimizer,
+        clip_norm=run.clip_norm,
+        steps=STEPS,
+        what_if=False,
+        seed=seed,
+    )
+
+
+def advised(finding: Finding) -> Change | None:
+    """The finding's first advice that can be tried, as the audit tries it.
+
+    Not what the audit has tried itself, and said that it does not pay, or could not try: what is
+    advised is then in words.
+    """
+    for advice in finding.advice:
+        if advice.fix in FIXES and _is_advised(advice):
+            layers = finding.layers_for(advice)
+            return Change(advice.fix, layers, 1.0 if advice.trial is None else advice.trial.rate)
+    return None
+
+
+def _is_advised(advice: Advice) -> bool:
+    if advice.trial is not None:
+        return advice.trial.pays
+    return advice.untried in ("", NO_TIME, NOT_AMONG_THE_FIRST)
+
+
+def _best_rate(record: Record) -> Change | None:
+    factor = best_rate(record.rates)
+    return None if factor == 1 else Change(rate_name(factor))
+
+
+def runs_of(report: AuditReport) -> int:
+    """How many short runs the audit spent on trials of fixes and rates."""
+    trials = {id(trial): trial.runs for trial in report.record.rates.values()}
+    for finding in report.findings:
+        trials |= {id(a.trial): a.trial.runs for a in finding.advice if a.trial is not None}
+    return sum(trials.values())
+
+
+def changes(bench: Bench, chance: random.Random) -> Iterator[tuple[Change, Trial]]:
+    """All fixes that apply, in random order, each tried as the audit tries it."""
+    names = sorted(FIXES.keys() - set(map(rate_name, FAR_FACTORS)))
+    chance.shuffle(names)
+    for name in names:
+        try:
+            trial = bench.trial(FIXES[name], ())
+        except Exception:  # it does not apply, or the model can't be run so
+            continue
+        yield Change(name, (), trial.rate), trial
+
+
+def searched(bench: Bench, chance: random.Random, runs: int) -> Change | None:
+    """The best of random changes that so many runs can try; None if none of them pays."""
+    best: tuple[float, Change | None] = (float("inf"), None)
+    spent = 0
+    for change, trial in changes(bench, chance):
+        if spent and spent + trial.runs > runs:
+            break
+        spent += trial.runs
+        if trial.pays and trial.loss < best[0]:
+            best = trial.loss, change
+    return best[1]
+
+
+def outcomes(setup: Setup, record: Record, changed: dict[str, Change | None]) -> dict[str, Any]:
+    """The loss of a longer run without and with each change, and whether that pays."""
+    without = losses_of(setup.fork())
+    row: dict[str, Any] = {"without": at_the_end(without, setup.steps)}
+    known: dict[Change, Sequence[float]] = {}
+    for name, change in changed.items():
+        if change is None:
+            row[name] = {"change": None, "loss": row["without"], "pays": False}
+            continue
+        if change not in known:
+            known[change] = _with(change, setup, record)
+        trial = compared(change.fix, known[change], without, setup.steps)
+        row[name] = {"change": str(change), "loss": trial.loss, "pays": trial.pays}
+    return row
+
+
+def _with(change: Change, setup: Setup, record: Record) -> Sequence[float]:
+    fork = setup.fork()
+    try:
+        FIXES[change.fix].apply(fork, change.layers, record)
+    except DoesNotApply:
+        return losses_of(setup.fork())
+    if change.rate != 1:
+        scale_rate(fork.optimizer, change.rate)
+    return losses_of(fork)

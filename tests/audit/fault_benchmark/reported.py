@@ -1,0 +1,558 @@
+"""Bugs of the kind that people report: wiring, loss and data. Each with its fixed twin.
+
+Their findings were set by those of `SET_BY`; those of `HELD_OUT` are other networks and other ways
+to the same bug, at which nobody looked while a rule was written.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from audit.fault_benchmark import data, healthy, networks
+from audit.fault_benchmark.run import Case, Healthy, Run
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW, Optimizer
+
+
+class Listed(nn.Module):
+    """Holds its layers in a plain list."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = list(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Mixed(nn.Module):
+    """Mixes features by a tensor that wants a gradient, but is no parameter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.by_key = {"mix": (0.1 * torch.randn(width, width)).requires_grad_()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.by_key["mix"]
+
+
+def listed(run: Run) -> None:
+    run.model.body = Listed(run.model.body)
+
+
+def mixed(run: Run) -> None:
+    run.model.body = nn.Sequential(run.model.body, Mixed(run.model.head.in_features))
+
+
+def body_still(model: nn.Module) -> Iterable[Any]:
+    """Two groups; the body's rate was divided by integers."""
+    return [
+        {"params": model.body.parameters(), "lr": 1 // 1000},
+        {"params": model.head.parameters()},
+    ]
+
+
+def still(run: Run) -> None:
+    run.held = body_still
+
+
+def first_still(run: Run) -> None:
+    first = next(iter(run.model.body.children()))
+    place = list(run.model.body.children()).index(first)
+
+    def held(model: nn.Module) -> Iterable[Any]:
+        own = list(model.body[place].parameters())
+        others = [p for p in model.parameters() if all(p is not q for q in own)]
+        return [{"params": own, "lr": 0.0}, {"params": others}]
+
+    run.held = held
+
+
+def in_bfloat16(run: Run) -> None:
+    run.model.bfloat16()
+    run.batches = [(x.bfloat16() if x.is_floating_point() else x, y) for x, y in run.batches]
+    loss = run.loss
+
+    def widened(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss(lambda x: model(x).float(), batch)  # type: ignore[arg-type]
+
+    run.loss = widened
+
+
+def slowly_in_bfloat16(by: float) -> Callable[[Run], None]:
+    def plant(run: Run) -> None:
+        in_bfloat16(run)
+        slower(run, by)
+
+    return plant
+
+
+class Hooked:
+    """Makes an optimizer with a hook that clips all gradients to a tiny norm before its step."""
+
+    def __init__(self, algorithm: type[Optimizer], norm: float) -> None:
+        self.algorithm, self.norm = algorithm, norm
+
+    def __call__(self, held: Iterable[Any], **settings: Any) -> Optimizer:
+        made = self.algorithm(held, **settings)
+
+        def clip(optimizer: Optimizer, *_: Any) -> None:
+            groups = optimizer.param_groups
+            torch.nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], self.norm)
+
+        made.register_step_pre_hook(clip)
+        return made
+
+
+def clipped(run: Run) -> None:
+    run.algorithm = Hooked(run.algorithm, 1e-3)  # type: ignore[assignment]
+
+
+def clamped(bound: float) -> Callable[[Run], None]:
+    def clamp(gradient: Tensor) -> Tensor:
+        return gradient.clamp(-bound, bound)
+
+    def plant(run: Run) -> None:
+        for parameter in run.model.parameters():
+            parameter.register_hook(clamp)
+
+    return plant
+
+
+def in_evaluation(run: Run) -> None:
+    """The body was set to evaluation, as that of a pretrained model is."""
+    run.model.body.eval()
+
+
+def kept(rate: float) -> Callable[[Run], None]:
+    """The share to keep was given as the share to drop."""
+
+    def plant(run: Run) -> None:
+        for module in run.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = rate
+
+    return plant
+
+
+def few(samples: int) -> Callable[[Run], None]:
+    def plant(run: Run) -> None:
+        run.batches = [(x[:samples], y[:samples]) for x, y in run.batches]
+
+    return plant
+
+
+def slower(run: Run, by: float) -> None:
+    run.settings["lr"] /= by
+
+
+def _normed() -> Run:
+    """An MLP with batch normalisation."""
+    body = [
+        *(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU()),
+        *(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU()),
+    ]
+    model = networks.Net(nn.Sequential(*body), nn.Linear(64, 10))
+    return healthy.classify(model, data.digits(), SGD, 0.1)
+
+
+def _deep_normed() -> Run:
+    """Eight tanh layers, each with batch normalisation, whose weights are small."""
+    body = [m for _ in range(8) for m in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh())]
+    model = networks.Net(nn.Sequential(*body), nn.Linear(64, 10))
+    networks.initialise(model, 0.3)
+    return healthy.classify(model, data.digits(), SGD, 0.1)
+
+
+def _bfloat16() -> Run:
+    """The weights are of float32, and AdamW's usual rate for fine-tuning does well enough."""
+    return healthy.classify(networks.mlp([64, 64, 64, 10]), data.digits(), AdamW, 1e-3)
+
+
+def _dropped() -> Run:
+    return healthy.classify(
+        networks.mlp([64, 128, 128, 10], dropout=0.1), data.digits(), AdamW, 3e-3
+    )
+
+
+def _normed_regression() -> Run:
+    body = nn.Sequential(nn.Linear(16, 48), nn.BatchNorm1d(48), nn.Tanh())
+    model = networks.Net(body, nn.Linear(48, 3))
+    return Run(model, data.taught(), healthy.squared_error, SGD, {"lr": 0.1})
+
+
+NORMED_REGRESSION = Healthy("normed-regression-sgd", "regression", _normed_regression)
+NORMED = Healthy("normed-sgd", "MLP", _normed)
+DEEP_NORMED = Healthy("deep-normed-sgd", "MLP", _deep_normed)
+ADAMW = Healthy("mlp-adamw", "MLP", _bfloat16)
+DROPPED = Healthy("dropped-adamw", "MLP", _dropped)
+
+
+def _case(
+    twin: Healthy, what: str, plant: Callable[[Run], None], *expected: str, source: str = ""
+) -> Case:
+    because = "the first is the cause, the others follow from it" * (len(expected) > 1)
+    return Case(f"{twin.name}: {what}", twin, expected, plant, because, source)
+
+
+def _one_value() -> Run:
+    """One value of 16 features, as (samples,)."""
+    batches = [(x, y[:, 0]) for x, y in data.taught()]
+    return Run(networks.mlp([16, 48, 48, 1]), batches, squeezed, SGD, {"lr": 0.1})
+
+
+def squeezed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.mse_loss(model(batch[0])[:, 0], batch[1])
+
+
+def _two_circles() -> Run:
+    batches = [(x, y.float()[:, None]) for x, y in data.circles()]
+    model = networks.mlp([2, 32, 32, 1])
+    return Run(model, batches, one_logit, AdamW, {"lr": 1e-2})
+
+
+def one_logit(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
+
+
+ONE_VALUE = Healthy("one-value-sgd", "regression", _one_value)
+TWO_CIRCLES = Healthy("two-circles-adamw", "MLP", _two_circles)
+
+
+def broadcasting(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """(B, 1) against (B,)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as if nobody read what torch says
+        return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def subtracting(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """(B,) against (B, 1)."""
+    x, y = batch
+    return (model(x).flatten() - y[:, None]).abs().mean()
+
+
+def nll_of_shares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.nll_loss(model(batch[0]).softmax(-1), batch[1])
+
+
+def kl_of_shares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    sought = functional.one_hot(y, 10).float()
+    return functional.kl_div(functional.softmax(model(x), dim=1), sought, reduction="batchmean")
+
+
+def softmax_of_one(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.binary_cross_entropy(torch.softmax(model(batch[0]), 1), batch[1])
+
+
+def over_samples(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]).softmax(0), batch[1])
+
+
+def nll_over_samples(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.nll_loss(functional.log_softmax(model(batch[0]), dim=0), batch[1])
+
+
+def with_loss(loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]) -> Callable[[Run], None]:
+    def plant(run: Run) -> None:
+        run.loss = loss
+
+    return plant
+
+
+def ending(module: Callable[[], nn.Module]) -> Callable[[Run], None]:
+    def plant(run: Run) -> None:
+        run.model.head = nn.Sequential(run.model.head, module())
+
+    return plant
+
+
+def one_share(run: Run) -> None:
+    """A softmax behind the one unit, in the model; the loss is the squared error."""
+    run.model.head = nn.Sequential(run.model.head, nn.Softmax(dim=-1))
+    run.loss = healthy.squared_error
+
+
+def not_shifted(run: Run) -> None:
+    run.batches = [(x, x.clone()) for x, _ in run.batches]
+
+
+def looking_ahead(run: Run) -> None:
+    for module in run.model.modules():
+        if isinstance(module, networks.Block):
+            module.causal = False
+
+
+def both_ways(run: Run) -> None:
+    recurrent = run.model.body
+    width = recurrent.lstm.hidden_size
+    recurrent.lstm = nn.LSTM(width, width // 2, batch_first=True, bidirectional=True)
+
+
+class Rows(nn.Module):
+    """A GRU's last output; an image's rows are its steps."""
+
+    def __init__(self, batch_first: bool = True) -> None:
+        super().__init__()
+        self.gru = nn.GRU(8, 32, batch_first=batch_first)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.gru(images.reshape(-1, 8, 8))[0][:, -1]
+
+
+class Pixels(nn.Module):
+    """Images as (samples, height, width, channels), which convolutions want otherwise."""
+
+    def __init__(self, scrambled: bool = False) -> None:
+        super().__init__()
+        self.scrambled = scrambled
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, h, w, c = x.shape
+        return x.reshape(b, c, h, w) if self.scrambled else x.permute(0, 3, 1, 2)
+
+
+class Heads(nn.Module):
+    """Attention of two heads, which a view makes of the width, or rather of places and width."""
+
+    def __init__(self, width: int, scrambled: bool = False) -> None:
+        super().__init__()
+        self.scrambled = scrambled
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, width = x.shape
+        if self.scrambled:
+            q, k, v = (y.reshape(b, 2, t, width // 2) for y in self.qkv(x).chunk(3, -1))
+        else:
+            parts = [y.reshape(b, t, 2, width // 2) for y in self.qkv(x).chunk(3, -1)]
+            q, k, v = (y.transpose(1, 2) for y in parts)
+        y = functional.scaled_dot_product_attention(q, k, v)
+        y = y.reshape(b, t, width) if self.scrambled else y.transpose(1, 2).reshape(b, t, width)
+        return x + self.project(y)
+
+
+class Cell(nn.Module):
+    """A recurrence by hand: the sum of the places of what it has read."""
+
+    def __init__(self, cut: bool = False) -> None:
+        super().__init__()
+        self.cut, self.cell = cut, nn.GRUCell(1, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 32)
+        for step in x.unbind(1):
+            h = self.cell(step[:, None], h.detach() if self.cut else h)
+        return h
+
+
+class Branch(nn.Module):
+    """Two layers beside a weak shortcut."""
+
+    def __init__(self, width: int, cut: bool = False) -> None:
+        super().__init__()
+        self.cut = cut
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.1 * x + self.second(self.first(x.data if self.cut else x).relu())
+
+
+class PerBatch(nn.Module):
+    """Centres by the mean over the batch where that over the features is meant."""
+
+    def __init__(self, axis: int = 1) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(self.axis, keepdim=True)
+
+
+def _rows() -> Run:
+    return healthy.classify(networks.Net(Rows(), nn.Linear(32, 10)), data.images(), AdamW, 1e-2)
+
+
+def _pixels() -> Run:
+    """Two channels: an image and its mirror image."""
+    batches = [(torch.stack([x[:, 0], x[:, 0].flip(1)], -1), y) for x, y in data.images()]
+    body = nn.Sequential(
+        *(Pixels(), nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    )
+    return healthy.classify(networks.Net(body, nn.Linear(256, 10)), batches, AdamW, 3e-3)
+
+
+def _heads() -> Run:
+    embed = (networks.Patches(), nn.Linear(16, 32), networks.Positions(4, 32))
+    body = nn.Sequential(*embed, Heads(32), nn.LayerNorm(32), nn.Flatten())
+    return healthy.classify(networks.Net(body, nn.Linear(128, 10)), data.images(), AdamW, 3e-3)
+
+
+def _remembered() -> Run:
+    """The sign of the first half's sum."""
+    x = torch.randn(2048, 8)
+    batches = data.minibatches(x, (x[:, :4].sum(1) > 0).long(), 64)
+    return healthy.classify(networks.Net(Cell(), nn.Linear(32, 2)), batches, AdamW, 3e-2)
+
+
+def _branch() -> Run:
+    body = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), Branch(48), nn.ReLU())
+    return healthy.classify(networks.Net(body, nn.Linear(48, 10)), data.digits(), SGD, 0.5)
+
+
+def _centred() -> Run:
+    body = nn.Sequential(nn.Linear(64, 48), PerBatch(), nn.ReLU())
+    return healthy.classify(networks.Net(body, nn.Linear(48, 10)), data.digits(), SGD, 0.3)
+
+
+ROWS = Healthy("rows-gru-adamw", "GRU", _rows)
+PIXELS = Healthy("pixels-adamw", "CNN", _pixels)
+HEADS = Healthy("heads-adamw", "transformer", _heads)
+REMEMBERED = Healthy("remembered-cell-adamw", "GRU", _remembered)
+BRANCH = Healthy("branch-sgd", "MLP", _branch)
+CENTRED = Healthy("centred-sgd", "MLP", _centred)
+
+
+def attributes(**values: object) -> Callable[[Run], None]:
+    """Sets these of all modules that have them."""
+
+    def plant(run: Run) -> None:
+        for module in run.model.modules():
+            for name, value in values.items():
+                if name in vars(module):
+                    setattr(module, name, value)
+
+    return plant
+
+
+class Cosines(nn.Module):
+    """Cosines of features and one weight for each class, times a temperature."""
+
+    def __init__(self, width: int, classes: int, temperature: float = 20.0) -> None:
+        super().__init__()
+        self.weight, self.temperature = nn.Parameter(torch.randn(classes, width)), temperature
+
+    def forward(self, x: Tensor) -> Tensor:
+        cosines = functional.normalize(x, dim=-1) @ functional.normalize(self.weight, dim=-1).T
+        return self.temperature * cosines
+
+
+def _cosines() -> Run:
+    body = networks.mlp([64, 64, 64, 10]).body
+    return healthy.classify(networks.Net(body, Cosines(64, 10)), data.digits(), AdamW, 3e-3)
+
+
+def _cosines_of_words() -> Run:
+    model = networks.gpt()
+    model.head = Cosines(32, data.WORDS)
+    return healthy.classify(model, data.text(), AdamW, 1e-2)
+
+
+COSINES = Healthy("cosines-adamw", "MLP", _cosines)
+COSINES_OF_WORDS = Healthy("gpt-cosines-adamw", "transformer", _cosines_of_words)
+
+
+def by_rand(run: Run) -> None:
+    """Weights from torch.rand."""
+    for layer in networks.layers(run.model):
+        nn.init.uniform_(layer.weight, 0.0, 2.0 * layer.weight[0].numel() ** -0.5)
+
+
+def by_rand_in_the_head(run: Run) -> None:
+    nn.init.uniform_(run.model.head.weight)
+
+
+def one_batch(count: int) -> Callable[[Run], None]:
+    """An index that is not moved on."""
+
+    def plant(run: Run) -> None:
+        run.batches = [
+            tuple(x.clone() for x in run.batches[i % count])  # type: ignore[misc]
+            for i in range(len(run.batches))
+        ]
+
+    return plant
+
+
+def sorted_by_label(run: Run) -> None:
+    """Nobody set shuffle=True, and the data come by class."""
+    size, count = len(run.batches[0][1]), len(run.batches)
+    x, y = (torch.cat(parts) for parts in zip(*run.batches, strict=True))
+    order = y.argsort(stable=True)
+    # In an epoch, of a ninth of the steps, all labels come.
+    epochs = [order[i::9] for i in range(9)]
+    rows = torch.cat(epochs).split(size)[:count]
+    run.batches = [(x[some], y[some]) for some in rows if len(some) == size]
+    run.batches += run.batches[: count - len(run.batches)]
+
+
+NEMO = "https://github.com/NVIDIA-NeMo/Automodel/pull/3444"
+APEX = "https://github.com/NVIDIA/apex/issues/1728"
+KEMPNER = "https://github.com/KempnerInstitute/KempnerForge/issues/154"
+CRNN = "https://discuss.pytorch.org/t/lstm-change-batch-first-true-loss-does-not-decrease/62364"
+GPT2 = "https://github.com/huggingface/transformers/pull/404"
+ONE_UNIT = "https://geek-questions.imtqy.com/articles/1270335/index.html"
+
+SET_BY = [
+    _case(healthy.MLP_SGD, "layers in a list", listed, "hidden-parameters"),
+    _case(healthy.MLP_ADAM, "a group of rate 0", still, "rate-zero"),
+    _case(ADAMW, "bfloat16 weights, a tenth of the rate", slowly_in_bfloat16(10.0), "rounded-away",
+          source=NEMO),
+    _case(healthy.MLP_MOMENTUM, "clipped to 0.001 in a hook", clipped, "gradient-hooks"),
+    _case(DEEP_NORMED, "body in evaluation mode", in_evaluation, "left-in-eval"),
+    _case(NORMED, "batches of 3", few(3), "batch-norm-starved"),
+    _case(DROPPED, "keep for drop", kept(0.9), "dropout-too-high"),
+    _case(ONE_VALUE, "(B, 1) against (B,)", with_loss(broadcasting), "broadcast-loss"),
+    _case(healthy.MLP_SGD, "nll_loss of a softmax", with_loss(nll_of_shares), "no-log"),
+    _case(TWO_CIRCLES, "softmax over one unit", with_loss(softmax_of_one), "softmax-of-one"),
+    _case(healthy.MLP_ADAM, "softmax(dim=0)", with_loss(over_samples), "softmax-over-samples"),
+    _case(healthy.REGRESSION, "ReLU on the outputs", ending(nn.ReLU), "targets-out-of-range"),
+    _case(healthy.GPT, "labels not shifted", not_shifted, "target-is-input", source=KEMPNER),
+    _case(healthy.GPT, "no causal mask", looking_ahead, "future-leak"),
+    _case(ROWS, "no batch_first", attributes(batch_first=False), "samples-mixed", source=CRNN),
+    _case(PIXELS, "view for permute", attributes(scrambled=True), "reshape-scrambles"),
+    _case(REMEMBERED, "state detached", attributes(cut=True), "gradient-cut"),
+    _case(healthy.MLP_MOMENTUM, "one batch again and again", one_batch(1), "same-batch"),
+    _case(healthy.MLP_SGD, "sorted by label", sorted_by_label, "unshuffled"),
+    _case(healthy.MLP_ADAM, "torch.rand", by_rand, "one-sided-weights"),
+    _case(COSINES, "no temperature", attributes(temperature=1.0), "bounded-logits"),
+    _case(ADAMW, "rate 1e-7", partial(slower, by=1e4), "rate-too-low"),
+]  # fmt: skip
+
+HELD_OUT = [
+    _case(healthy.CNN_ADAM, "layers in a list", listed, "hidden-parameters"),
+    _case(healthy.LSTM, "a tensor that is no parameter", mixed, "hidden-parameters"),
+    _case(healthy.CNN_SGD, "a group of rate 0", still, "rate-zero"),
+    _case(healthy.DEEP_RELU, "the first layer's rate 0", first_still, "rate-zero"),
+    _case(healthy.GPT, "bfloat16 weights, rate 3e-5", slowly_in_bfloat16(100.0), "rounded-away",
+          source=APEX),
+    _case(healthy.CNN_SGD, "gradients clamped to 1e-5", clamped(1e-5), "gradient-hooks"),
+    _case(healthy.REGRESSION, "clipped to 0.001 in a hook", clipped, "gradient-hooks"),
+    _case(NORMED_REGRESSION, "batches of 2", few(2), "batch-norm-starved"),
+    _case(ONE_VALUE, "(B,) less (B, 1)", with_loss(subtracting), "broadcast-loss"),
+    _case(healthy.CNN_ADAM, "kl_div of a softmax", with_loss(kl_of_shares), "no-log"),
+    _case(TWO_CIRCLES, "nn.Softmax behind one unit", one_share, "softmax-of-one", source=ONE_UNIT),
+    _case(healthy.VIT, "log_softmax(dim=0)", with_loss(nll_over_samples), "softmax-over-samples"),
+    _case(healthy.AUTOENCODER, "sigmoid on the outputs", ending(nn.Sigmoid),
+          "targets-out-of-range"),
+    _case(healthy.LSTM, "labels not shifted", not_shifted, "target-is-input", source=GPT2),
+    _case(healthy.LSTM, "both directions", both_ways, "future-leak"),
+    _case(CENTRED, "mean over the batch", attributes(axis=0), "samples-mixed"),
+    _case(HEADS, "heads by view", attributes(scrambled=True), "reshape-scrambles"),
+    _case(BRANCH, ".data in a branch", attributes(cut=True), "gradient-cut"),
+    _case(healthy.CNN_ADAM, "two batches by turns", one_batch(2), "same-batch"),
+    _case(healthy.CNN_SGD, "sorted by label", sorted_by_label, "unshuffled"),
+    _case(healthy.DEEP_TANH, "torch.rand", by_rand, "one-sided-weights"),
+    _case(healthy.BLOBS, "torch.rand in the head", by_rand_in_the_head, "one-sided-weights"),
+    _case(COSINES_OF_WORDS, "no temperature", attributes(temperature=1.0), "bounded-logits"),
+    _case(healthy.MLP_DROPOUT, "keep for drop", kept(0.95), "dropout-too-high"),
+]  # fmt: skip
+TWINS = {case.twin.name: case.twin for case in (*SET_BY, *HELD_OUT)}
+REPORTED = {case.name: case for case in (*SET_BY, *HELD_OUT)}
+assert len(REPORTED) == len(SET_BY) + len(HELD_OUT), "two cases have one name"

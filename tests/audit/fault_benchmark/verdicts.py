@@ -1,0 +1,105 @@
+"""What is said of the fault benchmark's runs by their reports alone, as Markdown."""
+
+import platform
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from audit.fault_benchmark.cases import CASES, HEALTHY
+from audit.fault_benchmark.run import STEPS
+from write_up import hardware, table
+
+import adiv_monitor
+
+Row = dict[str, Any]
+STRENGTHS = ("act", "watch", "note", "nothing", "refused")
+
+INTRODUCTION = f"""
+Every healthy and every faulty run of the fault benchmark is trained for {STEPS} steps under
+`Monitor`, ten of which are measured, and judged by its reports alone: with the losses of all steps,
+as `log_loss` gives them, and without. "nothing" is the headline "Nothing found in what was
+measured"; "refused" is an optimizer that holds nothing that can be trained, which `Monitor` raises
+as an error. Whether the loss falls is judged by the losses: by more than noise, and by 5 % of
+itself.
+
+What reports can't tell (parameters that the optimizer does not hold, detached or frozen ones,
+labels, inputs of other units from which the network learns all the same) stands below each headline
+as such.
+"""
+
+
+def strength(verdict: Row) -> str:
+    """The strongest of what was found, as the headline has it."""
+    found = [strong for name, strong in verdict["findings"] if name != "rate-decayed"]
+    return found[0] if found else "nothing"
+
+
+def state(row: Row) -> str:
+    """How the loss went."""
+    if "refused" in row:
+        return "not trained"
+    if not row["finite"]:
+        return "not finite"
+    return "falls" if row["fell"] else "does not fall"
+
+
+def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
+    """All of it. Rows as `benchmark.py --parts reports` makes them."""
+    rows = list(rows)
+    lines = [
+        "# What reports alone say of healthy and of faulty runs",
+        "",
+        f"`python tests/audit/fault_benchmark/benchmark.py {shlex.join(arguments)}`",
+        "",
+        f"adiv-monitor {adiv_monitor.__version__}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}; {hardware()}, {torch.get_num_threads()} thread(s).",
+        INTRODUCTION,
+    ]
+    for verdict, words in (("known", "With the loss"), ("unknown", "Without it")):
+        lines += [f"## {words}", "", *_counts(rows, verdict)]
+    lines += [*_healthy(rows), *_missed(rows)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _counts(rows: list[Row], verdict: str) -> list[str]:
+    counts: dict[tuple[str, str, str], Counter[str]] = {}
+    for row in rows:
+        bed = {**HEALTHY, **CASES}[row["name"]]
+        faulty = "healthy" if row["name"] in HEALTHY else "faulty"
+        said = "refused" if "refused" in row else strength(row[verdict])
+        for kind in ("all", bed.kind):
+            counts.setdefault((faulty, kind, state(row)), Counter())[said] += 1
+    order = sorted(counts, key=lambda key: (key[0] == "faulty", key[1] != "all", key))
+    found = [(*key, *(counts[key][each] or "–" for each in STRENGTHS)) for key in order]
+    return table(("run", "network", "its loss", *STRENGTHS), found)
+
+
+def _healthy(rows: list[Row]) -> list[str]:
+    """Healthy runs of which something is said."""
+    found = [
+        (row["name"], row["seed"], state(row), _said(row["known"]), _said(row["unknown"]))
+        for row in rows
+        if row["name"] in HEALTHY and (row["known"]["findings"] or row["unknown"]["findings"])
+    ]
+    header = ("run", "seed", "its loss", "with the loss", "without it")
+    return ["## Healthy runs of which something is said", "", *table(header, found)]
+
+
+def _missed(rows: list[Row]) -> list[str]:
+    """Faulty runs of which nothing is said though the loss is known."""
+    seeds: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        if row["name"] in CASES and "known" in row and strength(row["known"]) == "nothing":
+            seeds.setdefault((row["name"], state(row)), []).append(row["seed"])
+    found = [(*key, ", ".join(map(str, of))) for key, of in seeds.items()]
+    return [
+        "## Faulty runs of which nothing is said, the loss being known",
+        "",
+        *table(("run", "its loss", "seeds"), found),
+    ]
+
+
+def _said(verdict: Row) -> str:
+    return "<br>".join(verdict["said"]) or "–"

@@ -1,0 +1,129 @@
+"""The fault benchmark's runs are what they say, and the audit judges a handful of them right.
+
+All of them, with several seeds: `python tests/audit/fault_benchmark/benchmark.py`.
+"""
+
+import pytest
+import torch
+from audit.fault_benchmark import verdicts
+from audit.fault_benchmark.cases import CASES, HEALTHY
+from audit.fault_benchmark.course import course
+from audit.fault_benchmark.judge import diagnosed, judge
+from audit.fault_benchmark.page import page
+from audit.fault_benchmark.reports import reported
+from audit.fault_benchmark.run import BATCHES
+
+from adiv_monitor.diagnosis.verdict import NOTHING
+
+FAULTY = (
+    "regression-sgd: one feature × 100",
+    "blobs-sgd: inputs × 100",
+    "regression-sgd: rate × 30",
+    "mlp-sgd: rate × 0.001",
+    "deep-tanh-sgd: gain 0.1",
+    "mlp-sgd: biases -10",
+    "regression-sgd: optimizer holds the head only",
+    "mlp-adam: log(0)",
+)
+WELL = ("regression-sgd", "mlp-adam")
+STUCK = (
+    "mlp-sgd: inputs × 160",
+    "mlp-sgd: inputs × 0.01",
+    "mlp-sgd: rate × 100",
+    "mlp-sgd: rate × 0.001",
+    "mlp-sgd: biases -10",
+    "mlp-sgd: uphill",
+    "mlp-sgd: weight decay 1",
+    "mlp-adam: log(0)",
+)
+
+
+def test_there_are_enough_of_each() -> None:
+    assert len(CASES) >= 24 and len(HEALTHY) >= 12
+    kinds = {case.kind for case in CASES.values()}
+    assert {"MLP", "CNN", "transformer"} <= kinds
+    assert len({case.expected[0] for case in CASES.values()}) >= 17
+
+
+def test_equal_seeds_make_equal_runs() -> None:
+    for bed in (HEALTHY["gpt-adamw"], CASES["mlp-sgd: exposure ×/÷ e^1.5"]):
+        one, same, other = (bed.build(seed) for seed in (0, 0, 1))
+        assert len(one.batches) == BATCHES
+        for batch, twin in zip(one.batches, same.batches, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(batch, twin, strict=True))
+        weights, equal = one.model.state_dict(), same.model.state_dict()
+        assert all(torch.equal(weights[name], equal[name]) for name in weights)
+        assert not torch.equal(one.batches[0][0], other.batches[0][0])
+
+
+@pytest.mark.slow(one_in=3)
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_fault_costs_and_is_named_first(name: str) -> None:
+    case = CASES[name]
+    assert course(case, 0)["loss"] > 1.5 * course(case.twin, 0)["loss"]
+    name, strength = diagnosed(case, 0)["findings"][0]
+    assert name in case.expected and strength == "act"
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_a_healthy_run_raises_no_alarm(name: str) -> None:
+    assert "act" not in dict(map(reversed, diagnosed(HEALTHY[name], 0)["findings"]))
+
+
+@pytest.mark.parametrize("name", [*WELL, "mlp-momentum", "deep-tanh-sgd", "cnn-adam", "gpt-adamw"])
+def test_reports_of_a_healthy_run_raise_no_alarm(name: str) -> None:
+    row = reported(HEALTHY[name], 0)
+    assert row["fell"] and row["finite"]
+    for verdict in (row["known"], row["unknown"]):
+        assert not verdict["headline"].startswith("To fix")
+        assert "act" not in [strength for _, strength in verdict["findings"]]
+
+
+@pytest.mark.parametrize("name", STUCK)
+def test_reports_of_a_run_whose_loss_does_not_fall_never_say_nothing(name: str) -> None:
+    row = reported(CASES[name], 0)
+    assert not (row["fell"] and row["finite"])
+    assert row["known"]["findings"] and row["known"]["headline"] != NOTHING
+    if not row["finite"]:
+        assert row["known"]["findings"][0] == ["non-finite", "act"]
+
+
+def test_the_page_of_reports_counts_what_is_said() -> None:
+    said = {"findings": [["loss-stuck", "watch"]], "headline": "", "said": ["It does not fall."]}
+    nothing = {"findings": [], "headline": NOTHING, "said": []}
+    stuck = {"known": said, "unknown": nothing, "fell": False, "finite": True}
+    rows = [
+        {"name": "blobs-sgd: inputs × 100", "seed": 0, **stuck},
+        {"name": "mlp-sgd", "seed": 0, **stuck},
+        {"name": "mlp-sgd", "seed": 1, **stuck, "known": nothing, "fell": True},
+        {"name": "mlp-adam: optimizer holds what is frozen", "seed": 0, "refused": "none"},
+        {"name": "mlp-sgd: ReLU on logits", "seed": 1, **stuck, "known": nothing, "fell": True},
+    ]
+    lines = verdicts.page(rows, []).splitlines()
+    assert "| healthy | all | does not fall | – | 1 | – | – | – |" in lines
+    assert "| healthy | all | does not fall | – | – | – | 1 | – |" in lines, "without the loss"
+    assert "| healthy | all | falls | – | – | – | 1 | – |" in lines
+    assert "| faulty | all | not trained | – | – | – | – | 1 |" in lines
+    assert "| mlp-sgd | 0 | does not fall | It does not fall. | – |" in lines
+    assert "| mlp-sgd: ReLU on logits | falls | 1 |" in lines
+
+
+@pytest.mark.slow
+def test_advice_is_judged_on_another_seed_beside_chance() -> None:
+    row = judge(CASES["blobs-sgd: inputs × 100"], 0)
+    assert row["advice"]["pays"] and row["advice"]["loss"] < row["without"]
+    assert {"random", "search", "rate"} <= row.keys()
+
+
+def test_the_page_counts_what_was_named_and_what_paid() -> None:
+    faulty = {"part": "audit", "name": "blobs-sgd: inputs × 100", "words": False, "without": 1.0}
+    paid, failed = ({"change": "x", "loss": loss, "pays": loss < 1} for loss in (0.5, 1.0))
+    right = {**faulty, "findings": [["input-scale", "act"]], "advice": paid, "random": failed}
+    wrong = {**faulty, "findings": [["dead-units", "act"]], "advice": failed, "random": failed}
+    well = {"part": "audit", "name": "mlp-sgd", "words": False, "findings": [["frozen", "act"]]}
+    lines = page([right, right, right, wrong, well], []).splitlines()
+    assert "| planted fault named first | 75 % ± 22 (3 of 4) |" in lines
+    assert "| first advice pays, of all faulty runs | 75 % ± 22 (3 of 4) |" in lines
+    assert "| … one random change | 0 % ± 0 (0 of 4) |" in lines
+    assert "| healthy runs with an alarm (a finding to act on) | 100 % ± 0 (1 of 1) |" in lines
+    assert "| blobs-sgd: inputs × 100 | 1 of 4 | not at all 1× |" in lines

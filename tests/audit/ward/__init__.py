@@ -1,1 +1,0 @@
-"""Runs with a planted illness and their healthy twins, by which the audit is judged."""

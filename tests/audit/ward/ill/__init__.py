@@ -1,1 +1,0 @@
-"""Illnesses by where they are planted."""
