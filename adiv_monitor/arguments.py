@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.selection import LayerChoice, Selection, select, trainable
 from adiv_monitor.sinks.sink import Sink
-from adiv_monitor.step.course import Asked
+from adiv_monitor.step.controller import Asked
 from adiv_monitor.step.stepping import runs_hooks
 
 DEFAULT_MAX_ROWS = 128

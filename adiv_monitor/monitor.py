@@ -37,7 +37,7 @@ from adiv_monitor.report import StepReport, Turn
 from adiv_monitor.rerun.surroundings import version
 from adiv_monitor.rerun.thread import ThreadState
 from adiv_monitor.sinks.sink import Sink
-from adiv_monitor.step.course import Asked, Course, Followed
+from adiv_monitor.step.controller import Asked, Followed, StepController
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.schedule import make_schedule
@@ -68,8 +68,8 @@ class Monitor:
     (until then code may still change the weights), where compiled code calls the model when the
     next optimizer step begins, and at the latest when the monitor is closed.
 
-    With several processes that train together, each has a monitor, and a report speaks for the rows
-    of all of them. It is complete when the next optimizer step begins; all processes have it, and
+    With several ranks that train together, each has a monitor, and a report speaks for the rows
+    of all of them. It is complete when the next optimizer step begins; all ranks have it, and
     the first one gives it to its sinks.
 
     Args:
@@ -87,7 +87,7 @@ class Monitor:
             Each report is of those layers (`StepReport.turn`); the forward pass is watched as a
             whole. Not with `realised` and `alignment`, which copy all parameters. None: all layers,
             always.
-        max_rows: rows to look at per layer and step, of all processes, chosen at random; None: all.
+        max_rows: rows to look at per layer and step, of all ranks, chosen at random; None: all.
         attainable: measure the ceiling `attainable_cosine` too, which looks at all rows.
         attention: measure what the step does to attention scores too (`StepReport.attention`), on
             a few samples, for which twins of the modules that attend are run.
@@ -117,7 +117,7 @@ class Monitor:
             reads, alone or in such a list.
         on_alarm: "warn"; or "stop": the sinks have the report, the hooks are taken off, and
             `AlarmError` is raised, whatever `on_error` is, where the report is completed: in the
-            next forward pass (with several processes: in all of them, in the next optimizer step),
+            next forward pass (with several ranks: in all of them, in the next optimizer step),
             `complete_report` or `end_step`. The training has ended where the monitor is closed:
             there the last report's alarms warn. After it the monitor measures nothing more.
         sinks: where reports go; closed with the monitor.
@@ -187,7 +187,7 @@ class Monitor:
         seen = None if loss is None else LossHook(loss, model, self._see_loss, fail)
         self._loss_hook = seen if seen is not None and seen.stays else None
         due = None if self._loss_hook is seen else seen  # put on for measured steps
-        self._course = Course(
+        self._controller = StepController(
             Followed(model, optimizer, self._select_due, due),
             asked,
             self._generator,
@@ -264,8 +264,8 @@ class Monitor:
     ) -> None:
         try:
             try:
-                unstepped = self._failures.safely(self._course.saw_calls)
-            finally:  # where this one raised, other processes may be gone as well
+                unstepped = self._failures.safely(self._controller.saw_calls)
+            finally:  # where this one raised, other ranks may be gone as well
                 self._close(patience=None if kind is None else 0.0)
         except BaseException:  # it may have come before closing had begun
             self._close(patience=0.0)
@@ -320,10 +320,10 @@ class Monitor:
             self._optimizer.register_step_post_hook(self._hooks[1])
         if self._loss_hook is not None:
             self._failures.safely(self._loss_hook.put_on)
-        self._failures.safely(self._course.join, self._paths)
+        self._failures.safely(self._controller.join, self._paths)
         self._failures.safely(self._begin)
-        self._failures.safely(self._course.refer)
-        self._failures.safely(self._course.arm)
+        self._failures.safely(self._controller.refer)
+        self._failures.safely(self._controller.arm)
 
     def close(self, *, quietly: bool = False) -> None:
         """Finish the report under way, remove every hook and close the sinks. Can be repeated.
@@ -342,7 +342,7 @@ class Monitor:
             if self._state != "closed":
                 self._state = "closed"
                 call_all(
-                    partial(self._failures.safely, self._course.end, patience),
+                    partial(self._failures.safely, self._controller.end, patience),
                     partial(self._failures.safely, self._take_off),
                     partial(self._failures.safely, self._add_last_losses),
                     *self._outlet.closings(quietly=quietly),
@@ -357,7 +357,7 @@ class Monitor:
         """Take every hook off, if it is on; if that is interrupted, it can be done again."""
         hooks = (partial(take_off, self._optimizer, hook) for hook in self._hooks)
         seen = () if self._loss_hook is None else (self._loss_hook.remove,)
-        call_all(self._course.release, *seen, *hooks)
+        call_all(self._controller.release, *seen, *hooks)
 
     def _guarded(self, action: Callable[..., Any], *args: Any) -> Any:
         """Run what the training calls; where that is left by an exception, no hook is left."""
@@ -365,7 +365,7 @@ class Monitor:
             with ThreadState():
                 return self._failures.safely(action, *args)
         except BaseException:
-            self._course.release()
+            self._controller.release()
             raise
 
     def log_loss(self, value: float | Tensor, step: int | None = None) -> None:
@@ -407,7 +407,7 @@ class Monitor:
                 "themselves"
             )
         try:
-            self._course.gradient_is_complete(self.step)
+            self._controller.gradient_is_complete(self.step)
         except AlarmError:  # by the report of this very step, which was taken
             self.step += 1
             raise
@@ -416,22 +416,22 @@ class Monitor:
     def complete_report(self) -> None:
         """Complete the report under way now, before the next forward pass begins.
 
-        In all processes, where several train together: it waits for their parts, but not for long.
+        In all ranks, where several train together: it waits for their parts, but not for long.
 
         Raises:
             AlarmError: with `on_alarm="stop"`, where the report has alarms.
         """
-        self._failures.safely(self._course.complete)
+        self._failures.safely(self._controller.complete)
 
     def wait_for_reports(self) -> None:
-        """Complete the reports that only wait for other processes, which must call it as well.
+        """Complete the reports that only wait for other ranks, which must call it as well.
 
-        Without several processes there are none.
+        Without several ranks there are none.
 
         Raises:
             AlarmError: as `complete_report`.
         """
-        self._failures.safely(self._course.wait)
+        self._failures.safely(self._controller.wait)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs so that step numbers go on: not losses, which reports have."""
@@ -439,7 +439,7 @@ class Monitor:
             "step": self.step,
             "generator": self._generator.bit_generator.state,
             "costs": self._schedule.costs(),
-            "alignment": self._course.reference(),
+            "alignment": self._controller.reference(),
             "turns": self._turns.taken,
         }
 
@@ -460,7 +460,7 @@ class Monitor:
         self._generator.bit_generator.state = state["generator"]
         self._schedule.resume(state.get("costs", ()))
         self._turns.taken = int(state.get("turns", 0))
-        self._course.resume(state.get("alignment"))
+        self._controller.resume(state.get("alignment"))
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -474,7 +474,7 @@ class Monitor:
         if is_within_own_step(optimizer):
             return None
         self._losses.step_begins()
-        return self._course.step_begins(self.step, optimizer, args, kwargs)
+        return self._controller.step_begins(self.step, optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Every optimizer step ends here."""
@@ -485,7 +485,7 @@ class Monitor:
             return
         try:
             self._losses.step_ends()
-            self._course.step_ends(self.step)
+            self._controller.step_ends(self.step)
         finally:
             self._count()
 
@@ -494,21 +494,21 @@ class Monitor:
 
     def _count(self) -> None:
         self.step += 1
-        given_up = self._course.given_up  # the step that was due; it is made up for at once
+        given_up = self._controller.given_up  # the step that was due; it is made up for at once
         self._turns.taken += self._measures_now and not given_up
         due = bool(self._failures.safely(self._schedule.step_ended, self.step))
         self._measures_now = due or given_up
         if self._measures_now:
-            self._failures.safely(self._course.arm)
+            self._failures.safely(self._controller.arm)
 
     def _emit(self, report: StepReport, writes: bool) -> None:
         if (last := self._outlet.take(report, writes, self._ends_training)) is not None:
             self._stop(AlarmError(last))
 
     def _ends_training(self, report: StepReport) -> bool:
-        """Whether its alarms do, in all processes alike; at the end there is nothing to stop."""
+        """Whether its alarms do, in all ranks alike; at the end there is nothing to stop."""
         is_asked = self._stops and self._state == "attached"
-        return is_asked and self._course.all_stop(report.step)
+        return is_asked and self._controller.all_stop(report.step)
 
     def _stop(self, error: AlarmError) -> None:
         """End the training: what called the hook in which this is raised leaves it."""

@@ -24,7 +24,7 @@ class Outlet:
 
     Attributes:
         reports: the last ones.
-        running: what the run has come to; empty where another process writes.
+        running: what the run has come to; empty where another rank writes.
     """
 
     def __init__(self, sinks: Sequence[Sink], alarms: Rules, keep: int, failures: Failures) -> None:
@@ -41,7 +41,7 @@ class Outlet:
 
         Args:
             report: the report.
-            writes: whether this process gives it to the sinks, and says what there is to say.
+            writes: whether this rank gives it to the sinks, and says what there is to say.
             stops: whether alarms end the training; asked where there are any.
 
         Returns:
@@ -66,7 +66,7 @@ class Outlet:
 
     def add_last_losses(self, losses: Mapping[int, float]) -> None:
         """Take the losses of the steps after the last report."""
-        if not losses or not self.running.count:  # another process writes, or nobody does
+        if not losses or not self.running.count:  # another rank writes, or nobody does
             return
         self.running.add_losses(losses)
         self._warn_of_non_finite()

@@ -52,7 +52,7 @@ _MONITOR_TESTS = {
     "capture/sampling.py": ["test_sampling"],
     "capture/updates.py": _COURSE,
     "capture/accumulation.py": _COURSE,
-    "capture/contributions.py": ["test_contributions", *_COURSE],
+    "capture/gradient_shares.py": ["test_contributions", *_COURSE],
     "capture/capture.py": [*_BOOKS, "test_several_uses", "test_whole_modules"],
     "capture/layer_rows.py": [*_BOOKS, "test_recurrent", "test_realised"],
     "step/final_gradient.py": _BOOKS,

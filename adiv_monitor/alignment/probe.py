@@ -30,7 +30,7 @@ class Probe:
         max_rows: inputs to look at per layer and call, chosen once; None: all of them.
         layers: glob patterns over paths of layers, or a predicate (path, module) → bool.
         roles: pattern over paths → role, in place of the inferred one.
-        process_group: the processes whose probes make up one. All of its processes have to measure
+        process_group: the ranks whose probes make up one. All of its ranks have to measure
             at the same steps. None: each on its own.
         seed: of the choice of rows.
 

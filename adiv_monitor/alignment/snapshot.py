@@ -92,7 +92,7 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A copy of a weight on the host; of a sharded one, of the part that this process holds.
+    """A copy of a weight on the host; of a sharded one, of the part that this rank holds.
 
     Attributes:
         values: the copy.
@@ -111,7 +111,7 @@ class Kept:
         return cls(weight.value.detach().to("cpu", copy=True))
 
     def whole(self, device: torch.device) -> Tensor:
-        """All of it, on a device; a sharded one takes all processes to call this."""
+        """All of it, on a device; a sharded one takes all ranks to call this."""
         values = self.values.to(device, non_blocking=True)
         if self.like is None:
             return values
@@ -174,14 +174,14 @@ def look(model: nn.Module, probe: Probe) -> tuple[dict[str, Seen], dict[str, str
     Also, by name, why weights that the pass uses are not measured.
 
     Raises:
-        AdivError: none of the layers is called, or processes compute some together.
+        AdivError: none of the layers is called, or ranks compute some together.
         TypeError: the model takes other arguments than the batch has.
     """
     _check_arguments(model, probe)
     if peers(model) is not None:
         raise AdivError(
-            "Probe: some layers are computed by several processes together (tensor parallelism), "
-            "expected layers of which each process has all"
+            "Probe: some layers are computed by several ranks together (tensor parallelism), "
+            "expected layers of which each rank has all"
         )
     layers: dict[str, _Calls] = {}
     count = Counter[bool]()

@@ -1,4 +1,4 @@
-"""The sums of squares that all measures of a layer are made of: they add up over processes."""
+"""The sums of squares that all measures of a layer are made of: they add up over ranks."""
 
 from dataclasses import dataclass, fields
 

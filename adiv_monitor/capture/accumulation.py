@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.contributions import Contribution
+from adiv_monitor.capture.gradient_shares import GradientShare
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import ON_ACCUMULATION, ON_GRADIENT, take_off
-from adiv_monitor.capture.processes import processes
-from adiv_monitor.capture.updates import is_small, some
+from adiv_monitor.capture.updates import is_small, sampled_entries
 from adiv_monitor.capture.weights.shards import gradient_part, is_sum, lies_apart, part_of
+from adiv_monitor.capture.world import world_size
 from adiv_monitor.maths import dots
 from adiv_monitor.rerun.thread import surely
 
@@ -106,7 +106,7 @@ class Accumulation:
         self._tensor: tuple[weakref.ref[Tensor], int] | None = None  # as the last pass left it
         self._arriving: tuple[weakref.ref[Tensor], int] | None = None
         self._raw: Tensor | None = None  # ‖gradient‖ before hooks of the user's
-        self.is_term = False  # processes have terms of what passes leave
+        self.is_partial_sum = False  # ranks have terms of what passes leave
         self.foreign: Tensor | None = None  # ‖.grad‖ that was there before any row was seen
         self._ended: Tensor | None = None  # some entries of `.grad` when the last pass was over
         self._hooks: list[tuple[Callable[..., None], Sequence[str]]] = []
@@ -159,18 +159,18 @@ class Accumulation:
         return self._parameter.grad
 
     def pass_ended(self, held: Tensor) -> None:
-        """A backward pass is over, and so is what processes do to gradients in it.
+        """A backward pass is over, and so is what ranks do to gradients in it.
 
         Args:
             held: the gradient now.
         """
-        self._ended = some(part_of(held)).flatten().clone()
+        self._ended = sampled_entries(part_of(held)).flatten().clone()
 
     def since_ended(self) -> Tensor | None:
         """Some entries of the gradient, now and when the last pass was over; None: unknown."""
         if self._ended is None or self.held is None:
             return None
-        now = some(part_of(self.held)).flatten()
+        now = sampled_entries(part_of(self.held)).flatten()
         return torch.stack([now, self._ended]) if now.shape == self._ended.shape else None
 
     def _before_hooks(self, gradient: Tensor) -> None:
@@ -180,7 +180,7 @@ class Accumulation:
         """Just before a gradient is accumulated, or returned by `autograd.grad`."""
         for rows in self._owner.users(self._known_as):
             rows.settle()
-        self.is_term = is_sum(gradient)
+        self.is_partial_sum = is_sum(gradient)
         held = self._parameter.grad
         norm = None if held is None else dots.norm(self._part(held))
         touched = held is not None and not self._untouched(held)
@@ -207,8 +207,8 @@ class Accumulation:
             left = self._left_norm
             if (touched or held.is_cpu) and self._owner.was_zeroed(held, left):
                 held = None
-            elif processes() == 1 and not (held.is_cpu and held == left):
-                factor = _ratio(held, left)  # of several processes it is what all of them left
+            elif world_size() == 1 and not (held.is_cpu and held == left):
+                factor = _ratio(held, left)  # of several ranks it is what all of them left
         elif held is not None:
             self.foreign = held
         for rows in self._owner.users(self._known_as):
@@ -224,10 +224,10 @@ class Accumulation:
         self._left_norm = torch.linalg.vector_norm(parts)
         if is_small(grad):
             self._left = grad.clone()
-            entries: Tensor | None = some(self._left).reshape(-1)
+            entries: Tensor | None = sampled_entries(self._left).reshape(-1)
         else:
             self._left = parts
-            entries = None if self._is_followed else some(grad).clone().reshape(-1)
+            entries = None if self._is_followed else sampled_entries(grad).clone().reshape(-1)
         self._entries = None if entries is None else self._if_alike(entries, parameter.grad)
         self._tensor = weakref.ref(parameter.grad), parameter.grad._version
 
@@ -235,12 +235,12 @@ class Accumulation:
     def _is_followed(self) -> bool:
         """Whether what calls hand on will tell all that some entries could."""
         users = self._owner.users(self._known_as)
-        followed = (user for user in users if isinstance(user, Contribution))
+        followed = (user for user in users if isinstance(user, GradientShare))
         known = (user.is_known and user.parameter is self._parameter for user in followed)
-        return processes() == 1 and any(known)
+        return world_size() == 1 and any(known)
 
     def _part(self, gradient: Tensor) -> Tensor:
-        """As far as this process has it."""
+        """As far as this rank has it."""
         return gradient_part(gradient, self._parameter)
 
     def _if_alike(self, entries: Tensor, gradient: Tensor) -> Tensor:

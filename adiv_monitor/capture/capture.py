@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
-from adiv_monitor.capture.contributions import Contribution
 from adiv_monitor.capture.forwards import Forwards
 from adiv_monitor.capture.gathering import Gathering
+from adiv_monitor.capture.gradient_shares import GradientShare
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.layer_rows import Chooser, LayerRows
 from adiv_monitor.capture.layers import Layers
@@ -24,9 +24,9 @@ from adiv_monitor.capture.realised.forward_calls import ForwardCalls
 from adiv_monitor.capture.selection import Layer, Selection, listed
 from adiv_monitor.capture.trace import Plan, Trace
 from adiv_monitor.capture.watching import Watching
-from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.pieces import Pieces
-from adiv_monitor.capture.whole_modules.leftovers import Leftovers
+from adiv_monitor.capture.weights.provenance import Provenance
+from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 
 
 class Capture:
@@ -75,22 +75,29 @@ class Capture:
         self.attention = attention
         self._selection = selection
         self._without_gradient: set[int] | None = None
-        self._origin = Origin(model, selection.parameters, pieces)
-        self._leftovers = Leftovers(selection, guard)
+        self._provenance = Provenance(model, selection.parameters, pieces)
+        self._without_rule = ParametersWithoutRule(selection, guard)
         self.plan = plan
         self.forwards = Forwards.of(selection, guard, renew, plan)
         names = Names(model, selection, self.forwards)
         shared = None if selection.peers is None else (step, selection.peers.first)
         self._layers = Layers(
-            *(names, self._origin, Chooser(max_rows, generator, shared), switched_off, fail, guard),
+            *(
+                names,
+                self._provenance,
+                Chooser(max_rows, generator, shared),
+                switched_off,
+                fail,
+                guard,
+            ),
             *(calls, attention, selection.is_due),
         )
         self._gathering = Gathering(
-            *(self._layers, self.forwards, self._leftovers, checked, attention),
+            *(self._layers, self.forwards, self._without_rule, checked, attention),
             attainable=attainable,
         )
         self._watching = Watching(
-            *(selection, self.forwards, self._layers, self._origin, self._leftovers),
+            *(selection, self.forwards, self._layers, self._provenance, self._without_rule),
             *(self._gathering, begins, calls, attention),
         )
 
@@ -111,7 +118,7 @@ class Capture:
     @property
     def pieces(self) -> Pieces:
         """All pieces of parameters that were seen."""
-        return self._origin.pieces
+        return self._provenance.pieces
 
     def detach(self) -> None:
         """Remove every hook; those in graphs that are already built fall silent."""
@@ -121,7 +128,7 @@ class Capture:
         call_all(
             *(() if self.attention is None else (self.attention.detach,)),
             *(self._watching.detach, self.forwards.remove, self._gathering.detach),
-            *(self._layers.detach, self._leftovers.release),
+            *(self._layers.detach, self._without_rule.release),
         )
 
     def saw_calls(self) -> bool:
@@ -136,7 +143,7 @@ class Capture:
         """What happened to the gradient of the layer's first parameter."""
         return self._layers.accumulation_of(layer)
 
-    def contributions_of(self, layer: Layer) -> list[Contribution]:
+    def contributions_of(self, layer: Layer) -> list[GradientShare]:
         """What the layer's calls have handed on to the gradients of its parameters."""
         return self._layers.contributions_of(layer)
 
@@ -154,11 +161,11 @@ class Capture:
         Args:
             reached: the layers that a gradient reached.
         """
-        return self._layers.shared(reached, self._leftovers.has)
+        return self._layers.shared(reached, self._without_rule.has)
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether a use of it that is not measured had a gradient."""
-        return self._leftovers.has(id(parameter))
+        return self._without_rule.has(id(parameter))
 
     def tell(self, trace: Trace) -> None:
         """What uses were seen, for later steps; once hooks are off."""
@@ -179,7 +186,7 @@ class Capture:
             )
         partly = defaultdict(list)
         for parameter in self._selection.due_parameters:
-            why = self._leftovers.why(id(parameter))
+            why = self._without_rule.why(id(parameter))
             if why is not None and self._layers.have(parameter):
                 partly[why].append(self._selection.names[id(parameter)])
         for why, names in partly.items():
@@ -205,9 +212,11 @@ class Capture:
             reason = (
                 "another module ran in its place: it was replaced, or replicated (nn.DataParallel)"
             )
-        elif (found := self._leftovers.why(key)) is not None:
+        elif (found := self._without_rule.why(key)) is not None:
             reason = found
-        elif (ended := self._origin.tape.ended_in(parameter)) and not self._layers.have(parameter):
+        elif (ended := self._provenance.tape.ended_in(parameter)) and not self._layers.have(
+            parameter
+        ):
             reason = f"it went through torch's {ended}, whose result no function was seen to use"
         elif self.plan is not None and key not in self.plan.unseen:
             reason = (

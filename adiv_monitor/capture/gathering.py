@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
-from adiv_monitor.capture.contributions import Handed, follow
 from adiv_monitor.capture.forwards import Forwards
+from adiv_monitor.capture.gradient_shares import Handed, follow
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import TensorHook, has_data
 from adiv_monitor.capture.jagged import NESTED, is_nested
@@ -30,10 +30,10 @@ from adiv_monitor.capture.late_rows import LateRows
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers, Passing
 from adiv_monitor.capture.selection import Layer
-from adiv_monitor.capture.split_calls import NO_RULE, SUM, Split
+from adiv_monitor.capture.split_calls import NO_RULE, PARTIAL_SUM, Split
 from adiv_monitor.capture.weights.shards import is_shard, part_of
-from adiv_monitor.capture.whole_modules.leftovers import Leftovers
 from adiv_monitor.capture.whole_modules.outputs import Outputs
+from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.linear import affine
 from adiv_monitor.features.recurrent import Map, Returned, uses_of
@@ -68,7 +68,7 @@ class Takes(Protocol):
             output: what the function gave.
             known: the layer, or its path, if that is known.
             checked: the use describes the output for sure.
-            split: how this process's part of the call, which the use is of, and others make it.
+            split: how this rank's part of the call, which the use is of, and others make it.
             inputs: nodes of autograd's graph that made what it was given, but for weights; None:
                 not known.
         """
@@ -112,7 +112,7 @@ class Gathering:
     Args:
         layers: the layers.
         forwards: the forwards that run.
-        leftovers: how modules are measured as a whole.
+        without_rule: how modules are measured as a whole.
         checked: paths of the layers whose module's rule was already checked against the output.
         attainable: gather all rows too, for the ceiling.
         attention: is told which parameter was used last.
@@ -122,7 +122,7 @@ class Gathering:
         self,
         layers: Layers,
         forwards: Forwards,
-        leftovers: Leftovers,
+        without_rule: ParametersWithoutRule,
         checked: Collection[str],
         attention: AttentionCalls | None,
         *,
@@ -130,7 +130,7 @@ class Gathering:
     ) -> None:
         self._layers = layers
         self._forwards = forwards
-        self._leftovers = leftovers
+        self._without_rule = without_rule
         self._checked = checked
         self._attention = attention
         self._attainable = attainable
@@ -230,15 +230,15 @@ class Gathering:
         """Gather rows of a module that is measured as a whole, and hook its output."""
         left = [module.get_parameter(name) for name in names]
         if any(map(is_shard, tensors)):  # to take rows of them might be a collective
-            self._leftovers.refuse(left, NO_RULE)
+            self._without_rule.refuse(left, NO_RULE)
             return
         if any(map(is_nested, (*tensors, *tensors_in(*arguments[0], *arguments[1].values())))):
-            self._leftovers.refuse(left, NESTED.format("what measures a module as a whole"))
+            self._without_rule.refuse(left, NESTED.format("what measures a module as a whole"))
             return
         try:
             others, names = self._others(module, left)
         except Refused as refusal:
-            self._leftovers.refuse(left, str(refusal))
+            self._without_rule.refuse(left, str(refusal))
             return
         layer = self._layers.of_whole(module, [module.get_parameter(name) for name in names])
         if layer is not None and self._layers.waits(layer):
@@ -250,14 +250,14 @@ class Gathering:
         call = self._new_call(layer, tuple(z.shape[:-1]), z.device)
         taken = call.rows.take(z)
         try:
-            features = self._leftovers.features(
+            features = self._without_rule.features(
                 module, names, arguments, outputs, taken, self._forwards.forward, call.rows
             )
             other = next(iter(rows_of_layer.calls), None)  # all of them are alike
             if other is not None and other.z.shape[1] != taken.shape[1]:
                 raise Refused("its output has rows of another length at every call")
         except Refused as refusal:
-            self._leftovers.refuse(left, str(refusal))
+            self._without_rule.refuse(left, str(refusal))
             self._layers.forget(layer.path)
             return
         self._layers.replace(others, layer.path)
@@ -377,10 +377,12 @@ class Gathering:
             gradient = part_of(gradient)
         gradient = layout(gradient)
         rows, size = _seen(call, gradient)
-        is_term = call.split is not None and call.split.gradient == SUM  # which tells nothing
+        is_partial_sum = (
+            call.split is not None and call.split.gradient == PARTIAL_SUM
+        )  # which tells nothing
         precision = torch.finfo(gradient.dtype).eps
         of_layer = self._layers.rows[call.layer.path]
-        of_layer.arrive(call, rows, None if is_term else size, precision)
+        of_layer.arrive(call, rows, None if is_partial_sum else size, precision)
         if call.every_row is not None:
             call.every_gradient = Rows(call.rows.shape).take(gradient)
         else:  # a second pass through one graph, whose rows will be summed up already

@@ -46,14 +46,14 @@ class Call:
         gradient: ∂L/∂z of the chosen rows, once it is part of the parameters' gradient.
         rescaled: how often the parameters' gradient had been multiplied when this became a part.
         size: ‖g_r‖² of all rows, (1, rows), or what `LateScales.of_gradient` found; None once two
-            backward passes have gone through one graph, or where processes have terms of it: the
+            backward passes have gone through one graph, or where ranks have terms of it: the
             sum of these is known of the chosen rows alone.
         precision: rounding of the gradients that came.
         place: where in the step the call was made, if the forward passes are noted.
         forward: the number of the module's forward in which it was made.
         replay_error: how far off the replay was that told the rows; None: they were seen.
-        split: how this call and those of other processes make one; None: it is no part of one.
-        total: how many rows of the call this process stands for; `rows` may be chosen of more.
+        split: how this call and those of other ranks make one; None: it is no part of one.
+        total: how many rows of the call this rank stands for; `rows` may be chosen of more.
     """
 
     features: Features
@@ -190,7 +190,7 @@ class Chooser:
     Args:
         max_rows: rows to look at per layer; None: all.
         generator: the monitor's own source of chance.
-        shared: numbers for a source of chance that other processes have too, which are given the
+        shared: numbers for a source of chance that other ranks have too, which are given the
             same data: what they draw for a call must not depend on what they drew before.
     """
 

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulated, Accumulation
 from adiv_monitor.capture.attention.attention_calls import AttentionCalls
-from adiv_monitor.capture.contributions import Contribution
+from adiv_monitor.capture.gradient_shares import GradientShare
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import Hook, has_data, trains
 from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.names import Names
-from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.realised.forward_calls import ForwardCalls
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.shard_accumulation import ShardAccumulation, is_zero
-from adiv_monitor.capture.weights.origin import Origin
-from adiv_monitor.capture.weights.pieces import Piece, Source, Together, overlap
+from adiv_monitor.capture.weights.pieces import ConcatenatedParameters, Piece, Source, overlap
+from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.weights.shards import is_shard
+from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.uses import Use, shape_alike
@@ -47,7 +47,7 @@ class Layers:
 
     Args:
         names: what layers are called.
-        origin: what tensors are made of.
+        provenance: what tensors are made of.
         chooser: chooses rows.
         switched_off: paths of the layers that must not be watched.
         fail: called with a layer's path and the exception that its hook met; from then on the layer
@@ -67,7 +67,7 @@ class Layers:
     def __init__(
         self,
         names: Names,
-        origin: Origin,
+        provenance: Provenance,
         chooser: Chooser,
         switched_off: Iterable[str],
         fail: Callable[[str, Exception], None],
@@ -80,7 +80,7 @@ class Layers:
         self.rows: dict[str, LayerRows] = {}
         self.replacements: dict[str, str] = {}
         self.names = names
-        self._origin = origin
+        self._provenance = provenance
         self._chooser = chooser
         self._off = set(switched_off)
         self._fail = fail
@@ -89,9 +89,9 @@ class Layers:
         self._attention = attention
         self._is_due = is_due
         self._accumulated: dict[int, Accumulation] = {}  # by id of a parameter
-        self._contributed: dict[int, dict[int, Contribution]] = defaultdict(dict)  # likewise
+        self._contributed: dict[int, dict[int, GradientShare]] = defaultdict(dict)  # likewise
         # What each of several layers that use one parameter contributes to it, by path and by id.
-        self._own: dict[str, dict[int, Contribution]] = defaultdict(dict)
+        self._own: dict[str, dict[int, GradientShare]] = defaultdict(dict)
         self._not_kept: set[str] = set()  # paths of layers that contributed before others were seen
         self._sharing: set[str] | None = None  # paths of those that share parameters, among `found`
         self._passing: dict[str, dict[Call | Passing, None]] = defaultdict(dict)  # by path
@@ -127,7 +127,7 @@ class Layers:
             if found is known:
                 return known
             known = known.path
-        weight, bias = self._origin.source(use.weight), self._origin.source(use.bias)
+        weight, bias = self._provenance.source(use.weight), self._provenance.source(use.bias)
         lead = weight or bias
         if lead is None:
             return None
@@ -136,7 +136,7 @@ class Layers:
 
     def of_whole(self, module: nn.Module, parameters: list[nn.Parameter]) -> Layer | None:
         """The layer that a module as a whole is, as far as these parameters are concerned."""
-        source = Together([self._origin.pieces.of(p) for p in parameters], module)
+        source = ConcatenatedParameters([self._provenance.pieces.of(p) for p in parameters], module)
         use = Use("module", None, None, _no_features)
         return self._find(self.names.of_whole(module, parameters), use, source, None)
 
@@ -161,7 +161,7 @@ class Layers:
         parameter = lead.pieces[0].parameter
         place, order = self.names.place(id(parameter)), self.names.order[id(parameter)]
         module = self.names.owner(place)
-        if isinstance(weight, Together) and len(weight.pieces) > 1:
+        if isinstance(weight, ConcatenatedParameters) and len(weight.pieces) > 1:
             module = weight.through
         return self._follow(
             Layer(path, module, use.kind, weight, bias, use.shaped, order, use.form)
@@ -182,10 +182,10 @@ class Layers:
         return layer
 
     def _accumulation(self, parameter: nn.Parameter) -> Accumulation:
-        stand_in = self._origin.stand_in(parameter)
+        stand_in = self._provenance.stand_in(parameter)
         if stand_in is None:
             return Accumulation(parameter, self)
-        return ShardAccumulation(parameter, stand_in, self, self._origin.waiting(parameter))
+        return ShardAccumulation(parameter, stand_in, self, self._provenance.waiting(parameter))
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -273,20 +273,20 @@ class Layers:
         """What happened to the gradient of the layer's first parameter."""
         return self._accumulated[id(layer.parameters[0])]
 
-    def contributions_of(self, layer: Layer) -> list[Contribution]:
-        """To the gradients of the layer's parameters; none where processes have parts of them."""
-        if self._origin.any_apart and any(
-            is_shard(p) or self._origin.stand_in(p) is not None for p in layer.parameters
+    def contributions_of(self, layer: Layer) -> list[GradientShare]:
+        """To the gradients of the layer's parameters; none where ranks have parts of them."""
+        if self._provenance.any_apart and any(
+            is_shard(p) or self._provenance.stand_in(p) is not None for p in layer.parameters
         ):
             return []
         # They are accumulated, and zeroed, as that of the first one is.
         known = self._contributed[id(layer.parameters[0])]
         for parameter in layer.parameters:
             if id(parameter) not in known:
-                known[id(parameter)] = Contribution(parameter)
+                known[id(parameter)] = GradientShare(parameter)
         return [known[id(parameter)] for parameter in layer.parameters]
 
-    def own_contribution(self, path: str, parameter: nn.Parameter) -> Contribution | None:
+    def own_contribution(self, path: str, parameter: nn.Parameter) -> GradientShare | None:
         """Of one of several layers that use a parameter; None where no other does, as far as seen.
 
         It has all entries: as much memory as a gradient.
@@ -298,7 +298,7 @@ class Layers:
             return None
         own = self._own[path]
         if id(parameter) not in own:
-            own[id(parameter)] = Contribution(parameter, whole=True)
+            own[id(parameter)] = GradientShare(parameter, whole=True)
         return own[id(parameter)]
 
     def own_gradient(self, layer: Layer) -> dict[int, Tensor] | None:
@@ -372,9 +372,9 @@ class Layers:
         return self._of_pass[1] and has_data(value)
 
     def accumulates(self) -> None:
-        """A pass accumulates gradients: look at them once processes have averaged them in it."""
+        """A pass accumulates gradients: look at them once ranks have averaged them in it."""
         task = torch._C._current_graph_task_id()
-        if processes() == 1 or self._awaited == task:
+        if world_size() == 1 or self._awaited == task:
             return
         self._awaited = task
         engine = torch.autograd.Variable._execution_engine
@@ -402,7 +402,7 @@ class Layers:
         """Whether `.grad` of all sharded parameters was zeroed in place, before this pass."""
         task = torch._C._current_graph_task_id()
         if self._verdict_of_shards[0] != task:
-            parts = list(self._origin.sharded)
+            parts = list(self._provenance.sharded)
             self._verdict_of_shards = task, is_zero(parts)
         return self._verdict_of_shards[1]
 

@@ -19,7 +19,7 @@ from adiv_monitor.capture.gathering import Takes
 from adiv_monitor.capture.hook import trains
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.layers import Layers
-from adiv_monitor.capture.weights.origin import Origin
+from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.weights.tape import whole_of
 from adiv_monitor.features.uses import FunctionCall, Use, name_of, uses_in
 from adiv_monitor.rerun.nested import tensors_in
@@ -65,7 +65,7 @@ class Repetitions:
     Args:
         forwards: the forwards that run.
         layers: the layers.
-        origin: what tensors are made of.
+        provenance: what tensors are made of.
         takes: gets the uses.
         noting: what handing on uses of these tensors is done within.
 
@@ -77,13 +77,13 @@ class Repetitions:
         self,
         forwards: Forwards,
         layers: Layers,
-        origin: Origin,
+        provenance: Provenance,
         takes: Takes,
         noting: Callable[[list[Tensor]], AbstractContextManager[object]],
     ) -> None:
         self._forwards = forwards
         self._layers = layers
-        self._origin = origin
+        self._provenance = provenance
         self._takes = takes
         self._noting = noting
         self.shown: dict[int, tuple[Tensor, Repetition]] = {}
@@ -140,10 +140,10 @@ class Repetitions:
         if len(shown) != 1 or not isinstance(result, Tensor) or not trains(result):
             return False
         weight = repetition.once(shown[0])
-        if not self._origin.is_trained(weight):
+        if not self._provenance.is_trained(weight):
             return False
         given, named = _replaced((args, kwargs), shown[0], weight)
-        call = FunctionCall(result, self._origin.of_model, self._forwards.inside)
+        call = FunctionCall(result, self._provenance.of_model, self._forwards.inside)
         with self._noting([weight]), without_autocast(result):
             uses = uses_in(name_of(function), call, given, named)
             found = [use for use in uses if use.weight is weight and use.kind == "linear"]

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from adiv_monitor.capture.processes import processes
-from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Source, Together, covered
+from adiv_monitor.capture.weights.pieces import (
+    NOTHING,
+    ConcatenatedParameters,
+    Parts,
+    Piece,
+    Source,
+    covered,
+)
 from adiv_monitor.capture.weights.shards import (
     Peers,
     held_in_place_of,
@@ -21,6 +27,7 @@ from adiv_monitor.capture.weights.shards import (
     peers,
     why_unusable,
 )
+from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.registry import Rule, find_rule, known_rules
 from adiv_monitor.features.uses import as_it_is
 
@@ -76,7 +83,7 @@ class Layer:
 
     def is_through(self, module: nn.Module) -> bool:
         """Whether it is all that parameters do to the output of this module."""
-        return isinstance(self.weight, Together) and self.weight.through is module
+        return isinstance(self.weight, ConcatenatedParameters) and self.weight.through is module
 
     def made_of(self, weight: Source | None, bias: Source | None) -> "Layer":
         """The layer as another call uses it: itself, or with weights made of other constants."""
@@ -138,7 +145,7 @@ class Selection:
         trained: the parameters that the step trains. What is trainable is read in time, because it
             may be switched off when the report is made.
         names: id → name, of the parameters that were asked for.
-        peers: the processes that are given the same data as this one (tensor parallelism).
+        peers: the ranks that are given the same data as this one (tensor parallelism).
         due: ids of the parameters whose turn it is; None: all layers are measured in every step.
     """
 
@@ -325,7 +332,7 @@ def structure(model: nn.Module, held: Mapping[int, Tensor] | None) -> object:
 
     None, which is to be asked anew each time, where modules hold other parameters by turns.
     """
-    if processes() > 1:
+    if world_size() > 1:
         return None
     modules, found = [model], list[object](known_rules())
     for module in modules:  # which grows meanwhile
@@ -387,7 +394,7 @@ def select(model: nn.Module, held: Mapping[int, Tensor] | None, choice: LayerCho
             if parallel and any(id(p) in parallel.placements for p in held_here.values()):
                 unsupported[path] = (
                     f"{type(module).__module__}.{type(module).__qualname__}: its rule was not told "
-                    "how its rows lie on the processes (tensor parallelism)"
+                    "how its rows lie on the ranks (tensor parallelism)"
                 )
                 continue
             rules[module] = rule
@@ -478,7 +485,7 @@ def _unusable(parameter: Tensor, made_whole: Collection[int], parallel: Peers | 
         if (why := why_unusable(parameter, made_whole, parallel)) is not None:
             return why
     elif type(parameter.data) is not Tensor:
-        return f"is a {type(parameter.data).__name__}, of which one process sees only a part"
+        return f"is a {type(parameter.data).__name__}, of which one rank sees only a part"
     if not parameter.is_floating_point():
         return f"is {parameter.dtype}: only real floating-point parameters are measured"
     if parameter.is_meta:

@@ -1,7 +1,7 @@
 """What happens to the gradient of a sharded parameter, which is whole only within a backward pass.
 
 A pass leaves it on the parameter that stands in for the sharded one; then it is averaged over the
-processes, and each adds its part to the `.grad` of the sharded parameter. So what all passes of a
+ranks, and each adds its part to the `.grad` of the sharded parameter. So what all passes of a
 step have left is nowhere as a whole: it is added up here, entry by entry, of some entries.
 """
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from adiv_monitor.capture.accumulation import Accumulation, Owner
-from adiv_monitor.capture.processes import processes
-from adiv_monitor.capture.updates import some
+from adiv_monitor.capture.updates import sampled_entries
 from adiv_monitor.capture.weights.shards import part_of
-from adiv_monitor.features.rows import exact
+from adiv_monitor.capture.world import world_size
+from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.maths import dots
 
 
@@ -53,7 +53,7 @@ class ShardAccumulation(Accumulation):
     def _before(self, gradient: Tensor) -> None:
         """Just before a gradient is accumulated, or returned by `autograd.grad`."""
         super()._before(gradient)
-        entries = exact(some(self._part(gradient))).reshape(-1).clone()
+        entries = to_compute_dtype(sampled_entries(self._part(gradient))).reshape(-1).clone()
         entries = self._if_alike(entries, gradient)
         self._arrived = torch._C._current_graph_task_id(), entries
         self._waits = self._parameter.grad is not None or self._is_waiting()
@@ -69,8 +69,8 @@ class ShardAccumulation(Accumulation):
         if not is_kept:
             self._entries = self.foreign = None
         elif self._entries is None and held is not None:
-            # As far as it is here: processes' own add up, and are divided by their number.
-            self.foreign = dots.norm(part_of(held)) * processes()
+            # As far as it is here: ranks' own add up, and are divided by their number.
+            self.foreign = dots.norm(part_of(held)) * world_size()
         for rows in self._owner.users(self._known_as):
             if not is_kept:
                 rows.reset()

@@ -1,9 +1,9 @@
-"""Calls of functions that several processes make together, each with a part of what they get.
+"""Calls of functions that several ranks make together, each with a part of what they get.
 
-With tensor parallelism a function gets `DTensor`s: of its input a process has all, some columns or
+With tensor parallelism a function gets `DTensor`s: of its input a rank has all, some columns or
 some rows; of its result all, some columns, some rows, or a term of a sum. What rules say of such a
-call they say of this process's part of it; how the parts make the whole is kept beside (`Split`),
-so that chosen rows can be put together when all processes come to it.
+call they say of this rank's part of it; how the parts make the whole is kept beside (`Split`),
+so that chosen rows can be put together when all ranks come to it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,20 +19,20 @@ from adiv_monitor.features.features import Features, OneHotFeatures
 from adiv_monitor.features.functions.tokens import REPEATING
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses_in
 
-COLUMNS, SUM, SAME = "columns", "sum", "same"  # of rows, what a process has
+COLUMNS, PARTIAL_SUM, SAME = "columns", "sum", "same"  # of rows, what a rank has
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the rows of one call lie on the processes that make it together.
+    """How the rows of one call lie on the ranks that make it together.
 
     Attributes:
-        peers: the processes.
+        peers: the ranks.
         own: each has rows of its own, and all of those; the rest says nothing then.
         features: what each has of the rows' features: `COLUMNS` or `SAME`.
-        output: of z: `COLUMNS`, `SUM` or `SAME`.
+        output: of z: `COLUMNS`, `PARTIAL_SUM` or `SAME`.
         widths: how many columns features and z have in all.
-        tokens: from where to where the process's part of a table goes, where rows beyond it are
+        tokens: from where to where the rank's part of a table goes, where rows beyond it are
             to count as zeros in its term of z.
         gradient: what each has of ∂L/∂z; None: none came yet.
     """
@@ -49,19 +49,19 @@ class Split:
         """With what has come as ∂L/∂z.
 
         Raises:
-            ValueError: its rows lie on the processes as those of z do not, or as before.
+            ValueError: its rows lie on the ranks as those of z do not, or as before.
         """
         placement = gradient.placements[0]
         rows = placement.is_shard() and placement.dim < gradient.dim() - 1
         lies = _lie(gradient)
         if rows is not self.own or self.gradient not in (None, lies):
             raise ValueError(
-                f"∂L/∂z lies on the processes as {placement}, its rows or those before do not"
+                f"∂L/∂z lies on the ranks as {placement}, its rows or those before do not"
             )
         return replace(self, gradient=lies)
 
     def term(self, z: Tensor, features: Features) -> Tensor:
-        """This process's term of z of some rows, where it is a sum."""
+        """This rank's term of z of some rows, where it is a sum."""
         if self.tokens is None:
             return z
         assert isinstance(features, OneHotFeatures)
@@ -73,14 +73,14 @@ class Split:
 def uses_of_parts(
     name: str, call: FunctionCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], peers: Peers
 ) -> tuple[Sequence[Use], Split]:
-    """The uses in this process's part of a call, and how the parts make the whole.
+    """The uses in this rank's part of a call, and how the parts make the whole.
 
     Args:
         name: of the function.
-        call: with its result, spread over the processes.
+        call: with its result, spread over the ranks.
         args: its arguments, likewise.
         kwargs: see args.
-        peers: the processes.
+        peers: the ranks.
 
     Raises:
         Refused: they can't be put together.
@@ -113,12 +113,12 @@ def _split(use: Use, data: Sequence[Any], result: Any, peers: Peers) -> Split:
         return Split(peers, own=True)
     lies = {_lie(tensor) for tensor in data}
     output = _lie(result)
-    if use.kind == "linear" and len(data) == 1 and SUM not in lies:
+    if use.kind == "linear" and len(data) == 1 and PARTIAL_SUM not in lies:
         widths = data[0].shape[-1], result.shape[-1]
         return Split(peers, False, _lie(data[0]), output, widths)
     if lies <= {SAME} and use.kind == "embedding":
         assert use.weight is not None
-        tokens = _own_rows(use.weight) if output == SUM else None
+        tokens = _own_rows(use.weight) if output == PARTIAL_SUM else None
         return Split(peers, False, SAME, output, (0, result.shape[-1]), tokens)
     if lies <= {SAME} and output == SAME:
         return Split(peers)
@@ -126,17 +126,16 @@ def _split(use: Use, data: Sequence[Any], result: Any, peers: Peers) -> Split:
 
 
 NO_RULE = (
-    "no rule describes what is computed of it, and processes compute that together (tensor "
-    "parallelism)"
+    "no rule describes what is computed of it, and ranks compute that together (tensor parallelism)"
 )
 _CANT = (
-    "what it is given, or gives, lies on the processes (tensor parallelism) in a way in which its "
+    "what it is given, or gives, lies on the ranks (tensor parallelism) in a way in which its "
     "rows can't be put together"
 )
 
 
 def _row_dimension(tensor: Any) -> int | None:
-    """The dimension of which each process has a part, if that makes other rows of it."""
+    """The dimension of which each rank has a part, if that makes other rows of it."""
     placement = tensor.placements[0]
     is_last = placement.is_shard() and placement.dim == tensor.dim() - 1 and tensor.dim() > 1
     return placement.dim if placement.is_shard() and not is_last else None
@@ -145,12 +144,12 @@ def _row_dimension(tensor: Any) -> int | None:
 def _lie(tensor: Any) -> str:
     placement = tensor.placements[0]
     if placement.is_partial():
-        return SUM
+        return PARTIAL_SUM
     return COLUMNS if placement.is_shard() else SAME
 
 
 def _own_rows(table: Any) -> tuple[int, int]:
-    """Which rows of a table this process has."""
+    """Which rows of a table this rank has."""
     placement = table.placements[0]
     if not placement.is_shard() or placement.dim:
         return 0, len(table)

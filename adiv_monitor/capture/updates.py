@@ -3,7 +3,7 @@
 Of all layers together, parameter by parameter. Keeping all three until the next forward pass takes
 three copies of the parameters. That is only needed where something changes the weights after the
 step; elsewhere a = u, which a product of every row of θ with a fixed vector, taken again, proves.
-So the first measured step of a layer keeps everything, and what it sees decides (`Watch`).
+So the first measured step of a layer keeps everything, and what it sees decides (`RunHistory`).
 """
 
 from collections import Counter, defaultdict
@@ -19,7 +19,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, gradient
 from adiv_monitor.capture.weights.shards import part_of
-from adiv_monitor.features.rows import exact, to_device
+from adiv_monitor.features.rows import to_compute_dtype, to_device
 from adiv_monitor.kernels.choice import attempt
 from adiv_monitor.maths import dots
 from adiv_monitor.maths.sums import T
@@ -27,7 +27,7 @@ from adiv_monitor.maths.sums import T
 # Smaller parameters go through one operation for all of them, and their products to the host whole.
 _SMALL = 8_192
 _GOLDEN = 0.6180339887498949  # of which no two multiples end alike
-_STRETCHES, _STRETCH = 16, 64
+_RANGES, _RANGE = 16, 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -50,7 +50,7 @@ class PieceNumbers(Generic[T]):
 
 
 @dataclass
-class Watch:
+class RunHistory:
     """What this training run was seen to do; until the first step tells, anything is possible.
 
     Attributes:
@@ -93,7 +93,7 @@ class ParameterSteps:
 
     Args:
         pieces: every measured piece of a parameter, as often as layers use it.
-        watch: what this run was seen to do so far.
+        history: what this run was seen to do so far.
         updates: an optimizer step follows, so that the parameters must be copied.
         copy_gradient: the optimizer will write into `.grad` (it unscales AMP gradients itself).
         new: there are layers among them that were not measured before.
@@ -109,7 +109,7 @@ class ParameterSteps:
     def __init__(
         self,
         pieces: Iterable[Piece],
-        watch: Watch,
+        history: RunHistory,
         *,
         updates: bool,
         copy_gradient: bool,
@@ -122,9 +122,9 @@ class ParameterSteps:
         values = {p.key: p.value() for p in every}
         self._small = [p for p in every if is_small(values[p.key])]
         self._large = [p for p in every if not is_small(values[p.key])]
-        self._keep_update = new or watch.weights_change
+        self._keep_update = new or history.weights_change
         # Until the next forward pass `.grad` may be zeroed, so then too γ has to be a copy.
-        self.has_copies = copy_gradient or watch.gradient_changes or self._keep_update
+        self.has_copies = copy_gradient or history.gradient_changes or self._keep_update
         self.products: PieceNumbers[Tensor] = PieceNumbers()
         self.norms: PieceNumbers[Tensor] = PieceNumbers()
         parameters = {id(p.parameter): p.parameter for p in every}
@@ -175,7 +175,7 @@ class ParameterSteps:
         return self._gamma[key] if parts is None else parts
 
     def entries_of(self, parameter: nn.Parameter) -> Tensor:
-        """Some entries of the parameter's gradient, or of its part, as `some` takes them."""
+        """The `sampled_entries` of the parameter's gradient, or of its part."""
         return self._seen.of(id(parameter))
 
     def stepped(self) -> None:
@@ -190,10 +190,12 @@ class ParameterSteps:
         if key in self._update:
             return self._update[key]
         if self._keep_update:
-            self._update[key] = exact(self._before[key]) - exact(piece.value())
+            self._update[key] = to_compute_dtype(self._before[key]) - to_compute_dtype(
+                piece.value()
+            )
             return self._update[key]
         if key in self._shared:
-            return exact(self._before[key]) - exact(piece.value())
+            return to_compute_dtype(self._before[key]) - to_compute_dtype(piece.value())
         before, now = self._before.pop(key), piece.value()
         seen = attempt("step_products", before, now, self._gamma[key])
         if seen is not None:
@@ -201,7 +203,7 @@ class ParameterSteps:
             _, self.norms.w_w[key], self.products.w_gamma[key] = seen
             self.products.stepped[key] = self._row_products(piece)
             return taken
-        return exact(before).sub_(exact(now))
+        return to_compute_dtype(before).sub_(to_compute_dtype(now))
 
     def take_products(self, piece: Piece, taken: Tensor) -> None:
         """‖w‖ and ⟨w, γ⟩ of a large piece, from a difference that is then used up."""
@@ -246,7 +248,7 @@ class ParameterSteps:
                 key = p.key
                 if key not in self._update:  # its layer failed to be measured
                     continue
-                a = exact(self._before.pop(key)).sub_(exact(p.value()))
+                a = to_compute_dtype(self._before.pop(key)).sub_(to_compute_dtype(p.value()))
                 self.norms.a_a[key] = dots.norms(a)
                 found.a_w[key] = (a * self._update.pop(key)).sum()
                 found.a_gamma[key] = a.mul_(self._gamma.pop(key)).sum()
@@ -256,7 +258,7 @@ class ParameterSteps:
 
     def _row_products(self, piece: Piece) -> Tensor:
         """Every row of θ times a fixed vector: changes if an entry does, or changes place."""
-        theta = exact(piece.value())
+        theta = to_compute_dtype(piece.value())
         rows = theta.flatten(1) if theta.dim() > 1 else theta[None]
         kind = rows.shape[1], rows.dtype, rows.device
         if kind not in self._places:
@@ -325,7 +327,7 @@ class SideBySide:
 
 def _side_by_side(tensors: list[Tensor]) -> Tensor:
     flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-    return exact(flat.clone() if len(tensors) == 1 else flat)
+    return to_compute_dtype(flat.clone() if len(tensors) == 1 else flat)
 
 
 class _Entries:
@@ -334,7 +336,7 @@ class _Entries:
     def __init__(self, tensors: Mapping[int, Tensor]) -> None:
         kinds: dict[object, dict[int, Tensor]] = defaultdict(dict)
         for key, tensor in tensors.items():
-            entries = some(tensor)
+            entries = sampled_entries(tensor)
             kinds[entries.dtype, entries.device, entries.dim()][key] = entries
         self._flat = {kind: torch.cat(list(parts.values())) for kind, parts in kinds.items()}
         self._places: dict[int, tuple[object, slice]] = {}
@@ -351,7 +353,7 @@ class _Entries:
     def differ(self, other: "_Entries") -> Tensor:
         """Whether any entry is another now; NaN is equal to itself, since bits are compared."""
         flags = [(bits(mine) != bits(other._flat[kind])).any() for kind, mine in self._flat.items()]
-        if not flags:  # of several processes, one may have nothing to measure
+        if not flags:  # of several ranks, one may have nothing to measure
             return torch.zeros((), dtype=torch.bool)
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
 
@@ -373,13 +375,13 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def some(tensor: Tensor) -> Tensor:
-    """All entries, or 1,024 in evenly spaced stretches: lone ones would touch every cache line."""
+def sampled_entries(tensor: Tensor) -> Tensor:
+    """All entries, or 1,024 in evenly spaced ranges: lone ones would touch every cache line."""
     flat = _flat_in_memory(tensor)
     count = flat.numel()
-    if count <= _STRETCHES * _STRETCH:
+    if count <= _RANGES * _RANGE:
         return flat
-    return flat.as_strided((_STRETCHES, _STRETCH), (count // _STRETCHES, 1), flat.storage_offset())
+    return flat.as_strided((_RANGES, _RANGE), (count // _RANGES, 1), flat.storage_offset())
 
 
 def lies_as(tensor: Tensor, other: Tensor) -> bool:

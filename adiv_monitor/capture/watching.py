@@ -19,11 +19,11 @@ from adiv_monitor.capture.repetitions import Repetition, Repetitions
 from adiv_monitor.capture.selection import Place, Selection
 from adiv_monitor.capture.split_calls import Split, uses_of_parts
 from adiv_monitor.capture.trace import Called, Known, Record
-from adiv_monitor.capture.weights.origin import Origin
+from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.weights.shards import is_shard
 from adiv_monitor.capture.weights.tape import is_in_place, is_retyped, values_in
-from adiv_monitor.capture.whole_modules.leftovers import Leftovers
 from adiv_monitor.capture.whole_modules.outputs import Outputs
+from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.functions.tokens import REPEATING
 from adiv_monitor.features.recurrent_call import RECURRENT, read_call
 from adiv_monitor.features.registry import use_of
@@ -45,8 +45,8 @@ class Watching:
         selection: the parameters to measure.
         forwards: the forwards that run; they are told to ask this one.
         layers: the layers that were found.
-        origin: what tensors are made of.
-        leftovers: is told which parameters rules account for, and which not.
+        provenance: what tensors are made of.
+        without_rule: is told which parameters rules account for, and which not.
         takes: gets the uses.
         begins: called when the first layer's forward pass with gradients begins.
         calls: notes the forward passes, so that they can be run again.
@@ -63,8 +63,8 @@ class Watching:
         selection: Selection,
         forwards: Forwards,
         layers: Layers,
-        origin: Origin,
-        leftovers: Leftovers,
+        provenance: Provenance,
+        without_rule: ParametersWithoutRule,
         takes: Takes,
         begins: Callable[[], object],
         calls: ForwardCalls | None = None,
@@ -79,14 +79,14 @@ class Watching:
         self._ruled = selection.rules.keys()
         self._forwards = forwards
         self._layers = layers
-        self._origin = origin
-        self._leftovers = leftovers
+        self._provenance = provenance
+        self._without_rule = without_rule
         self._takes = takes
         self._first_begins = begins
         self._calls = calls
         self._attention = attention
         self._repeated = repeated
-        self._repetitions = Repetitions(forwards, layers, origin, takes, self._noting)
+        self._repetitions = Repetitions(forwards, layers, provenance, takes, self._noting)
         self._active = True
 
     def detach(self) -> None:
@@ -132,9 +132,9 @@ class Watching:
             self.record.others.add(module)
         if given is None or not trained:  # frozen, for the time being
             return
-        self._leftovers.account(map(id, trained))
+        self._without_rule.account(map(id, trained))
         with self._noting([*trained]), without_autocast(output):
-            call, inputs = FunctionCall(output, self._origin.of_model), _made(values)
+            call, inputs = FunctionCall(output, self._provenance.of_model), _made(values)
             found = uses_in(known.function, call, *given)
             if len(found) != len(known.layers):
                 self.record.others.add(module)
@@ -155,7 +155,7 @@ class Watching:
             self._look_at_ruled(module, args, kwargs, output)
             self.record.ruled(module)
         elif output is not None:
-            if self._leftovers.may_be_in(module):
+            if self._without_rule.may_be_in(module):
                 self._look_at_whole(module, args, kwargs, output)
             self.record.ended(module, self._forwards.forward.called, args, kwargs, output)
         if self._calls is not None:
@@ -193,11 +193,11 @@ class Watching:
             return
         try:
             inputs = list(tensors_in(*args, *kwargs.values()))
-            if not self._forwards.is_outermost and all(map(self._origin.of_model, inputs)):
+            if not self._forwards.is_outermost and all(map(self._provenance.of_model, inputs)):
                 return  # it makes a weight, no activations
             outputs = Outputs(output, inputs)
             tensors = outputs.of(output)
-            names = self._leftovers.claim(module, tensors, inputs) if tensors else []
+            names = self._without_rule.claim(module, tensors, inputs) if tensors else []
             if names:
                 self.record.others.update(module.modules())
                 with torch.no_grad():
@@ -213,7 +213,7 @@ class Watching:
         function, args, kwargs = call.function, call.args, call.kwargs
         name = getattr(function, "__name__", "")
         if self._active and (name.endswith("_") or "out" in kwargs):
-            buffer = self._origin.buffer(kwargs.get("out", args[0] if args else None))
+            buffer = self._provenance.buffer(kwargs.get("out", args[0] if args else None))
             if buffer is not None:
                 self._forwards.is_written(buffer)
         if not self._is_looking():
@@ -245,8 +245,8 @@ class Watching:
     def _read(self, call: FunctionToCall) -> Any:
         """An attribute of a tensor: `.T` and `.data` are tensors too."""
         args, result = call.args, call()
-        if isinstance(result, Tensor) and self._origin.of_model(args[0]):
-            self._origin.remember(result)
+        if isinstance(result, Tensor) and self._provenance.of_model(args[0]):
+            self._provenance.remember(result)
         repetition = self._repetitions.of(args[0])
         if repetition is not None:
             self._repetitions.is_view(result, repetition)
@@ -254,20 +254,20 @@ class Watching:
 
     def _watched(self, call: FunctionToCall, name: str, values: Iterable[Tensor]) -> Any:
         """Call a function; `values`: the tensors that it computes with."""
-        origin, args = self._origin, call.args
+        provenance, args = self._provenance, call.args
         trained, data = [], []
         for tensor in values:
-            if not origin.of_model(tensor):
+            if not provenance.of_model(tensor):
                 data.append(tensor)
-            elif origin.is_trained(tensor):
+            elif provenance.is_trained(tensor):
                 trained.append(tensor)
         if trained:
             return self._called_with(trained, call, name, data)
         result = call()
         if not data:
-            origin.remember(result)
+            provenance.remember(result)
         elif args and (result is args[0] or result is None):
-            origin.spend(args[0], written=True)  # it may have been of zeros so far
+            provenance.spend(args[0], written=True)  # it may have been of zeros so far
         return result
 
     def _called_with(
@@ -286,17 +286,17 @@ class Watching:
         if gradients and function in RECURRENT:
             self._is_special()
             return self._recurrent(to_call, trained, data)
-        origin, begun, inputs = self._origin, None, set[Any]()
+        provenance, begun, inputs = self._provenance, None, set[Any]()
         # No change can be followed through what is retyped.
         is_data = bool(data) or any(map(is_retyped, trained))
         if not is_data and has_data(trained[0]):
             with self._noting(trained):
-                begun = origin.tape.begin(function, args, kwargs, gradients=gradients)
+                begun = provenance.tape.begin(function, args, kwargs, gradients=gradients)
         elif gradients and has_data(trained[0]):
             with self._noting(trained):
                 inputs = _made(data)
         kept = args
-        if name in _OVERWRITE and not origin.of_model(args[0]):
+        if name in _OVERWRITE and not provenance.of_model(args[0]):
             kept = (args[0].detach().clone(), *args[1:])
         result = to_call()
         made = args[0] if name == "__setitem__" else result
@@ -304,18 +304,18 @@ class Watching:
             return result
         used: list[Tensor] = []
         if gradients and isinstance(made, Tensor):
-            call = FunctionCall(made, origin.of_model, self._forwards.inside)
+            call = FunctionCall(made, provenance.of_model, self._forwards.inside)
             used = self._uses(name_of(function), call, kept, kwargs, trained, inputs)
         if begun is not None:
             with self._noting(trained):
-                origin.tape.end(begun, () if used else tensors_in(result))
+                provenance.tape.end(begun, () if used else tensors_in(result))
         if (gradients and not used) or kept is not args:
             self._is_special()
         if is_data or used:
             self._explain(name, trained if gradients else [], used, made)
-            origin.spend(made, written=bool(args) and made is args[0])
+            provenance.spend(made, written=bool(args) and made is args[0])
         else:
-            origin.remember(result)
+            provenance.remember(result)
         return result
 
     def _uses(
@@ -358,7 +358,7 @@ class Watching:
     def _uses_in(
         self, name: str, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Use], Split | None]:
-        """The uses in a call; where processes make it together, in this one's part of it."""
+        """The uses in a call; where ranks make it together, in this one's part of it."""
         if is_nested(call.result):
             return uses_of_packed(name, call, args, kwargs), None
         peers = self._selection.peers
@@ -406,17 +406,17 @@ class Watching:
 
     def _place(self, tensor: Tensor) -> Place:
         """Where the first of the parameters is that a tensor is made of."""
-        return self._layers.names.first(self._origin.parameters_of(tensor))
+        return self._layers.names.first(self._provenance.parameters_of(tensor))
 
     def _explain(self, name: str, trained: list[Tensor], used: list[Tensor], made: object) -> None:
         """Keep in mind what parameters went into where no rule can follow."""
         accounted = set(map(id, used))
         for tensor in trained:
-            keys = self._origin.parameters_of(tensor)
+            keys = self._provenance.parameters_of(tensor)
             if id(tensor) in accounted:
-                self._leftovers.account(keys)
+                self._without_rule.account(keys)
             else:
-                self._leftovers.leave(keys, f"torch's {name}", tensors_in(made))
+                self._without_rule.leave(keys, f"torch's {name}", tensors_in(made))
 
     def _called_with_repeated(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.functions.conv import geometry_of, patch_squares, patches
 from adiv_monitor.features.registry import register_features
-from adiv_monitor.features.rows import Rows, exact
+from adiv_monitor.features.rows import Rows, to_compute_dtype
 from adiv_monitor.features.whole import Whole, squares
 
 PatchNorm = PatchNormConv1d | PatchNormConv2d | PatchNormConv3d
@@ -30,7 +30,7 @@ def _spatial_last(module: PatchNorm | GradientOnlyConv2d, tensor: Tensor) -> Ten
 
 def _whole_linear(module: AffineLikeLinear | NormLikeLinear, input: Tensor) -> Whole:
     """All rows' features are the input's rows, each times a factor of its own."""
-    x = exact(input.reshape(-1, input.shape[-1]))
+    x = to_compute_dtype(input.reshape(-1, input.shape[-1]))
     square = squares(x)
     if isinstance(module, AffineLikeLinear):
         of_weight, of_bias = _affine_factors(module, square)

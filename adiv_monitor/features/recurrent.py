@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.recurrent_call import CellWeights, Layout, Mode, RecurrentCall, State
-from adiv_monitor.features.rows import Rows, exact, joined
+from adiv_monitor.features.rows import Rows, joined, to_compute_dtype
 from adiv_monitor.features.uses import Use
 from adiv_monitor.rerun.randomness import Randomness
 
@@ -225,7 +225,7 @@ def _forward(
 
 def _laid_out(call: RecurrentCall, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The call's outputs, or their gradients, as `_run` has them."""
-    given = [exact(tensor.detach()) for tensor in tensors]
+    given = [to_compute_dtype(tensor.detach()) for tensor in tensors]
     if call.layout == "cell":
         return given
     return [_by_time(given[0], call.layout), *given[1:]]
@@ -255,7 +255,7 @@ def _masks(call: RecurrentCall, dtype: torch.dtype, random: Randomness | None) -
     ones = torch.ones(call.rows, width, dtype=dtype, device=device)
     with random.again():
         between = len(call.weights) // call.directions - 1
-        return [exact(torch.dropout(ones, call.dropout, True)) for _ in range(between)]
+        return [to_compute_dtype(torch.dropout(ones, call.dropout, True)) for _ in range(between)]
 
 
 @dataclass(eq=False)
@@ -270,8 +270,8 @@ class _OpenMap:
     z: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._weight = exact(self.weight.detach())
-        self._bias = None if self.bias is None else exact(self.bias.detach())
+        self._weight = to_compute_dtype(self.weight.detach())
+        self._bias = None if self.bias is None else to_compute_dtype(self.bias.detach())
 
     def __call__(self, x: Tensor) -> Tensor:
         self.inputs.append(x)
@@ -291,7 +291,9 @@ class _OpenMap:
 def _run(call: RecurrentCall, masks: list[Tensor]) -> tuple[list[_OpenMap], list[Tensor]]:
     """All layers: their maps; the output (rows, channels) unless it is a cell, and last states."""
     # Leaves that require gradients make every z part of the graph.
-    x, *states = (exact(tensor.detach()).requires_grad_() for tensor in (call.input, *call.states))
+    x, *states = (
+        to_compute_dtype(tensor.detach()).requires_grad_() for tensor in (call.input, *call.states)
+    )
     x = _by_time(x, call.layout)
     maps: list[_OpenMap] = []
     ends: list[State] = []

@@ -49,13 +49,13 @@ class Rows:
                 copied: Tensor = seen[2]
                 return copied
         if self.chosen is None:
-            taken = exact(tensor.reshape(self.total, *rest))
+            taken = to_compute_dtype(tensor.reshape(self.total, *rest))
             if taken.data_ptr() == tensor.data_ptr():  # a view: training may change it in place
                 taken = taken.clone()
             return taken
         if tensor.is_contiguous():
-            return exact(tensor.view(self.total, *rest).index_select(0, self.flat))
-        return exact(tensor[tuple(self._on_device)])
+            return to_compute_dtype(tensor.view(self.total, *rest).index_select(0, self.flat))
+        return to_compute_dtype(tensor[tuple(self._on_device)])
 
     def lie_in(self, tensor: Tensor) -> bool:
         """Whether a tensor (..., channels) has these rows, where they are; kernels don't ask."""
@@ -94,15 +94,15 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-def exact(tensor: Tensor) -> Tensor:
-    """The tensor in the precision of the measures: float32, or float64 if it already is."""
+def to_compute_dtype(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or in float64 if it already is: the precision of the measures."""
     dtype = tensor.dtype
     return tensor if dtype is torch.float32 or dtype is torch.float64 else tensor.float()
 
 
-def precise(tensor: Tensor) -> Tensor:
-    """Real numbers as `exact` has them; others, such as tokens and masks, as they are."""
-    return exact(tensor) if tensor.is_floating_point() else tensor
+def floats_to_compute_dtype(tensor: Tensor) -> Tensor:
+    """Real numbers by `to_compute_dtype`; tokens, masks and the like as they are."""
+    return to_compute_dtype(tensor) if tensor.is_floating_point() else tensor
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
@@ -110,7 +110,7 @@ def shares_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def exact_type(tensor: Tensor) -> torch.dtype:
+def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The precision of the measures for what is made of this tensor."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 

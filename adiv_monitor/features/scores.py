@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from adiv_monitor.features.rows import exact
+from adiv_monitor.features.rows import to_compute_dtype
 
 CHUNK = 2**22  # scores that are looked at together
 
@@ -74,7 +74,7 @@ class Attention:
         self, output_gradient: Float[Tensor, "samples heads queries value_width"]
     ) -> Callable[[slice], Float[Tensor, "samples heads some keys"]]:
         """G = ∂L/∂Y of the queries that are asked for, from ∂L/∂O."""
-        dO = exact(by_head(output_gradient))
+        dO = to_compute_dtype(by_head(output_gradient))
 
         def of(queries: slice) -> Tensor:
             P = self.probabilities(queries)
@@ -144,9 +144,9 @@ def attention(
     k, v = (of_heads(_taken(by_head(x), samples, count), heads) for x in (key, value))
     q = _taken(q, samples, count)
     return Attention(
-        query=exact(q),
-        key=exact(k).expand(len(q), -1, -1, -1),
-        value=exact(v).expand(len(q), -1, -1, -1),
+        query=to_compute_dtype(q),
+        key=to_compute_dtype(k).expand(len(q), -1, -1, -1),
+        value=to_compute_dtype(v).expand(len(q), -1, -1, -1),
         mask=None if attn_mask is None else _taken(_aligned(attn_mask, query), samples, count),
         causal=is_causal,
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.features.rows import exact, exact_type, joined
+from adiv_monitor.features.rows import compute_dtype, joined, to_compute_dtype
 from adiv_monitor.kernels.choice import attempt
 
 CHUNK = 2**17  # entries of a temporary square: stays in a CPU's cache
@@ -90,7 +90,7 @@ class LateScales:
         positions = prod(by_entry.shape[1:-1])
         for scale in self._make(*self._reads):
             start, end = end, end + scale.shape[:-1].numel() // max(positions, 1)
-            part = exact(by_entry[start:end])
+            part = to_compute_dtype(by_entry[start:end])
             groups = scale.shape[-1]
             # No copy in another order of memory: the sums are several times faster in their own.
             scale = scale.reshape(*part.shape[:-1], groups)
@@ -128,10 +128,10 @@ def squares(x: Tensor, dim: int = -1) -> Tensor:
         of_rows: Tensor = seen[0]
         return of_rows.view(x.shape[:dim] + x.shape[dim + 1 :])
     if x.is_cuda or x.stride(dim) == 1 or x.dim() < 3:
-        norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=exact_type(x))
+        norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=compute_dtype(x))
         return norms.square()
     # A CPU takes norms across memory entry by entry: six times slower than squares and sums.
-    return joined([exact(part).square().sum(dim) for part in in_parts(x)])
+    return joined([to_compute_dtype(part).square().sum(dim) for part in in_parts(x)])
 
 
 def squares_and_sum(rows: Float[Tensor, "rows n"]) -> tuple[Float[Tensor, " rows"], Tensor]:
@@ -139,4 +139,4 @@ def squares_and_sum(rows: Float[Tensor, "rows n"]) -> tuple[Float[Tensor, " rows
     seen = attempt("look", rows, squares=True, sums=True)
     if seen is not None:
         return seen[0], seen[1]
-    return squares(rows), rows.sum(0, dtype=exact_type(rows))
+    return squares(rows), rows.sum(0, dtype=compute_dtype(rows))

@@ -57,7 +57,7 @@ class Ceiling:
         return attainable_cosine_of_rows(phi, gradient)
 
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        """ΦᵀΦ, ΦᵀG and ‖G‖² of all rows added, which add up over processes."""
+        """ΦᵀΦ, ΦᵀG and ‖G‖² of all rows added, which add up over ranks."""
         self._sum_up()
         assert self._gram is not None and self._cross is not None
         return self._gram, self._cross, torch.as_tensor(self._squared)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.features.rows import exact
+from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.kernels.choice import counts_launches
 
 
@@ -30,7 +30,7 @@ def norms_of(tensors: list[Tensor]) -> list[Float[Tensor, " parts"]]:
     if tensors and counts_launches(*tensors):
         found = torch._foreach_norm(tensors, 2, dtype=torch.float32)
         return [norm.reshape(1) for norm in found]
-    return [_of_parts(exact(tensor)) for tensor in tensors]
+    return [_of_parts(to_compute_dtype(tensor)) for tensor in tensors]
 
 
 def _of_parts(flat: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def _stacked(records: Iterable[R | None]) -> R | None:
     return joined(some, _filled) if some else None
 
 
-class _Together:
+class _StackedLayers:
     """Layers that are alike, as arrays (layers, …)."""
 
     def __init__(self, judged: Sequence[Judged]) -> None:
@@ -252,7 +252,7 @@ class _Together:
 
 
 def _measure_alike(layers: Sequence[Judged]) -> list[Measured]:
-    x = _Together(layers)
+    x = _StackedLayers(layers)
     G_G = x.sum(G, G, x.G_G)
     found: dict[str, Estimate] = {"idle_share": measures.idle_share(x.sample, x.active)}
     # Both sides of a ratio must be of one kind: the parameters', or the rows'.
@@ -281,7 +281,9 @@ def _measure_alike(layers: Sequence[Judged]) -> list[Measured]:
 
 
 def _each(
-    x: _Together, found: Mapping[str, Estimate], distributions: Mapping[str, tuple[Array, Array]]
+    x: _StackedLayers,
+    found: Mapping[str, Estimate],
+    distributions: Mapping[str, tuple[Array, Array]],
 ) -> list[Measured]:
     """The measures layer by layer."""
     n = len(QUANTILE_LEVELS)
@@ -311,7 +313,7 @@ def _certain(value: PerLayer) -> Estimate:
     return Estimate(value, np.zeros_like(value))
 
 
-def _of_update(x: _Together, G_G: Sum) -> dict[str, Estimate]:
+def _of_update(x: _StackedLayers, G_G: Sum) -> dict[str, Estimate]:
     d_d = x.sum(D, D)
     d_G = x.sum(D, G, x.own_w)
     if x.has(BIAS):
@@ -335,7 +337,7 @@ def _of_update(x: _Together, G_G: Sum) -> dict[str, Estimate]:
     }
 
 
-def _of_realised(x: _Together, moved: Array) -> dict[str, Estimate]:
+def _of_realised(x: _StackedLayers, moved: Array) -> dict[str, Estimate]:
     def total(a: Moved, b: Moved) -> Sum:
         return over_rows(np.where(x.sample.active, moved[:, :, a, b], 0.0), x.sample)
 
@@ -354,7 +356,7 @@ def _of_realised(x: _Together, moved: Array) -> dict[str, Estimate]:
     }
 
 
-def _of_scales(x: _Together) -> dict[str, Estimate]:
+def _of_scales(x: _StackedLayers) -> dict[str, Estimate]:
     if x.scale is not None:
         scale = np.where(x.sample.active, x.scale, 0.0)
         own_G, own_own = scale * x.rows(G, G), scale**2 * x.rows(G, G)
@@ -372,7 +374,7 @@ def _of_scales(x: _Together) -> dict[str, Estimate]:
     }
 
 
-def _of_all_scales(x: _Together) -> dict[str, Estimate]:
+def _of_all_scales(x: _StackedLayers) -> dict[str, Estimate]:
     """Mean, spread and largest: of all rows where a pass over them told, else from the sample."""
     groups = x.groups[:, None]
     if x.scales is not None:
@@ -396,7 +398,7 @@ def _of_all_scales(x: _Together) -> dict[str, Estimate]:
     }
 
 
-def _scales_of_rows(x: _Together) -> tuple[PerLayer, PerRow, PerRow, PerRow]:
+def _scales_of_rows(x: _StackedLayers) -> tuple[PerLayer, PerRow, PerRow, PerRow]:
     """Pivot; of every row Σ (s − pivot) and Σ (s − pivot)² over its groups, and the largest."""
     if x.scale is not None:
         pivot = x.scale[:, 0] if x.scale.shape[1] else np.zeros(len(x.scale))
@@ -412,7 +414,7 @@ def _scales_of_rows(x: _Together) -> tuple[PerLayer, PerRow, PerRow, PerRow]:
     )
 
 
-def _scale_distribution(x: _Together) -> dict[str, tuple[Array, Array]]:
+def _scale_distribution(x: _StackedLayers) -> dict[str, tuple[Array, Array]]:
     if x.scales is not None:
         entries = x.scales.entries
         told = [t.scales for layer in x.layers if (t := layer.totals) is not None]
@@ -435,7 +437,7 @@ def _scale_distribution(x: _Together) -> dict[str, tuple[Array, Array]]:
     return {"scale": _of_entries(x, entries, share + x.sample.share_of(x.sample.active))}
 
 
-def _of_entries(x: _Together, entries: Array, share: PerLayer) -> tuple[Array, Array]:
+def _of_entries(x: _StackedLayers, entries: Array, share: PerLayer) -> tuple[Array, Array]:
     """Quantiles of scales, of which no row's is negative, or beyond what a pass over all tells."""
     with np.errstate(invalid="ignore"):
         mean = np.nansum(entries, axis=1) / (~np.isnan(entries)).sum(1)
@@ -456,7 +458,7 @@ def _of_entries(x: _Together, entries: Array, share: PerLayer) -> tuple[Array, A
     return quantiles(entries, LEVELS, share, ends, x.tolerance * np.abs(mean))
 
 
-def _common_share(x: _Together) -> Estimate | None:
+def _common_share(x: _StackedLayers) -> Estimate | None:
     """Exact where no row is idle, else from the sample; None if that was not asked to tell."""
     sampled = None
     if x.common is not None:
@@ -478,7 +480,7 @@ def _common_share(x: _Together) -> Estimate | None:
     )
 
 
-def _of_parameters(x: _Together) -> dict[str, PerLayer]:
+def _of_parameters(x: _StackedLayers) -> dict[str, PerLayer]:
     dots, found = x.dots, {}
     if dots.w_w is None or dots.w_gamma is None:
         return {}

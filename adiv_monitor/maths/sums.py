@@ -1,8 +1,8 @@
 """The record of one layer in a measured step, from the device to the readings.
 
 Its numbers are tensors until the one transfer of a step, and float64 arrays afterwards: `T` is
-which. Parts of it are missing (None) where nothing told them. What several processes know of a
-layer is put together into the same record (`step/rows_together.py`).
+which. Parts of it are missing (None) where nothing told them. What several ranks know of a
+layer is put together into the same record (`step/merge_rows.py`).
 """
 
 import math
@@ -68,12 +68,12 @@ class About:
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
-    """Rows that a group of processes chose together, each of which keeps some.
+class Partition:
+    """Rows that a group of ranks chose together, each of which keeps some.
 
     Attributes:
-        first: rank of the first of these processes.
-        place: of this process among them.
+        first: rank of the first of these ranks.
+        place: of this rank among them.
         count: how many they are; 1 where each has all of them.
         seen: rows that they look at, all together.
         total: rows that there are.
@@ -95,15 +95,15 @@ class Sampled:
         total: T, rows that received a gradient.
         keys: of each row that is seen, where it is to be part of a larger sample: see
             `capture/sampling.py`.
-        bound: every row of this process whose key is smaller is among them.
-        dealt: what the rows are part of, if they were dealt out.
+        bound: every row of this rank whose key is smaller is among them.
+        partition: what the rows are part of, if they were dealt out.
     """
 
     seen: int
     total: int
     keys: Array | None = None
     bound: float = math.inf
-    dealt: Dealt | None = None
+    partition: Partition | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +137,7 @@ class Blocks(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made(Generic[T]):
-    """How a weight is made of parameters: see `step/makings.py`.
+    """How a weight is made of parameters: see `step/weight_versions.py`.
 
     Attributes:
         deviations: for each way in which it was made, how far JJᵀ is from 1, and from diagonal.
@@ -177,7 +177,7 @@ class Totals(Generic[T]):
         own_own: Σ s_r² ‖g_r‖² likewise.
         scales: of all of them.
         weight_squares: Σ ‖φ_W‖² over all rows.
-        weight_sum: ‖Σ φ_W‖ over all rows; of one of several processes, Σ φ_W.
+        weight_sum: ‖Σ φ_W‖ over all rows; of one of several ranks, Σ φ_W.
     """
 
     active: T
@@ -192,7 +192,7 @@ class Totals(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Of the rows that a process has seen, before some are left out.
+    """Of the rows that a rank has seen, before some are left out.
 
     Attributes:
         active: how many have a gradient.
@@ -212,7 +212,7 @@ class Common(Generic[T]):
     Attributes:
         products: φ_r·Σ_k φ_k of every row, over the active rows that are seen.
         norms: ‖φ_W‖ of every row.
-        sum: Σ_k φ_k; None: no other process needs it.
+        sum: Σ_k φ_k; None: no other rank needs it.
         counted: of which rows that is; None: of all that are here.
     """
 
@@ -224,7 +224,7 @@ class Common(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CeilingSums(Generic[T]):
-    """Of the rows of one of several processes, for `attainable_cosine`.
+    """Of the rows of one of several ranks, for `attainable_cosine`.
 
     Attributes:
         gram: ΦᵀΦ.
@@ -266,7 +266,7 @@ class Dots(Generic[T]):
         a_a: as said.
         a_w: as said.
         a_gamma: as said.
-        partial: this process holds a part of the parameters; the processes' numbers add up.
+        partial: this rank holds a part of the parameters; the ranks' numbers add up.
     """
 
     gamma_gamma: T
@@ -289,12 +289,12 @@ class Evidence(Generic[T]):
         terms: Σ_r ‖g_r φ_rᵀ‖, the sum of the lengths of all that adds up to the gradient which the
             backward passes left, as far as the rows tell.
         factor: c; None or NaN if unknown.
-        averaged: what of the factor the backward passes took by themselves, over processes.
+        averaged: what of the factor the backward passes took by themselves, over ranks.
         then: some entries of the first parameter's gradient, as the backward passes left it.
         now: by the place of a parameter in the layer, such entries as the optimizer sees them.
         contributed: likewise, what calls have contributed to those.
         since: the first parameter's now, and when the last pass was over; of parts that travel,
-            the factor between them and what is no multiple, for each process.
+            the factor between them and what is no multiple, for each rank.
         foreign: ‖gradient‖ that was there before the rows'.
         probe: γv − Gᵀ(Φv) and γv, see `plain_step.probe`.
         rule_error: how far the layer's output is from what its rule says, relative to it.
@@ -351,7 +351,7 @@ class LayerSums(Generic[T]):
         asked_common: whether they were asked that.
         realised: (rows, 4, 4), the products of `Moved`.
         attainable: `attainable_cosine`, of all rows.
-        ceiling: the sums for that, of one of several processes.
+        ceiling: the sums for that, of one of several ranks.
         own: of a layer whose parameters others use too.
         made: of a layer whose weight is made of parameters.
     """

@@ -53,7 +53,7 @@ def sums(
         layers: by path.
         generator: the source of chance.
         fail: gets path and exception of layers that fail, which are left out.
-        across: other processes have rows too: `weight_sum` adds up before its norm is taken.
+        across: other ranks have rows too: `weight_sum` adds up before its norm is taken.
     """
 
     def together(paths: Sequence[str]) -> dict[str, Totals[Tensor]]:

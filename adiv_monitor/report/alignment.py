@@ -20,7 +20,7 @@ class AlignmentReading:
         fan_in: n, the base of the logarithms; of embeddings and tables, their rows.
         fan_out: outputs, of blocks those of each; of embeddings and tables, how wide they are.
         predecessors: the layers whose outputs make up the input.
-        rows: inputs that were looked at, over all processes of the probe.
+        rows: inputs that were looked at, over all ranks of the probe.
         alpha: A(dW, z₀), the update on old features. None wherever a ratio is undefined.
         omega: A(W₀, dz), old weights on the change of features.
         u: A(dW, dz), the update on that change.

@@ -29,7 +29,7 @@ class LayerReading:
         gradient_factor: what happened to the gradient between the backward pass and the step:
             ‖gradient the optimizer saw‖ / ‖gradient that backward left‖. 1 when nothing did;
             below 1 after clipping, 1/65536 after unscaling an AMP loss; NaN where it can't be told.
-            What DDP and FSDP average over processes is part of the backward pass.
+            What DDP and FSDP average over ranks is part of the backward pass.
         features: how many numbers of a row the weight multiplies, the fan-in; None where a row is
             no such vector (a look-up, a module as a whole).
         non_finite: what of the layer is NaN, infinite, or too large for its square: some of

@@ -33,7 +33,7 @@ class Twin:
     """One call of a module as a function of its parameters, with inputs and randomness held.
 
     Hooks are not run, but those of `torch.nn.utils` that make weights: where another one changes
-    the output, that is not what it was. No other process is waited for.
+    the output, that is not what it was. No other rank is waited for.
 
     Args:
         module: the module, whose forward runs or has just run.
@@ -141,13 +141,13 @@ class Twin:
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets no function wait for other processes, which may not run what this one does."""
+    """Lets no function wait for other ranks, which may not run what this one does."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            raise RuntimeError(f"{func} would wait for the other processes")
+            raise RuntimeError(f"{func} would wait for the other ranks")
         return func(*args, **(kwargs or {}))
 
 

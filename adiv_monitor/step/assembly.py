@@ -1,13 +1,13 @@
-"""Reports that speak for all processes: parts are gathered at the first one, which makes them one.
+"""Reports that speak for all ranks: parts are gathered at the first one, which makes them one.
 
-Every process hands in its part when its own is complete, as its next forward pass begins, and goes
+Every rank hands in its part when its own is complete, as its next forward pass begins, and goes
 on. When the first one comes to its next optimizer step, the gradients of all have been averaged:
 all have begun that forward pass, and handed in their parts. So nobody has to wait. Where a part has
-not come yet all the same (a GPU lags behind its process), the first process looks again at each
+not come yet all the same (a GPU lags behind its rank), the first rank looks again at each
 step, and goes without when `_LATE` more reports are waiting. Only when reports are asked for now,
-or at the end, does it wait, for `PATIENCE` seconds at most, and never again for the same process
-until that is heard of. A process that ends, raises or has no monitor delays the others no more.
-The others look for the report in the same way; at the end, when the first process may need them
+or at the end, does it wait, for `PATIENCE` seconds at most, and never again for the same rank
+until that is heard of. A rank that ends, raises or has no monitor delays the others no more.
+The others look for the report in the same way; at the end, when the first rank may need them
 elsewhere, for no longer than `_FAREWELL`.
 """
 
@@ -19,26 +19,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from adiv_monitor.capture.processes import processes
+from adiv_monitor.capture.world import world_size
 from adiv_monitor.report import StepReport
+from adiv_monitor.step.merge_ranks import prepared, together
 from adiv_monitor.step.messages import Malformed, decode, encode
-from adiv_monitor.step.part import Part
+from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.ranks import Exchange
 from adiv_monitor.step.soundness import check
-from adiv_monitor.step.together import prepared, together
 
 PATIENCE, _FAREWELL, _SHORT = 10.0, 2.0, 0.5  # seconds
 _LATE = 4  # reports
 _STOP = "stop"  # a point of a step that all come to, or none
-_MALFORMED = "What process {} sent can't be read, so it is not in this report."
-_UNFIT = (
-    "What processes {} sent can't be put together with the rest ({}), so it is not in this report."
-)
+_MALFORMED = "What rank {} sent can't be read, so it is not in this report."
+_UNFIT = "What ranks {} sent can't be put together with the rest ({}), so it is not in this report."
 
 
 @dataclass(frozen=True)
 class _Heard:
-    """A report of the first process, and of which processes it is."""
+    """A report of the first rank, and of which ranks it is."""
 
     report: StepReport
     ranks: list[int]
@@ -50,32 +48,32 @@ class _Waiting:
 
     Attributes:
         step: its number.
-        own: this process's part.
-        meeting: where the first process collects; None: this one speaks for itself.
+        own: this rank's part.
+        meeting: where the first rank collects; None: this one speaks for itself.
         parts: by rank, those that have come.
-        expected: the processes whose part has not.
-        heard: what the first process made of them.
-        malformed: the processes of whom came what is no message.
+        expected: the ranks whose part has not.
+        heard: what the first rank made of them.
+        malformed: the ranks of whom came what is no message.
     """
 
     step: int
-    own: Part
+    own: RankContribution
     meeting: str | None
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, RankContribution] = field(default_factory=dict)
     expected: set[int] = field(default_factory=set)
     heard: _Heard | None = None
     malformed: list[int] = field(default_factory=list)
 
 
 class Assembly:
-    """Completes the reports of one monitor, with those of the same name in other processes.
+    """Completes the reports of one monitor, with those of the same name in other ranks.
 
     Args:
-        max_rows: rows to look at per layer, of all processes together.
+        max_rows: rows to look at per layer, of all ranks together.
         generator: the monitor's own source of chance.
-        complete: makes the report of a step from a part of it, be it of one process or of all.
-        emit: gets every report, and whether this process is to write it.
-        at_once: all processes are to have each report in the same optimizer step, be it that they
+        complete: makes the report of a step from a part of it, be it of one rank or of all.
+        emit: gets every report, and whether this rank is to write it.
+        at_once: all ranks are to have each report in the same optimizer step, be it that they
             wait for it there.
     """
 
@@ -83,7 +81,7 @@ class Assembly:
         self,
         max_rows: int | None,
         generator: np.random.Generator,
-        complete: Callable[[int, Part], StepReport],
+        complete: Callable[[int, RankContribution], StepReport],
         emit: Callable[[StepReport, bool], None],
         *,
         at_once: bool = False,
@@ -96,21 +94,21 @@ class Assembly:
         self._name = ""
         self._exchange: Exchange | None = None
         self._agreed = True  # as far as is known
-        self._silent: set[int] = set()  # processes that were waited for in vain
+        self._silent: set[int] = set()  # ranks that were waited for in vain
         self._waiting: deque[_Waiting] = deque()
 
     def __bool__(self) -> bool:
-        """Whether a report waits for other processes."""
+        """Whether a report waits for other ranks."""
         return bool(self._waiting)
 
     def join(self, name: str) -> None:
         """The monitor is attached; others may count on it.
 
         Args:
-            name: of what is measured, the same in all processes.
+            name: of what is measured, the same in all ranks.
         """
         self._name = name
-        if processes() > 1:
+        if world_size() > 1:
             self._meet()
 
     def _meet(self) -> Exchange:
@@ -122,7 +120,7 @@ class Assembly:
         return self._exchange
 
     def decline(self, step: int, *, wholly: bool) -> None:
-        """This process comes to no point of a step; `wholly`: nor hands in a part of it."""
+        """This rank comes to no point of a step; `wholly`: nor hands in a part of it."""
         exchange = self._exchange
         if exchange is None:
             return
@@ -133,7 +131,7 @@ class Assembly:
                 exchange.put(meeting, step, b"")
 
     def agree(self, step: int, point: str, *, comes: bool = True) -> bool:
-        """Whether all processes come to a point of a step, so that what takes all may follow.
+        """Whether all ranks come to a point of a step, so that what takes all may follow.
 
         Where some did not, the next time nobody waits for long; nor for one that says so.
         """
@@ -158,11 +156,11 @@ class Assembly:
             self.collect()
 
     def all_stop(self, step: int) -> bool:
-        """Whether all processes have the same report of this step, and come here by it."""
+        """Whether all ranks have the same report of this step, and come here by it."""
         return self.agree(step, _STOP)
 
     def wait(self) -> None:
-        """Complete all reports now; all processes do."""
+        """Complete all reports now; all ranks do."""
         if self._waiting:  # the first may have to wait for a third one
             self.collect(PATIENCE if self._is_first else 2 * PATIENCE)
 
@@ -183,15 +181,15 @@ class Assembly:
 
     @property
     def _world(self) -> int:
-        """How many processes train together, or did when the step was measured."""
-        return processes() if self._exchange is None else self._exchange.world
+        """How many ranks train together, or did when the step was measured."""
+        return world_size() if self._exchange is None else self._exchange.world
 
     @property
     def _is_first(self) -> bool:
         return self._exchange is None or self._exchange.rank == 0
 
-    def add(self, step: int, part: Part) -> None:
-        """This process's part of a step is complete."""
+    def add(self, step: int, part: RankContribution) -> None:
+        """This rank's part of a step is complete."""
         if self._world == 1:
             self._emit(self._complete(step, part), True)
             return
@@ -260,9 +258,9 @@ class Assembly:
         return not waiting.expected
 
     def _receive(self, waiting: _Waiting, rank: int, data: bytes) -> None:
-        """Take another process's part; of one that is none, nothing."""
+        """Take another rank's part; of one that is none, nothing."""
         try:
-            part = decode(Part, data)
+            part = decode(RankContribution, data)
             check(part)
         except Malformed:
             waiting.malformed.append(rank)
@@ -270,7 +268,7 @@ class Assembly:
             waiting.parts[rank] = part
 
     def _hear(self, exchange: Exchange, waiting: _Waiting) -> bool:
-        """Whether the first process has said all that it will."""
+        """Whether the first rank has said all that it will."""
         left = exchange.meeting() != waiting.meeting  # after its last report, if at all
         data = exchange.get(waiting.meeting or "", waiting.step, 0)
         if data is not None:
@@ -281,7 +279,7 @@ class Assembly:
         return left or data is not None
 
     def _finish(self, waiting: _Waiting) -> None:
-        """Make the report, or take the one that the first process made."""
+        """Make the report, or take the one that the first rank made."""
         rank = 0 if self._exchange is None else self._exchange.rank
         if waiting.heard is not None and rank in waiting.heard.ranks:
             self._emit(waiting.heard.report, False)
@@ -301,13 +299,13 @@ class Assembly:
                 self._exchange.put(waiting.meeting, waiting.step, heard)
         if self._at_once and (rank or len(ranks) < self._world):  # not what all have
             self.agree(waiting.step, _STOP, comes=False)
-        # Where another process is there to write, this one was merely not heard in time.
+        # Where another rank is there to write, this one was merely not heard in time.
         self._emit(report, rank == 0 or waiting.meeting is None or waiting.heard is not None)
 
     def _made(
-        self, step: int, parts: dict[int, Part], notes: list[str]
+        self, step: int, parts: dict[int, RankContribution], notes: list[str]
     ) -> tuple[StepReport, list[int]]:
-        """The report of these processes, and of which of them it is."""
+        """The report of these ranks, and of which of them it is."""
         part, ranks = together(parts, self._world, self._max_rows, self._generator)
         part.notes += notes
         return self._complete(step, part), ranks

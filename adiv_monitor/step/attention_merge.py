@@ -9,10 +9,12 @@ import numpy as np
 from adiv_monitor.capture.sampling import draw, winners
 from adiv_monitor.maths.attention_sums import AttentionSums, map_samples, merge
 from adiv_monitor.maths.sums import Array
-from adiv_monitor.step.part import Part
+from adiv_monitor.step.rank_contribution import RankContribution
 
 
-def merge_attention(whole: Part, several: Sequence[Part], generator: np.random.Generator) -> Part:
+def merge_attention(
+    whole: RankContribution, several: Sequence[RankContribution], generator: np.random.Generator
+) -> RankContribution:
     """The whole part, with the attentions of all.
 
     Args:

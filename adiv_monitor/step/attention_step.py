@@ -17,7 +17,7 @@ from adiv_monitor.capture.attention.score_moves import (
 )
 from adiv_monitor.capture.attention.score_scales import scales, some_keys
 from adiv_monitor.capture.updates import ParameterSteps
-from adiv_monitor.features.rows import Index, exact, to_device
+from adiv_monitor.features.rows import Index, to_compute_dtype, to_device
 from adiv_monitor.features.scores import Attention, Move, of_heads
 from adiv_monitor.maths.attention_sums import (
     AttentionSums,
@@ -106,7 +106,10 @@ class AttentionStep:
         for path, measured in list(self._measured.items()):
             held, before = measured.held, measured.before
             with self._calls.guarded(path), without_autocast(next(iter(held.values()))):
-                taken = {n: exact(before[n]) - exact(p.detach()) for n, p in held.items()}
+                taken = {
+                    n: to_compute_dtype(before[n]) - to_compute_dtype(p.detach())
+                    for n, p in held.items()
+                }
                 for replayed in measured.replayed:
                     attends = replace(replayed.attends, parameters=before)
                     replayed.stepped(moves_of_scores(attends, taken)[-1][1])

@@ -1,6 +1,6 @@
-"""What all processes have agreed to put together, and have not put together yet.
+"""What all ranks have agreed to put together, and have not put together yet.
 
-To put parts together is a collective: a process that doesn't come would keep the others waiting for
+To put parts together is a collective: a rank that doesn't come would keep the others waiting for
 ever. So all agree first (`Exchange.agree`), and what fails in one of them after that keeps it from
 no collective that was agreed on (`Collectives.settle`).
 """
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.capture.weights.shards import part_of, sharded_as
-from adiv_monitor.features.rows import exact, exact_type
+from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
 
 
 class Agree(Protocol):
-    """Tells whether all processes come to the same point, of this name."""
+    """Tells whether all ranks come to the same point, of this name."""
 
     def __call__(self, point: str, *, comes: bool = True) -> bool:
         """Ask; or say, without waiting, that this one does not come."""
@@ -25,31 +25,31 @@ class Agree(Protocol):
 
 
 class Collectives:
-    """The collectives of one step that this process owes the others.
+    """The collectives of one step that this rank owes the others.
 
     Attributes:
-        owed: for each, in their order, a tensor that is spread as that is which comes then. What is
-            agreed on must be here at once: a list that was made before, and no call in between.
+        pending: one tensor per collective, in their order, with the placement of its result. What
+            is agreed on must be here at once: a list that was made before, and no call in between.
     """
 
     def __init__(self) -> None:
-        self.owed: deque[Tensor] = deque()
+        self.pending: deque[Tensor] = deque()
 
     def whole(self, part: Tensor) -> Tensor:
         """What comes next, put together.
 
         Args:
-            part: what this process has of it.
+            part: what this rank has of it.
         """
-        sharded = sharded_as(exact(part).contiguous(), self.owed[0])
-        self.owed.popleft()  # right before: whatever is still owed was not begun
+        sharded = sharded_as(to_compute_dtype(part).contiguous(), self.pending[0])
+        self.pending.popleft()  # right before: whatever is still pending was not begun
         whole: Tensor = sharded.full_tensor().detach()
         return whole
 
     def settle(self) -> None:
-        """Come to all that is owed, where something has failed here; with no numbers."""
-        while self.owed:
-            alike = self.owed.popleft()
+        """Come to all that is pending, where something has failed here; with no numbers."""
+        while self.pending:
+            alike = self.pending.popleft()
             part = part_of(alike)
-            nothing = torch.full_like(part, math.nan, dtype=exact_type(part))
+            nothing = torch.full_like(part, math.nan, dtype=compute_dtype(part))
             sharded_as(nothing, alike).full_tensor()

@@ -1,4 +1,4 @@
-"""From what one process knows of a step to its report: what it is of, and why not of the rest."""
+"""From what one rank knows of a step to its report: what it is of, and why not of the rest."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,16 +6,16 @@ from functools import partial
 
 from torch import nn
 
-from adiv_monitor.capture.updates import Watch
+from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.report import StepReport
 from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.outcome import understand
-from adiv_monitor.step.part import Part
 from adiv_monitor.step.phases import Pending
+from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.transfer import fetch_numbers
 
 
-def describe(part: Part, pending: Pending, failures: Failures, interval: int) -> None:
+def describe(part: RankContribution, pending: Pending, failures: Failures, interval: int) -> None:
     """Which parameters a part is of, and why there is nothing of others."""
     seen = pending.capture.layers
     selection = pending.selection.accountable(seen.values())
@@ -56,13 +56,15 @@ def _not_measured(parameter: nn.Parameter) -> str:
     return "the step was not measured, as a note says"
 
 
-def report_of(number: int, part: Part, watch: Watch, failures: Failures) -> StepReport:
+def report_of(
+    number: int, part: RankContribution, history: RunHistory, failures: Failures
+) -> StepReport:
     """The report of a step, from what is known of it.
 
     Args:
         number: of the step.
-        part: of one process, or of all.
-        watch: what this run was seen to do so far.
+        part: of one rank, or of all.
+        history: what this run was seen to do so far.
         failures: knows what to do about exceptions.
     """
 
@@ -70,7 +72,7 @@ def report_of(number: int, part: Part, watch: Watch, failures: Failures) -> Step
         failures.switch_off(path, error)
         part.unsupported[path] = failures.switched_off[path]
 
-    outcome = understand(part, watch, fail)
+    outcome = understand(part, history, fail)
     return StepReport(
         step=number,
         layers=outcome.layers,

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.names import class_name
-from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Layer, Selection
-from adiv_monitor.capture.updates import ParameterSteps, Watch
+from adiv_monitor.capture.updates import ParameterSteps, RunHistory
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
+from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import DenseFeatures, Features, OneHotFeatures
 from adiv_monitor.features.jacobian import JacobianFeatures
-from adiv_monitor.features.rows import exact, joined
+from adiv_monitor.features.rows import joined, to_compute_dtype
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.alike import Fail
 from adiv_monitor.maths.ceiling import KNOWN
@@ -25,24 +25,24 @@ from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import (
     About,
     CeilingSums,
-    Dealt,
     Evidence,
     LayerSums,
     OwnDots,
+    Partition,
     Sampled,
 )
 from adiv_monitor.maths.totals import AllRows
-from adiv_monitor.step.makings import with_own_scales
 from adiv_monitor.step.measured_layer import MeasuredLayer, products
-from adiv_monitor.step.part import Pieces
 from adiv_monitor.step.plain_step import Change, act, changes, gram_is_less, probe
+from adiv_monitor.step.rank_contribution import Pieces
 from adiv_monitor.step.row_vectors import RowVectors
-from adiv_monitor.step.whole_rows import dealt
-from adiv_monitor.step.wholes import Wholes
+from adiv_monitor.step.rows_across_ranks import partition
+from adiv_monitor.step.unsharded import UnshardedParameters
+from adiv_monitor.step.weight_versions import with_own_scales
 
 # There is no mean feature, and no telling which of the parameters are a bias.
 _WITHOUT_FEATURES = ("common_share", "bias_share")
-# Numbers of a layer that a process sends for the ceiling: 8 MiB, eigenvectors in half a second.
+# Numbers of a layer that a rank sends for the ceiling: 8 MiB, eigenvectors in half a second.
 _MOST_SUMS = 2**20
 
 
@@ -53,8 +53,8 @@ class FinalGradient:
         capture: the rows.
         reached: the layers that a gradient reached.
         selection: what is measured.
-        watch: what this run was seen to do so far.
-        wholes: what processes know together.
+        history: what this run was seen to do so far.
+        unsharded: what ranks know together.
         steps: the gradients of all pieces.
         scale: what a fused optimizer will divide them by during its step (AMP); None: nothing.
         generator: the monitor's own source of chance.
@@ -63,7 +63,7 @@ class FinalGradient:
         measured: by path, the layers that have begun.
         pieces: by path, what of their parameters' dot products counts.
         too_large: paths of layers whose sums for the ceiling can't travel.
-        in_parts: paths of layers of whose rows no process has all.
+        in_parts: paths of layers of whose rows no rank has all.
         summed: paths of layers of which several passes through one graph told sums alone.
         moved: paths of layers whose parameters were written to since the backward pass.
     """
@@ -73,8 +73,8 @@ class FinalGradient:
         capture: Capture,
         reached: Container[Layer],
         selection: Selection,
-        watch: Watch,
-        wholes: Wholes,
+        history: RunHistory,
+        unsharded: UnshardedParameters,
         steps: ParameterSteps,
         scale: Tensor | None,
         generator: np.random.Generator,
@@ -87,8 +87,8 @@ class FinalGradient:
         self.moved: list[str] = []
         self._capture = capture
         self._peers = selection.peers
-        self._watch = watch
-        self._wholes = wholes
+        self._history = history
+        self._unsharded = unsharded
         self._steps = steps
         self._scale = scale
         self._generator = generator
@@ -103,14 +103,14 @@ class FinalGradient:
 
     def factors(self, layers: Iterable[Layer]) -> dict[str, Tensor]:
         """‖gradient now‖ / ‖gradient that backward left‖ of the layers where it is known."""
-        if processes() > 1:  # only all of them together know
+        if world_size() > 1:  # only all of them together know
             return {}
         left = {x: self._capture.accumulation_of(x).left() for x in layers}
         known = {layer: parts for layer, parts in left.items() if parts is not None}
         if not known:
             return {}
         parts = [self._now(layer.parameters[0]) for layer in known]
-        norms = torch._foreach_norm([exact(part) for part in (*parts, *known.values())])
+        norms = torch._foreach_norm([to_compute_dtype(part) for part in (*parts, *known.values())])
         # 0/0 is 1: then nothing of the gradient is left to be in any units.
         ends = torch._foreach_add(norms, torch.finfo(torch.float32).tiny)
         factors = torch._foreach_div(ends[: len(known)], ends[len(known) :])
@@ -120,7 +120,7 @@ class FinalGradient:
 
     def _now(self, parameter: nn.Parameter) -> Tensor:
         """As long as the parameter's gradient; of a sharded one, as some of its entries."""
-        if is_shard(parameter):  # of one process
+        if is_shard(parameter):  # of one rank
             return self._steps.entries_of(parameter)
         return self._steps.gamma_norm_of(parameter)
 
@@ -146,27 +146,27 @@ class FinalGradient:
         sampled = Sampled(
             seen=sum([call.z.shape[0] for call in calls]),
             total=sum([call.total for call in calls]),
-            dealt=dealt(calls, self._peers, come=self._wholes.come),
+            partition=partition(calls, self._peers, come=self._unsharded.come),
         )
         self.pieces[layer.path] = Pieces(
             {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces},
             partial=bool(parts),
         )
         reason = _why_from_rows(features, shared=is_shared)
-        evidence = self._evidence(layer, calls, sampled.dealt, reason, factor)
-        attainable, ceiling = self._of_ceiling(layer.path, calls, sampled.dealt)
+        evidence = self._evidence(layer, calls, sampled.partition, reason, factor)
+        attainable, ceiling = self._of_ceiling(layer.path, calls, sampled.partition)
         about = _about(layer, features)
         self._keep_all_rows(layer.path, calls)
-        makings = [
+        versions = [
             (made, sum([call.z.shape[0] for call in alike]))
             for made, alike in groupby(calls, key=lambda call: call.layer)
         ]
         gamma = {**{piece.key: self._steps.gamma(piece) for piece in layer.pieces}, **parts}
         if self._scale is not None:
             gamma = {key: g / self._scale for key, g in gamma.items()}
-        # With several processes γ holds other rows, too.
-        trusted = processes() == 1 and not reason and own is None
-        trusted = trusted and layer.path not in self._watch.distrusted
+        # With several ranks γ holds other rows, too.
+        trusted = world_size() == 1 and not reason and own is None
+        trusted = trusted and layer.path not in self._history.distrusted
         made = None
         if sampled.seen == sampled.total and trusted and gram_is_less(features, layer, G):
             if factor is not None:
@@ -175,11 +175,11 @@ class FinalGradient:
             probed = probe(layer, features, G, gamma, self._generator)
             evidence = replaced(evidence, probe=probed)
         else:
-            changed = changes(makings, gamma)
-            by_weight, by_bias = act(makings, changed, features)
+            changed = changes(versions, gamma)
+            by_weight, by_bias = act(versions, changed, features)
             e = self._apart(by_weight), self._apart(by_bias)
             if not layer.is_direct:
-                features, made = with_own_scales(makings, changed, features, self._generator)
+                features, made = with_own_scales(versions, changed, features, self._generator)
         sums = LayerSums(
             about,
             sampled,
@@ -193,7 +193,7 @@ class FinalGradient:
         )
         vectors = RowVectors(G, factor, joined([call.z for call in calls]), e)
         places = [(call.place, call.rows) for call in calls]
-        measured = MeasuredLayer(layer, makings, features, vectors, places, own, sums)
+        measured = MeasuredLayer(layer, versions, features, vectors, places, own, sums)
         measured.choose_entries(self._generator)
         self.measured[layer.path] = measured
         self._capture.rows[layer.path].release()
@@ -210,7 +210,7 @@ class FinalGradient:
         Args:
             lose: called with a layer's path and the exception met.
         """
-        across = processes() > 1
+        across = world_size() > 1
         for path, found in totals.sums(
             self._all_rows, self._generator, lose, across=across
         ).items():
@@ -225,7 +225,7 @@ class FinalGradient:
         self,
         layer: Layer,
         calls: Sequence[Call],
-        dealt: Dealt | None,
+        partition: Partition | None,
         reason: str,
         factor: Tensor | None,
     ) -> Evidence[Tensor]:
@@ -234,15 +234,15 @@ class FinalGradient:
         contributions = self._capture.contributions_of(layer)
         if any(contribution.is_moved for contribution in contributions):
             self.moved.append(layer.path)
-        # What it left of the gradient: of processes that compute the same, the first one's counts.
-        counts = dealt is None or dealt.place == 0 or accumulated.is_term
+        # What it left of the gradient: of ranks that compute the same, the first one's counts.
+        counts = partition is None or partition.place == 0 or accumulated.is_partial_sum
         now: list[Tensor | None] = [None] * max(1, len(contributions))
         contributed: list[Tensor | None] = [None] * len(contributions)
         then = accumulated.entries if counts else None
         if then is not None:
-            entries = self._wholes.entries.get(id(lead))
+            entries = self._unsharded.entries.get(id(lead))
             now[0] = self._steps.entries_of(lead) if entries is None else entries
-        followed = bool(contributions) and layer.is_direct and processes() == 1
+        followed = bool(contributions) and layer.is_direct and world_size() == 1
         for place, contribution in enumerate(contributions):
             followed &= contribution.is_known and contribution.has_rows
             own = contribution.entries()
@@ -258,26 +258,26 @@ class FinalGradient:
             then=then,
             now=tuple(now),
             contributed=tuple(contributed),
-            since=None if processes() == 1 else accumulated.since_ended(),
+            since=None if world_size() == 1 else accumulated.since_ended(),
             foreign=accumulated.foreign,
             rule_error=self._capture.rows[layer.path].linear,
             replay_error=torch.stack(replay_errors).amax() if replay_errors else None,
         )
 
     def _of_ceiling(
-        self, path: str, calls: Sequence[Call], dealt: Dealt | None
+        self, path: str, calls: Sequence[Call], partition: Partition | None
     ) -> tuple[Tensor | None, CeilingSums[Tensor] | None]:
-        """The cosine that is attainable, or of several processes, the sums for that."""
+        """The cosine that is attainable, or of several ranks, the sums for that."""
         rows = self._capture.rows[path]
         ceiling = rows.ceiling
-        if not (rows.ceiling_is_whole or dealt is None):
+        if not (rows.ceiling_is_whole or partition is None):
             self.in_parts.append(path)
         elif isinstance(calls[0].features, KNOWN) and not rows.ceiling_is_whole:
             self.summed.append(path)
-        elif ceiling is not None and processes() == 1:
+        elif ceiling is not None and world_size() == 1:
             return ceiling.cosine(), None
         elif ceiling is not None:
-            alike = 1 if dealt is None else dealt.count  # so many have the same rows
+            alike = 1 if partition is None else partition.count  # so many have the same rows
             sums = [part / alike for part in ceiling.sums()]
             if sum(part.numel() for part in sums) <= _MOST_SUMS:
                 return None, CeilingSums(*sums)

@@ -14,7 +14,7 @@ from adiv_monitor.maths.sums import Array, Evidence
 
 # The cosine of two gradients that are alike but for a factor is 1 but for rounding.
 LIKENESS_TOLERANCE = 1e-3
-# So much of the one may then be no multiple of the other: processes may exchange half precision.
+# So much of the one may then be no multiple of the other: ranks may exchange half precision.
 LARGEST_REST = math.sqrt(2 * LIKENESS_TOLERANCE)
 
 # Gradients of so few entries may be multiples of each other by chance.
@@ -119,7 +119,7 @@ def compared(several: Sequence[Evidence[Array]]) -> list[Compared]:
 
 
 def since_backward(seen: Evidence[Array]) -> float:
-    """By what the gradient was multiplied since the last pass was over, `since_ended` of processes.
+    """By what the gradient was multiplied since the last pass was over, `since_ended` of ranks.
 
     NaN where it was not multiplied by one factor in all of them: then they put it together only
     after that pass.

@@ -7,22 +7,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.realised.rows import Calls
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import Parts
+from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.features import Averaged, Features
-from adiv_monitor.features.rows import Index, exact, to_device
+from adiv_monitor.features.rows import Index, to_compute_dtype, to_device
 from adiv_monitor.maths import totals
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Blocks, Common, LayerSums
-from adiv_monitor.step.plain_step import Making
+from adiv_monitor.step.plain_step import WeightVersion
 from adiv_monitor.step.row_vectors import RowProducts, RowVectors, products_of
 
 
 def products(own: Parts, others: Parts) -> Float[Tensor, "1"]:
     """Their dot product over all pieces."""
-    parts = [(exact(part) * exact(others[key])).sum() for key, part in own.items()]
+    parts = [
+        (to_compute_dtype(part) * to_compute_dtype(others[key])).sum() for key, part in own.items()
+    ]
     return torch.stack(parts).sum().reshape(1)
 
 
@@ -32,7 +34,7 @@ class MeasuredLayer:
 
     Attributes:
         layer: the layer.
-        makings: as calls used it, with the rows of each.
+        versions: as calls used it, with the rows of each.
         features: of the rows, of all calls.
         rows: what is known of the rows.
         calls: where the rows are.
@@ -42,7 +44,7 @@ class MeasuredLayer:
     """
 
     layer: Layer
-    makings: list[Making]
+    versions: list[WeightVersion]
     features: Features
     rows: RowVectors
     calls: Calls
@@ -73,8 +75,8 @@ class MeasuredLayer:
         """
         found, sums = products_of(self.rows, self.features), self.sums
         is_known = sums.totals is not None and sums.totals.weight_sum is not None
-        # Rows without a gradient may be another process's.
-        asked = expects_idle or not is_known or processes() > 1
+        # Rows without a gradient may be another rank's.
+        asked = expects_idle or not is_known or world_size() > 1
         has_one = found.scale is not None and found.of_groups is None
         return replaced(
             sums,
@@ -108,4 +110,4 @@ class MeasuredLayer:
         if products is None:
             return None
         norms = features.weight_norms() if found.weight_norms is None else found.weight_norms
-        return Common(products, norms, features.weight_sum(active) if processes() > 1 else None)
+        return Common(products, norms, features.weight_sum(active) if world_size() > 1 else None)

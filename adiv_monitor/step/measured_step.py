@@ -14,10 +14,10 @@ from torch import Tensor
 
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
-from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Layer, Selection, listed
-from adiv_monitor.capture.updates import ParameterSteps, PieceNumbers, Watch, weight_norms
+from adiv_monitor.capture.updates import ParameterSteps, PieceNumbers, RunHistory, weight_norms
 from adiv_monitor.capture.weights.pieces import Parts
+from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.maths.attention_sums import merge
 from adiv_monitor.maths.records import replaced
@@ -26,21 +26,21 @@ from adiv_monitor.step.attention_step import AttentionStep
 from adiv_monitor.step.collectives import Agree
 from adiv_monitor.step.final_gradient import FinalGradient
 from adiv_monitor.step.measured_layer import MeasuredLayer, products
-from adiv_monitor.step.part import Part, learn, make_part
 from adiv_monitor.step.plain_step import act, added, changes
+from adiv_monitor.step.rank_contribution import RankContribution, learn, make_contribution
 from adiv_monitor.step.realised import Realised
+from adiv_monitor.step.rows_across_ranks import NOT_ALIKE
 from adiv_monitor.step.transfer import Flags, StepSums, fetch
-from adiv_monitor.step.whole_rows import NOT_ALIKE
-from adiv_monitor.step.wholes import WHY_NOT, Wholes, spread
+from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
 
 
 def _is_alone(point: str, *, comes: bool = True) -> bool:
-    return processes() == 1
+    return world_size() == 1
 
 
 # Why there is no attainable_cosine.
-_TOO_LARGE = "with several processes it takes sums that are too large to be exchanged."
-_IN_PARTS = "it takes all rows, of which processes have parts (tensor parallelism)."
+_TOO_LARGE = "with several ranks it takes sums that are too large to be exchanged."
+_IN_PARTS = "it takes all rows, of which ranks have parts (tensor parallelism)."
 _MOVED = (
     "The weights of {} were written to between the backward pass and the optimizer's step (weight "
     "decay by hand, a perturbation that was taken back?): what that did is part of neither the "
@@ -55,18 +55,18 @@ class MeasuredStep:
     Args:
         capture: the rows; its hooks stay on until the step is taken, which may raise before.
         selection: what is measured.
-        watch: what this run was seen to do so far.
+        history: what this run was seen to do so far.
         fail: called with a layer's path and the exception met while measuring it.
         generator: the monitor's own source of chance.
         realised: finds out what the step really did, if asked for.
-        agree: asks the other processes whether all come to a point of the step.
+        agree: asks the other ranks whether all come to a point of the step.
     """
 
     def __init__(
         self,
         capture: Capture,
         selection: Selection,
-        watch: Watch,
+        history: RunHistory,
         fail: Callable[[str, Exception], None],
         generator: np.random.Generator,
         realised: Realised | None = None,
@@ -84,8 +84,8 @@ class MeasuredStep:
         self.skipped: Tensor | None = None  # > 0: a fused optimizer found inf and did nothing
         self._moved: Tensor | None = None  # did the weights move before the gradient was there?
         self._selection = selection
-        self._wholes = Wholes(selection, agree)
-        self._watch = watch
+        self._unsharded = UnshardedParameters(selection, agree)
+        self._history = history
         self._fail = fail
         self._generator = generator
         self._gradient: FinalGradient | None = None
@@ -113,21 +113,21 @@ class MeasuredStep:
             self._realised.step_begins()
         reached = self._reached()
         try:
-            # Not those of the layers that were reached, of which each process has its own.
-            come = self._wholes.gradients({id(p) for p in self._selection.due_parameters})
+            # Not those of the layers that were reached, of which each rank has its own.
+            come = self._unsharded.gradients({id(p) for p in self._selection.due_parameters})
             self._put_together(reached)
             pieces = [piece for layer in reached for piece in layer.pieces]
             self._steps = ParameterSteps(
-                *(pieces, self._watch),
+                *(pieces, self._history),
                 updates=steps,
                 copy_gradient=scale is not None,
-                new=not self._watch.knows({layer.path for layer in reached}),
-                gradients=self._wholes.parts,
+                new=not self._history.knows({layer.path for layer in reached}),
+                gradients=self._unsharded.parts,
             )
             if steps:
-                self._wholes.keep(self._steps)
+                self._unsharded.keep(self._steps)
             found = self._gradient = FinalGradient(
-                *(self._capture, reached, self._selection, self._watch, self._wholes),
+                *(self._capture, reached, self._selection, self._history, self._unsharded),
                 *(self._steps, scale, self._generator),
             )
             factors = found.factors(reached)
@@ -135,9 +135,9 @@ class MeasuredStep:
             def begin(layer: Layer, parts: Parts) -> None:
                 found.begin(layer, reached[layer], factors.get(layer.path), parts)
 
-            self._measure(reached, begin, self._wholes.of_gradients if come else None)
+            self._measure(reached, begin, self._unsharded.of_gradients if come else None)
         finally:
-            self._wholes.settle()
+            self._unsharded.settle()
         found.add_sums(self._lose)
         if self._attention is not None:
             self._attention.gradient_is_final(self._steps, updates=steps)
@@ -172,9 +172,9 @@ class MeasuredStep:
         return reached
 
     def _put_together(self, reached: dict[Layer, list[Call]]) -> None:
-        """The rows that processes know together; layers of which that can't be are lost."""
-        for layer in self._wholes.rows(reached):
-            why = NOT_ALIKE if self._wholes.come or not spread(layer) else WHY_NOT
+        """The rows that ranks know together; layers of which that can't be are lost."""
+        for layer in self._unsharded.rows(reached):
+            why = NOT_ALIKE if self._unsharded.come or not spread(layer) else WHY_NOT
             self._lose(layer.path, Refused(why))
             self._capture.rows[layer.path].release()
             del reached[layer]
@@ -184,16 +184,16 @@ class MeasuredStep:
         """The optimizer has stepped: u and d."""
         if self._attention is not None:  # first, while all copies of parameters are there
             self._attention.updated()
-        if self._steps is None or not (self._measured or self._wholes.come):
+        if self._steps is None or not (self._measured or self._unsharded.come):
             return
         self._steps.stepped()
         # The largest difference last, when the other layers' rows are gone: that is the peak.
         layers = [x.layer for x in sorted(self._measured.values(), key=attrgetter("size"))]
-        made = partial(self._wholes.of_updates, steps=self._steps)
+        made = partial(self._unsharded.of_updates, steps=self._steps)
         try:
-            self._measure(layers, self._measure_update, made if self._wholes.updates() else None)
+            self._measure(layers, self._measure_update, made if self._unsharded.updates() else None)
         finally:
-            self._wholes.settle()
+            self._unsharded.settle()
         self._flags.gradient_changed = self._steps.finish_update()
 
     @torch.no_grad()
@@ -238,8 +238,8 @@ class MeasuredStep:
             self._attention.discard()
 
     @torch.no_grad()
-    def part(self) -> Part:
-        """Bring everything to the host at once: what this process knows of the step."""
+    def part(self) -> RankContribution:
+        """Bring everything to the host at once: what this rank knows of the step."""
         self._flags.skipped, self._flags.moved = self.skipped, self._moved
         steps = self._steps
         pieces = {} if self._gradient is None else self._gradient.pieces
@@ -252,7 +252,7 @@ class MeasuredStep:
                 {} if self._attention is None else self._attention.sums(),
             )
         )
-        part = make_part(
+        part = make_contribution(
             found,
             pieces,
             {} if steps is None else steps.places,
@@ -261,7 +261,7 @@ class MeasuredStep:
             keeps_gradient=steps is not None and steps.has_copies,
         )
         part.rows_lost |= self._refused
-        learn(self._watch, part)
+        learn(self._history, part)
         attention = self._capture.attention
         if attention is not None and not part.refused:
             part.attention = {path: merge(calls) for path, calls in found.attention.items()}
@@ -310,7 +310,7 @@ class MeasuredStep:
         Args:
             layers: the layers.
             measure: is given the pieces that were made whole.
-            made: makes them so, with all other processes; None: they can't be.
+            made: makes them so, with all other ranks; None: they can't be.
         """
         apart = dict.fromkeys(layer for layer in layers if spread(layer))
         for layer in layers:
@@ -321,7 +321,7 @@ class MeasuredStep:
             del apart[layer]
             try:
                 self._try(layer, measure, layer, parts)
-            except Exception as error:  # raised now, it would keep the other processes waiting
+            except Exception as error:  # raised now, it would keep the other ranks waiting
                 errors.append(error)
         for layer in apart:
             self._lose(layer.path, Refused(WHY_NOT))
@@ -351,8 +351,8 @@ class MeasuredStep:
         assert steps is not None
         taken = {piece.key: steps.taken(piece) for piece in layer.pieces}
         whole = {**taken, **parts}
-        changed = changes(measured.makings, whole, whole)
-        measured.rows.d = act(measured.makings, changed, measured.features)
+        changed = changes(measured.versions, whole, whole)
+        measured.rows.d = act(measured.versions, changed, measured.features)
         if measured.own is not None and measured.sums.own is not None:
             own = replaced(measured.sums.own, w=products(measured.own, taken))
             measured.sums = replaced(measured.sums, own=own)
@@ -364,7 +364,7 @@ class MeasuredStep:
     def _finish_rows(self, path: str) -> None:
         """A layer's sums; its rows are let go."""
         measured = self._measured[path]
-        sums = measured.finished(expects_idle=self._watch.expects_idle(path))
+        sums = measured.finished(expects_idle=self._history.expects_idle(path))
         rows = measured.rows
         if self._realised is not None and rows.d is not None:
             vectors = rows.scaled(), added(*rows.d), rows.z

@@ -1,4 +1,4 @@
-"""Data classes as bytes, and back, by their annotations: what processes send each other.
+"""Data classes as bytes, and back, by their annotations: what ranks send each other.
 
 Whoever reaches the store by which they met can write there. So a message is data alone: nothing in
 it is run, what is read has the types that the annotations promise, and no more memory is taken than

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from adiv_monitor.capture.selection import listed
-from adiv_monitor.capture.updates import Watch
+from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.maths.alike import Fail, raised
 from adiv_monitor.maths.readings import Judged, Measured, measure
 from adiv_monitor.maths.records import replaced
@@ -16,13 +16,13 @@ from adiv_monitor.report import MEASURES, AttentionReading, LayerReading
 from adiv_monitor.step import finite
 from adiv_monitor.step.attention_outcome import attention_outcome
 from adiv_monitor.step.gradient_check import Compared, compared, speaks_against
-from adiv_monitor.step.makings import reaches_all, resolved
-from adiv_monitor.step.part import Facts, Part
-from adiv_monitor.step.rows_together import in_units
+from adiv_monitor.step.merge_rows import in_units
+from adiv_monitor.step.rank_contribution import Facts, RankContribution
+from adiv_monitor.step.weight_versions import reaches_all, resolved
 
 # Why what the parameters say does not hold for the rows, so that all is estimated from rows.
 _FROM_ROWS = {
-    "processes": "Rows of {} are missing from other processes",
+    "ranks": "Rows of {} are missing from other ranks",
     "shared": "The weights of {} are used by other layers too",
     "unknown": (
         "The gradient of {} is in units that are not known (set by hand, or by a hook that came "
@@ -61,12 +61,12 @@ class Outcome:
 
 
 @np.errstate(all="ignore")  # of numbers that are not finite it is the readings that tell
-def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
+def understand(part: RankContribution, history: RunHistory, fail: Fail = raised) -> Outcome:
     """Readings, and what goes with them.
 
     Args:
-        part: of the whole step, be it of one process or of all.
-        watch: is told which gradients hold more than their rows.
+        part: of the whole step, be it of one rank or of all.
+        history: is told which gradients hold more than their rows.
         fail: called with a layer's path and the exception that its measures met.
     """
     if part.refused:
@@ -74,7 +74,7 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
     facts = part.facts
     entries = compared([layer.evidence for layer in part.layers.values()])
     judged = {
-        path: _judged(resolved(layer), entries_of, facts, suspected=path in watch.suspected)
+        path: _judged(resolved(layer), entries_of, facts, suspected=path in history.suspected)
         for (path, layer), entries_of in zip(part.layers.items(), entries, strict=True)
     }
     measured = measure(judged, fail)
@@ -84,8 +84,8 @@ def understand(part: Part, watch: Watch, fail: Fail = raised) -> Outcome:
         if found.suspected:
             reasons[path] = "more" if found.holds_more else "seems"
     readings = {p: _reading(layer, measured[p], facts) for p, layer in kept.items()}
-    watch.distrusted |= {path for path, reason in reasons.items() if reason not in ("", "seems")}
-    watch.suspected = {path for path, found in measured.items() if found.suspected}
+    history.distrusted |= {path for path, reason in reasons.items() if reason not in ("", "seems")}
+    history.suspected = {path for path, found in measured.items() if found.suspected}
     attention, of_attention = attention_outcome(part.attention, part.no_attention)
     notes = [
         *part.notes,

@@ -10,34 +10,38 @@ from torch import Tensor
 from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts
 from adiv_monitor.features.features import DenseFeatures, Features
-from adiv_monitor.features.rows import exact, joined, to_device
+from adiv_monitor.features.rows import joined, to_compute_dtype, to_device
 from adiv_monitor.kernels.choice import counts_launches
 
-Making = tuple[Layer, int]  # a layer as some calls made its weights, and how many rows they have
+WeightVersion = tuple[
+    Layer, int
+]  # a layer as some calls made its weights, and how many rows they have
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 # Products that a GPU takes in the time of a launch or two, of which the way round needs ten more.
 _AS_LAUNCHES = 2**30
 Change = tuple[Tensor | None, Tensor | None]  # of weight and bias; None: not trained
 
 
-def changes(makings: Sequence[Making], parts: Parts, taken: Parts = NOTHING) -> list[Change]:
+def changes(
+    versions: Sequence[WeightVersion], parts: Parts, taken: Parts = NOTHING
+) -> list[Change]:
     """How weight and bias change when the pieces do, for each way in which they were made.
 
     Args:
-        makings: those of a layer's rows, in order.
+        versions: those of a layer's rows, in order.
         parts: a change of the layer's pieces.
         taken: what a step has taken away from them since.
     """
-    return [layer.change(parts, taken) for layer, _ in makings]
+    return [layer.change(parts, taken) for layer, _ in versions]
 
 
-def act(makings: Sequence[Making], changed: Sequence[Change], features: Features) -> Change:
+def act(versions: Sequence[WeightVersion], changed: Sequence[Change], features: Features) -> Change:
     """Φ_W Wᵀ and φ_b ⊗ b, (rows, n_total), for a change of weight and bias."""
     if len(changed) == 1:
         return _acted(changed[0], features)
-    device = makings[0][0].parameters[0].device
+    device = versions[0][0].parameters[0].device
     parts = torch.split(
-        torch.arange(sum(rows for _, rows in makings), device=device), [n for _, n in makings]
+        torch.arange(sum(rows for _, rows in versions), device=device), [n for _, n in versions]
     )
     acted = [_acted(c, features.pick(rows)) for c, rows in zip(changed, parts, strict=True)]
     by_weight, by_bias = zip(*acted, strict=True)
@@ -96,9 +100,11 @@ def probe(
     v = to_device(drawn.astype(_NUMPY[G.dtype]), G.device)
     found = G.new_empty(2, G.shape[1])
     left = found[1]
-    weight = exact(of_weight)
+    weight = to_compute_dtype(of_weight)
     matrix = weight.t() if features.transposed else weight.reshape(-1, width)
-    start, beta = (left, 0.0) if of_bias is None else (exact(of_bias).reshape(-1), drawn[width])
+    start, beta = (
+        (left, 0.0) if of_bias is None else (to_compute_dtype(of_bias).reshape(-1), drawn[width])
+    )
     torch.addmv(start, matrix, v[:width], beta=beta, out=left)
     torch.addmv(left, G.T, features.times(v), alpha=-1, out=found[0])
     return found

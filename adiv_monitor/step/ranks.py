@@ -1,7 +1,7 @@
-"""What processes that train together tell each other, without any of them ever waiting for long.
+"""What ranks that train together tell each other, without any of them ever waiting for long.
 
 Through the store by which they all met, and not by a collective: that would wait for ever for a
-process that has no monitor, raised, or skipped the step, and would come between the collectives of
+rank that has no monitor, raised, or skipped the step, and would come between the collectives of
 the training. Whoever looks for what is not there goes on without.
 """
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """Passes numbers on from the first process, through the store by which they all met.
+    """Passes numbers on from the first rank, through the store by which they all met.
 
     One that reads before anything is there, or after the store is gone, gets nothing and decides by
     itself.
 
     Args:
-        name: what is decided about, the same in all processes.
+        name: what is decided about, the same in all ranks.
     """
 
     def __init__(self, name: str) -> None:
         self._key = f"adiv_monitor/{_hashed(name)}"
 
     def tell(self, *numbers: int) -> None:
-        """Where this is the first of several processes, let the others know."""
+        """Where this is the first of several ranks, let the others know."""
         store = _store()
         if store is not None and dist.get_rank() == 0:
             try:
@@ -44,7 +44,7 @@ class Ranks:
                 return
 
     def told(self, *own: int) -> tuple[int, ...]:
-        """What the first process said last; where it said nothing, one's own numbers."""
+        """What the first rank said last; where it said nothing, one's own numbers."""
         store = _store()
         if store is None or dist.get_rank() == 0:
             return own
@@ -56,7 +56,7 @@ class Ranks:
         return numbers if len(numbers) == len(own) else own
 
     def end(self) -> None:
-        """Where this is the first of several processes: it says nothing more."""
+        """Where this is the first of several ranks: it says nothing more."""
         store = _store()
         if store is not None and dist.get_rank() == 0:
             with suppress(RuntimeError):
@@ -65,7 +65,7 @@ class Ranks:
 
 @dataclass
 class _Left:
-    """What this process has left in the store at one meeting.
+    """What this rank has left in the store at one meeting.
 
     Attributes:
         messages: by step, of how many pieces each is.
@@ -79,25 +79,25 @@ class _Left:
 
 
 class Exchange:
-    """Brings what all processes know of a step to the first, and its report back to them.
+    """Brings what all ranks know of a step to the first, and its report back to them.
 
     Only between monitors that are there: each says so when it joins, and when it leaves. No method
-    but `agree` waits for another process; all raise RuntimeError when the store is gone.
+    but `agree` waits for another rank; all raise RuntimeError when the store is gone.
 
-    What the store holds does not grow with the steps, whoever is slow or never comes: a process
+    What the store holds does not grow with the steps, whoever is slow or never comes: a rank
     keeps the last `_KEPT` of its messages there, and the first takes away what it has read. With
-    the last process that leaves a meeting everything of it is gone. One that was killed never
+    the last rank that leaves a meeting everything of it is gone. One that was killed never
     leaves: what it has left there stays, and is no more than that.
 
     Args:
-        name: what is measured, the same in all processes.
+        name: what is measured, the same in all ranks.
 
     Attributes:
-        rank: of this process.
-        world: how many processes there are.
+        rank: of this rank.
+        world: how many ranks there are.
     """
 
-    # By name, the numbers of the monitors that are attached in this process.
+    # By name, the numbers of the monitors that are attached in this rank.
     _attached: ClassVar[dict[str, set[int]]] = defaultdict(set)
 
     def __init__(self, name: str) -> None:
@@ -114,7 +114,7 @@ class Exchange:
         taken.add(self._number)
 
     def leave(self) -> None:
-        """This process has no monitor any more."""
+        """This rank has no monitor any more."""
         Exchange._attached[self._name].discard(self._number)
         with suppress(RuntimeError):
             _known_store().delete_key(f"{self._key}/{self.rank}")
@@ -122,7 +122,7 @@ class Exchange:
                 self._leave(meeting)
 
     def present(self) -> list[int]:
-        """The other processes that have a monitor."""
+        """The other ranks that have a monitor."""
         others = [rank for rank in range(self.world) if rank != self.rank]
         keys = [f"{self._key}/{rank}" for rank in others]
         store = _store()
@@ -133,7 +133,7 @@ class Exchange:
         return [r for r, key in zip(others, keys, strict=True) if store.check([key])]
 
     def meeting(self) -> str | None:
-        """Where the first process collects; None if it has no monitor."""
+        """Where the first rank collects; None if it has no monitor."""
         if self.rank == 0:
             return self._meeting
         store = _store()
@@ -141,7 +141,7 @@ class Exchange:
         return None if found is None else found.decode("ascii", "replace")
 
     def put(self, meeting: str, step: int, message: bytes) -> None:
-        """Let others have what this process has to say of a step: its part, or the report.
+        """Let others have what this rank has to say of a step: its part, or the report.
 
         Args:
             meeting: where.
@@ -162,7 +162,7 @@ class Exchange:
             store.delete_key(key)
 
     def get(self, meeting: str, step: int, rank: int) -> bytes | None:
-        """What another process has said of a step, if it has, and it is still there."""
+        """What another rank has said of a step, if it has, and it is still there."""
         keys = self._pieces(meeting, step, rank)
         if keys is None:
             return None
@@ -176,7 +176,7 @@ class Exchange:
         return b"".join(pieces)
 
     def take(self, step: int, rank: int) -> bytes | None:
-        """The part of another process, if it has come: nobody else reads it."""
+        """The part of another rank, if it has come: nobody else reads it."""
         part = self.get(self._meeting, step, rank)
         if part is not None:
             for key in self._pieces(self._meeting, step, rank) or ():
@@ -184,7 +184,7 @@ class Exchange:
         return part
 
     def decline(self, step: int) -> None:
-        """This process comes to no point of a step: nobody needs to wait for it there."""
+        """This rank comes to no point of a step: nobody needs to wait for it there."""
         store, meeting = _store(), self.meeting()
         if store is not None and meeting is not None:
             left, key = self._at(meeting), f"{self._key}/{meeting}/{step}/declined"
@@ -192,7 +192,7 @@ class Exchange:
             left.missed.append(key)
 
     def agree(self, step: int, point: str, patience: float) -> bool:
-        """Whether all processes come to a point: then all of them hear so, or none does.
+        """Whether all ranks come to a point: then all of them hear so, or none does.
 
         The only one that waits. Whoever comes last says yes; who has waited for too long says no;
         what was said first holds. Of a point that is gone no more can be said: whoever takes it
@@ -200,7 +200,7 @@ class Exchange:
 
         Args:
             step: its number.
-            point: which, the same in all processes; none comes to it twice.
+            point: which, the same in all ranks; none comes to it twice.
             patience: for how many seconds to wait at most.
         """
         store, meeting = _store(), self.meeting()
@@ -233,7 +233,7 @@ class Exchange:
         return agreed
 
     def refuse(self, step: int, point: str) -> None:
-        """This process does not come to a point; nobody does then."""
+        """This rank does not come to a point; nobody does then."""
         store, meeting = _store(), self.meeting()
         if store is not None and meeting is not None:
             left, key = self._at(meeting), f"{self._key}/{meeting}/{step}/{point}"
@@ -242,7 +242,7 @@ class Exchange:
             left.missed.append(key)
 
     def _at(self, meeting: str) -> _Left:
-        """What this process has left at a meeting, and is of use still; it joins if it must."""
+        """What this rank has left at a meeting, and is of use still; it joins if it must."""
         store = _known_store()
         if meeting not in self._left:
             store.add(f"{self._key}/{meeting}/members", 1)
@@ -259,7 +259,7 @@ class Exchange:
         return left
 
     def _leave(self, meeting: str) -> None:
-        """This process needs nothing of a meeting any more; the last one to leave clears it."""
+        """This rank needs nothing of a meeting any more; the last one to leave clears it."""
         store, left, place = _known_store(), self._left.pop(meeting), f"{self._key}/{meeting}"
         for key in left.missed:
             _clear(store, key)
@@ -282,7 +282,7 @@ class Exchange:
 
 _PAUSE, _LOOK = 0.002, 0.25  # seconds
 _PIECE = 2**22  # bytes of one value: the store of torchrun takes no more than eight million
-_KEPT = 8  # messages, and points that not all came to, of each process
+_KEPT = 8  # messages, and points that not all came to, of each rank
 _BOX = re.compile(rb"\d{1,18}:\d{1,4}(?: \d{1,18}:\d{1,4}){0,%d}" % (_KEPT - 1))
 _NOTHING, _OPEN = "-", "open"
 _GONE = "the process group is gone"
@@ -295,7 +295,7 @@ def _value(store: "Store", key: str) -> bytes | None:
 
 
 def _contents(store: "Store", box: str) -> dict[int, int]:
-    """By step, of how many pieces each of a process's messages is."""
+    """By step, of how many pieces each of a rank's messages is."""
     listed = _value(store, box)
     if listed is None or not _BOX.fullmatch(listed):
         return {}
@@ -319,7 +319,7 @@ def _hashed(name: str) -> str:
 
 
 def _store() -> "Store | None":
-    """The store of the processes that train together; None for one alone."""
+    """The store of the ranks that train together; None for one alone."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     from torch.distributed import distributed_c10d  # not in every build of torch

@@ -206,7 +206,7 @@ def _why_not(modules: Sequence[nn.Module]) -> str:
         if any(type(p.data) is not Tensor for p in module._parameters.values() if p is not None):
             return f"a parameter of {name} is not a plain tensor (sharded?)"
         if isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
-            return f"{name} waits for the other processes"
+            return f"{name} waits for the other ranks"
         drops = isinstance(module, nn.RNNBase) and module.dropout and module.training
         if drops and any(p.is_cuda for p in module.parameters()):
             return f"the dropout of {name} on a GPU can't be repeated, nor its state put back"

@@ -12,7 +12,7 @@ from adiv_monitor.step.ranks import Ranks
 from adiv_monitor.step.times import step_times
 
 # Steps from the start of a measured one until its cost is read, because a device may lag behind,
-# and until all processes know what the first made of it.
+# and until all ranks know what the first made of it.
 _READ, _SHORTEST = 8, 16
 
 
@@ -31,7 +31,7 @@ class Schedule(Protocol):
         Args:
             step: its number.
             parameter: one of the model's, on the device that works.
-            name: of what is measured, the same in all processes that train together.
+            name: of what is measured, the same in all ranks that train together.
         """
 
     def forward_begins(self) -> None:

@@ -1,16 +1,17 @@
 """Whether a part that came from another rank can be merged with others.
 
-Its types are those of a `Part` (`messages.py`). But its numbers index each other, and say how many
-there are of others; whether these are like other ranks' is checked when they are merged.
+Its types are those of a `RankContribution` (`messages.py`). But its numbers index each other,
+and say how many there are of others; whether these are like other ranks' is checked when they are
+merged.
 """
 
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.sums import Array, Blocks, LayerSums, Moved, Vector
 from adiv_monitor.step.messages import Malformed
-from adiv_monitor.step.part import Part
+from adiv_monitor.step.rank_contribution import RankContribution
 
 
-def check(part: Part) -> None:
+def check(part: RankContribution) -> None:
     """A part as `prepared` makes it.
 
     Raises:

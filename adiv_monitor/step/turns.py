@@ -9,7 +9,7 @@ from adiv_monitor.report import Turn
 class Turns:
     """Goes round the modules that hold parameters, so many in each measured step.
 
-    The order is the model's, the same in all processes: what a forward pass happens to call has no
+    The order is the model's, the same in all ranks: what a forward pass happens to call has no
     say in it. Parameters that torch moved into modules of their own (`parametrize`) go with the
     module that they were moved from; modules that share a parameter count as one.
 

@@ -31,8 +31,8 @@ from adiv_monitor.capture.layers import Layers
 from adiv_monitor.capture.names import Names
 from adiv_monitor.capture.selection import select
 from adiv_monitor.capture.watching import Watching
-from adiv_monitor.capture.weights.origin import Origin
-from adiv_monitor.capture.whole_modules.leftovers import Leftovers
+from adiv_monitor.capture.weights.provenance import Provenance
+from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 
 SMALL = {
     "resnet18": TASKS["resnet18"],
@@ -90,11 +90,11 @@ class Watched:
         selection = select(model, None, None)
         guard = Guard(lambda error: None)
         self._forwards = Forwards.of(selection, guard)
-        origin = Origin(model, selection.parameters)
+        origin = Provenance(model, selection.parameters)
         chooser = Chooser(None, np.random.default_rng(0))
         names = Names(model, selection, self._forwards)
         layers = Layers(names, origin, chooser, (), lambda *_: None, guard)
-        leftovers = Leftovers(selection, guard)
+        leftovers = ParametersWithoutRule(selection, guard)
         watching = Watching(
             *(selection, self._forwards, layers, origin, leftovers, self._takes),
             begins=lambda: None,

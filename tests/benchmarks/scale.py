@@ -39,10 +39,10 @@ from processes import FoundBy, meet
 
 from adiv_monitor import Monitor
 from adiv_monitor.step import assembly, collectives
+from adiv_monitor.step.merge_ranks import prepared, together
 from adiv_monitor.step.messages import decode, encode
-from adiv_monitor.step.part import Part
+from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.soundness import check
-from adiv_monitor.step.together import prepared, together
 
 _aten = torch.ops.aten
 _ROW_VECTORS = 6  # G, e, z, what others add to a row, d, the bias's part of d
@@ -265,12 +265,12 @@ WORLDS = (2, 8, 64, 1024, 16_384)
 
 
 @contextmanager
-def _noted() -> Iterator[tuple[list[Part], list[int]]]:
+def _noted() -> Iterator[tuple[list[RankContribution], list[int]]]:
     """Parts before they are thinned out, and bytes of what was made whole."""
-    parts: list[Part] = []
+    parts: list[RankContribution] = []
     sizes: list[int] = []
 
-    def note_part(part: Part, *given: Any) -> Part:
+    def note_part(part: RankContribution, *given: Any) -> RankContribution:
         parts.append(part)
         return prepared(part, *given)
 
@@ -289,7 +289,9 @@ def _noted() -> Iterator[tuple[list[Part], list[int]]]:
         yield parts, sizes
 
 
-def _step_of_one(width: int, prepare: Callable[[nn.Module], nn.Module]) -> tuple[Part, int]:
+def _step_of_one(
+    width: int, prepare: Callable[[nn.Module], nn.Module]
+) -> tuple[RankContribution, int]:
     torch.manual_seed(0)
     model = prepare(nn.Sequential(*[nn.Linear(width, width) for _ in range(DEPTH)]))
     x = torch.randn(TOKENS, width)
@@ -309,7 +311,7 @@ def _work(rank: int, world: int, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     meet(rank, world, folder)
-    found: dict[int, tuple[Part, int, int]] = {}
+    found: dict[int, tuple[RankContribution, int, int]] = {}
     for width in WIDTHS:
         part, _ = _step_of_one(width, DistributedDataParallel)
         dist.barrier()
@@ -358,7 +360,7 @@ def several() -> tuple[list[list[object]], list[list[object]]]:
     return rows, times
 
 
-def _thinned(part: Part, world: int) -> Part:
+def _thinned(part: RankContribution, world: int) -> RankContribution:
     return prepared(part, 0, 128, world, np.random.default_rng(0))
 
 
@@ -371,7 +373,7 @@ def _seconds(data: bytes, world: int) -> float:
     times = []
     for _ in range(5):
         began = time.perf_counter()
-        parts = {rank: decode(Part, data) for rank in range(world)}
+        parts = {rank: decode(RankContribution, data) for rank in range(world)}
         for part in parts.values():
             check(part)
         together(parts, world, 128, np.random.default_rng(0))

@@ -15,7 +15,7 @@ from adiv_monitor.maths.records import leaves
 from adiv_monitor.maths.sums import Array, ScaleTotals, Totals
 from adiv_monitor.maths.totals import MOST_ENTRIES, AllRows
 from adiv_monitor.report import MEASURES, LayerReading
-from adiv_monitor.step.part import sums_by_piece
+from adiv_monitor.step.rank_contribution import sums_by_piece
 
 ROWS = 50
 

@@ -636,7 +636,7 @@ def test_nothing_waits_for_other_processes() -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert not waits.attention
-    assert any("would wait for the other processes" in note for note in waits.notes)
+    assert any("would wait for the other ranks" in note for note in waits.notes)
     same(alone, monitored(built("torch")))
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.contributions import Contribution, follow
+from adiv_monitor.capture.gradient_shares import GradientShare, follow
 from adiv_monitor.capture.selection import listed
 
 FROM_ROWS = "estimated from their rows alone"
@@ -436,7 +436,7 @@ def test_contributions_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With several processes nothing is rescaled; a gradient that is taken alone does not count."""
     passes, parameter = Passes(monkeypatch), nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
-    found = Contribution(parameter)
+    found = GradientShare(parameter)
     for passes.now, folds in ((1, True), (2, True), (3, False), (4, True)):
         if folds:  # the weight's gradient comes first
             found.fold()
@@ -451,7 +451,7 @@ def test_contributions_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_contributions_that_were_zeroed_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     passes, parameter = Passes(monkeypatch), nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
-    found = Contribution(parameter)
+    found = GradientShare(parameter)
     for passes.now in (1, 2):
         found.reset()
         found.fold()
@@ -464,14 +464,14 @@ def test_contributions_that_were_zeroed_are_gone(monkeypatch: pytest.MonkeyPatch
 
 def test_contributions_that_no_node_hands_on_are_not_known() -> None:
     x, weight, other = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    mine, others = Contribution(weight), Contribution(other)
+    mine, others = GradientShare(weight), GradientShare(other)
     assert len(follow([x * weight], (), [mine, others], lambda *_: None)) == 1
     assert mine.is_known and not others.is_known
 
 
 def test_of_a_parameter_that_was_handed_nothing_nothing_is_said() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    found = Contribution(parameter)
+    found = GradientShare(parameter)
     with torch.no_grad():
         parameter += 1
     assert not found.is_moved
@@ -484,7 +484,7 @@ def test_of_a_parameter_that_was_handed_nothing_nothing_is_said() -> None:
 
 def test_of_gradients_that_lie_otherwise_nothing_is_known() -> None:
     parameter = nn.Parameter(torch.rand(3, 4))
-    found = Contribution(parameter)
+    found = GradientShare(parameter)
     (parameter * 2).sum().backward()
     found.arrive(torch.full((3, 4), 2.0))
     assert found.entries() is not None

@@ -20,7 +20,7 @@ from processes import loss_of, make
 
 from adiv_monitor import Monitor
 from adiv_monitor.capture.sampling import Draw
-from adiv_monitor.capture.updates import Watch
+from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.maths.sums import (
     About,
     Array,
@@ -36,18 +36,18 @@ from adiv_monitor.report import StepReport
 from adiv_monitor.step import assembly, ranks
 from adiv_monitor.step.description import report_of
 from adiv_monitor.step.failures import Failures
+from adiv_monitor.step.merge_ranks import prepared, together
 from adiv_monitor.step.messages import Malformed, decode, encode
-from adiv_monitor.step.part import Facts, Part
+from adiv_monitor.step.rank_contribution import Facts, RankContribution
 from adiv_monitor.step.ranks import Exchange
 from adiv_monitor.step.soundness import check
-from adiv_monitor.step.together import prepared, together
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 STEP = Path(assembly.__file__).parent
 
 
 @pytest.fixture(scope="module")
-def known() -> tuple[Part, StepReport]:
+def known() -> tuple[RankContribution, StepReport]:
     """Of a step with some of everything: a part as it travels, and the report."""
     model, tokens, targets = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -88,10 +88,10 @@ class Heard:
     ranks: list[int]
 
 
-def test_what_was_sent_is_what_comes(known: tuple[Part, StepReport]) -> None:
+def test_what_was_sent_is_what_comes(known: tuple[RankContribution, StepReport]) -> None:
     part, report = known
     assert part.layers and part.attention
-    come = decode(Part, encode(part))
+    come = decode(RankContribution, encode(part))
     assert same(part, come)
     check(come)
     assert same(report, decode(Heard, encode(Heard(report, [0, 3]))).report)
@@ -145,7 +145,9 @@ class Exploit:
         return Path.mkdir, (Path(self.folder),)
 
 
-def test_what_was_changed_on_the_way_is_no_message(known: tuple[Part, StepReport]) -> None:
+def test_what_was_changed_on_the_way_is_no_message(
+    known: tuple[RankContribution, StepReport],
+) -> None:
     message = encode(known[0])
     chance = np.random.default_rng(0)
     places = [*range(40), *chance.integers(len(message), size=300)]
@@ -154,12 +156,12 @@ def test_what_was_changed_on_the_way_is_no_message(known: tuple[Part, StepReport
     changed += [message + b"\0", message * 2, b"", message[1:], bytes(100)]
     for data in changed:
         with pytest.raises(Malformed):
-            decode(Part, data)
+            decode(RankContribution, data)
 
 
 def test_a_pickle_is_no_message(tmp_path: Path) -> None:
     with pytest.raises(Malformed):
-        decode(Part, pickle.dumps(Exploit(str(tmp_path / "made"))))
+        decode(RankContribution, pickle.dumps(Exploit(str(tmp_path / "made"))))
     assert not (tmp_path / "made").exists()
 
 
@@ -227,14 +229,16 @@ def test_no_text_takes_more_memory_than_it_has_bytes(message: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(Malformed):
-            decode(Part, message)
+            decode(RankContribution, message)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 100 * len(message) + 2**20
 
 
-def test_a_part_is_refused_or_one_that_memory_holds(known: tuple[Part, StepReport]) -> None:
+def test_a_part_is_refused_or_one_that_memory_holds(
+    known: tuple[RankContribution, StepReport],
+) -> None:
     """Whatever is changed by somebody who signs it anew."""
     text, numbers = text_of(encode(known[0]))
     text = json.dumps(text).encode()
@@ -244,7 +248,7 @@ def test_a_part_is_refused_or_one_that_memory_holds(known: tuple[Part, StepRepor
         for place in chance.integers(len(text), size=chance.integers(1, 4)):
             changed[place] = chance.choice(list(b'0123456789,[]"-.xnt'))
         try:
-            part = decode(Part, signed(bytes(changed), numbers))
+            part = decode(RankContribution, signed(bytes(changed), numbers))
             check(part)
         except Malformed:
             continue
@@ -252,7 +256,7 @@ def test_a_part_is_refused_or_one_that_memory_holds(known: tuple[Part, StepRepor
     assert 0 < taken < 400
 
 
-def layer(**changes: Any) -> Part:
+def layer(**changes: Any) -> RankContribution:
     """A part with one layer of four rows."""
     found: LayerSums[Array] = LayerSums(
         About("gain"),
@@ -268,7 +272,7 @@ def layer(**changes: Any) -> Part:
             value = value and replace(getattr(found, name), **value)
         found = replace(found, **{name: value})
     facts = Facts(True, 1.0, False, False, False, False)
-    return Part({"x": found}, facts, [], {}, {}, set(), set(), [])
+    return RankContribution({"x": found}, facts, [], {}, {}, set(), set(), [])
 
 
 def test_numbers_that_do_not_go_with_each_other_are_refused() -> None:
@@ -293,10 +297,10 @@ def test_numbers_that_do_not_go_with_each_other_are_refused() -> None:
 
 
 def test_an_attention_that_does_not_go_with_its_numbers_is_refused(
-    known: tuple[Part, StepReport],
+    known: tuple[RankContribution, StepReport],
 ) -> None:
-    def changed(**values: Any) -> Part:
-        part = decode(Part, encode(known[0]))
+    def changed(**values: Any) -> RankContribution:
+        part = decode(RankContribution, encode(known[0]))
         part.attention["attend"] = replace(part.attention["attend"], **values)
         return part
 
@@ -319,9 +323,11 @@ def test_an_attention_that_does_not_go_with_its_numbers_is_refused(
             check(changed(**values))
 
 
-def test_numbers_of_another_shape_are_not_put_together(known: tuple[Part, StepReport]) -> None:
+def test_numbers_of_another_shape_are_not_put_together(
+    known: tuple[RankContribution, StepReport],
+) -> None:
     """They are sound by themselves: that process has looked at something else."""
-    own, other = (decode(Part, encode(known[0])) for _ in range(2))
+    own, other = (decode(RankContribution, encode(known[0])) for _ in range(2))
     for of, ways in ((own, (1, 3)), (other, (3, 2))):
         of.layers["head"] = replace(of.layers["head"], made=Made(np.ones(ways), 1))
     part, found = together({0: own, 1: other}, 2, 16, np.random.default_rng(0))
@@ -358,10 +364,10 @@ class World:
 
 @pytest.mark.parametrize("name", ["since", "vectors"])
 def test_a_sound_part_that_fits_no_other_costs_no_report(
-    name: str, known: tuple[Part, StepReport], monkeypatch: pytest.MonkeyPatch
+    name: str, known: tuple[RankContribution, StepReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first process's rows are then reported alone, as if the other had not come."""
-    own, other = (decode(Part, encode(known[0])) for _ in range(2))
+    own, other = (decode(RankContribution, encode(known[0])) for _ in range(2))
     path, fits_not = next((p, x) for p, x in other.layers.items() if x.blocks is not None)
     own.layers = {p: x for p, x in own.layers.items() if p != path}
     if name == "vectors":  # of none at all
@@ -379,21 +385,21 @@ def test_a_sound_part_that_fits_no_other_costs_no_report(
     second.put(meeting, 0, encode(other))
     reports = list[StepReport]()
 
-    def complete(step: int, part: Part) -> StepReport:
-        return report_of(step, part, Watch(), Failures("raise"))
+    def complete(step: int, part: RankContribution) -> StepReport:
+        return report_of(step, part, RunHistory(), Failures("raise"))
 
     def assembled() -> StepReport:
         chance = np.random.default_rng(0)
         made = assembly.Assembly(16, chance, complete, lambda report, _: reports.append(report))
         made._exchange = first
-        mine = decode(Part, encode(own))
+        mine = decode(RankContribution, encode(own))
         made._waiting.append(assembly._Waiting(0, mine, meeting, expected={1}))
         made.collect(0.0)
         return reports.pop()
 
     found, alone = assembled(), assembled()  # it is taken away
     (note,) = set(found.notes) - set(alone.notes)
-    assert note.startswith("What processes 1 sent can't be put together with the rest (")
+    assert note.startswith("What ranks 1 sent can't be put together with the rest (")
     assert set(found.layers) == set(alone.layers) and found.layers
     assert same(replace(found, notes=alone.notes).to_dict(), alone.to_dict())
 

@@ -230,7 +230,7 @@ def test_every_measure_is_what_the_step_really_did(name: str) -> None:
         assert estimated == (name == "clipping by value")
         for path, reading in report.layers.items():
             expected = truth.of(path)
-            if estimated:  # what the loss is owed by the gradient that the optimizer saw
+            if estimated:  # what the loss is pending by the gradient that the optimizer saw
                 u = truth.after[path] - truth.before[path]
                 expected["descent"] = -float((truth.gamma[path] * u).sum())
             compare(reading, expected)

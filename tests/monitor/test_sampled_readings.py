@@ -18,12 +18,12 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.updates import Watch
+from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.report import LayerReading
 from adiv_monitor.step.assembly import Assembly
+from adiv_monitor.step.merge_ranks import prepared, together
 from adiv_monitor.step.outcome import understand
-from adiv_monitor.step.part import Part
-from adiv_monitor.step.together import prepared, together
+from adiv_monitor.step.rank_contribution import RankContribution
 
 IDLE = -100  # what cross_entropy leaves out
 
@@ -158,9 +158,9 @@ WORLD, MAX_ROWS = 2, 100
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Part]]:
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankContribution]]:
     """What monitors hand in that take themselves for one of two processes."""
-    handed_in: list[Part] = []
+    handed_in: list[RankContribution] = []
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: WORLD)
     monkeypatch.setattr(Assembly, "join", lambda self, name: None)
@@ -206,12 +206,12 @@ class Divided(Step):
             optimizer.step()
 
 
-def merged(parts: list[Part], seed: int) -> dict[str, LayerReading]:
+def merged(parts: list[RankContribution], seed: int) -> dict[str, LayerReading]:
     generator = np.random.default_rng(seed)
     own = {rank: prepared(part, 0, MAX_ROWS, WORLD, generator) for rank, part in enumerate(parts)}
     whole, ranks = together(own, WORLD, MAX_ROWS, generator)
     assert ranks == [0, 1]
-    outcome = understand(whole, Watch())
+    outcome = understand(whole, RunHistory())
     assert outcome.notes == []
     return outcome.layers
 

@@ -18,7 +18,7 @@ from adiv_monitor import Monitor
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
 from adiv_monitor.step import assembly
-from adiv_monitor.step.wholes import WHY_NOT
+from adiv_monitor.step.unsharded import WHY_NOT
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 
@@ -447,7 +447,7 @@ def test_before_a_step_is_skipped_all_is_measured(found: dict[int, list[Found]])
     assert [len(report.layers) for report in reports] == [2, 2, 0]
 
 
-NOTE = "Rows of {} are missing from other processes: estimated from their rows alone."
+NOTE = "Rows of {} are missing from other ranks: estimated from their rows alone."
 
 
 def test_hooks_that_fail_in_one_process_keep_no_other_waiting(

@@ -12,11 +12,11 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.updates import Watch
+from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.step.assembly import Assembly
+from adiv_monitor.step.merge_ranks import prepared, together
 from adiv_monitor.step.outcome import understand
-from adiv_monitor.step.part import Part
-from adiv_monitor.step.together import prepared, together
+from adiv_monitor.step.rank_contribution import RankContribution
 
 WORDS, WIDTH, TOKENS, SEEN = 40, 12, 1024, 96
 
@@ -221,13 +221,13 @@ def test_a_layer_alone_keeps_no_second_gradient(monkeypatch: pytest.MonkeyPatch)
     from adiv_monitor.capture import layers
 
     wholes: list[bool] = []
-    real = layers.Contribution
+    real = layers.GradientShare
 
-    def counted(parameter: nn.Parameter, *, whole: bool = False) -> layers.Contribution:
+    def counted(parameter: nn.Parameter, *, whole: bool = False) -> layers.GradientShare:
         wholes.append(whole)
         return real(parameter, whole=whole)
 
-    monkeypatch.setattr(layers, "Contribution", counted)
+    monkeypatch.setattr(layers, "GradientShare", counted)
     Step(tied=False).measured(SEEN)
     assert wholes and not any(wholes)
     Step(tied=True).measured(SEEN)
@@ -240,9 +240,9 @@ WORLD = 2
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Part]]:
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankContribution]]:
     """What monitors hand in that take themselves for one of two processes."""
-    handed_in: list[Part] = []
+    handed_in: list[RankContribution] = []
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: WORLD)
     monkeypatch.setattr(Assembly, "join", lambda self, name: None)
@@ -275,7 +275,7 @@ def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
     generator = np.random.default_rng(0)
     own = {rank: prepared(part, 0, SEEN, WORLD, generator) for rank, part in enumerate(parts)}
     merged, _ = together(own, WORLD, SEEN, generator)
-    outcome = understand(merged, Watch())
+    outcome = understand(merged, RunHistory())
     assert outcome.notes == []
     for path, reading in outcome.layers.items():
         assert reading.descent == pytest.approx(expected[path], rel=1e-6)

@@ -24,15 +24,15 @@ from adiv_monitor.capture.weights.shards import Peers
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import Rows
 from adiv_monitor.features.whole import Whole
-from adiv_monitor.maths.sums import About, Array, Dealt, Evidence, LayerSums, Sampled, Vector
+from adiv_monitor.maths.sums import About, Array, Evidence, LayerSums, Partition, Sampled, Vector
 from adiv_monitor.report import StepReport
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.step import rows_together
-from adiv_monitor.step.part import Pieces, make_part
-from adiv_monitor.step.together import prepared
+from adiv_monitor.step import merge_rows
+from adiv_monitor.step.merge_ranks import prepared
+from adiv_monitor.step.rank_contribution import Pieces, make_contribution
+from adiv_monitor.step.rows_across_ranks import NOT_ALIKE, deal, partition
 from adiv_monitor.step.transfer import Flags, StepSums
-from adiv_monitor.step.whole_rows import NOT_ALIKE, deal, dealt
-from adiv_monitor.step.wholes import WHY_NOT
+from adiv_monitor.step.unsharded import WHY_NOT
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
 
@@ -551,18 +551,18 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
         kept = []
         for rank in range(world):
             group, place = divmod(rank, count)
-            shared = Dealt(count * group, place, count, most, rows)
+            shared = Partition(count * group, place, count, most, rows)
             of_each = most // count, rows // count
             layer = LayerSums(
                 About("linear"),
-                Sampled(*of_each, dealt=shared),
+                Sampled(*of_each, partition=shared),
                 (Vector.G,),
                 np.ones((of_each[0], 1, 1)),
                 Evidence(0.0),
                 scale=np.full(of_each[0], float(group)),
             )
             nothing: PieceNumbers[Array] = PieceNumbers()
-            part = make_part(
+            part = make_contribution(
                 StepSums({"x": layer}, Flags(), nothing, nothing, {}),
                 {"x": Pieces({})},
                 {},
@@ -573,7 +573,7 @@ def test_what_was_dealt_out_makes_one_sample(count: int) -> None:
             kept.append(prepared(part, step_number, most, world, chance).layers["x"])
         keys = np.concatenate([x.rows.keys for x in kept if x.rows.keys is not None])
         assert len(set(keys)) == len(keys)
-        whole = rows_together.merge(kept, most, chance)
+        whole = merge_rows.merge(kept, most, chance)
         assert whole.rows.seen <= most
         assert whole.rows.total == world // count * rows
         for group in chosen:
@@ -599,8 +599,8 @@ def test_every_row_is_dealt_to_one(most: int | None) -> None:
             call.gradient, call.size = kept[:, None], every[None]
             calls.append(call)
         deal(calls, Dealer(place))
-        of_all = dealt(calls, Dealer(place), come=True)
-        assert of_all == Dealt(0, place, 2, 9 if most is None else 8, 9)
+        of_all = partition(calls, Dealer(place), come=True)
+        assert of_all == Partition(0, place, 2, 9 if most is None else 8, 9)
         for call in calls:
             assert isinstance(call.features, DenseFeatures) and call.features.phi is not None
             assert call.whole is not None and call.whole.weight_square is not None

@@ -848,7 +848,7 @@ def test_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
         functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
 
     claimed: dict[nn.Module, list[str]] = {}
-    claim = leftovers.Leftovers.claim
+    claim = leftovers.ParametersWithoutRule.claim
 
     def remember(self: Any, module: nn.Module, *others: Any) -> list[str]:
         names = claim(self, module, *others)
@@ -856,7 +856,7 @@ def test_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
             claimed[module] = names
         return names
 
-    monkeypatch.setattr(leftovers.Leftovers, "claim", remember)
+    monkeypatch.setattr(leftovers.ParametersWithoutRule, "claim", remember)
     monkeypatch.delitem(uses._RULES, "mul")
     twin = copy.deepcopy(model)
     report = one_step(model, backward, max_rows=None)

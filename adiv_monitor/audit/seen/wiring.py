@@ -15,7 +15,7 @@ from adiv_monitor.audit.training.batches import mapped, size_of, tensors
 from adiv_monitor.audit.training.setup import Fork, seeded
 from adiv_monitor.audit.training.train import held
 from adiv_monitor.diagnosis.record import Wiring
-from adiv_monitor.features.rows import exact
+from adiv_monitor.features.rows import to_compute_dtype
 
 LOOKED = 32  # forward passes, at most, that tell which parameters the loss depends on
 
@@ -164,8 +164,8 @@ class _Exchange:
         if not self._is_other:
             return
         for x, y in zip(own, others, strict=True):
-            self._difference += float((exact(x) - exact(y)).square().sum())
-            self._length += float(exact(x).square().sum())
+            self._difference += float((to_compute_dtype(x) - to_compute_dtype(y)).square().sum())
+            self._length += float(to_compute_dtype(x).square().sum())
 
     def ratio(self) -> float:
         """Over all batches."""

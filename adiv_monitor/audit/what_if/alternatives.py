@@ -19,7 +19,7 @@ from adiv_monitor.audit.what_if.layer_step import Calls, Centred, Step, mean_fea
 from adiv_monitor.audit.what_if.normalisers import NORMALISERS
 from adiv_monitor.capture.selection import named_modules
 from adiv_monitor.diagnosis.record import Alternative
-from adiv_monitor.features.rows import exact
+from adiv_monitor.features.rows import to_compute_dtype
 
 _KINDS = (
     nn.Linear,
@@ -129,10 +129,10 @@ def _calls(fork: Fork) -> dict[str, tuple[nn.Module, Calls]]:
     def watch(
         path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> None:
-        x = exact((args[0] if args else kwargs["input"]).detach())
+        x = to_compute_dtype((args[0] if args else kwargs["input"]).detach())
         if output.requires_grad:
             output.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: seen[path].append((x, exact(gradient)))
+                lambda gradient: seen[path].append((x, to_compute_dtype(gradient)))
             )
 
     handles = [
@@ -156,5 +156,5 @@ def _calls(fork: Fork) -> dict[str, tuple[nn.Module, Calls]]:
 def _exact_copy(module: nn.Module) -> nn.Module:
     twin = copy.deepcopy(module)
     for parameter in twin.parameters():
-        parameter.data = exact(parameter.data)
+        parameter.data = to_compute_dtype(parameter.data)
     return twin

@@ -29,7 +29,7 @@ from adiv_monitor.capture.layer_rows import Call, Chooser, LayerRows
 from adiv_monitor.capture.sampling import Draw
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.weights.shards import is_shard
-from adiv_monitor.features.rows import Rows, exact
+from adiv_monitor.features.rows import Rows, to_compute_dtype
 from adiv_monitor.features.scores import by_head
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.randomness import Randomness
@@ -139,7 +139,7 @@ class _Choice:
         every = self.shaped(tensor.detach())
         every = every.expand(self.queries, -1, -1, -1)
         by_sample = every.reshape(self.rows.total, -1, *every.shape[1:])
-        return exact(by_sample.index_select(0, self.index))
+        return to_compute_dtype(by_sample.index_select(0, self.index))
 
     @property
     def of_queries(self) -> Int[Tensor, " chosen_of_each"]:
@@ -308,7 +308,7 @@ class AttentionCalls:
             chooser = self._choosers.setdefault(most, Chooser(most, self._generator))
             held = self._held[module]
             if self._in_parts or any(map(is_shard, held.values())):
-                raise Refused("each process holds but a part of its parameters, or of the model's")
+                raise Refused("each rank holds but a part of its parameters, or of the model's")
             self.attending[path] = Attending(module, held, number, LayerRows(chooser, path))
         return self.attending[path]
 

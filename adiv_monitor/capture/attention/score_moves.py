@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from adiv_monitor.capture.forwards import without_overrides
 from adiv_monitor.features import uses
 from adiv_monitor.features.registry import Rule, find_rule, use_of
-from adiv_monitor.features.rows import Rows, exact, precise
+from adiv_monitor.features.rows import Rows, floats_to_compute_dtype, to_compute_dtype
 from adiv_monitor.features.scores import Attention, Move, attention, by_head, of_heads
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.derivatives import Parameters
@@ -79,7 +79,9 @@ def twin_of(
     own = {id(p): p for name, p in module.named_parameters() if name in parameters}
     surroundings = Surroundings(Randomness([next(iter(parameters.values())).device]))
     with _saying(module):
-        return Twin(module, (tuple(args), kwargs), surroundings, written, own, precise)
+        return Twin(
+            module, (tuple(args), kwargs), surroundings, written, own, floats_to_compute_dtype
+        )
 
 
 class Use(NamedTuple):
@@ -118,7 +120,9 @@ def moves_of_scores(
         Refused: the module calls attention less often than it should.
         RuntimeError: it fails, or uses a function that has no derivatives.
     """
-    values = {name: precise(value.detach()) for name, value in attends.parameters.items()}
+    values = {
+        name: floats_to_compute_dtype(value.detach()) for name, value in attends.parameters.items()
+    }
 
     def run(module: nn.Module, call: Callable[[], object]) -> list[dict[str, Any]]:
         return _AttentionCalls(attends.calls).seen(module, call).arguments
@@ -127,7 +131,9 @@ def moves_of_scores(
         reached, moved = attends.twin.jvp(values, direction, run)
     found: list[tuple[Attention, Move]] = []
     for arguments, of_call in zip(reached, moved, strict=True):
-        dq, dk = _of_equal_shape(exact(of_call["query"]), exact(of_call["key"]))
+        dq, dk = _of_equal_shape(
+            to_compute_dtype(of_call["query"]), to_compute_dtype(of_call["key"])
+        )
         if attends.samples is not None:
             dq, dk = (move.index_select(0, attends.samples) for move in (dq, dk))
         found.append((attention(**arguments, samples=attends.samples), (dq, dk)))
@@ -149,7 +155,10 @@ def scores_with_graph(attends: AttentionModule) -> tuple[list[Reached], Paramete
         Refused: the module calls attention less often than it should.
         RuntimeError: it fails.
     """
-    leaves = {n: precise(p).detach().requires_grad_() for n, p in attends.parameters.items()}
+    leaves = {
+        n: floats_to_compute_dtype(p).detach().requires_grad_()
+        for n, p in attends.parameters.items()
+    }
     noting = _AttentionCalls(attends.calls, leaves.values())
     with _saying(attends.twin.module):
         attends.twin.run(leaves, noting.seen)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from adiv_monitor.features.rows import precise
+from adiv_monitor.features.rows import floats_to_compute_dtype
 from adiv_monitor.rerun.nested import mapped
 
 # What a call may be told besides tensors, and told again: it holds no state of the first call.
@@ -49,7 +49,7 @@ def of_samples(
     count = batch_size(module, args, kwargs)
 
     def of(tensor: Tensor) -> Tensor:
-        whole = precise(tensor.detach())
+        whole = floats_to_compute_dtype(tensor.detach())
         return whole.index_select(0, samples) if tensor.dim() and len(tensor) == count else whole
 
     def plain(value: Any) -> Any:
@@ -69,7 +69,7 @@ def _of_torch_attention(
 ) -> Any:
     if not isinstance(value, Tensor):
         return value
-    value = precise(value.detach())
+    value = floats_to_compute_dtype(value.detach())
     if name == "attn_mask" and value.dim() == 2:
         return value
     if name == "attn_mask":  # (samples · heads, queries, keys)

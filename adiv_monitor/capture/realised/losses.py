@@ -15,7 +15,7 @@ from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import Hook, ModuleHook, trains
 from adiv_monitor.capture.realised.forward_calls import ForwardCalls, NotRepeatable, tensors_of
 from adiv_monitor.capture.selection import inside_wrappers
-from adiv_monitor.features.rows import exact
+from adiv_monitor.features.rows import to_compute_dtype
 from adiv_monitor.rerun.surroundings import is_rerun
 from adiv_monitor.rerun.thread import ThreadState
 
@@ -50,8 +50,8 @@ class Loss:
             raise TypeError(
                 f"Monitor(realised=…): the loss gave a {type(value).__name__}, expected a tensor"
             )
-        whole = exact(value.detach())
-        each = whole if samples is None else exact(samples.detach())
+        whole = to_compute_dtype(value.detach())
+        each = whole if samples is None else to_compute_dtype(samples.detach())
         if each.dim() > 1:
             each = each.flatten(1).mean(1)
         return cls(call, whole.mean(), each if each.dim() else None)

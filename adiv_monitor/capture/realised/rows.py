@@ -18,10 +18,10 @@ from adiv_monitor.capture.realised.losses import Losses
 from adiv_monitor.capture.selection import Layer, Selection
 from adiv_monitor.capture.split_calls import Split
 from adiv_monitor.capture.watching import Watching
-from adiv_monitor.capture.weights.origin import Origin
 from adiv_monitor.capture.weights.pieces import Source
-from adiv_monitor.capture.whole_modules.leftovers import Leftovers
+from adiv_monitor.capture.weights.provenance import Provenance
 from adiv_monitor.capture.whole_modules.outputs import Outputs
+from adiv_monitor.capture.whole_modules.without_rule import ParametersWithoutRule
 from adiv_monitor.features.recurrent import rows_of_maps, uses_of
 from adiv_monitor.features.recurrent_call import RecurrentCall
 from adiv_monitor.features.rows import Rows, joined
@@ -63,17 +63,17 @@ class RerunRows:
         self._found: dict[CallPlace, Tensor] = {}
         self._counts: dict[str, Counter[tuple[int, bool]]] = defaultdict(Counter)
         self._lost: dict[str, str] = {}
-        self._origin = Origin(model, selection.parameters)
-        self._origin.pieces = first.pieces
+        self._provenance = Provenance(model, selection.parameters)
+        self._provenance.pieces = first.pieces
         guard = Guard(_raised)
         self._forwards = Forwards.of(selection, guard, repeated=True)
         names = Names(model, selection, self._forwards)
         chooser = Chooser(None, np.random.default_rng(0))
-        self._layers = _Known(names, self._origin, chooser, (), lambda *_: None, guard)
+        self._layers = _Known(names, self._provenance, chooser, (), lambda *_: None, guard)
         self._layers.found = first.layers
-        leftovers = Leftovers(selection, guard)
+        without_rule = ParametersWithoutRule(selection, guard)
         self._watching = Watching(
-            *(selection, self._forwards, self._layers, self._origin, leftovers, self),
+            *(selection, self._forwards, self._layers, self._provenance, without_rule, self),
             begins=lambda: None,
             repeated=True,
         )
@@ -89,7 +89,7 @@ class RerunRows:
     def begin(self, number: int) -> None:
         """A forward pass begins, with the buffers in place that it will use."""
         self._running = number
-        self._origin.start()
+        self._provenance.start()
 
     @property
     def forward_passes(self) -> set[int]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from adiv_monitor.capture.weights.pieces import NOTHING, Parts, Piece, Pieces, Source, View, overlap
 from adiv_monitor.capture.weights.tape import Recorded, Ref, Root, memory_of, whole_of
-from adiv_monitor.features.rows import exact, precise
+from adiv_monitor.features.rows import floats_to_compute_dtype, to_compute_dtype
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.derivatives import pushed_forward
 from adiv_monitor.rerun.nested import tensors_in
@@ -145,7 +145,9 @@ class Derived:
             results = tensors_in(call.again(tensor_of))
             for root, tensor in zip(call.made, results, strict=True):
                 if root is not None:
-                    memory[root.key] = _laid_out(precise(whole_of(tensor)), root.stride)
+                    memory[root.key] = _laid_out(
+                        floats_to_compute_dtype(whole_of(tensor)), root.stride
+                    )
         return tensor_of(self._ref)
 
 
@@ -182,7 +184,7 @@ def _views(refs: Iterable[Ref], pieces: Pieces) -> dict[Ref, View]:
 
 def _before(piece: Piece, taken: Parts) -> Tensor:
     """The piece as it was when the tensor was made, in the precision of the measures."""
-    now = exact(piece.value())
+    now = to_compute_dtype(piece.value())
     return now + taken[piece.key] if piece.key in taken else now
 
 
@@ -190,7 +192,7 @@ def _constant(root: Root) -> Tensor:
     assert root.constant is not None
     if root.constant._version != root.version:
         raise Refused("a constant that its weight is made with was changed in place since")
-    return precise(root.constant)
+    return floats_to_compute_dtype(root.constant)
 
 
 def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -90,7 +90,7 @@ class Piece:
 
     @property
     def stretch(self) -> tuple[int, int] | None:
-        """From where to where it lies in this process's part; None if not in one stretch."""
+        """From where to where it lies in this rank's part; None if not in one contiguous range."""
         assert self.view is not None
         stretch, part = self.view.stretch, stretch_of_part(self.parameter)
         if stretch is None or part is None:
@@ -99,7 +99,7 @@ class Piece:
         return first, last
 
     def own(self, part: Tensor) -> Tensor:
-        """The piece of what this process holds of such a tensor: all, or its part."""
+        """The piece of what this rank holds of such a tensor: all, or its part."""
         if self.view is None:
             return part
         if not is_shard(self.parameter):
@@ -109,7 +109,7 @@ class Piece:
         return part.reshape(-1)[first:last]
 
     def value(self) -> Tensor:
-        """The piece as it is now, as far as this process holds it."""
+        """The piece as it is now, as far as this rank holds it."""
         part = part_of(self.parameter)
         return part if self.view is None else self.own(part)
 
@@ -189,7 +189,7 @@ class View:
 
 
 @dataclass(frozen=True, eq=False)
-class Together:
+class ConcatenatedParameters:
     """Several pieces, one after the other in one vector.
 
     Attributes:
@@ -260,7 +260,7 @@ class Pieces:
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
-    """∂L/∂θ as it stands in `.grad`, or this process's part; zeros where there is none."""
+    """∂L/∂θ as it stands in `.grad`, or this rank's part; zeros where there is none."""
     if parameter.grad is None:
         return torch.zeros_like(part_of(parameter))
     return gradient_part(parameter.grad, parameter)

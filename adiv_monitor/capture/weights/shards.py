@@ -1,8 +1,8 @@
-"""Parameters of which each process holds a part: what that part is, and the whole.
+"""Parameters of which each rank holds a part: what that part is, and the whole.
 
 Such a parameter is a `DTensor`, whose local tensor is the part. With FSDP2 whole ones stand in for
 them while a module runs, so what a forward pass uses is not what the optimizer steps. With tensor
-parallelism they are never whole: each process computes with its part (`Peers`).
+parallelism they are never whole: each rank computes with its part (`Peers`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adiv_monitor.capture.processes import processes
+from adiv_monitor.capture.world import world_size
 
 _WHOLE = (Tensor, nn.Parameter)  # which most are: asked first, as it costs least
 
 
 def is_shard(tensor: object) -> bool:
-    """Whether this process holds but a part of it."""
+    """Whether this rank holds but a part of it."""
     return type(tensor) not in _WHOLE and hasattr(tensor, "full_tensor")
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, without its graph: all, or its part."""
+    """What this rank holds of a tensor, without its graph: all, or its part."""
     if type(tensor) not in _WHOLE and is_shard(tensor):
         with torch.no_grad():  # where a sum is detached first, its terms may be added up
             tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -34,8 +34,8 @@ def sharded_as(part: Tensor, like: Tensor) -> Any:
     """A part as one of those of a whole, which its `full_tensor` makes: a collective of all.
 
     Args:
-        part: what this process holds.
-        like: a sharded tensor that lies on the processes as this one does.
+        part: what this rank holds.
+        like: a sharded tensor that lies on the ranks as this one does.
     """
     from torch.distributed.tensor import DTensor  # not in every build of torch
 
@@ -48,21 +48,21 @@ def sharded_as(part: Tensor, like: Tensor) -> Any:
 
 
 def same_on(whole: Tensor, mesh: Any) -> Any:
-    """A tensor that all processes of a mesh have, as one that lies on them."""
+    """A tensor that all ranks of a mesh have, as one that lies on them."""
     from torch.distributed.tensor import DTensor, Replicate  # not in every build of torch
 
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def is_sum(tensor: object) -> bool:
-    """Whether it is what the processes' tensors add up to, and nobody has added them up yet."""
+    """Whether it is what the ranks' tensors add up to, and nobody has added them up yet."""
     if type(tensor) in _WHOLE:
         return False
     return is_shard(tensor) and any(p.is_partial() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
 def lies_apart(gradient: object, parameter: object) -> bool:
-    """Whether this process has less of a gradient than of its parameter: a term of it, or a part.
+    """Whether this rank has less of a gradient than of its parameter: a term of it, or a part.
 
     Of a part of a parameter a backward pass may leave the gradient of all, too.
     """
@@ -73,7 +73,7 @@ def lies_apart(gradient: object, parameter: object) -> bool:
 
 
 def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """What this process holds of a gradient: as it does of the parameter, if it has that much."""
+    """What this rank holds of a gradient: as it does of the parameter, if it has that much."""
     if type(gradient) in _WHOLE:
         return gradient.detach()
     if is_shard(gradient) and is_shard(parameter) and not lies_apart(gradient, parameter):
@@ -84,7 +84,7 @@ def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Peers:
-    """The processes that are given the same data, since each computes with parts of parameters.
+    """The ranks that are given the same data, since each computes with parts of parameters.
 
     Attributes:
         mesh: they, in one dimension: a `DeviceMesh`.
@@ -101,16 +101,16 @@ class Peers:
 
     @property
     def place(self) -> int:
-        """Which of them this process is."""
+        """Which of them this rank is."""
         return int(self.mesh.get_local_rank())
 
     @property
     def first(self) -> int:
-        """The rank of the first one, among all processes."""
+        """The rank of the first one, among all ranks."""
         return int(self.mesh.mesh.flatten()[0])
 
     def share(self, rows: int, dealt: int = 0) -> slice:
-        """Which of so many rows this process looks at: they are dealt out one by one.
+        """Which of so many rows this rank looks at: they are dealt out one by one.
 
         Args:
             rows: how many.
@@ -119,11 +119,11 @@ class Peers:
         return slice((self.place - dealt) % self.count, rows, self.count)
 
     def hold(self, tensor: object) -> bool:
-        """Whether it lies on these processes."""
+        """Whether it lies on these ranks."""
         return is_shard(tensor) and tensor.device_mesh == self.mesh  # type: ignore[attr-defined]
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """What this process computes with of a tensor that lies as a parameter does."""
+        """What this rank computes with of a tensor that lies as a parameter does."""
         placements = self.placements.get(id(parameter))
         if placements is None:
             return whole
@@ -132,7 +132,7 @@ class Peers:
 
 
 def peers(model: nn.Module) -> Peers | None:
-    """The processes among which parameters are spread that are never whole; None: there are none.
+    """The ranks among which parameters are spread that are never whole; None: there are none.
 
     Where groups of them differ from parameter to parameter, those of the first.
     """
@@ -156,18 +156,18 @@ def peers(model: nn.Module) -> Peers | None:
 
 
 def holders(tensor: Tensor) -> int:
-    """How many processes hold the same as this one does of a tensor."""
+    """How many ranks hold the same as this one does of a tensor."""
     if not is_shard(tensor):
-        return processes()
+        return world_size()
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    count: int = processes() // mesh.size()
+    count: int = world_size() // mesh.size()
     for dimension, placement in enumerate(placements):
         count *= mesh.size(dimension) if placement.is_replicate() else 1
     return count
 
 
 def stretch_of_part(tensor: Tensor) -> tuple[int, int] | None:
-    """From where to where the part lies in the whole's memory; None if not in one stretch."""
+    """The contiguous range of the part in the memory of the whole; None if it is not in one."""
     whole, parts, place, last = tensor.shape[0], 1, 0, 0
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     for dimension, placement in enumerate(placements):
@@ -182,7 +182,7 @@ def stretch_of_part(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def _together() -> bool:
-    """Whether processes train together; one alone has no part of anything."""
+    """Whether ranks train together; one alone has no part of anything."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -206,8 +206,8 @@ def held_in_place_of(model: nn.Module) -> dict[int, nn.Parameter]:
 def waiting(model: nn.Module, parameter: nn.Parameter) -> Callable[[], bool]:
     """Tells whether earlier passes left a gradient that has not come to a sharded parameter yet.
 
-    It stays with the whole one, or in a wider type beside it, until processes average it; or, where
-    groups of processes hold the same, within a group until these do.
+    It stays with the whole one, or in a wider type beside it, until ranks average it; or, where
+    groups of ranks hold the same, within a group until these do.
     """
     for group, held in _managed(model):
         if held.sharded_param is parameter:
@@ -229,7 +229,7 @@ def _managed(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _giving_back(model: nn.Module) -> list[nn.Module]:
-    """The modules that have whole parameters at times; of one process alone none."""
+    """The modules that have whole parameters at times; of one rank alone none."""
     if not _together():
         return []
     return [module for module in model.modules() if gives_back(module)]
@@ -254,11 +254,11 @@ def why_unusable(parameter: Tensor, managed: Collection[int], peers: Peers | Non
     is_parallel = peers is not None and id(parameter) in peers.placements
     if id(parameter) in managed:
         alike = 1 if peers is None or is_parallel else peers.count  # groups that do the same
-        if len(split) > 1 + is_parallel or alike * mesh.size() != processes():
-            return "is spread over the processes in more ways than FSDP and one of another kind"
+        if len(split) > 1 + is_parallel or alike * mesh.size() != world_size():
+            return "is spread over the ranks in more ways than FSDP and one of another kind"
     elif not is_parallel:
         return (
-            "is a DTensor that is never made whole, spread over other processes than the model's "
+            "is a DTensor that is never made whole, spread over other ranks than the model's "
             "first one, or over a mesh of several dimensions"
         )
     return None

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from adiv_monitor.capture.weights.pieces import Strides
-from adiv_monitor.features.rows import exact_type
+from adiv_monitor.features.rows import compute_dtype
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.nested import tensors_in
 from adiv_monitor.rerun.randomness import Randomness
@@ -217,7 +217,7 @@ class Tape:
         function, args, kwargs = call.function, call.args, call.kwargs
         if call.name in _CASTS:
             (cast,) = results
-            dtype = exact_type(cast) if cast.is_floating_point() else cast.dtype
+            dtype = compute_dtype(cast) if cast.is_floating_point() else cast.dtype
             kwargs = {"dtype": dtype, "device": cast.device}
             function = _moved
         recorded = Recorded(

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from adiv_monitor.features.features import Features
 from adiv_monitor.features.functions.embedding import refuse_rescaled
-from adiv_monitor.features.rows import Rows, exact_type
+from adiv_monitor.features.rows import Rows, compute_dtype
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses
 from adiv_monitor.features.whole import Whole
 
@@ -133,7 +133,7 @@ def embedding_bag(
         refuse_rescaled(scale_grad_by_freq, sparse)
     if mode == "max":
         raise Refused("mode='max' takes every feature from a row of its own: use 'sum' or 'mean'")
-    vocabulary, dtype = len(weight), exact_type(weight)
+    vocabulary, dtype = len(weight), compute_dtype(weight)
 
     def bags_of(tokens: Tensor, first: Tensor, count: int, weights: Tensor | None) -> BagFeatures:
         places = torch.arange(len(tokens), device=tokens.device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.features.features import DenseFeatures, OneHotFeatures
-from adiv_monitor.features.rows import Rows, exact, exact_type, to_device
+from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype, to_device
 from adiv_monitor.features.uses import Use
 from adiv_monitor.features.whole import LateScales, Whole, in_parts
 
@@ -37,7 +37,7 @@ def gain(parameter: Tensor, x: Tensor, shape: Sequence[int]) -> Use:
 
     def scales(x: Tensor) -> Iterator[Tensor]:
         for part in in_parts(layout(x.expand(shape))):
-            yield exact(part).square()
+            yield to_compute_dtype(part).square()
 
     def late() -> LateScales:
         return LateScales(scales, [x], 0.0)
@@ -65,7 +65,7 @@ def offset(
     """
     own = own_dims(parameter, shape)
     channel = own[-1] if own else None
-    dtype = exact_type(parameter)
+    dtype = compute_dtype(parameter)
 
     def layout(tensor: Tensor) -> Tensor:
         if where is not None:

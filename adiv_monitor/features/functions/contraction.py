@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adiv_monitor.features.features import DenseFeatures, Features
 from adiv_monitor.features.functions.blocks import BlockFeatures
-from adiv_monitor.features.rows import Rows, exact, exact_type, to_device
+from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype, to_device
 from adiv_monitor.features.uses import FunctionCall, Use
 from adiv_monitor.features.whole import Whole, squares
 
@@ -42,7 +42,7 @@ class Operand:
         if not letters:
             return self
         dims = [self.letters.index(letter) for letter in letters]
-        summed = self.tensor.sum(dims, dtype=exact_type(self.tensor))
+        summed = self.tensor.sum(dims, dtype=compute_dtype(self.tensor))
         return Operand(summed, _without(self.letters, letters))
 
     def permute(self, letters: str) -> Tensor:
@@ -236,9 +236,9 @@ class Form:
         if len(places) == len(self.rows):
             return Operand(rows.take(tensor), r + rest)
         if not places:
-            return Operand(exact(tensor), rest)
+            return Operand(to_compute_dtype(tensor), rest)
         index = np.stack([rows.positions[self.rows.index(c)] for c in places])
-        return Operand(exact(tensor[tuple(to_device(index, rows.device))]), r + rest)
+        return Operand(to_compute_dtype(tensor[tuple(to_device(index, rows.device))]), r + rest)
 
     def _repeated(self, tensor: Tensor) -> Tensor:
         """With the features that the data lacks, which are all the same."""
@@ -260,10 +260,10 @@ class Form:
             x = operand.permute(self.rows + self._present)
             square = squares(x.flatten(len(self.rows)) if self._present else x[..., None])
             dims = [d for d, letter in enumerate(self.rows) if letter not in self.blocks]
-            summed = x.sum(dims, dtype=exact_type(x)) if dims else exact(x)
+            summed = x.sum(dims, dtype=compute_dtype(x)) if dims else to_compute_dtype(x)
         else:
             terms = ",".join(operand.letters for operand in self.data)
-            tensors = [exact(operand.tensor) for operand in self.data]
+            tensors = [to_compute_dtype(operand.tensor) for operand in self.data]
             square = torch.einsum(f"{terms}->{self.rows}", [x.square() for x in tensors])
             summed = torch.einsum(f"{terms}->{kept}", tensors)
         square = square.reshape(-1)

@@ -18,9 +18,9 @@ from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import (
     Index,
     Rows,
-    exact,
-    exact_type,
+    compute_dtype,
     shares_memory,
+    to_compute_dtype,
     to_device,
 )
 from adiv_monitor.features.uses import FunctionCall, Use, uses
@@ -219,7 +219,7 @@ def _window_sums(x: Tensor, dim: int, size: int, stride: int, dilation: int) -> 
 def _sum(geometry: Geometry, input: Tensor) -> Tensor:
     """Sum of all patches, (channels, *kernel)."""
     batched = geometry.batched(input)
-    of_samples = batched.sum(0, keepdim=True, dtype=exact_type(batched))
+    of_samples = batched.sum(0, keepdim=True, dtype=compute_dtype(batched))
     positions = tuple(range(2, 2 + len(geometry.kernel)))
     return _windows(geometry, _padded(geometry, of_samples)).sum((0, *positions))
 
@@ -237,7 +237,11 @@ def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
         padded = _padded(geometry, batched, channels_last=True)
         by_place = _windows(geometry, padded).movedim(1, -1)  # (batch, *positions, *kernel, …)
         by_row = by_place.reshape(rows.total, prod(geometry.kernel), batched.shape[1])
-        phi = exact(by_row).transpose(1, 2).reshape(rows.total, geometry.groups, per_output)
+        phi = (
+            to_compute_dtype(by_row)
+            .transpose(1, 2)
+            .reshape(rows.total, geometry.groups, per_output)
+        )
         # Windows that don't overlap may be views: training may change the input in place.
         return phi.clone() if shares_memory(phi, input) else phi
     shape = rows.shape if input is batched else (1, *rows.shape)
@@ -248,7 +252,7 @@ def patches(geometry: Geometry, rows: Rows, input: Tensor) -> Tensor:
     if outside.any():
         inside = torch.from_numpy(~outside).to(batched.device, non_blocking=True)
         gathered.mul_(inside[..., None])
-    by_channel = exact(gathered).transpose(1, 2)  # (rows, channels, kernel volume)
+    by_channel = to_compute_dtype(gathered).transpose(1, 2)  # (rows, channels, kernel volume)
     return by_channel.reshape(len(sample), geometry.groups, per_output)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from adiv_monitor.features.features import DenseFeatures
-from adiv_monitor.features.rows import Rows, exact, exact_type, joined, to_device
+from adiv_monitor.features.rows import Rows, compute_dtype, joined, to_compute_dtype, to_device
 from adiv_monitor.features.uses import FunctionCall, Use, channels_second, uses
 from adiv_monitor.features.whole import CHUNK, LateScales, hooks_keep, in_parts
 from adiv_monitor.kernels.choice import attempt
@@ -76,7 +76,7 @@ def layer_norm(
 
     def every(x: Tensor) -> Iterator[Tensor]:
         for part in in_parts(x, len(normalized_shape)):
-            yield functional.layer_norm(exact(part), normalized_shape, eps=eps)
+            yield functional.layer_norm(to_compute_dtype(part), normalized_shape, eps=eps)
 
     return gain(weight, bias, normalised, every, [input], layout)
 
@@ -104,7 +104,7 @@ def rms_norm(
 
     def every(x: Tensor) -> Iterator[Tensor]:
         for part in in_parts(x, len(normalized_shape)):
-            yield functional.rms_norm(exact(part), normalized_shape, eps=constant)
+            yield functional.rms_norm(to_compute_dtype(part), normalized_shape, eps=constant)
 
     return gain(weight, None, normalised, every, [input], layout)
 
@@ -133,7 +133,7 @@ def group_norm(
 
     def every(x: Tensor) -> Iterator[Tensor]:
         for part in in_parts(x):
-            yield functional.group_norm(exact(part), num_groups, eps=eps)
+            yield functional.group_norm(to_compute_dtype(part), num_groups, eps=eps)
 
     return gain(weight, bias, normalised, every, [input])
 
@@ -209,7 +209,10 @@ def batch_norm(
 
     def every(x: Tensor, *moments: Tensor) -> Iterator[Tensor]:
         if moments:
-            mean, reciprocal = exact(moments[0]), (exact(moments[1]) + eps).rsqrt()
+            mean, reciprocal = (
+                to_compute_dtype(moments[0]),
+                (to_compute_dtype(moments[1]) + eps).rsqrt(),
+            )
             shift = torch.zeros_like(mean)
         elif kept is not None:
             mean, reciprocal = kept
@@ -219,7 +222,7 @@ def batch_norm(
             reciprocal = (variance + eps).rsqrt()
         own = (slice(None), *(None,) * (x.dim() - 2))
         for part in in_parts(x):
-            yield (exact(part) - mean[own]).sub_(shift[own]).mul_(reciprocal[own])
+            yield (to_compute_dtype(part) - mean[own]).sub_(shift[own]).mul_(reciprocal[own])
 
     return gain(weight, bias, normalised, every, [input, *known])
 
@@ -237,7 +240,7 @@ def _normalised(
     if shift.dim() == 1:  # the same for all rows
         shift, variance = shift.to(x.dtype), variance.to(x.dtype)
         return functional.batch_norm(x, shift, variance, eps=eps)
-    return x.sub_(shift).mul_((exact(variance) + eps).rsqrt())
+    return x.sub_(shift).mul_((to_compute_dtype(variance) + eps).rsqrt())
 
 
 def _kept_moments(result: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -252,13 +255,13 @@ def _kept_moments(result: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     mean, reciprocal = node._saved_result1, node._saved_result2
     # In half precision throughout it keeps them as rounded as the rest.
-    return (mean, reciprocal) if mean.dtype == exact_type(result) else None
+    return (mean, reciprocal) if mean.dtype == compute_dtype(result) else None
 
 
 def _parts_mean(x: Tensor, pivot: Tensor) -> Tensor:
     """Mean − pivot over all but the second of three dimensions: what a mean lost by rounding."""
     parts = torch.split(x, max(1, CHUNK * len(x) // max(x.numel(), 1)))
-    return joined([(exact(part) - pivot[:, None]).mean(2) for part in parts]).mean(0)
+    return joined([(to_compute_dtype(part) - pivot[:, None]).mean(2) for part in parts]).mean(0)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,10 +269,10 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     The pivot, near the mean, is the first entry. Faster than `var_mean` on a CPU, by ten times.
     """
-    pivot = exact(x[:1, :, :1])
+    pivot = to_compute_dtype(x[:1, :, :1])
     means, norms = [], []
     for part in torch.split(x, max(1, CHUNK * len(x) // max(x.numel(), 1))):
-        part = exact(part) - pivot
+        part = to_compute_dtype(part) - pivot
         means.append(part.mean(2))
         norms.append(torch.linalg.vector_norm(part, dim=2))
     shift = joined(means).mean(0)

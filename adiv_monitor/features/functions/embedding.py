@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adiv_monitor.features.features import OneHotFeatures
-from adiv_monitor.features.rows import Rows, exact_type
+from adiv_monitor.features.rows import Rows, compute_dtype
 from adiv_monitor.features.uses import FunctionCall, Refused, Use, uses
 from adiv_monitor.features.whole import Whole
 
@@ -42,7 +42,7 @@ def look_up(token: Tensor, table: Tensor, padding: int | None = None) -> Use:
 
     def trained(tokens: Tensor) -> Tensor:
         is_trained = torch.ones_like(tokens) if padding is None else tokens != padding % vocabulary
-        return is_trained.to(exact_type(table))
+        return is_trained.to(compute_dtype(table))
 
     def features(rows: Rows) -> OneHotFeatures:
         tokens = token.reshape(-1)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from adiv_monitor.features.functions.blocks import BlockFeatures, sums_of_blocks
 from adiv_monitor.features.functions.products import matmul
-from adiv_monitor.features.rows import Rows, exact
+from adiv_monitor.features.rows import Rows, to_compute_dtype
 from adiv_monitor.features.uses import FunctionCall, Use, uses
 from adiv_monitor.features.whole import Whole, squares
 
@@ -42,7 +42,7 @@ def grouped_product(
 
     def whole() -> Whole:
         x = input.masked_fill(nobody, 0)
-        return Whole(squares(x), 0.0, sums_of_blocks(exact(x), every, count)[:count])
+        return Whole(squares(x), 0.0, sums_of_blocks(to_compute_dtype(x), every, count)[:count])
 
     return Use("experts", mat2, None, features, layout, whole, shaped=_outputs_first)
 

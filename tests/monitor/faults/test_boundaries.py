@@ -24,9 +24,9 @@ HOME = Path(adiv_monitor.__file__).parent
 # What a measured step runs; what only several processes need is not reached here.
 ROOMS = ("rerun", "capture", "features", "maths", "step", "alignment", "alarms.py", "monitor.py")
 ELSEWHERE = {
-    *("together.py", "attention_merge.py", "rows_together.py", "ranks.py", "wholes.py"),
+    *("merge_ranks.py", "attention_merge.py", "merge_rows.py", "ranks.py", "unsharded.py"),
     *("messages.py", "soundness.py"),
-    *("shard_accumulation.py", "collectives.py", "whole_rows.py", "split_calls.py"),
+    *("shard_accumulation.py", "collectives.py", "rows_across_ranks.py", "split_calls.py"),
     *("guard.py", "thread.py", "failures.py"),  # these keep faults away
     *("slopes.py", "width.py", "width_plot.py"),  # no part of a training
 }
@@ -46,7 +46,7 @@ GUARDS = {
     "capture/realised/rows.py": {"detach"},
     "capture/realised/losses.py": {"_guarded"},
     "capture/loss_hook.py": {"_guarded"},
-    "step/course.py": {"release", "_forget_pending", "closure_then_read"},
+    "step/controller.py": {"release", "_forget_pending", "closure_then_read"},
     "step/others.py": {"_tell"},
     "monitor.py": {
         *("__enter__", "__exit__", "attach", "_attach", "close", "_close"),

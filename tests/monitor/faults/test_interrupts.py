@@ -20,7 +20,7 @@ from adiv_monitor import Monitor
 
 # What puts on and takes off is in these: there more byte codes are tried than elsewhere.
 ARMING = (
-    *("monitor.py", "step/course.py", "step/phases.py"),
+    *("monitor.py", "step/controller.py", "step/phases.py"),
     *("capture/guard.py", "capture/hook.py", "capture/forwards.py", "capture/loss_hook.py"),
     *("capture/capture.py", "capture/accumulation.py"),
     *("rerun/thread.py", "rerun/eager.py", "rerun/surroundings.py"),

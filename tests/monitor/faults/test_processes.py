@@ -26,12 +26,12 @@ STEPS, WORLD = 3, 2
 TALKING = ("step/assembly.py", "step/ranks.py")
 # These put parts together: of what the processes of one group have, or of what all of them have.
 JOINING = (
-    *("step/wholes.py", "step/whole_rows.py", "step/collectives.py"),
+    *("step/unsharded.py", "step/rows_across_ranks.py", "step/collectives.py"),
     *("capture/split_calls.py", "capture/weights/shards.py"),
 )
 OF_PARTS = ("peers", "place", "first", "share", "hold", "part", "lies_apart", "gradient_part")
 # What only computes fails alike wherever it does: every eighth function of it.
-COMPUTING = ("step/together.py", "step/rows_together.py", "step/attention_merge.py")
+COMPUTING = ("step/merge_ranks.py", "step/merge_rows.py", "step/attention_merge.py")
 # Where each is told apart: what the store raises when it is gone, and anything else.
 # Of all faults, if not every one is tried; no divisor of the kinds of errors.
 ONE_IN = 7

@@ -1,4 +1,4 @@
-"""What one process knows of a measured step: numbers alone, which can travel to another one."""
+"""What one rank knows of a measured step: numbers alone, which can travel to another one."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from adiv_monitor.capture.updates import PieceNumbers, Watch
+from adiv_monitor.capture.updates import PieceNumbers, RunHistory
 from adiv_monitor.maths.attention_sums import AttentionSums
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array, Dots, LayerSums, Vector, of_rows
@@ -28,7 +28,7 @@ class Pieces:
     """What makes up the dot products of a layer's parameters.
 
     Attributes:
-        shares: by a piece's key, what of its products this process is to count.
+        shares: by a piece's key, what of its products this rank is to count.
         partial: as in `Dots`.
     """
 
@@ -59,8 +59,8 @@ class Facts:
 
 
 @dataclass
-class Part:
-    """A process's part of a report.
+class RankContribution:
+    """A rank's part of a report.
 
     Attributes:
         layers: by path, those whose rows are known.
@@ -79,9 +79,9 @@ class Part:
         loss_changes: of every sample.
         attention: by path, the attentions that were looked at.
         no_attention: path → why there are none.
-        alignment: as in `StepReport`; of all processes already.
+        alignment: as in `StepReport`; of all ranks already.
         turn: as in `StepReport`, without the elements.
-        losses: as in `StepReport`; of this process's batches.
+        losses: as in `StepReport`; of this rank's batches.
         learning_rates: as in `StepReport`.
     """
 
@@ -107,7 +107,7 @@ class Part:
     learning_rates: tuple[float, ...] = ()
 
 
-def make_part(
+def make_contribution(
     found: StepSums[Array],
     pieces: Mapping[str, Pieces],
     places: Mapping[int, tuple[int, slice]],
@@ -115,7 +115,7 @@ def make_part(
     unreached: Mapping[str, str],
     notes: list[str],
     keeps_gradient: bool,
-) -> Part:
+) -> RankContribution:
     """What the numbers of a step say before any measure is taken.
 
     Args:
@@ -131,7 +131,7 @@ def make_part(
     moved = flags.moved is not None and flags.moved.any()
     if skipped or moved:
         refused = [why for why, is_so in ((_SKIPPED, skipped), (_MOVED, moved)) if is_so]
-        return Part({}, facts, refused, {}, {}, set(), set(), notes)
+        return RankContribution({}, facts, refused, {}, {}, set(), set(), notes)
     errors = {
         path: float(layer.evidence.rule_error)
         for path, layer in found.layers.items()
@@ -144,7 +144,7 @@ def make_part(
         for path, layer in found.layers.items()
         if path not in misdescribed and path not in lost
     }
-    return Part(
+    return RankContribution(
         layers=layers,
         facts=facts,
         refused=[],
@@ -158,12 +158,12 @@ def make_part(
     )
 
 
-def learn(watch: Watch, part: Part) -> None:
+def learn(history: RunHistory, part: RankContribution) -> None:
     """Let the coming steps know what this one was seen to do."""
-    watch.idle |= {path for path, layer in part.layers.items() if _has_idle_rows(layer)}
+    history.idle |= {path for path, layer in part.layers.items() if _has_idle_rows(layer)}
     if part.facts.updated and part.layers:
-        watch.seen |= part.layers.keys() | part.unsupported.keys()
-        watch.learn(
+        history.seen |= part.layers.keys() | part.unsupported.keys()
+        history.learn(
             gradient_changed=part.facts.gradient_changed,
             weights_changed=part.facts.weights_changed,
         )

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from adiv_monitor.capture.forwards import Forward
 from adiv_monitor.capture.guard import call_all
 from adiv_monitor.capture.hook import TensorHook
-from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.selection import Selection
 from adiv_monitor.capture.whole_modules.graph import leaves_of, nodes_above
 from adiv_monitor.capture.whole_modules.outputs import Outputs
+from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.jacobian import JacobianFeatures
-from adiv_monitor.features.rows import Rows, exact, exact_type, to_device
+from adiv_monitor.features.rows import Rows, compute_dtype, to_compute_dtype, to_device
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.derivatives import pattern, tolerance
 from adiv_monitor.rerun.nested import mapped
@@ -27,7 +27,7 @@ from adiv_monitor.rerun.surroundings import Surroundings
 from adiv_monitor.rerun.twin import Arguments, Twin
 
 
-class Leftovers:
+class ParametersWithoutRule:
     """Finds, when a module has run, the parameters in it that are left to be measured through it.
 
     Those that a function took of which there is no rule, and those that no function was seen to
@@ -164,14 +164,14 @@ class Leftovers:
             Refused: the forward can't be repeated, or has no derivatives.
         """
         size = sum(module.get_parameter(name).numel() for name in names)
-        tried = pattern(torch.empty(size, dtype=exact_type(expected), device=expected.device))
+        tried = pattern(torch.empty(size, dtype=compute_dtype(expected), device=expected.device))
         length = float(torch.linalg.vector_norm(expected))
         if not math.isfinite(length):
             raise Refused("its output is not finite")
-        if processes() > 1:
+        if world_size() > 1:
             raise Refused(
                 "no rule describes what it computes, and it is not run again in one of several "
-                "processes, since it may wait for the others; register_features can teach the "
+                "ranks, since it may wait for the others; register_features can teach the "
                 "monitor its class"
             )
         reason, surroundings = "", Surroundings(began.random)
@@ -219,7 +219,7 @@ def _run(
         with torch._C.DisableTorchFunction():
             return outputs.of(forward())
 
-    z, moved = (exact(outputs.rows(found)) for found in twin.jvp(moving, tangents, call))
+    z, moved = (to_compute_dtype(outputs.rows(found)) for found in twin.jvp(moving, tangents, call))
     return rows.take(z), rows.take(moved) * unit
 
 

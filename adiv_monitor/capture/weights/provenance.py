@@ -5,16 +5,16 @@ from collections.abc import Callable, Collection, Iterable
 
 from torch import Tensor, nn
 
-from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.weights.derived import Derived
 from adiv_monitor.capture.weights.pieces import Pieces, Source, Strides
 from adiv_monitor.capture.weights.shards import Standing, is_shard, waiting
 from adiv_monitor.capture.weights.tape import Tape, whole_of
+from adiv_monitor.capture.world import world_size
 from adiv_monitor.features.uses import Refused
 from adiv_monitor.rerun.nested import tensors_in
 
 
-class Origin:
+class Provenance:
     """Follows parameters, buffers and constants through the functions of one step.
 
     Args:
@@ -25,7 +25,7 @@ class Origin:
     Attributes:
         tape: the calls that make tensors of parameters.
         pieces: of the parameters.
-        any_apart: processes may have parts of parameters.
+        any_apart: ranks may have parts of parameters.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Origin:
     ) -> None:
         self._model = model
         self._trained = {id(p): p for p in trained}
-        self.any_apart = processes() > 1 or any(map(is_shard, self._trained.values()))
+        self.any_apart = world_size() > 1 or any(map(is_shard, self._trained.values()))
         self.pieces = Pieces() if pieces is None else pieces
         self.start()
 
@@ -138,7 +138,7 @@ class Origin:
             return None
         if is_shard(value) and id(value) not in self._trained:
             raise Refused(
-                "its weight is made of a parameter of which each process has a part and no more "
+                "its weight is made of a parameter of which each rank has a part and no more "
                 "(tensor parallelism): only the parameter itself can be put together"
             )
         ref = self.tape.ref(value)
@@ -151,7 +151,7 @@ class Origin:
             lies = piece.view is None or not is_shard(piece.parameter) or piece.stretch
             if is_shard(piece.parameter) and not (source.is_view and lies):
                 raise Refused(
-                    "its weight is made of a parameter of which each process holds a part: only a "
+                    "its weight is made of a parameter of which each rank holds a part: only a "
                     "whole one, or one after the other in memory, can be put together"
                 )
         return source

@@ -1,4 +1,4 @@
-"""How many processes train together."""
+"""How many ranks train together."""
 
 import torch
 from torch import distributed
@@ -6,7 +6,7 @@ from torch import distributed
 _MAY_BE_MORE = distributed.is_available()
 
 
-def processes() -> int:
+def world_size() -> int:
     """Those of the default process group; 1 without one."""
     # As `is_initialized`, in half as many calls: every layer asks.
     if not _MAY_BE_MORE or distributed.GroupMember.WORLD is None:

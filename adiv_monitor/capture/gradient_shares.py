@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from adiv_monitor.capture.updates import lies_as, some
+from adiv_monitor.capture.updates import lies_as, sampled_entries
 from adiv_monitor.capture.whole_modules.graph import edges_to_leaves
 
 
-class Contribution:
+class GradientShare:
     """To one parameter's gradient, of all calls of one step. See `Accumulated`.
 
     As for rows, only what is accumulated counts, in the units of the gradient that is held.
@@ -37,7 +37,7 @@ class Contribution:
         self.parameter = parameter
         self.is_known = self.has_rows = True
         self.is_joint = False
-        self._kept = _all if whole else some
+        self._kept = _all if whole else sampled_entries
         self._held: Tensor | None = None  # some entries of what earlier passes have left
         self._arrived: Tensor | None = None  # of the last pass
         self._backward = -1  # which that was
@@ -133,14 +133,14 @@ def _times(entries: Tensor, factor: Tensor) -> Tensor:
 
 # What a node hands on: to the gradient of which parameter, by which of its edges, and the nodes
 # that move it on the way (see `Edge`).
-Handed = list[tuple[Contribution, int, Sequence[Any]]]
+Handed = list[tuple[GradientShare, int, Sequence[Any]]]
 Arrive = Callable[[Handed, Sequence[Tensor | None], object], None]
 
 
 def follow(
     outputs: Iterable[Tensor],
     inputs: Collection[Any],
-    contributions: Sequence[Contribution],
+    contributions: Sequence[GradientShare],
     arrive: Arrive,
 ) -> list[RemovableHandle]:
     """Look at what a call hands on to parameters, at each node once: several layers may share it.

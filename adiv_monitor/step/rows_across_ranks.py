@@ -1,9 +1,9 @@
-"""Rows of calls that several processes made together: put together, and dealt out among them.
+"""Rows of calls that several ranks made together: put together, and dealt out among them.
 
-With tensor parallelism the processes of a group are given the same data, and each has columns of
+With tensor parallelism the ranks of a group are given the same data, and each has columns of
 the rows' features, of z or of ∂L/∂z, or terms of them. They have chosen the same rows. Of these the
-whole is put together; then each process keeps every k-th row, so that from here on they are what
-processes with rows of their own are. Layers of which each has all are dealt out in the same way.
+whole is put together; then each rank keeps every k-th row, so that from here on they are what
+ranks with rows of their own are. Layers of which each has all are dealt out in the same way.
 """
 
 import math
@@ -18,28 +18,28 @@ from torch import Tensor
 
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer, Selection
-from adiv_monitor.capture.split_calls import COLUMNS, SAME, SUM, Split
+from adiv_monitor.capture.split_calls import COLUMNS, PARTIAL_SUM, SAME, Split
 from adiv_monitor.capture.weights.shards import Peers
 from adiv_monitor.features.features import DenseFeatures
 from adiv_monitor.features.rows import to_device
-from adiv_monitor.maths.sums import Dealt
+from adiv_monitor.maths.sums import Partition
 from adiv_monitor.step.collectives import Agree, Collectives
 
 NOT_ALIKE = (
-    "the processes that compute it together (tensor parallelism) have not all looked at the same "
+    "the ranks that compute it together (tensor parallelism) have not all looked at the same "
     "rows of it: another batch, or one of them failed"
 )
 
 Reached = Mapping[Layer, Sequence[Call]]
 
 
-class WholeRows:
+class RowsAcrossRanks:
     """Puts the rows of one step together.
 
     Args:
-        selection: what is measured, the same in all processes.
+        selection: what is measured, the same in all ranks.
         collectives: those of the step.
-        agree: asks the other processes.
+        agree: asks the other ranks.
     """
 
     def __init__(self, selection: Selection, collectives: Collectives, agree: Agree) -> None:
@@ -60,7 +60,7 @@ class WholeRows:
 
         Args:
             reached: the layers with their calls.
-            come: all processes have come to it; else each keeps what it has alone.
+            come: all ranks have come to it; else each keeps what it has alone.
         """
         peers = self._peers
         if peers is None:
@@ -77,7 +77,7 @@ class WholeRows:
         return [layer for layer in reached if layer not in alike]
 
     def _put_together(self, reached: Reached, peers: Peers) -> set[Layer]:
-        """The layers of which all processes have the same rows, which are whole then, or own ones.
+        """The layers of which all ranks have the same rows, which are whole then, or own ones.
 
         All tell each other by a few numbers which rows they have, and agree to come when all have
         read them, so that none comes to put them together alone.
@@ -95,15 +95,15 @@ class WholeRows:
                 own[0, place, 1] = sum(call.rows.total for call in calls)
                 own[0, place, 2:] = _fingerprint(calls)
         same, apart = _compared(self._collectives.whole(own))
-        alike, owed = [], []
+        alike, pending = [], []
         for layers, is_same, is_apart in zip(led.values(), same, apart, strict=True):
             if is_same or is_apart:
                 alike += layers
-                owed += [tensor for layer in layers for tensor in spread[layer]]
-        owed.reverse()
+                pending += [tensor for layer in layers for tensor in spread[layer]]
+        pending.reverse()
         if not self._agree("rows"):  # all come, since others may have rows where these have none
             return set()
-        self._collectives.owed.extendleft(owed)
+        self._collectives.pending.extendleft(pending)
         for layers, is_apart in zip(led.values(), apart, strict=True):
             for call in (call for x in layers if is_apart for call in reached[x]):
                 call.split = Split(peers, own=True)
@@ -121,7 +121,7 @@ def _compared(every: Tensor) -> tuple[list[bool], list[bool]]:
     """Of each parameter, whether all have the same rows of it; and whether each has other ones.
 
     Args:
-        every: (processes, parameters, 4), a signature, how many rows, and a fingerprint.
+        every: (ranks, parameters, 4), a signature, how many rows, and a fingerprint.
     """
     signatures, totals, prints = every[..., 0], every[..., 1], every[..., 2:]
     chose_alike = signatures[:, None] == signatures
@@ -140,7 +140,7 @@ _UNLIKE = 1e-2
 def _fingerprint(calls: Sequence[Call]) -> Tensor:
     """Two numbers that tell rows apart; zeros where functions tell that they are the same.
 
-    The rows' z and ∂L/∂z, along a fixed direction. With layers that a process computes by itself
+    The rows' z and ∂L/∂z, along a fixed direction. With layers that a rank computes by itself
     nobody says whether it is given what the others are, or its own part of the samples or tokens.
     """
     if any(call.split is not None for call in calls):
@@ -156,7 +156,7 @@ def _fingerprint(calls: Sequence[Call]) -> Tensor:
 
 
 def _signature(layers: Sequence[Layer], reached: Reached) -> float:
-    """A number for the rows of layers; NaN, which is like no other, where they can't be dealt."""
+    """A number for the rows of layers; NaN, equal to no other, where they can't be dealt out."""
     if any(len(set(map(_is_own, reached[layer]))) > 1 for layer in layers):
         return math.nan
     told = [(layer.path, *map(_told, reached[layer])) for layer in layers]
@@ -164,7 +164,7 @@ def _signature(layers: Sequence[Layer], reached: Reached) -> float:
 
 
 def _told(call: Call) -> object:
-    """What must be the same in all processes of a call that they make together."""
+    """What must be the same in all ranks of a call that they make together."""
     if _is_own(call):
         return "own"
     split, known = call.split, (call.size is not None, call.whole is not None)
@@ -174,7 +174,7 @@ def _told(call: Call) -> object:
 
 
 def _apart(reached: Reached) -> set[Layer]:
-    """Those of which each process has all that there is, or rows of its own."""
+    """Those of which each rank has all that there is, or rows of its own."""
     return {
         layer
         for layer, calls in reached.items()
@@ -183,7 +183,7 @@ def _apart(reached: Reached) -> set[Layer]:
 
 
 def _is_own(call: Call) -> bool:
-    """Whether each process has rows of its own."""
+    """Whether each rank has rows of its own."""
     return call.split is not None and call.split.own
 
 
@@ -193,8 +193,8 @@ class _Part:
     Args:
         call: the call.
         name: of the tensor.
-        tensor: what this process has of it.
-        how: `COLUMNS` or `SUM`.
+        tensor: what this rank has of it.
+        how: `COLUMNS` or `PARTIAL_SUM`.
         width: how many columns there are in all.
     """
 
@@ -243,8 +243,8 @@ def _parts(call: Call) -> Iterable[_Part]:
 
 
 def _squared(how: str) -> str:
-    """What squared norms of rows are, of which a process has this."""
-    return SUM if how == COLUMNS else how
+    """What squared norms of rows are, of which a rank has this."""
+    return PARTIAL_SUM if how == COLUMNS else how
 
 
 def _flat(tensor: Tensor | None) -> Tensor | None:
@@ -265,7 +265,7 @@ def _spread(part: Tensor, dim: int | None, size: Sequence[int], peers: Peers) ->
 
 
 def deal(calls: Sequence[Call], peers: Peers) -> None:
-    """Keep this process's share of the rows of a layer, all of which it knows."""
+    """Keep this rank's share of the rows of a layer, all of which it knows."""
     chosen = rows = 0
     for call in calls:
         assert call.gradient is not None
@@ -289,12 +289,12 @@ def deal(calls: Sequence[Call], peers: Peers) -> None:
             )
 
 
-def dealt(calls: Sequence[Call], peers: Peers | None, *, come: bool) -> Dealt | None:
-    """What the rows of a layer's calls are part of, if other processes have the same.
+def partition(calls: Sequence[Call], peers: Peers | None, *, come: bool) -> Partition | None:
+    """What the rows of a layer's calls are part of, if other ranks have the same.
 
     Args:
         calls: the calls.
-        peers: those processes.
+        peers: those ranks.
         come: they were dealt out; else each has all of them.
     """
     if peers is None or all(map(_is_own, calls)):
@@ -303,7 +303,7 @@ def dealt(calls: Sequence[Call], peers: Peers | None, *, come: bool) -> Dealt | 
     seen = sum(rows.total if rows.chosen is None else len(rows.chosen) for rows in every)
     total = sum(rows.total for rows in every)
     place, count = (peers.place, peers.count) if come else (0, 1)
-    return Dealt(peers.first, place, count, seen, total)
+    return Partition(peers.first, place, count, seen, total)
 
 
 def _share(values: Any, share: slice) -> Any:

@@ -1,8 +1,8 @@
-"""The parts of all processes, made one: of sums, the sum; of samples, a sample of all rows.
+"""The parts of all ranks, made one: of sums, the sum; of samples, a sample of all rows.
 
-Every process has chosen its rows evenly. So each gets a key, as if it had been chosen by it, and
-those with the smallest keys of all processes are as even a choice of all rows
-(`capture/sampling.py`). What is then measured is what one process with all rows would measure.
+Every rank has chosen its rows evenly. So each gets a key, as if it had been chosen by it, and
+those with the smallest keys of all ranks are as even a choice of all rows
+(`capture/sampling.py`). What is then measured is what one rank with all rows would measure.
 """
 
 import math
@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from adiv_monitor.capture.sampling import Draw, draw, winners
-from adiv_monitor.maths.sums import Array, Dealt, LayerSums
-from adiv_monitor.step import rows_together
+from adiv_monitor.maths.sums import Array, LayerSums, Partition
+from adiv_monitor.step import merge_rows
 from adiv_monitor.step.attention_merge import merge_attention
 from adiv_monitor.step.gradient_check import (
     LARGEST_REST,
@@ -24,60 +24,63 @@ from adiv_monitor.step.gradient_check import (
     contributed,
     since_backward,
 )
-from adiv_monitor.step.part import Facts, Part
+from adiv_monitor.step.rank_contribution import Facts, RankContribution
 
 Generator = np.random.Generator
 
 
 def prepared(
-    part: Part, step: int, max_rows: int | None, processes: int, generator: Generator
-) -> Part:
-    """A process's part as it travels: with no more rows than may be in the sample of all.
+    part: RankContribution, step: int, max_rows: int | None, world: int, generator: Generator
+) -> RankContribution:
+    """A rank's part as it travels: with no more rows than may be in the sample of all.
 
     Args:
-        part: what the process knows.
+        part: what the rank knows.
         step: of which step.
         max_rows: how many rows all of them together look at, per layer; None: all.
-        processes: how many there are.
+        world: how many there are.
         generator: the source of chance.
     """
     layers = {}
     for path, layer in part.layers.items():
-        dealt = layer.rows.dealt
-        seen, total = (dealt or layer.rows).seen, (dealt or layer.rows).total
-        alike = generator if dealt is None else _chance_of_all(step, dealt, path)
+        partition = layer.rows.partition
+        seen, total = (partition or layer.rows).seen, (partition or layer.rows).total
+        alike = generator if partition is None else _chance_of_all(step, partition, path)
         chosen = draw(total, None if max_rows is None else seen, np.inf, alike)
         keys, bound = chosen.keys, chosen.bound
-        if dealt is not None:
-            keys = keys[dealt.place :: dealt.count]
-        layer = rows_together.counted(layer)
+        if partition is not None:
+            keys = keys[partition.place :: partition.count]
+        layer = merge_rows.counted(layer)
         if max_rows is not None and total:
-            # More than this share of the sample is not one process's, or group's, but by chance.
-            share = max_rows / processes * (1 if dealt is None else dealt.count)
+            # More than this share of the sample is not one rank's, or group's, but by chance.
+            share = max_rows / world * (1 if partition is None else partition.count)
             bound = min(bound, (share + 4 * math.sqrt(share)) / total)
         layer = replace(layer, rows=replace(layer.rows, keys=keys, bound=bound))
         kept = None if max_rows is None else winners([Draw(None, keys, bound)], None)[0]
-        layer = layer if kept is None else rows_together.pick(layer, kept)
-        layers[path] = rows_together.packed(layer)
+        layer = layer if kept is None else merge_rows.pick(layer, kept)
+        layers[path] = merge_rows.packed(layer)
     return replace(part, layers=layers)
 
 
-def _chance_of_all(step: int, dealt: Dealt, path: str) -> Generator:
-    """The same for all processes among which a layer's rows were dealt out."""
-    return np.random.default_rng([step, dealt.first, zlib.crc32(path.encode())])
+def _chance_of_all(step: int, partition: Partition, path: str) -> Generator:
+    """The same for all ranks among which a layer's rows were dealt out."""
+    return np.random.default_rng([step, partition.first, zlib.crc32(path.encode())])
 
 
 @np.errstate(all="ignore")  # as in `understand`
 def together(
-    parts: Mapping[int, Part], processes: int, max_rows: int | None, generator: Generator
-) -> tuple[Part, list[int]]:
-    """One part for all processes, and which of them it is of.
+    parts: Mapping[int, RankContribution],
+    world: int,
+    max_rows: int | None,
+    generator: Generator,
+) -> tuple[RankContribution, list[int]]:
+    """One part for all ranks, and which of them it is of.
 
     Those whose gradients are not those of the first train something else.
 
     Args:
         parts: by rank, as they came.
-        processes: how many there are.
+        world: how many there are.
         max_rows: see `prepared`.
         generator: the source of chance.
     """
@@ -98,19 +101,19 @@ def together(
     for path in dict.fromkeys(path for part in several for path in part.layers):
         if path in misdescribed:
             continue
-        layer, is_whole = _layer_together(several, path, processes, max_rows, generator)
+        layer, is_whole = _layer_together(several, path, world, max_rows, generator)
         if not is_whole:
             rows_lost.add(path)
         if layer is None:
             incomplete[path] = _INCOMPLETE
         else:
             layers[path] = layer
-    missing = processes > len(several)
+    missing = world > len(several)
     if missing and not _make_up_the_gradient(layers):
         here = ", ".join(map(str, ranks))
-        notes.insert(0, f"Rows of process {here} alone: {processes} processes train together.")
+        notes.insert(0, f"Rows of rank {here} alone: {world} ranks train together.")
     scale = first.facts.gradient_scale
-    layers = _in_units(layers, scale, processes, rows_lost, missing=missing)
+    layers = _in_units(layers, scale, world, rows_lost, missing=missing)
     changes = [part.loss_change for part in several if part.loss_change is not None]
     unmeasured = _fewest([part.unmeasured for part in several])
     recovered = sum(first.unmeasured.values()) - sum(
@@ -135,27 +138,27 @@ def together(
 
 _OF_PARAMETERS = ("parameter_cosine", "projection_cosine", "applied_cosine", "descent")
 _INCOMPLETE = (
-    "its rows were dealt out among processes that compute it together (tensor parallelism), one of "
+    "its rows were dealt out among ranks that compute it together (tensor parallelism), one of "
     "which failed"
 )
 
 
 def _layer_together(
-    several: Sequence[Part],
+    several: Sequence[RankContribution],
     path: str,
-    processes: int,
+    world: int,
     max_rows: int | None,
     generator: Generator,
 ) -> tuple[LayerSums[Array] | None, bool]:
-    """A layer of all processes, None if it can't be put together; and whether no rows are lost."""
+    """A layer of all ranks, None if it can't be put together; and whether no rows are lost."""
     own = [part.layers[path] for part in several if path in part.layers]
-    alike = [layer for layer in own if rows_together.is_alike(own[0], layer)]
+    alike = [layer for layer in own if merge_rows.is_alike(own[0], layer)]
     is_whole = len(alike) == len(own)
-    alike = rows_together.once(alike)
+    alike = merge_rows.once(alike)
     if not alike:
         return None, False
-    layer = rows_together.merge(alike, max_rows, generator)
-    if layer.dots.partial and len(alike) < processes:
+    layer = merge_rows.merge(alike, max_rows, generator)
+    if layer.dots.partial and len(alike) < world:
         layer = _without_parameters(layer)
     return layer, is_whole
 
@@ -167,11 +170,13 @@ def _without_parameters(layer: LayerSums[Array]) -> LayerSums[Array]:
     return replace(
         layer,
         about=replace(about, undefined=undefined),
-        evidence=replace(seen, reason=seen.reason or "processes"),
+        evidence=replace(seen, reason=seen.reason or "ranks"),
     )
 
 
-def _facts_together(several: Sequence[Part], layers: Mapping[str, LayerSums[Array]]) -> Facts:
+def _facts_together(
+    several: Sequence[RankContribution], layers: Mapping[str, LayerSums[Array]]
+) -> Facts:
     """What one says of its parameters holds for all; of parts of them, each knows its own."""
     told = [part for part in several if part.layers] or [several[0]]
     if not any(layer.dots.partial for layer in layers.values()):
@@ -185,8 +190,8 @@ def _facts_together(several: Sequence[Part], layers: Mapping[str, LayerSums[Arra
     )
 
 
-def _with_applied(part: Part) -> Part:
-    """Where nothing has changed a process's part of the parameters since the step: there a = u."""
+def _with_applied(part: RankContribution) -> RankContribution:
+    """Where nothing has changed a rank's part of the parameters since the step: there a = u."""
     facts = part.facts
     if not facts.updated or facts.has_applied or facts.weights_changed:
         return part
@@ -198,8 +203,8 @@ def _with_applied(part: Part) -> Part:
     return replace(part, layers=layers, facts=replace(facts, has_applied=True))
 
 
-def _trains_with(first: Part, other: Part) -> bool:
-    """Whether two processes hand the same gradients to their optimizers, of the same layers."""
+def _trains_with(first: RankContribution, other: RankContribution) -> bool:
+    """Whether two ranks hand the same gradients to their optimizers, of the same layers."""
     if first.turn != other.turn:
         return False
     common = [
@@ -217,7 +222,7 @@ def _trains_with(first: Part, other: Part) -> bool:
 
 
 def _make_up_the_gradient(layers: Mapping[str, LayerSums[Array]]) -> bool:
-    """Whether the rows that are here do: then other processes have none that add to it.
+    """Whether the rows that are here do: then other ranks have none that add to it.
 
     They train something else, or have no rows in this step. As far as some entries tell.
     """
@@ -229,7 +234,7 @@ def _make_up_the_gradient(layers: Mapping[str, LayerSums[Array]]) -> bool:
 def _in_units(
     layers: Mapping[str, LayerSums[Array]],
     gradient_scale: float,
-    processes: int,
+    world: int,
     rows_lost: set[str],
     *,
     missing: bool,
@@ -237,7 +242,7 @@ def _in_units(
     """The layers with rows in the units of the gradient that the optimizer saw.
 
     By what became of some entries of the gradients that the backward passes left: their sum over
-    the processes, times a factor, is what the optimizer saw, if no rows are missing.
+    the ranks, times a factor, is what the optimizer saw, if no rows are missing.
     """
     factors: dict[str, float] = {}
     reasons: dict[str, str] = {}
@@ -248,7 +253,7 @@ def _in_units(
             factors[path] = found.since.factor / gradient_scale
             reason = contributed(seen, found, tolerance=LARGEST_REST)
         else:
-            reason = "processes"
+            reason = "ranks"
         reasons[path] = seen.reason or reason
     known = [factor for factor in factors.values() if math.isfinite(factor)]
     agreed = math.nan
@@ -257,11 +262,11 @@ def _in_units(
     for path in layers:
         if math.isnan(factors.get(path, math.nan)):
             # Entries that are all zero tell nothing; nor do they without others.
-            factors[path] = 1 / processes if missing and math.isnan(agreed) else agreed
+            factors[path] = 1 / world if missing and math.isnan(agreed) else agreed
     averaged = _averaged(layers, factors, gradient_scale)
     result = {}
     for path, layer in layers.items():
-        moved = rows_together.in_units(layer, factors[path])
+        moved = merge_rows.in_units(layer, factors[path])
         seen = replace(moved.evidence, reason=reasons[path], averaged=averaged[path])
         result[path] = replace(moved, evidence=seen)
     return result
@@ -270,7 +275,7 @@ def _in_units(
 def _averaged(
     layers: Mapping[str, LayerSums[Array]], factors: Mapping[str, float], gradient_scale: float
 ) -> dict[str, float]:
-    """Part of a factor is what backward passes do themselves: they average over processes.
+    """RankContribution of a factor is what backward passes do themselves: they average over ranks.
 
     That is not what became of the gradient after them. Of most layers it is seen, and of the others
     it is the same.
@@ -285,7 +290,7 @@ def _averaged(
 
 
 def _losses_together(several: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Of each step, the mean over the processes that know its loss."""
+    """Of each step, the mean over the ranks that know its loss."""
     found: dict[int, list[float]] = defaultdict(list)
     for losses in several:
         for step, loss in losses.items():
@@ -294,7 +299,7 @@ def _losses_together(several: Sequence[Mapping[int, float]]) -> dict[int, float]
 
 
 def _fewest(several: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Of each parameter, as few elements as any process left unmeasured."""
+    """Of each parameter, as few elements as any rank left unmeasured."""
     return {
         name: fewest
         for name in several[0]
@@ -303,9 +308,9 @@ def _fewest(several: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _unsupported(
-    several: Sequence[Part], layers: Mapping[str, LayerSums[Array]], rows_lost: set[str]
+    several: Sequence[RankContribution], layers: Mapping[str, LayerSums[Array]], rows_lost: set[str]
 ) -> dict[str, str]:
-    """Why there is no reading: what some process says, unless another has one."""
+    """Why there is no reading: what some rank says, unless another has one."""
     found = {path: why for part in several for path, why in part.unsupported.items()}
     everywhere = set.intersection(*(set(part.unsupported) for part in several))
     return {

@@ -17,11 +17,11 @@ from adiv_monitor.capture.forwards import Forwards, unwatched
 from adiv_monitor.capture.guard import Guard, call_all
 from adiv_monitor.capture.hook import NextForward
 from adiv_monitor.capture.loss_hook import LossHook
-from adiv_monitor.capture.processes import processes
 from adiv_monitor.capture.realised.losses import LossOf
 from adiv_monitor.capture.selection import Selection, trainable
 from adiv_monitor.capture.trace import Plan, Trace
-from adiv_monitor.capture.updates import Watch
+from adiv_monitor.capture.updates import RunHistory
+from adiv_monitor.capture.world import world_size
 from adiv_monitor.report import AlignmentReading, StepReport, Turn
 from adiv_monitor.rerun.eager import in_compiled_code
 from adiv_monitor.rerun.thread import surely
@@ -31,8 +31,8 @@ from adiv_monitor.step.failures import Failures
 from adiv_monitor.step.loss_log import LossLog
 from adiv_monitor.step.measured_step import MeasuredStep
 from adiv_monitor.step.others import Others
-from adiv_monitor.step.part import Part
 from adiv_monitor.step.phases import Armed, Pending
+from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.realised import Realised
 from adiv_monitor.step.schedule import Schedule
 from adiv_monitor.step.stepping import learning_rates
@@ -76,7 +76,7 @@ class Followed:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
-class Course:
+class StepController:
     """Takes measured steps from before their forward passes to their reports.
 
     Args:
@@ -109,7 +109,7 @@ class Course:
         self._schedule = schedule
         self._failures = failures
         self._losses = losses
-        self._watch = Watch()
+        self._history = RunHistory()
         self._trace = Trace()
         self._assembly = Assembly(
             asked.max_rows, generator, self._complete, report, at_once=asked.stops
@@ -192,7 +192,7 @@ class Course:
             *(
                 capture,
                 selection,
-                self._watch,
+                self._history,
                 self._failures.switch_off,
                 self._generator,
             ),
@@ -208,9 +208,9 @@ class Course:
     def _plan(self, selection: Selection) -> Plan | None:
         """What plain hooks can do of the coming step."""
         asked = self._asked
-        if asked.attention or asked.realised is not False or processes() > 1:
+        if asked.attention or asked.realised is not False or world_size() > 1:
             return None  # all functions are watched, or run again
-        return self._trace.plan(selection, self._watch.distrusted | self._watch.suspected)
+        return self._trace.plan(selection, self._history.distrusted | self._history.suspected)
 
     def _awaits_step(self) -> bool:
         """Whether layers were called, and the optimizer that is followed is yet to step."""
@@ -454,6 +454,6 @@ class Course:
             call_all(self._pending.release, self._pending.room.leave)
             self._pending = None
 
-    def _complete(self, number: int, part: Part) -> StepReport:
+    def _complete(self, number: int, part: RankContribution) -> StepReport:
         """The report of a step."""
-        return report_of(number, part, self._watch, self._failures)
+        return report_of(number, part, self._history, self._failures)

@@ -1,4 +1,4 @@
-"""One layer's numbers of several processes, made one."""
+"""One layer's numbers of several ranks, made one."""
 
 import math
 from collections import defaultdict
@@ -35,7 +35,7 @@ from adiv_monitor.step.gradient_check import Pair, multiples
 
 Layer = LayerSums[Array]
 
-# Of these, processes have as many as they have rows, or chose to tell.
+# Of these, ranks have as many as they have rows, or chose to tell.
 _OF_SOME = {
     *("products", "realised", "scale", "common.products", "common.norms", "made.deviations"),
     *("evidence.since", "evidence.then", "evidence.now", "evidence.contributed"),
@@ -122,7 +122,7 @@ def is_alike(part: Layer, other: Layer) -> bool:
 
 
 def _shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
-    """Of all arrays, what is the same in all processes."""
+    """Of all arrays, what is the same in all ranks."""
     return {
         name: array.shape[1:] if name in _OF_SOME else array.shape for name, array in leaves(layer)
     }
@@ -132,12 +132,12 @@ def once(parts: Sequence[LayerSums[Array]]) -> list[LayerSums[Array]]:
     """Those that make up all rows, each once; none if some of what was dealt out is missing."""
     kept, groups = list[LayerSums[Array]](), defaultdict[int, list[LayerSums[Array]]](list)
     for part in parts:
-        if part.rows.dealt is None:
+        if part.rows.partition is None:
             kept.append(part)
         else:
-            groups[part.rows.dealt.first].append(part)
+            groups[part.rows.partition.first].append(part)
     for group in groups.values():
-        shared = group[0].rows.dealt
+        shared = group[0].rows.partition
         assert shared is not None
         if len(group) < shared.count:
             return []
@@ -149,7 +149,7 @@ def merge(parts: Sequence[Layer], max_rows: int | None, generator: np.random.Gen
     """One record for all.
 
     Args:
-        parts: of one layer, from processes that train together, all alike.
+        parts: of one layer, from ranks that train together, all alike.
         max_rows: how many rows to keep at most; None: all.
         generator: the source of chance.
     """
@@ -158,8 +158,14 @@ def merge(parts: Sequence[Layer], max_rows: int | None, generator: np.random.Gen
     kept = winners(draws, max_rows)
     some = [p if k is None else pick(p, k) for p, k in zip(filled, kept, strict=True)]
     first, products = some[0], np.concatenate([_whole(part.products) for part in some])
-    realised, made = (_every(x.realised for x in some), _every(x.made for x in some))
-    totals, blocks = _every(x.totals for x in some), _every(x.blocks for x in some)
+    realised, made = (
+        _every(x.realised for x in some),
+        _every(x.made for x in some),
+    )
+    totals, blocks = (
+        _every(x.totals for x in some),
+        _every(x.blocks for x in some),
+    )
     common, own = _every(x.common for x in some), _every(x.own for x in some)
     ceiling = _every(x.ceiling for x in some)
     seen = [part.rows for part in some]
@@ -201,7 +207,7 @@ def _added(several: Iterable[Array | None]) -> Array | None:
 
 
 def _dots(parts: Sequence[Layer]) -> Dots[float]:
-    """All processes have the same parameters, or each a part of them."""
+    """All ranks have the same parameters, or each a part of them."""
     dots = parts[0].dots
     if not dots.partial:
         return dots
@@ -236,10 +242,10 @@ def _attainable(several: Sequence[CeilingSums[Array]]) -> Array:
 
 
 def _evidence(parts: Sequence[Layer], some: Sequence[Layer]) -> Evidence[Array]:
-    """What speaks against a gradient in any process.
+    """What speaks against a gradient in any rank.
 
     Args:
-        parts: of all processes.
+        parts: of all ranks.
         some: of those that have rows.
     """
     several = [part.evidence for part in some]
@@ -261,7 +267,7 @@ def _evidence(parts: Sequence[Layer], some: Sequence[Layer]) -> Evidence[Array]:
 
 
 def _of_entries(several: Iterable[Array | None]) -> list[Array]:
-    """What processes know of some entries of a gradient; none if these are others in each."""
+    """What ranks know of some entries of a gradient; none if these are others in each."""
     known = [entries for entries in several if entries is not None]
     return known if len({entries.shape for entries in known}) == 1 else []
 
@@ -298,7 +304,7 @@ def _scales(
     seen: Sequence[Sampled],
     generator: np.random.Generator,
 ) -> ScaleTotals[Array]:
-    """Of the scales of all active rows, so many of each process."""
+    """Of the scales of all active rows, so many of each rank."""
     sums = np.array([float(scales.sum[0]) for scales in several])
     spreads = np.array([float(scales.deviation[0]) for scales in several])
     whole = np.array([sum(sums.tolist())])
@@ -363,9 +369,9 @@ def _blocks(
 def _common(
     several: Sequence[Common[Array]], rows: Sequence[Sampled], is_active: Bool[np.ndarray, " rows"]
 ) -> Common[Array]:
-    """φ_r·Σ_k φ_k of every row, as far as the processes' own sums tell it.
+    """φ_r·Σ_k φ_k of every row, as far as the ranks' own sums tell it.
 
-    Of the rows of other processes only the sum is known: what a row has in common with them is
+    Of the rows of other ranks only the sum is known: what a row has in common with them is
     taken to be what it has in common with its own; the sum over all rows is what it is.
     """
     norms = np.concatenate([common.norms for common in several])

@@ -23,7 +23,7 @@ from adiv_monitor.features.made import MadeFeatures, Squared
 from adiv_monitor.features.uses import as_it_is
 from adiv_monitor.maths.records import replaced
 from adiv_monitor.maths.sums import Array, LayerSums, Made, Vector
-from adiv_monitor.step.plain_step import Change, Making, act, added
+from adiv_monitor.step.plain_step import Change, WeightVersion, act, added
 
 # Entries of JJᵀ below this share of the largest are held against that: they may be its rounding.
 _SMALL = 0.01
@@ -38,7 +38,7 @@ class Gain(Enum):
 
 
 def with_own_scales(
-    makings: Sequence[Making],
+    versions: Sequence[WeightVersion],
     changed: Sequence[Change],
     features: Features,
     generator: np.random.Generator,
@@ -46,7 +46,7 @@ def with_own_scales(
     """The features with the scales that they have if each JJᵀ is a diagonal matrix.
 
     Args:
-        makings: as calls made the weight, with the rows of each.
+        versions: as calls made the weight, with the rows of each.
         changed: a change of weight and bias for each.
         features: of all rows.
         generator: the source of chance.
@@ -57,7 +57,7 @@ def with_own_scales(
         diagonal, less what may be rounding.
     """
     gains, told = [], []
-    for (layer, _), (of_weight, of_bias) in zip(makings, changed, strict=True):
+    for (layer, _), (of_weight, of_bias) in zip(versions, changed, strict=True):
         weight, of_its_gain = _probed(layer.weight, of_weight, layer.shaped, generator)
         bias, of_its_bias = _probed(layer.bias, of_bias, as_it_is, generator)
         gains.append((weight, bias))
@@ -65,7 +65,7 @@ def with_own_scales(
         # Where they are made of the same, JJᵀ is none of each alone: neither 1 nor diagonal.
         told.append(numbers + torch.inf if _overlap(layer.weight, layer.bias) else numbers)
     squares = features.squared() if isinstance(features, Squared) else None
-    own = None if squares is None else added(*act(makings, gains, squares))
+    own = None if squares is None else added(*act(versions, gains, squares))
     return MadeFeatures(features, own), Made(torch.stack(told), features.groups)
 
 

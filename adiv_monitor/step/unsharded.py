@@ -1,6 +1,6 @@
 """Sharded parameters' gradients and updates, made whole, one parameter at a time.
 
-What a step does to a row takes all of the gradient and of the update. All processes agree first to
+What a step does to a row takes all of the gradient and of the update. All ranks agree first to
 put them together, through the store by which they met: either all come to it, or none.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.selection import Layer, Selection
-from adiv_monitor.capture.updates import ParameterSteps, some
+from adiv_monitor.capture.updates import ParameterSteps, sampled_entries
 from adiv_monitor.capture.weights.pieces import Parts, gradient
 from adiv_monitor.capture.weights.shards import (
     gradient_part,
@@ -21,28 +21,28 @@ from adiv_monitor.capture.weights.shards import (
     part_of,
     same_on,
 )
-from adiv_monitor.features.rows import exact, exact_type
+from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
 from adiv_monitor.step.collectives import Agree, Collectives
-from adiv_monitor.step.whole_rows import WholeRows
+from adiv_monitor.step.rows_across_ranks import RowsAcrossRanks
 
 WHY_NOT = (
-    "its parameters are spread over the processes, which did not all come to put them together (a "
-    "process without a monitor, that skipped the step or failed?)"
+    "its parameters are spread over the ranks, which did not all come to put them together (a "
+    "rank without a monitor, that skipped the step or failed?)"
 )
 
 
-class Wholes:
+class UnshardedParameters:
     """Makes them whole around one step.
 
     Args:
-        selection: what is measured, the same in all processes.
-        agree: asks the other processes.
+        selection: what is measured, the same in all ranks.
+        agree: asks the other ranks.
 
     Attributes:
-        come: all processes have come to make the gradients whole.
+        come: all ranks have come to make the gradients whole.
         entries: some entries of the gradient, by id of the parameter, where backward passes leave
             them.
-        parts: by id, gradients of which processes had less than of the parameter: now as much.
+        parts: by id, gradients of which ranks had less than of the parameter: now as much.
     """
 
     def __init__(self, selection: Selection, agree: Agree) -> None:
@@ -51,11 +51,11 @@ class Wholes:
         self._peers = selection.peers
         self._agree = agree
         self._collectives = Collectives()
-        self._rows = WholeRows(selection, self._collectives, agree)
-        self._reached: list[nn.Parameter] = []  # have a gradient: all processes', or none's
+        self._rows = RowsAcrossRanks(selection, self._collectives, agree)
+        self._reached: list[nn.Parameter] = []  # have a gradient: all ranks', or none's
         self._before: dict[int, Tensor] = {}
         self.come = False
-        self._wholes: dict[int, Tensor] = {}
+        self._unsharded: dict[int, Tensor] = {}
         self._given: set[Layer] = set()
         self.entries: dict[int, Tensor] = {}
         self.parts: dict[int, Tensor] = {}
@@ -70,7 +70,7 @@ class Wholes:
         self._reached = [p for p in self._sharded if p.grad is not None and id(p) in wanted]
         for made in (self.entries, self.parts, self._known, self._before):
             made.clear()
-        self._collectives.owed.clear()
+        self._collectives.pending.clear()
         apart = {p: p.grad for p in self._reached if p.grad is not None and lies_apart(p.grad, p)}
         rest = [p for p in self._reached if p not in apart]
         self.come = self._all_come("gradient", [*apart.values(), *self._rows.signatures(), *rest])
@@ -82,7 +82,7 @@ class Wholes:
         return self.come
 
     def rows(self, reached: Mapping[Layer, Sequence[Call]]) -> list[Layer]:
-        """Put together what processes know of rows together; the layers that is not known of.
+        """Put together what ranks know of rows together; the layers that is not known of.
 
         Args:
             reached: the layers with their calls.
@@ -98,32 +98,34 @@ class Wholes:
         """Whether updates can be."""
         return self.come and self._all_come("update", self._reached)
 
-    def _all_come(self, point: str, owed: Sequence[Tensor]) -> bool:
+    def _all_come(self, point: str, pending: Sequence[Tensor]) -> bool:
         if not self._reached:
             return False
         largest = max(self._reached, key=Tensor.numel)
-        # A process without room for it must not find out when the others wait.
-        torch.empty(2 * largest.numel(), dtype=exact_type(largest), device=largest.device)
+        # A rank without room for it must not find out when the others wait.
+        torch.empty(2 * largest.numel(), dtype=compute_dtype(largest), device=largest.device)
         # Whoever comes must mean the same: all that is measured, and what is put together.
         which = [self._named[id(p)] for p in self._reached]
-        meant = repr((self._named.values(), which, [(t.shape, t.placements) for t in owed]))  # type: ignore[attr-defined]
+        meant = repr((self._named.values(), which, [(t.shape, t.placements) for t in pending]))  # type: ignore[attr-defined]
         agreed = self._agree(f"{point} of {len(which)} {zlib.crc32(meant.encode()):08x}")
         if agreed:
-            self._collectives.owed.extend(owed)
+            self._collectives.pending.extend(pending)
         return agreed
 
     def settle(self) -> None:
         """Come to what all have agreed on, where something has failed here; with no numbers."""
         self._collectives.settle()
-        self._wholes.clear()
+        self._unsharded.clear()
 
     def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
         """Layers with γ of their pieces, as the parameters come; those without one don't."""
         for parameter, whole in self._made(gradient, self._known):
             left = whole if self._peers is None else self._peers.part(whole, parameter)
-            self.entries[id(parameter)] = exact(some(left)).reshape(-1).clone()
+            self.entries[id(parameter)] = (
+                to_compute_dtype(sampled_entries(left)).reshape(-1).clone()
+            )
             yield from self._ready(layers)
-        self._wholes.clear()
+        self._unsharded.clear()
 
     def of_updates(
         self, layers: Sequence[Layer], steps: ParameterSteps
@@ -134,36 +136,36 @@ class Wholes:
             kept = self._before.pop(id(parameter), None)
             before = steps.before(parameter) if kept is None else kept
             assert before is not None
-            return exact(before) - exact(part_of(parameter))
+            return to_compute_dtype(before) - to_compute_dtype(part_of(parameter))
 
         for _ in self._made(taken, {}):
             yield from self._ready(layers)
-        self._wholes.clear()
+        self._unsharded.clear()
 
     def _made(
         self, part: Callable[[nn.Parameter], Tensor], known: Mapping[int, Tensor]
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Every parameter with the whole of what this process has a part of."""
+        """Every parameter with the whole of what this rank has a part of."""
         self._given = set()
         for parameter in self._reached:
             whole = known.get(id(parameter))
             if whole is None:
                 whole = self._collectives.whole(part(parameter))
-            self._wholes[id(parameter)] = whole
+            self._unsharded[id(parameter)] = whole
             yield parameter, whole
 
     def _ready(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
         """The layers all of whose parameters have come; what no other needs is let go."""
         for layer in layers:
-            if layer in self._given or any(id(p) not in self._wholes for p in spread(layer)):
+            if layer in self._given or any(id(p) not in self._unsharded for p in spread(layer)):
                 continue
             self._given.add(layer)
             pieces = [piece for piece in layer.pieces if is_shard(piece.parameter)]
-            yield layer, {x.key: x.of(self._wholes[id(x.parameter)]) for x in pieces}
+            yield layer, {x.key: x.of(self._unsharded[id(x.parameter)]) for x in pieces}
         wanted = {id(p) for x in layers if x not in self._given for p in spread(x)}
-        self._wholes = {key: whole for key, whole in self._wholes.items() if key in wanted}
+        self._unsharded = {key: whole for key, whole in self._unsharded.items() if key in wanted}
 
 
 def spread(layer: Layer) -> Sequence[nn.Parameter]:
-    """The parameters of a layer of which each process holds a part."""
+    """The parameters of a layer of which each rank holds a part."""
     return [parameter for parameter in layer.parameters if is_shard(parameter)]
