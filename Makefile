@@ -11,7 +11,7 @@ CONSTRAINTS ?= $(wildcard constraints/python$(VERSION).txt)
 PINS = $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) PIP_BUILD_CONSTRAINT=$(abspath $(CONSTRAINTS)))
 PIP = $(PINS) $(BIN)/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-all lint docs bench models schema gpu mutants clean
+.PHONY: demo test test-all lint docs tutorial bench models schema gpu mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -34,6 +34,10 @@ lint: $(VENV)/.dev
 # The site, into site/. Every link and anchor must hold.
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# docs/tutorial.ipynb with the outputs of its code as it is.
+tutorial: $(VENV)/.dev
+	$(BIN)/jupyter execute --inplace docs/tutorial.ipynb
 
 # With pip install ".[peers]" in the environment, peers.py times them too.
 bench: $(VENV)/.dev

@@ -2,9 +2,11 @@
 
 So one link serves both readers: in the repository `../examples/plain_loop.py` is the file, on the
 site it is a page that shows it. Text and pictures only; Markdown is followed further. A link to a
-file that there is not is left as it stands, and the strict build complains.
+file that there is not is left as it stands, and the strict build complains. A notebook becomes a
+page with its code and its outputs.
 """
 
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -27,11 +29,18 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     index = "findings/README.md"
     linked = (name.removeprefix(DOCS) for name in _targets(DOCS + index, _read(DOCS + index)))
     pages = [name for name in linked if name.startswith("findings/")]
-    for entry in config.nav or []:
+    _put(index, [index, *dict.fromkeys(pages)], config.nav or [])
+    return config
+
+
+def _put(index: str, pages: list[str], entries: list[Any]) -> None:
+    """Replace the section that names nothing but its index by one that lists its pages."""
+    for entry in entries:
         for title, listed in entry.items() if isinstance(entry, dict) else ():
             if listed == [index]:
-                entry[title] = [index, *dict.fromkeys(pages)]
-    return config
+                entry[title] = pages
+            elif isinstance(listed, list):
+                _put(index, pages, listed)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -40,6 +49,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     wanted = ["CONTRIBUTING.md", "CHANGELOG.md"]  # in the navigation
     wanted += [target for path, text in pages.items() for target in _targets(path, text)]
     added: set[str] = set()
+    for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        path = DOCS + notebook.src_uri
+        SOURCES[_place(path)] = path
+        files.append(File.generated(config, _place(path), content=_shown(_read(path))))
+        files.remove(notebook)
     while wanted:
         path = wanted.pop()
         if path in added or path.startswith(DOCS):
@@ -74,6 +88,24 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
     return LINK.sub(led, markdown)
 
 
+def _shown(notebook: str) -> str:
+    """A notebook as Markdown: its texts, code, and what the code printed and drew."""
+    parts = []
+    for cell in json.loads(notebook)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            if output["output_type"] == "stream":
+                text = "".join(output["text"]).rstrip()
+                parts.append(f"```{{.text .wrapped}}\n{text}\n```")
+            elif "image/png" in output["data"]:
+                drawn = output["data"]["image/png"].replace("\n", "")
+                parts.append(
+                    f'<img alt="What the code above draws" src="data:image/png;base64,{drawn}">'
+                )
+    return "\n\n".join(parts) + "\n"
+
+
 def _read(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
@@ -81,7 +113,7 @@ def _read(path: str) -> str:
 def _place(path: str) -> str:
     """Where a file of the repository stands among the docs."""
     if path.startswith(DOCS):
-        return path.removeprefix(DOCS)
+        return path.removeprefix(DOCS).replace(".ipynb", ".md")
     path = path.replace("/README.md", ".md")  # else it would be the index of its section
     return f"{ROOM}{path}" if path.endswith((".md", ".png")) else f"{ROOM}{path}.md"
 

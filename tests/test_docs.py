@@ -15,6 +15,7 @@ from pathlib import Path
 import blocks
 import pytest
 import torch
+from audit.browser import chromium
 from blocks import ROOT
 
 from adiv_monitor.report import ALIGNMENT_MEASURES, ATTENTION_MEASURES, MEASURES
@@ -154,9 +155,10 @@ def test_every_picture_has_its_command_under_it() -> None:
     shown = [name for page in DOCS.rglob("*.md") for name in pictures_of(page)]
     assert sorted({name for name, _ in PICTURES}) == sorted(set(shown))
     for name, command in PICTURES:
-        script = re.fullmatch(r"`python (docs/figures/\w+\.py)( \w+)?`", command)
+        script = re.fullmatch(r"`python (docs/figures|tests/benchmarks)/\w+\.py( \S+)*`", command)
         assert script, f"{name}: {command}"
-        assert script[2] is None or script[2].strip() == name
+        if script[1] == "docs/figures":
+            assert not script[2] or script[2].strip() == name
         assert (DOCS / "images" / f"{name}.png").is_file()
 
 
@@ -221,16 +223,36 @@ def test_every_measure_names_its_function() -> None:
 # The site
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("mkdocs") is None, reason='needs mkdocs: pip install ".[docs]"')
-def test_the_site_is_built_strictly_and_asks_for_nothing(tmp_path: Path) -> None:
-    """Every internal link and anchor is there; no page loads anything over a network."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly: every internal link and anchor is there."""
+    if find_spec("mkdocs") is None:
+        pytest.skip('needs mkdocs: pip install ".[docs]"')
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    pages = list(tmp_path.rglob("*.html"))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_is_built_strictly_and_asks_for_nothing(site: Path) -> None:
+    """No page loads anything over a network."""
+    pages = list(site.rglob("*.html"))
     assert len(pages) > 50
     loads = re.compile(r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="?(?:https?:)?//[^>]*>')
     assert {tag for page in pages for tag in loads.findall(page.read_text())} == set()
-    assert "adiv_monitor.Monitor" in (tmp_path / "api" / "monitor.html").read_text()
+    assert "adiv_monitor.Monitor" in (site / "api" / "monitor.html").read_text()
+
+
+@pytest.mark.slow
+def test_every_formula_is_typeset(site: Path, tmp_path: Path) -> None:
+    marked = [page for page in site.rglob("*.html") if 'class="arithmatex"' in page.read_text()]
+    assert len(marked) >= 4
+    with chromium(tmp_path) as browser:
+        for page in marked:
+            browser.open(page)
+            wrong = browser.texts(".arithmatex:not(:has(.katex-html))")
+            assert wrong == [], page
+            assert [asked for asked in browser.requests() if asked.startswith("http")] == []

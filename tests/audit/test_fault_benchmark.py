@@ -8,6 +8,7 @@ import torch
 from audit.fault_benchmark import verdicts
 from audit.fault_benchmark.cases import CASES, HEALTHY
 from audit.fault_benchmark.course import course
+from audit.fault_benchmark.every_run import every_run
 from audit.fault_benchmark.judge import diagnosed, judge
 from audit.fault_benchmark.page import page
 from audit.fault_benchmark.reports import reported
@@ -127,3 +128,15 @@ def test_the_page_counts_what_was_named_and_what_paid() -> None:
     assert "| … one random change | 0 % ± 0 (0 of 4) |" in lines
     assert "| healthy runs with an alarm (a finding to act on) | 100 % ± 0 (1 of 1) |" in lines
     assert "| blobs-sgd: inputs × 100 | 1 of 4 | not at all 1× |" in lines
+
+
+def test_every_run_stands_in_a_file_of_its_own() -> None:
+    name = "blobs-sgd: inputs × 100"
+    faulty = {"part": "audit", "name": name, "words": False, "without": 1.0}
+    paid = {"change": "scale-inputs", "loss": 0.5, "pays": True}
+    rows = [{**faulty, "findings": [["input-scale", "act"]], "advice": paid}]
+    text = every_run(rows, [])
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {name}")]
+    cells = ["`input-scale`", "1 of 1", "`input-scale` 1", "`scale-inputs`", "1 of 1", "1", "0.5"]
+    assert line.split(" | ")[1:8] == cells
+    assert name not in page(rows, [])

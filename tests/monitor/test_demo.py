@@ -149,12 +149,12 @@ def test_what_it_leaves(story: Story) -> None:
     assert (ROOT / "layers" / "README.md").exists() and "layers/README.md" in story.text
 
 
-def test_the_readme_shows_what_the_demo_prints(story: Story) -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_docs_show_what_the_demo_prints(story: Story) -> None:
+    page = (ROOT / "docs" / "demo.md").read_text()
     printed = [line.rstrip() for line in story.text.splitlines()]
     sweeps, table = (
         text.splitlines()
-        for text in re.findall(r"```text\n(.*?)\n```", readme, flags=re.DOTALL)
+        for text in re.findall(r"```text\n(.*?)\n```", page, flags=re.DOTALL)
         if "raw" in text
     )
     assert sweeps[0] in printed
@@ -166,10 +166,10 @@ def test_the_readme_shows_what_the_demo_prints(story: Story) -> None:
 
 
 @pytest.mark.slow
-def test_the_readmes_accuracies_are_those_of_five_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (ROOT / "README.md").read_text()
-    found = accuracies(readme)
-    fixed, raw = re.findall(r"([\d.]+) ± [\d.]+ % instead of ([\d.]+) ± ", readme)[0]
+def test_the_docs_accuracies_are_those_of_five_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "demo.md").read_text()
+    found = accuracies(page)
+    fixed, raw = re.findall(r"([\d.]+) ± [\d.]+ % instead of ([\d.]+) ± ", page)[0]
     assert (float(raw), float(fixed)) == tuple(map(max, found.values()))
     demo = loaded()
     sets = [demo.wine(seed) for seed in range(5)]

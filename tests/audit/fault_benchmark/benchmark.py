@@ -3,6 +3,7 @@
     python tests/audit/fault_benchmark/benchmark.py [--seeds 5] [--first-seed 0]
         [--only NAME …] [--jobs 2] [--parts sweep course audit] [--rows FILE]
         [--write docs/fault-benchmark.md]
+        [--write-runs tests/benchmarks/results/fault-benchmark.md]
 
 Each row of the results is added to a file when it is there, and what the file holds is not done
 again: a run that was cut goes on where it was. Three parts: `sweep` trains healthy runs at other
@@ -31,6 +32,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # and what write
 from audit.fault_benchmark import verdicts
 from audit.fault_benchmark.cases import CASES, HEALTHY
 from audit.fault_benchmark.course import course, sweep
+from audit.fault_benchmark.every_run import every_run
 from audit.fault_benchmark.judge import diagnosed, judge
 from audit.fault_benchmark.page import page
 from audit.fault_benchmark.reported import HELD_OUT, REPORTED, SET_BY, TWINS
@@ -117,6 +119,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:3])
     parser.add_argument("--rows", type=Path, default=Path("runs/fault-benchmark.jsonl"))
     parser.add_argument("--write", type=Path, help="write the table to this file as well")
+    parser.add_argument("--write-runs", type=Path, help="write every run to this file")
     given = parser.parse_args()
 
     seeds = range(given.first_seed, given.first_seed + given.seeds)
@@ -139,6 +142,8 @@ def main() -> None:
     print(text)
     if given.write is not None:
         given.write.write_text(text)
+    if given.write_runs is not None:
+        given.write_runs.write_text(every_run([rows[task] for task in wanted], sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The fault benchmark's results as Markdown: totals, every case, misses, healthy runs."""
+"""The fault benchmark's results as a page: totals, by fault, misses, limits."""
 
 import math
 import platform
@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from audit.fault_benchmark.cases import CASES, DROPPED, HEALTHY, UNSEEN
-from audit.fault_benchmark.course import FACTORS
+from audit.fault_benchmark.cases import CASES, HEALTHY, UNSEEN
 from audit.fault_benchmark.run import LONGER, STEPS
 from write_up import hardware, table
 
@@ -17,30 +16,33 @@ import adiv_monitor
 
 Row = dict[str, Any]
 CHANGES = ("advice", "random", "search", "rate")
+EVERY_RUN = "tests/benchmarks/results/fault-benchmark.md"
 
 INTRODUCTION = f"""
-Runs with a planted fault, and healthy ones, by which the audit is judged: each is built from a
-seed, audited for {STEPS} steps, and its first advice is tried on *another* seed for {LONGER} steps.
-Losses are means of the last quarter of the steps. A change pays if the loss is lower by more than
-two standard errors and by 2 % of itself.
+How often does the audit name what is wrong, and does its advice help? This is counted on runs
+with a planted fault and on healthy ones: small networks of several kinds, each built from a seed.
+The audit looks at a run for {STEPS} steps, and its first advice is then tried on *another* seed
+for {LONGER} steps. Losses are means of the last quarter of the steps. A change pays if the loss is
+lower by more than two standard errors and by 2 % of itself.
 
-- **advice**: the first of the first finding that a run can try, at the learning rate that its
-  trial found best. Where the first finding's advice is in words only ("hand the parameters to the
-  optimizer" where no fix can; or of all that a run can try, the audit's own short runs say that it
-  does not pay), nothing is tried, and that is counted apart.
+- **advice**: the first fix of the first finding that a run can try, at the learning rate that its
+  trial found best. If the first finding's advice is in words only ("hand the parameters to the
+  optimizer" where no fix can; or the audit's own short runs say that nothing that can be tried
+  pays), nothing is tried, and that is counted apart.
 - **random change**: a fix drawn from all that apply, to all layers, at the learning rate that a
   trial of the same length found best.
 - **random search**: random changes, tried until as many short runs are spent as the audit spent on
   its trials; the best is kept if it paid. For every fifth seed.
-- **rate**: the best of the learning rates that the audit tried, and nothing else.
+- **learning rate**: the best of the learning rates that the audit tried, and nothing else.
 
 ± is the standard error of a binomial share; runs of one case are alike, so the true one is larger.
-
-What is said of these runs by the monitor's reports alone, which see less, is
-[counted apart](../tests/benchmarks/results/verdicts.md).
-
 Most cases were there while rules and thresholds were made, with other seeds. Some networks, data
 and strengths were not: their totals stand by themselves below.
+
+A file has [every run](../{EVERY_RUN}):
+each case with what was found and advised, the healthy runs at other learning rates, and how much
+worse the faulty runs are. What the monitor's reports alone say of these runs is
+[counted apart](../tests/benchmarks/results/verdicts.md); they see less than an audit.
 """
 
 OTHERS = """
@@ -74,19 +76,12 @@ padded batches). Rules were set right by them, so they are counted among what is
 
 
 def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
-    """All of it. Rows as `benchmark.py` makes them."""
-    parts: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        parts[row["part"]][row["name"]].append(row)
-    faulty_cases = {name: found for name, found in parts["audit"].items() if name in CASES}
-    healthy = {name: found for name, found in parts["audit"].items() if name in HEALTHY}
+    """The results. Rows as `benchmark.py` makes them."""
+    audits = by_case(rows)["audit"]
+    faulty_cases = {name: found for name, found in audits.items() if name in CASES}
+    healthy = {name: found for name, found in audits.items() if name in HEALTHY}
     lines = [
-        "# Fault benchmark",
-        "",
-        f"`python tests/audit/fault_benchmark/benchmark.py {shlex.join(arguments)}`",
-        "",
-        f"adiv-monitor {adiv_monitor.__version__}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}; {hardware()}.",
+        *head("Fault benchmark", arguments),
         INTRODUCTION,
         *_totals("Totals", faulty_cases, healthy),
         *_totals(
@@ -96,13 +91,30 @@ def page(rows: Iterable[Row], arguments: Sequence[str]) -> str:
         ),
         OTHERS,
         *_kinds(faulty_cases),
-        *_cases(faulty_cases),
         *_misses(faulty_cases),
-        *_healthy(healthy, parts["sweep"]),
-        *_validity(parts["course"]),
         LIMITS,
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def by_case(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
+    """Part of the benchmark → name of the case → its rows."""
+    parts: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        parts[row["part"]][row["name"]].append(row)
+    return parts
+
+
+def head(title: str, arguments: Sequence[str]) -> list[str]:
+    """Title, command, versions and hardware."""
+    return [
+        f"# {title}",
+        "",
+        f"`python tests/audit/fault_benchmark/benchmark.py {shlex.join(arguments)}`",
+        "",
+        f"adiv-monitor {adiv_monitor.__version__}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}; {hardware()}.",
+    ]
 
 
 def share(hits: int, of: int) -> str:
@@ -133,7 +145,7 @@ def alarmed(row: Row) -> bool:
     return any(strength == "act" for _, strength in row["findings"])
 
 
-def _of(rows: Iterable[Row], change: str) -> str:
+def paid_of(rows: Iterable[Row], change: str) -> str:
     paid = [row[change]["pays"] for row in rows if change in row]
     return f"{sum(paid)} of {len(paid)}"
 
@@ -187,7 +199,7 @@ def _kinds(faulty_cases: dict[str, list[Row]]) -> list[str]:
         (
             f"`{kind}`",
             *(f"{sum(map(hit, rows))} of {len(rows)}" for hit in (named_first, named)),
-            *(_of(rows, change) for change in CHANGES),
+            *(paid_of(rows, change) for change in CHANGES),
         )
         for kind, rows in by_kind.items()
     ]
@@ -195,43 +207,7 @@ def _kinds(faulty_cases: dict[str, list[Row]]) -> list[str]:
     return ["## By fault", "", *table((*header, "rate"), lines)]
 
 
-def _cases(faulty_cases: dict[str, list[Row]]) -> list[str]:
-    lines = []
-    for name, rows in faulty_cases.items():
-        case, n = CASES[name], len(rows)
-        first = Counter(row["findings"][0][0] if row["findings"] else "nothing" for row in rows)
-        advice = Counter(map(_advice, rows)).most_common(1)[0][0]
-        losses = [_median(row["without"] for row in rows if "without" in row)]
-        losses += [
-            _median(row[change]["loss"] for row in rows if change in row) for change in CHANGES
-        ]
-        lines.append(
-            (
-                name + (f" ({case.source})" if case.source else ""),
-                ", ".join(f"`{each}`" for each in case.expected),
-                f"{sum(map(named_first, rows))} of {n}",
-                ", ".join(f"`{found}` {times}" for found, times in first.most_common()),
-                advice,
-                _of(rows, "advice"),
-                *losses,
-            )
-        )
-    header = ("case", "right", "named first", "found first", "advice (most often)", "it pays")
-    return [
-        "## Every case",
-        "",
-        "Losses are medians over seeds: as it is, with the advice, with a random change, with the "
-        "best of a random search, with the best rate alone; inf: not finite.",
-        "",
-        *table((*header, "loss", "advice", "random", "search", "rate"), lines),
-        "### Why more than one name is right",
-        "",
-        *(f"- {name}: {CASES[name].because}." for name in faulty_cases if CASES[name].because),
-        "",
-    ]
-
-
-def _advice(row: Row) -> str:
+def advised(row: Row) -> str:
     if "raised" in row:
         return f"an error: {row['raised']}"
     if row["words"]:
@@ -249,7 +225,7 @@ def _misses(faulty_cases: dict[str, list[Row]]) -> list[str]:
             unnamed.append((name, f"{len(wrong)} of {len(rows)}", said))
         bad = [row for row in rows if not row["words"] and not row["advice"]["pays"]]
         if bad:
-            advice = ", ".join(sorted(set(map(_advice, bad))))
+            advice = ", ".join(sorted(set(map(advised, bad))))
             unpaid.append((name, f"{len(bad)} of {len(rows)}", advice))
     return [
         "## Misses",
@@ -262,72 +238,3 @@ def _misses(faulty_cases: dict[str, list[Row]]) -> list[str]:
 def _rank(row: Row) -> int:
     expected = CASES[row["name"]].expected
     return 1 + next(i for i, (name, _) in enumerate(row["findings"]) if name in expected)
-
-
-def _healthy(healthy: dict[str, list[Row]], sweeps: dict[str, list[Row]]) -> list[str]:
-    lines = []
-    for name in sweeps or healthy:
-        rows = healthy.get(name, [])
-        acts = Counter(
-            found for row in rows for found, strength in row["findings"] if strength == "act"
-        )
-        watched = Counter(
-            found for row in rows for found, strength in row["findings"] if strength == "watch"
-        )
-        swept = [row["losses"] for row in sweeps.get(name, [])]
-        means = [sum(column) / len(swept) for column in zip(*swept, strict=True)]
-        lines.append(
-            (
-                name,
-                HEALTHY[name].kind,
-                f"{sum(map(alarmed, rows))} of {len(rows)}",
-                ", ".join(f"`{found}` {times}" for found, times in acts.most_common()) or "–",
-                ", ".join(f"`{found}` {times}" for found, times in watched.most_common()) or "–",
-                *(f"{mean:.3g}" if mean > min(means) else f"**{mean:.3g}**" for mean in means),
-            )
-        )
-    header = ("healthy run", "kind", "alarms", "to act on", "to watch")
-    rates = [f"rate × {factor:g}" for factor in FACTORS]
-    return [
-        "## Healthy runs",
-        "",
-        f"That they are: the mean loss after {STEPS} steps at their learning rate and at others.",
-        "",
-        *table((*header, *rates), lines),
-    ]
-
-
-def _validity(courses: dict[str, list[Row]]) -> list[str]:
-    lines = []
-    for name, rows in courses.items():
-        if name not in CASES or CASES[name].twin.name not in courses:
-            continue
-        case = CASES[name]
-        twins = {row["seed"]: row for row in courses[case.twin.name]}
-        pairs = [(twins[r["seed"]][case.judged_by], r[case.judged_by]) for r in rows]
-        worse = sum(faulty_cases > max(1.25 * well, well + 0.01) for well, faulty_cases in pairs)
-        lines.append(
-            (
-                name,
-                case.judged_by,
-                _median(well for well, _ in pairs),
-                _median(faulty_cases for _, faulty_cases in pairs),
-                f"{worse} of {len(pairs)}",
-            )
-        )
-    return [
-        "## That the faulty runs are worse",
-        "",
-        f"After {STEPS} steps, without the audit: medians over seeds, and in how many the faulty "
-        "run is worse by a quarter. Error: share of wrong answers, or of variance not explained.",
-        "",
-        *table(("case", "by", "healthy twin", "faulty", "worse"), lines),
-        "Tried and left out, since they do not harm, or are not what they were meant to be:",
-        "",
-        *(f"- {name}: {why}." for name, why in DROPPED.items()),
-    ]
-
-
-def _median(values: Iterable[float]) -> str:
-    found = sorted(values)
-    return f"{found[len(found) // 2]:.3g}" if found else "–"
