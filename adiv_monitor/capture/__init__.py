@@ -1,1 +1,1 @@
-"""Records what happens in a step: the rows of each layer with their gradients, and parameters."""
+"""Captures a step: the rows of each layer with their gradients, and the parameters."""

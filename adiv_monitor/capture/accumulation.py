@@ -33,13 +33,13 @@ class Accumulated(Protocol):
         """Complete late data, now that a gradient has arrived."""
 
     def reset(self) -> None:
-        """Drop what was accumulated, because it is gone."""
+        """Drop the accumulated data, because the gradient was reset."""
 
     def rescale(self, factor: Tensor) -> None:
-        """Scale what was accumulated by a factor."""
+        """Scale the accumulated data by a factor."""
 
     def rescale_arrived(self, factor: Tensor) -> None:
-        """Scale what is about to be accumulated by a factor."""
+        """Scale the data that is about to be accumulated by a factor."""
 
     def fold(self) -> None:
         """Add the gradient that is being accumulated."""
@@ -178,7 +178,7 @@ class Accumulation:
         self._raw = dots.norm(self._part(gradient))
 
     def _before(self, gradient: Tensor) -> None:
-        """Look at a gradient before it is accumulated, or returned by `autograd.grad`."""
+        """Inspect a gradient before it is accumulated, or returned by `autograd.grad`."""
         for rows in self._owner.users(self._known_as):
             rows.settle()
         self.is_partial_sum = is_sum(gradient)

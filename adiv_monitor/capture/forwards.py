@@ -409,7 +409,7 @@ class Forwards:
         return self._active and (self._repeated or torch.is_grad_enabled()) and trains(args)
 
     def _hands_over(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Let a successor follow the beginning pass if there is one; return whether it does."""
+        """Let a successor follow the pass if there is one; return whether this one must not."""
         successor = self._renew()
         if successor is None:
             return not self._active

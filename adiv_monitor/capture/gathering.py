@@ -298,7 +298,7 @@ class Gathering:
         inputs: Collection[Any] | None,
         call: Call | None = None,
     ) -> None:
-        """Record through autograd hooks what a call contributes to its parameters' gradients.
+        """Record a call's contributions to its parameters' gradients through autograd hooks.
 
         Args:
             layer: the layer of the call.
@@ -358,7 +358,7 @@ class Gathering:
             call.every_row = _trained(layer, use.features(every))
         return features
 
-    # --- what is seen of a backward pass ---------------------------------------------------------
+    # --- the backward pass -----------------------------------------------------------------------
 
     def _arrival(
         self, path: str, layout: Callable[[Tensor], Tensor], call: Call
@@ -379,7 +379,7 @@ class Gathering:
         rows, size = _seen(call, gradient)
         is_partial_sum = (
             call.split is not None and call.split.gradient == PARTIAL_SUM
-        )  # which tells nothing
+        )  # the norms of partial sums are useless
         precision = torch.finfo(gradient.dtype).eps
         of_layer = self._layers.rows[call.layer.path]
         of_layer.arrive(call, rows, None if is_partial_sum else size, precision)

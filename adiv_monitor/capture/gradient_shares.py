@@ -64,20 +64,20 @@ class GradientShare:
         """Do nothing: no contribution is late."""
 
     def reset(self) -> None:
-        """Drop what was accumulated, because it is gone."""
+        """Drop the accumulated entries, because the gradient was reset."""
         self._held = None
         if not self._is_now:
             self._arrived = None
 
     def rescale(self, factor: Tensor) -> None:
-        """Scale what was accumulated by a factor."""
+        """Scale the accumulated entries by a factor."""
         if not self._is_now:
             self._close()
         if self._held is not None:
             self._held = _times(self._held, factor)
 
     def rescale_arrived(self, factor: Tensor) -> None:
-        """Scale what is about to be accumulated by a factor."""
+        """Scale the entries that are about to be accumulated by a factor."""
         self._scaled = torch._C._current_graph_task_id(), factor
 
     def fold(self) -> None:

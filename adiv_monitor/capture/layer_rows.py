@@ -131,13 +131,13 @@ class Call:
             self.gradient, self.size = self.gradient + gradient, None
 
     def rescale(self, factor: Tensor) -> None:
-        """Scale the gradient as the parameters' gradient was scaled since this call's part."""
+        """Scale the gradient by a factor that was applied to the parameters' gradient."""
         if self.gradient is not None:
             self.gradient = self.gradient * factor.to(self.gradient.dtype)
         self.size = self._times(self.size, factor)
 
     def rescale_arrived(self, factor: Tensor) -> None:
-        """Scale the gradient that is about to accumulate, as a hook of the user scaled it."""
+        """Scale the gradient that is about to accumulate by a factor of the user's hooks."""
         if self._arrived is not None and self._backward == torch._C._current_graph_task_id():
             gradient, size = self._arrived
             self._arrived = gradient * factor.to(gradient.dtype), self._times(size, factor)
@@ -268,7 +268,7 @@ class LayerRows:
         return self._chooser.further(shape, device, self._below(prod(shape)), call)
 
     def _below(self, total: int) -> float:
-        """Return the bound below which a row's key must lie to be possibly sampled."""
+        """Return the bound below which a row's key must be for the row to have a chance."""
         if self._max_rows is None:
             return np.inf
         # New rows compete with the rows that have their gradient. They compete with the waiting
@@ -347,14 +347,14 @@ class LayerRows:
         self.ceiling = None
 
     def rescale(self, factor: Tensor) -> None:
-        """Scale what was accumulated so far by a factor."""
+        """Scale the accumulated rows by a factor."""
         if self._reached:
             self._factors.append(factor)
         if self.ceiling is not None:
             self.ceiling.rescale(factor)
 
     def rescale_arrived(self, factor: Tensor) -> None:
-        """Scale what is about to be accumulated by a factor."""
+        """Scale the rows that are about to be accumulated by a factor."""
         for call in self._expected():
             call.rescale_arrived(factor)
 

@@ -407,7 +407,7 @@ class Layers:
             self._verdict_of_shards = task, is_zero(parts)
         return self._verdict_of_shards[1]
 
-    # --- what is not watched ---------------------------------------------------------------------
+    # --- layers that are not watched -------------------------------------------------------------
 
     @property
     def any_off(self) -> bool:
@@ -424,7 +424,7 @@ class Layers:
         self.rows.pop(path, None)
         self._fail(path, error)
 
-    # --- what there is in the end ----------------------------------------------------------------
+    # --- results ---------------------------------------------------------------------------------
 
     def in_order(self) -> list[Layer]:
         """Return the layers that were seen, in the model's order."""

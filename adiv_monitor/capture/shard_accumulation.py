@@ -51,7 +51,7 @@ class ShardAccumulation(Accumulation):
         return self._sharded.grad
 
     def _before(self, gradient: Tensor) -> None:
-        """Look at a gradient before it is accumulated, or returned by `autograd.grad`."""
+        """Inspect a gradient before it is accumulated, or returned by `autograd.grad`."""
         super()._before(gradient)
         entries = to_compute_dtype(sampled_entries(self._part(gradient))).reshape(-1).clone()
         entries = self._if_alike(entries, gradient)

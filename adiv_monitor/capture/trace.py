@@ -193,7 +193,7 @@ def _versions(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> 
 
 @dataclass
 class Record:
-    """Records what the watched modules of one step do.
+    """The record of the watched modules in one step.
 
     Attributes:
         outermost: the modules that no other module called.

@@ -36,7 +36,7 @@ class PieceNumbers(Generic[T]):
     """By key of a piece, numbers that add up to a dot product, or to its square root.
 
     `a_b` is ⟨a, b⟩, see `Dots`. `stepped` and `applied` are the proofs that nothing has changed the
-    weights since the step: taken right after it, and once more.
+    weights since the step: taken right after it and again later.
     """
 
     gamma_gamma: dict[int, T] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class PieceNumbers(Generic[T]):
 
 @dataclass
 class RunHistory:
-    """The habits of this training run; until the first step, everything is considered possible.
+    """The run history; until the first measured step, everything is considered possible.
 
     Attributes:
         gradient_changes: whether the optimizer changes `.grad` in its step, so γ must be copied.
@@ -72,7 +72,7 @@ class RunHistory:
     seen: set[str] = field(default_factory=set)
 
     def learn(self, *, gradient_changed: bool, weights_changed: bool) -> None:
-        """Record habits; a habit once seen is always expected, one missing at first is not."""
+        """Record the changes seen; each is expected from then on, even if seen only once."""
         if not self.learnt:
             self.gradient_changes = self.weights_change = False
             self.learnt = True

@@ -428,7 +428,7 @@ class Watching:
         name: str,
         values: list[Tensor],
     ) -> Any:
-        """Call a function on repetitions of a weight; the call may reveal what kind they are."""
+        """Call a function on repetitions of a weight; the call may reveal their role."""
         if is_in_place(name):
             for repetition in repeated:
                 self._repetitions.is_offset(repetition)
@@ -477,7 +477,7 @@ def _made(tensors: Iterable[Tensor]) -> set[Any]:
 
 
 def _is_of(tensor: Tensor, used: Tensor | None) -> bool:
-    """Return whether the used tensor is the given tensor or shares its base."""
+    """Return whether the used tensor is this tensor or shares its base."""
     if used is None or used is tensor:
         return used is tensor
     return used._base is not None and used._base is (

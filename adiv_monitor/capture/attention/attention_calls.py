@@ -36,7 +36,7 @@ from adiv_monitor.rerun.randomness import Randomness
 from adiv_monitor.rerun.thread import ThreadState
 
 _MOST_SAMPLES = 8
-# The most scores in all samples of an attention; two samples are the least that give an error.
+# The most scores in all samples of an attention; an error needs at least two samples.
 _MOST_SCORES = 2**23
 _BY_HAND = ("bmm", "baddbmm", "matmul", "__matmul__", "softmax")
 
@@ -208,7 +208,7 @@ class AttentionCalls:
             self._progress[forward] = _Progress()
 
     def look(self, call: FunctionToCall, forwards: Forwards) -> None:
-        """Look at a function that may compute attention, scores or their weights."""
+        """Inspect a function that may compute attention, scores or their weights."""
         if call.function is functional.scaled_dot_product_attention:
             self._attend(forwards.running, call)
         name = getattr(call.function, "__name__", "")
@@ -236,7 +236,7 @@ class AttentionCalls:
                 self._keep(choice, forward, given["query"], given["key"], output, output, dropped)
 
     def _weigh(self, running: Sequence[Forward], name: str, args: tuple[Any, ...]) -> None:
-        """Look at a function by which `nn.MultiheadAttention` computes scores or their weights."""
+        """Inspect a function by which `nn.MultiheadAttention` computes scores or their weights."""
         forward = self._around(running)
         if forward is not None:
             progress = self._progress[forward]

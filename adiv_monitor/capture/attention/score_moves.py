@@ -1,11 +1,11 @@
 """Reruns an attention module on some of its samples, up to its scores.
 
-Libraries differ in what they compute between the projections and the scores: views, packed
-weights, rotary positions, QK-norm, low-rank updates. Nothing is therefore assumed about it. A twin
-of the module carries a change of its parameters through its own forward pass to the queries and
-keys that reach `F.scaled_dot_product_attention`, where the run ends. The inputs of the module are
-constant, as everywhere (*single-layer*), and all of its parameters change: those of values and
-outputs have no effect on the scores.
+Libraries differ in the operations between the projections and the scores: views, packed weights,
+rotary positions, QK-norm, low-rank updates. Nothing is therefore assumed about them. A twin of the
+module carries a change of its parameters through its own forward pass to the queries and keys that
+reach `F.scaled_dot_product_attention`, where the run ends. The inputs of the module are constant,
+as everywhere (*single-layer*), and all of its parameters change: those of values and outputs have
+no effect on the scores.
 """
 
 import inspect
@@ -174,7 +174,7 @@ def _of_equal_shape(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _ScoresReached(Exception):
-    """Ends the run of a module at its scores."""
+    """Raised to end the run of a module at its scores."""
 
 
 class _AttentionCalls(TorchFunctionMode):

@@ -52,9 +52,9 @@ def scales(
 ) -> tuple[Float[Tensor, "samples heads queries draws"], Float[Tensor, ""]]:
     """Return D_ts of the scores with these keys, 0 where there is none, and the error of one.
 
-    The error is relative, from the full gradient of one score. It is large where D is not the sum
-    over the rows of the uses: queries and keys share a weight, or a use is not known. Where tokens
-    are mixed before the scores, everything is NaN.
+    The error is relative, from the full gradient of one score. It is not small where D is not the
+    sum over the rows of the uses: queries and keys share a weight, or a use is not known. Where
+    tokens are mixed before the scores, everything is NaN.
 
     Args:
         call: the queries and keys with their graph.

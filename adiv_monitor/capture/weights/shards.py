@@ -1,7 +1,7 @@
 """Parameters that are partitioned across ranks: this rank's part, and the unsharded parameter.
 
 Such a parameter is a `DTensor`, whose local tensor is this rank's part. FSDP2 replaces it by an
-unsharded parameter while a module runs, so a forward pass does not use what the optimizer steps.
+unsharded parameter while a module runs, so a forward pass uses another tensor than the optimizer.
 With tensor parallelism it is never unsharded: each rank computes with its part (`Peers`).
 """
 
@@ -111,11 +111,11 @@ class Peers:
         return int(self.mesh.mesh.flatten()[0])
 
     def share(self, rows: int, dealt: int = 0) -> slice:
-        """Return which rows this rank handles: they are distributed one by one in turn.
+        """Return this rank's rows: rows are partitioned across the ranks one by one in turn.
 
         Args:
             rows: the number of rows.
-            dealt: the number of rows that were distributed before.
+            dealt: the number of rows that were partitioned before.
         """
         return slice((self.place - dealt) % self.count, rows, self.count)
 
