@@ -178,7 +178,7 @@ class Gathering:
         if self._attention is not None:
             self._attention.last_used = layer.pieces[0].parameter
         arrive = self._arrival(layer.path, use.layout, call)
-        # The hook is removed at the end: some tensors outlive their graph and would keep it alive.
+        # `detach` removes the hook: a tensor that outlives its graph would keep the call alive.
         self._hooks.append(TensorHook(output, arrive))
         self._hooks[-1].put_on()
         return call

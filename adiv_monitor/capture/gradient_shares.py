@@ -1,8 +1,8 @@
 """The shares that the calls of layers contribute to their parameters' gradients, from autograd.
 
 Compared with the final `.grad`, they show for any number of sampled rows whether the gradient is
-that of these calls times one factor. It is not where the loss has a penalty or uses a parameter
-elsewhere, where something edits a gradient, or where each parameter is clipped by itself.
+that of these calls times one factor. This fails if the loss has a penalty or uses a parameter
+elsewhere, if something edits a gradient, or if each parameter is clipped by itself.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

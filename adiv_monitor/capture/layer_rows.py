@@ -166,7 +166,7 @@ class Call:
         return waiting and self.hook is not None and self.hook() is None
 
     def keep(self, kept: np.ndarray | None) -> None:
-        """Drop all chosen rows except these."""
+        """Drop all chosen rows except these; None: keep all."""
         if kept is None:
             return
         index = to_device(kept, self.rows.device)

@@ -334,7 +334,7 @@ def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
 def structure(model: nn.Module, held: Mapping[int, Tensor] | None) -> object:
     """Return a value that stays equal until modules or parameters are added, changed or frozen.
 
-    `select` depends on nothing else. None means that the selection must be repeated every time,
+    `select` reads nothing else of the model. None means that the selection must be repeated every time,
     because modules may hold different parameters at different times.
     """
     if world_size() > 1:

@@ -290,7 +290,7 @@ class Watching:
             self._is_special()
             return self._recurrent(to_call, trained, data)
         provenance, begun, inputs = self._provenance, None, set[Any]()
-        # Changes cannot be tracked through a tensor whose type or dtype was changed.
+        # Changes cannot be tracked through a view that reads memory as another dtype.
         is_data = bool(data) or any(map(is_retyped, trained))
         if not is_data and has_data(trained[0]):
             with self._noting(trained):

@@ -101,7 +101,7 @@ class ForwardCall:
 
     Attributes:
         module: the module that was called.
-        inputs: the leaves of its arguments.
+        inputs: the leaves of its arguments, tensors as data or placeholders.
         structure: the tree structure of its arguments.
         surroundings: the other state that the call depended on.
         outputs: its output tensors; None while it runs or if it raised.

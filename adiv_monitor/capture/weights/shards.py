@@ -183,7 +183,7 @@ def range_of_part(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def _together() -> bool:
-    """Return whether there is a process group; a single process has no parts."""
+    """Return whether there is a process group; without one, nothing is partitioned."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -197,7 +197,7 @@ def gives_back(module: nn.Module) -> bool:
 
 
 def held_in_place_of(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Return id of an unsharded parameter → the sharded one, for those that exist now.
+    """Return the sharded parameters by the ids of the unsharded ones that exist now.
 
     Some modules keep unsharded parameters until the next backward pass, for example after an
     evaluation.
