@@ -334,8 +334,8 @@ def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
 def structure(model: nn.Module, held: Mapping[int, Tensor] | None) -> object:
     """Return a value that stays equal until modules or parameters are added, changed or frozen.
 
-    `select` reads nothing else of the model. None means that the selection must be repeated every time,
-    because modules may hold different parameters at different times.
+    `select` reads nothing else of the model. None means that the selection must be repeated
+    every time, because modules may hold different parameters at different times.
     """
     if world_size() > 1:
         return None
