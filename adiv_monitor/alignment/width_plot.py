@@ -16,7 +16,7 @@ _MARKERS = {"alpha": "o", "omega": "s", "u": "^", "cumulative": "x"}
 
 
 def plot_widths(layers: Sequence[LayerWidths], file: str | PathLike[str], title: str = "") -> None:
-    """Sizes and moves against width, and slopes of alignments; the format is the ending's, or PNG.
+    """Plot sizes and moves against width, and alignment slopes; the suffix is the format, or PNG.
 
     Raises:
         ImportError: without matplotlib (pip install "adiv-monitor[audit]").
@@ -60,7 +60,7 @@ def _line(axes: "Axes", path: str, slope: Slope | None, colour: str, verdict: st
 
 
 def _exponents(axes: "Axes", layers: Sequence[LayerWidths]) -> None:
-    """A row per layer, its slopes with intervals, and κ as text."""
+    """Plot one line per layer: its slopes with intervals, and κ as text."""
     for name in RATIOS:
         shown = [(i, x.exponents[name]) for i, x in enumerate(layers) if name in x.exponents]
         if not shown:
