@@ -7,8 +7,7 @@ computed in the dtype of f, float32 or float64.
 
 Memory is accessed in aligned groups of 8 elements, whatever the width. Elements of a row before its
 first whole group and after its last one (edges) are accessed separately, one by one. Groups are
-those of the tensor that is written; a tensor that is read with another alignment is read one by
-one.
+those of the tensor that is written; a tensor with another alignment is read one by one.
 """
 
 import triton
@@ -24,9 +23,8 @@ def factor_of(
 ):
     """Return the factor f of rows with this ‖x‖².
 
-    SQUARED: return GAIN/(‖x‖² + CONSTANT) or, without a constant, GAIN/‖x‖², and 0 for rows below
-        the
-    floor, which have no direction.
+    SQUARED: return GAIN/(‖x‖² + CONSTANT) or, without a constant, GAIN/‖x‖², and then 0 for rows
+    below the floor, which have no direction.
     """
     # Compared, not clamped: a maximum would turn NaN into the floor.
     short = square < (-1.0 if CONSTANT > 0 else FLOOR)
@@ -192,8 +190,7 @@ def unit_rows_backward_kernel(
 ):
     """Write dx = f(u − SHARE·(u·x̂ + SHIFT·fγ)x̂); where |f| has reached LIMIT it is constant: fu.
 
-    gamma holds γ as `parts` rows of partial sums. x holds the rows x, or x̂ if IS_UNIT. dx may be
-    u.
+    gamma holds γ as `parts` rows of partial sums. x holds rows x, or x̂ if IS_UNIT. dx may be u.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -218,8 +215,8 @@ def unit_rows_backward_kernel(
             values = load(source + start + place, mask, X_UNIT).to(wide)
             products += slope * values
     if EDGES:
-        # Loaded before the sum over all threads: every warp reads the edges that one overwrites
-        # with dx.
+        # Loaded before the sum over all threads: every warp reads the edges, and one writes dx
+        # over them.
         edge, among = edges_of(ahead, first, last, end, AHEAD)
         edge_slope = tl.load(upstream + edge, mask=among, other=0.0).to(wide)
         edge_values = tl.load(source + edge, mask=among, other=0.0).to(wide)

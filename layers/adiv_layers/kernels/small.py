@@ -6,8 +6,8 @@ kernel (two if the rows are wide and shared among programs), and the backward pa
 program processes some of the inputs and all rows and outputs. Results that several programs compute
 (f, the gradient of b) are written by each of them, with equal values.
 
-These kernels are for a network of such layers in a CUDA graph, where launches are cheap. If it is no
-faster there than a network of `nn.Linear`, the general kernels suffice and these can be removed.
+These kernels are for a network of such layers in a CUDA graph, where launches are cheap. If it is
+no faster there than a network of `nn.Linear`, the general kernels suffice and these can go.
 """
 
 import torch
