@@ -1,4 +1,4 @@
-"""How far is the activation update that training really makes from the ideal one?"""
+"""Monitors how far each layer's activation update is from the ideal one during training."""
 
 from adiv_monitor.audit import audit
 from adiv_monitor.errors import AdivError, AlarmError

@@ -1,21 +1,21 @@
-"""The package's own exceptions."""
+"""Exceptions of the package."""
 
 from adiv_monitor.report import StepReport
 
 
 class AdivError(RuntimeError):
-    """The monitor met a state of the training run in which it can't do what was asked."""
+    """Error for a state of the training run in which the monitor can't do what was requested."""
 
 
 class AlarmError(AdivError):
-    """Alarms of `Monitor(on_alarm="stop")` hold in a report.
+    """Error raised when alarms of `Monitor(on_alarm="stop")` hold in a report.
 
     Args:
-        report: that raises them.
+        report: the report that raises the alarms.
 
     Attributes:
-        report: the report, which all sinks have got.
-        alarms: its alarms.
+        report: the report, which all sinks have received.
+        alarms: alarms of the report.
     """
 
     def __init__(self, report: StepReport) -> None:
@@ -29,4 +29,4 @@ class AlarmError(AdivError):
         return AlarmError, (self.report,)
 
 
-_MOST = 3  # alarms that the message names
+_MOST = 3  # number of alarms that the message names

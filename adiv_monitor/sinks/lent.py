@@ -1,4 +1,4 @@
-"""Sinks of the user's in the hands of a callback."""
+"""Wrappers that let callbacks use the user's sinks without closing them."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,10 +6,12 @@ from adiv_monitor.sinks.sink import Sink
 
 
 class Lent:
-    """Passes reports on, but stays open: a monitor closes its sinks, and there may be several.
+    """Passes reports on to a sink, but leaves it open at `close`.
+
+    A monitor closes its sinks, and several monitors may share one.
 
     Attributes:
-        lent: the sink.
+        lent: the borrowed sink.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -21,20 +23,24 @@ class Lent:
         )
 
     def close(self) -> None:
-        """Let it write what it holds back; the user may go on with it after the training."""
+        """Flush the sink; the user may continue to use it after the training."""
         if callable(self._flush):
             self._flush()
 
 
 def _no_losses(losses: Mapping[int, float]) -> None:
-    """A sink that does not show losses."""
+    """Ignore the losses, for a sink that does not show them."""
 
 
 def lent(sinks: Sequence[object], owner: str) -> tuple[Lent, ...]:
-    """The sinks, each so that whoever closes it leaves it open.
+    """Wrap the sinks so that closing the wrappers leaves them open.
+
+    Args:
+        sinks: the sinks.
+        owner: name of the class that they were passed to.
 
     Raises:
-        TypeError: when one is no sink; `owner` is the class that it was given to.
+        TypeError: an entry is not a sink.
     """
     for sink in sinks:
         if not isinstance(sink, Sink):

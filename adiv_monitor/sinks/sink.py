@@ -7,19 +7,19 @@ from adiv_monitor.report import StepReport
 
 @runtime_checkable
 class Sink(Protocol):
-    """Whatever takes reports.
+    """An object that accepts reports.
 
-    One that holds something back may have `flush()`, too: callbacks, which leave sinks of the
-    user's open, call it when a training ends. One that shows the loss may have
-    `add_losses(losses)`, by step, which is called before the end with those of the steps after the
-    last report. One that people look at may have `place`, a path or
-    an address, which the line at the end of a run names.
+    A sink that buffers may also have `flush()`: callbacks leave sinks of the user's open and call
+    it when a training ends. A sink that shows the loss may have `add_losses(losses)`, with losses
+    by step, which is called before the end with those of the steps after the last report. A sink
+    with output for people may have `place`, a path or an address, which the closing line of a run
+    names.
 
-    An exception that leaves `write` is the monitor's business, which treats it as `on_error` says.
+    The monitor handles exceptions from `write` according to `on_error`.
     """
 
     def write(self, report: StepReport) -> None:
-        """Take the report of one step."""
+        """Accept the report of one step."""
 
     def close(self) -> None:
-        """Finish: nothing is written afterwards. A second call does nothing."""
+        """Finish: no report is written afterwards. A second call has no effect."""
