@@ -15,26 +15,24 @@ _FIRST = 1.5  # seconds, on the slower of two processors: imports and the page o
 
 
 class HtmlSink:
-    """Writes what the reports so far come to as one HTML page: verdict, alarms, heat map, layers.
+    """Writes the run so far as one HTML page: verdict, alarms, heat map, layers.
 
-    It is the audit's page without what only an audit can know. The file holds everything, asks for
-    nothing over a network, and is replaced as a whole: at reports, as far as a twentieth of
-    the time since the first one allows, so that it is there after a minute; and at `flush` and
-    `close`, when a callback that has the sink ends, too. To see how a training comes on, load it
-    again.
+    It is the audit's page without what only an audit can know. The file holds everything, loads
+    nothing over a network, and is always replaced as a whole. It is rewritten at reports, for at
+    most a twentieth of the time since the first one, so that it exists after about a minute; and at
+    `flush` and `close`. Reload it to see how the training goes on.
 
-    Beside `run.html` lie, written with it, `run.json`, which `adiv-monitor compare` and
-    `AuditReport.from_json` read, and `run.md`, the same in at most 200 lines, to paste into an
-    issue.
+    Beside `run.html` it writes `run.json`, which `adiv-monitor compare` and `AuditReport.from_json`
+    read, and `run.md`, the same in at most 200 lines, to paste into an issue.
 
     Args:
-        path: the file; missing folders are made, an existing file or link is replaced. A pipe or a
-            device is written to instead, and has nothing beside it.
+        path: the file. Missing folders are made; an existing file or link is replaced. A pipe or a
+            device is written to instead, without the files beside it.
 
     Raises:
-        ImportError: without the packages jinja2 and matplotlib.
-        TypeError, IsADirectoryError: the path is none, or that of a folder.
-        FileExistsError: what would lie beside the page is somebody else's file.
+        ImportError: jinja2 or matplotlib is not installed.
+        TypeError, IsADirectoryError: the path is not a path, or that of a folder.
+        FileExistsError: a file beside the page was not written by this package.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -17,21 +17,20 @@ _LINE_START = b'{"step": '  # StepReport.to_dict() begins with the step
 class JsonlSink:
     """Writes one line of strict JSON per report.
 
-    JSON has no word for numbers that are not finite: NaN ("no direction") becomes `null`,
-    infinities become the strings `"Infinity"` and `"-Infinity"`. Measures that were not taken are
-    absent. Every line is with the operating system when `write` returns, so a killed run leaves all
-    its finished lines behind. The file is opened with the first report: of the processes of a
-    training, each of which has a sink of its own or a copy of one, only the one that writes touches
-    it.
+    JSON has no numbers that are not finite: NaN ("no direction") becomes `null`, infinities become
+    the strings `"Infinity"` and `"-Infinity"`. Measures that were not taken are absent. Every line
+    is handed to the operating system before `write` returns, so a killed run keeps all its complete
+    lines. The file is opened with the first report, so of several ranks only the one that writes
+    touches it.
 
     Args:
-        path: the file; missing folders are made. An existing file is continued, which is what a
-            resumed run wants. What follows the last whole line, as a killed run or a crash of
-            the machine leaves it, goes into a file beside it (`run.jsonl.torn-1`), with a warning.
+        path: the file. Missing folders are made. An existing file is continued, as a resumed run
+            needs. What follows the last complete line, as a killed run or a crash of the machine
+            leaves it, goes into a file beside it (`run.jsonl.torn-1`), with a warning.
 
     Raises:
-        ValueError: when the file ends in the middle of a line that this sink has not begun.
-        TypeError, IsADirectoryError: the path is none, or that of a folder.
+        ValueError: the file ends in the middle of a line that this sink has not begun.
+        TypeError, IsADirectoryError: the path is not a path, or that of a folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -23,16 +23,17 @@ class MemorySink:
         self.reports.append(report)
 
     def close(self) -> None:
-        """Nothing to finish: the reports stay."""
+        """Do nothing: the reports stay."""
 
     def to_pandas(self) -> "DataFrame":
-        """A row per step and layer: `step`, `layer`, every measure, and its standard error.
+        """Return a data frame with a row per step and layer.
 
-        Columns are those of `StepReport.to_rows`. A measure that was not taken is NaN. A standard
-        error of 0 is that of an exact value.
+        Its columns are those of `StepReport.to_rows`: `step`, `layer`, every measure, and its
+        standard error. A measure that was not taken is NaN; the standard error of an exact value
+        is 0.
 
         Raises:
-            ImportError: without the package pandas.
+            ImportError: pandas is not installed.
         """
         try:
             from pandas import DataFrame

@@ -21,21 +21,20 @@ class TableSink:
 
     Measures of attention and of alignment have tables of their own, below.
 
-    Values that rest on sampled rows are printed to the digits that their standard errors leave:
-    0.0431 ± 0.012 reads 0.04. "≈0" is a value that lies closer to zero than its error, which has no
-    sign; "?" one whose error is not known; "–" stands for "no direction", "NaN" for what is not
-    finite, a blank for a measure that was not taken. `*` (in colour where the terminal has any)
-    marks the worst value of a measure, where the errors tell which that is (see
-    `StepReport.summary`). A terminal that is too narrow gets the measures in several tables. The
-    report's alarms and notes follow below, and, when they are news, what marks mean and the layers
-    and parameters that were not measured.
+    Values that are estimated from sampled rows are printed to the digits that their standard errors
+    allow: 0.0431 ± 0.012 reads 0.04. "≈0" is a value closer to zero than its error, which has no
+    sign; "?" a value whose error is not known; "–" means "no direction", "NaN" not finite, and a
+    blank a measure that was not taken. `*` (in colour if the terminal has any) marks the worst
+    value of a measure, if the errors tell which one that is (see `StepReport.summary`). If the
+    terminal is too narrow, the measures are split into several tables. The report's alarms and
+    notes follow below, and, when they are new, the meaning of the marks and what was not measured.
 
     Args:
         measures: the columns, by name.
-        file: where to print; standard output when None.
+        file: where to print. None: standard output.
 
     Raises:
-        ValueError: when there is no measure of that name.
+        ValueError: there is no measure of that name.
     """
 
     def __init__(
