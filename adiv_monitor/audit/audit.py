@@ -1,5 +1,6 @@
 """The audit: train a copy, say what is wrong with it, and try what would fix it."""
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -37,7 +38,7 @@ def audit(
     attention: bool = False,
     alignment: bool = False,
     try_fixes: bool = True,
-    try_seconds: float = 40.0,
+    try_seconds: float = math.inf,
     what_if: bool = True,
     seed: int = 0,
     progress: Progress | None = None,
@@ -65,9 +66,10 @@ def audit(
         alignment: measure how weights, updates and activations are aligned, too, with the first
             batch for a probe.
         try_fixes: try what would fix the run, and other learning rates, in short runs.
-        try_seconds: roughly how long that may take: where steps are slow, runs are shorter and
-            fewer, so that what is tried depends on the clock, and the verdict says so; `math.inf`:
-            it does not. The first fix is tried however slow steps are. 0: nothing is tried.
+        try_seconds: no trial begins that would end later than so many seconds after the first.
+            Where that leaves one out, what is tried depends on the clock, and the verdict says so.
+            By default it does not: how many trials there are, and how long they are, follows from
+            the steps and from what one costs (`record.facts.step_cost`).
         what_if: say how the steps of layers would be with other maps or inputs.
         seed: of the run's random numbers.
         progress: called with (what is done, how far, of how much).
@@ -105,8 +107,8 @@ def audit(
             alignment=alignment,
             progress=progress,
         )
-        seconds = try_seconds if try_fixes else 0.0
-        return _Diagnosis(setup, record, progress).report(seconds, what_if)
+        cap = trials.Cap(try_seconds) if try_fixes and record.repeats else None
+        return _Diagnosis(setup, record, progress).report(cap, what_if)
 
 
 class _Diagnosis:
@@ -119,13 +121,15 @@ class _Diagnosis:
         self._findings: tuple[Finding, ...] = ()
         self._alternatives: Mapping[str, Mapping[str, Alternative]] = {}
 
-    def report(self, seconds: float, what_if: bool) -> AuditReport:
-        """What was found; nothing is tried after a run that was interrupted."""
+    def report(self, cap: trials.Cap | None, what_if: bool) -> AuditReport:
+        """What was found; nothing is tried without a cap, or after an interrupted run."""
         try:
             if not self._record.interrupted:
-                self._run(seconds, what_if)
+                self._run(cap, what_if)
         except KeyboardInterrupt:
             self._record = replace(self._record, interrupted=True)
+        if cap is not None and cap.reached:
+            self._record = replace(self._record, hurried=True)
         if self._record.interrupted:
             note = "The audit was interrupted: not all that could be tried was."
             self._record = replace(self._record, notes=(*self._record.notes, note))
@@ -133,27 +137,22 @@ class _Diagnosis:
             self._findings or diagnose(self._record), self._record, self._alternatives
         )
 
-    def _run(self, seconds: float, what_if: bool) -> None:
-        """Of the time for trials, learning rates and fixes get two parts each, learning one."""
-        seconds = seconds if self._record.repeats else 0.0
-        setup, progress, part = self._setup, self._progress, seconds / 5
-        if seconds:
-            rates = trials.rate_trials(setup, self._record, seconds=2 * part, progress=progress)
+    def _run(self, cap: trials.Cap | None, what_if: bool) -> None:
+        setup, progress = self._setup, self._progress
+        if cap is not None:
+            rates = trials.rate_trials(setup, self._record, cap=cap, progress=progress)
             self._record = replace(self._record, rates=rates)
-            overfit = trials.overfit(setup, self._record, seconds=part)
-            hurried = overfit is None or (
-                not rates and trials.too_slow(setup, self._record, 2 * part)
-            )
-            self._record = replace(self._record, overfit=overfit, hurried=hurried)
+            overfit = trials.overfit(setup, self._record, cap=cap)
+            self._record = replace(self._record, overfit=overfit)
         self._findings = diagnose(self._record)
         if what_if:
             self._alternatives = alternatives(setup)
-        if not seconds:
+        if cap is None:
             off = "trials are off" if self._record.repeats else "runs can't be compared"
             self._findings = trials.untried(self._findings, off)
         else:
             self._findings = trials.tried(
-                self._findings, setup, self._record, seconds=2 * part, progress=progress
+                self._findings, setup, self._record, cap=cap, progress=progress
             )
             untried = {a.untried for finding in self._findings for a in finding.advice}
             if "interrupted" in untried:

@@ -323,7 +323,7 @@ class Gathering:
         of_outputs: object,
     ) -> None:
         """A node hands on gradients to parameters."""
-        has_rows = call is not None and call.comes
+        has_rows = call is not None and call.arrives_now
         for contribution, edge, moves in handed:
             contribution.has_rows &= has_rows
             gradient = gradients[edge]

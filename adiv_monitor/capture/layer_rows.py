@@ -154,7 +154,7 @@ class Call:
         return self._arrived is not None
 
     @property
-    def comes(self) -> bool:
+    def arrives_now(self) -> bool:
         """Whether the backward pass that runs brought its gradient."""
         return self._backward == torch._C._current_graph_task_id()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from adiv_monitor.diagnosis.finding import NO_TIME, WIRING, Finding, Strength
+from adiv_monitor.diagnosis.finding import WIRING, Finding, Strength
 from adiv_monitor.diagnosis.plain import to_json, to_plain
 from adiv_monitor.diagnosis.record import Alternative, Record
 from adiv_monitor.diagnosis.verdict import running_headline
@@ -43,9 +43,9 @@ class Diagnosis:
             return f"{running_headline(self.findings, self.record)}."
         act = [f for f in self.findings if f.strength == "act"]
         clock = (
-            " The time for trials (try_seconds) cut some short or left them out: this depends on "
-            "the clock."
-        ) * self.hurried
+            " The time for trials (try_seconds) was over before all of them had run: this depends "
+            "on the clock."
+        ) * self.record.hurried
         if not act:
             return self._nothing() + clock
         first = act[0]
@@ -55,14 +55,8 @@ class Diagnosis:
 
     @property
     def hurried(self) -> bool:
-        """Whether the time for trials cut one short or left one out: more of it may say more."""
-        advice = [each for finding in self.findings for each in finding.advice]
-        tried = [*self.record.rates.values(), self.record.overfit, *(a.trial for a in advice)]
-        return (
-            self.record.hurried
-            or any(trial.hurried for trial in tried if trial is not None)
-            or any(each.untried == NO_TIME for each in advice)
-        )
+        """Whether the time for trials was over before all had run: more of it may say more."""
+        return self.record.hurried
 
     def _nothing(self) -> str:
         """That nothing costs the run its training, unless its loss says that something does."""

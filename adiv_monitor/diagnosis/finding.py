@@ -39,6 +39,7 @@ HIGHER_RATES = ("rate*3", *(f"rate*{10.0**n:g}" for n in range(1, 10)))
 RATES = (*LOWER_RATES, *HIGHER_RATES)
 
 Mark = Literal["✓", "✗", "→"]
+NO_STEPS = "the steps for trials were used up"
 NO_TIME = "no time was left"
 _LEAST = 0.02  # of a loss, by which another must be lower to count
 
@@ -83,8 +84,6 @@ class Trial:
         runs: with how many learning rates it was tried.
         falls: of overfitting one batch only: whether the loss was still falling at the end.
         constant: the loss of a constant prediction; None: not known, or the loss need not fall.
-        hurried: the time for trials left room for fewer steps, or fewer learning rates, than there
-            would have been: another clock may give another trial.
     """
 
     fix: str
@@ -99,7 +98,6 @@ class Trial:
     loss_error: float = math.nan
     error_by_rate: float = math.nan
     constant: float | None = None
-    hurried: bool = False
 
     def __str__(self) -> str:
         rate = "" if self.rate == 1 else f"with learning rate × {self.rate:g}, "

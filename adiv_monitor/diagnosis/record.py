@@ -29,6 +29,8 @@ class Facts:
         seconds_per_step: median over the plain steps; over all, where each was measured.
         clip_norm: gradients were clipped to this norm; None: they were not.
         resumed: the optimizer had taken steps before, and remembered them.
+        step_cost: what one step costs, counted in operators and sizes: the seconds that it takes on
+            a usual machine. Trials have as many steps as follow from it. NaN: not counted.
     """
 
     model: str
@@ -46,6 +48,7 @@ class Facts:
     seconds_per_step: float
     clip_norm: float | None = None
     resumed: bool = False
+    step_cost: float = float("nan")
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,8 @@ class Record:
         interrupted: whether the keyboard ended the run early.
         repeats: whether a copy that begins anew has the same first loss. If not, the loss keeps
             something from call to call: runs can't be compared, and nothing is tried.
-        hurried: there was no time to try other learning rates, or to overfit one batch.
+        hurried: the time for trials (try_seconds) was over before all of them had run: what they
+            gave depends on the clock.
         loss_steps: the steps that the losses are of, where some are missing; empty: 0, 1, 2, ….
         non_finite_since: the step at which `first_non_finite` was seen; None: not known.
         probed: name of a probe → what it found; empty: not asked.

@@ -1,6 +1,6 @@
 """The largest stable learning rate of every layer: abc-parametrizations and a linear program."""
 
-from adiv_monitor.max_lr.apply import optimizer_groups, parametrize_model
+from adiv_monitor.max_lr.apply import parametrize_model
 from adiv_monitor.max_lr.exponents import (
     MFP,
     MUP,
@@ -9,6 +9,7 @@ from adiv_monitor.max_lr.exponents import (
     SP,
     Parametrization,
 )
+from adiv_monitor.max_lr.groups import optimizer_groups
 from adiv_monitor.max_lr.multiplier import Multiplier
 from adiv_monitor.max_lr.optimizers import ADAFACTOR, ADAM, MUON, SGD, UpdateRule, update_rule
 from adiv_monitor.max_lr.schedule.scheduler import MaxLRReading, MaxLRScheduler

@@ -29,6 +29,7 @@ class ModelNetwork:
         a: exponents of their multipliers.
         b: exponents of their initialisation.
         rule: the optimizer's.
+        kinds: 0 for an embedding, 1 for a hidden layer, 2 for a readout, by who feeds whom.
         tied: places of layers whose weights share a parameter (tied, or packed projections).
     """
 
@@ -36,6 +37,7 @@ class ModelNetwork:
     a: Exponents
     b: Exponents
     rule: UpdateRule
+    kinds: tuple[int, ...]
     tied: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -69,7 +71,7 @@ class ModelNetwork:
             for i in others:
                 a[i], b[i] = a[i] + b[i] - b[first], b[first]
         _check_multipliers(kept, a, chosen)
-        return cls(kept, tuple(a), tuple(b), rule, tied)
+        return cls(kept, tuple(a), tuple(b), rule, tuple(kinds), tied)
 
     @property
     def paths(self) -> list[str]:
@@ -118,12 +120,13 @@ def _check_multipliers(
 ) -> None:
     """Where any layer has a multiplier, each has that of this parametrization."""
     found = [multiplier_of(layer.module, layer.name) for layer in layers]
-    for layer, factor, exponent in zip(layers, found, a, strict=True):
-        expected = 1.0 if layer.role == "excluded" else layer.width**-exponent
-        if any(found) and not isclose(factor or 1.0, expected, rel_tol=1e-6):
+    for layer, multiplier, exponent in zip(layers, found, a, strict=True):
+        own = 0.0 if multiplier is None else multiplier.exponent
+        expected = 0.0 if layer.role == "excluded" else exponent
+        if any(found) and not isclose(own, expected, abs_tol=1e-6):
             raise ValueError(
-                f"max_lr: the weight of {layer.path!r} is multiplied by {factor or 1.0:g}, with "
-                f"parametrization={chosen.name!r} expected by {expected:g}: give the "
+                f"max_lr: the weight of {layer.path!r} is multiplied by n^{0 - own:g}, with "
+                f"parametrization={chosen.name!r} expected by n^{0 - expected:g}: give the "
                 "parametrization that parametrize_model was given"
             )
 

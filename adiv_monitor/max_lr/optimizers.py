@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from torch import optim
 from torch.optim import Optimizer
 
 
@@ -81,9 +82,45 @@ def rule_of(optimizer: object) -> UpdateRule:
             groups = getattr(optimizer, "param_groups", ())
             adjusted = {group.get("adjust_lr_fn") for group in groups}
             return ADAM if adjusted == {"match_rms_adamw"} else MUON
+        if base.__name__ == "Adafactor" and _is_absolute(optimizer):
+            return ADAM
         if base.__name__.lower() in _BY_CLASS:
             return _BY_CLASS[base.__name__.lower()]
     raise ValueError(
         f"rule=None: how updates of {kind.__name__} grow with width is not known, "
         "expected its rule: 'sgd', 'adam', 'adafactor', 'muon', an UpdateRule, or three exponents"
     )
+
+
+def _is_absolute(adafactor: object) -> bool:
+    """Whether rates of an Adafactor (Hugging Face's can be such) are not relative to weights.
+
+    Raises:
+        ValueError: those of some groups are.
+    """
+    groups = getattr(adafactor, "param_groups", ())
+    relative = {bool(group.get("scale_parameter", True)) for group in groups}
+    if len(relative) > 1:
+        raise ValueError(
+            "Adafactor: got groups with scale_parameter=True and others with False, expected "
+            "one of them: updates of both grow with width each in its own way"
+        )
+    return relative == {False}
+
+
+# Of these, weight decay is part of the gradient, unless a group says otherwise.
+_COUPLED = (optim.Adam, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop)
+
+
+def couples_decay(optimizer: AnyRule, group: Mapping[str, Any] | None = None) -> bool:
+    """Whether weight decay is part of the gradient that is normalised: no longer rate × decay.
+
+    Args:
+        optimizer: an optimizer or its class; of others nothing is known, and the answer is no.
+        group: of its parameters; None: the first.
+    """
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    groups = getattr(optimizer, "param_groups", None) or [{}]
+    chosen = groups[0] if group is None else group
+    decoupled = chosen.get("decoupled_weight_decay", kind is optim.AdamW)
+    return issubclass(kind, _COUPLED) and not decoupled

@@ -21,7 +21,7 @@ import numpy as np
 
 from adiv_monitor.capture.world import world_size
 from adiv_monitor.report import StepReport
-from adiv_monitor.step.merge_ranks import prepared, together
+from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.messages import Malformed, decode, encode
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.ranks import Exchange
@@ -130,7 +130,7 @@ class Assembly:
             if wholly and exchange.rank and meeting is not None:
                 exchange.put(meeting, step, b"")
 
-    def agree(self, step: int, point: str, *, comes: bool = True) -> bool:
+    def agree(self, step: int, point: str, *, participates: bool = True) -> bool:
         """Whether all ranks come to a point of a step, so that what takes all may follow.
 
         Where some did not, the next time nobody waits for long; nor for one that says so.
@@ -140,7 +140,7 @@ class Assembly:
         if self._exchange is None:
             return False
         try:
-            if not comes:
+            if not participates:
                 self._exchange.refuse(step, point)
                 return False
             self._agreed = self._exchange.agree(step, point, PATIENCE if self._agreed else _SHORT)
@@ -298,7 +298,7 @@ class Assembly:
                 heard = encode(_Heard(report, ranks))
                 self._exchange.put(waiting.meeting, waiting.step, heard)
         if self._at_once and (rank or len(ranks) < self._world):  # not what all have
-            self.agree(waiting.step, _STOP, comes=False)
+            self.agree(waiting.step, _STOP, participates=False)
         # Where another rank is there to write, this one was merely not heard in time.
         self._emit(report, rank == 0 or waiting.meeting is None or waiting.heard is not None)
 
@@ -306,7 +306,7 @@ class Assembly:
         self, step: int, parts: dict[int, RankContribution], notes: list[str]
     ) -> tuple[StepReport, list[int]]:
         """The report of these ranks, and of which of them it is."""
-        part, ranks = together(parts, self._world, self._max_rows, self._generator)
+        part, ranks = merge_ranks(parts, self._world, self._max_rows, self._generator)
         part.notes += notes
         return self._complete(step, part), ranks
 

@@ -19,7 +19,7 @@ from adiv_monitor.features.rows import compute_dtype, to_compute_dtype
 class Agree(Protocol):
     """Tells whether all ranks come to the same point, of this name."""
 
-    def __call__(self, point: str, *, comes: bool = True) -> bool:
+    def __call__(self, point: str, *, participates: bool = True) -> bool:
         """Ask; or say, without waiting, that this one does not come."""
         ...
 

@@ -251,10 +251,10 @@ class StepController:
         self.arm()
         return None if self._armed is None else self._armed.capture.forwards
 
-    def _agree(self, point: str, *, comes: bool = True) -> bool:
+    def _agree(self, point: str, *, participates: bool = True) -> bool:
         """Whether all ranks, this one among them, take part in this point of the step."""
         attempt = 0 if self._armed is None else self._armed.attempts
-        return self._assembly.agree(self._number, f"{attempt}/{point}", comes=comes)
+        return self._assembly.agree(self._number, f"{attempt}/{point}", participates=participates)
 
     def _follow(self, selection: Selection) -> Realised | None:
         """What notes the coming step, to find out what it really does, if asked for."""

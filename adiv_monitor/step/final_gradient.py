@@ -146,7 +146,9 @@ class FinalGradient:
         sampled = Sampled(
             seen=sum([call.z.shape[0] for call in calls]),
             total=sum([call.total for call in calls]),
-            partition=partition(calls, self._peers, come=self._unsharded.come),
+            partition=partition(
+                calls, self._peers, all_participate=self._unsharded.all_participate
+            ),
         )
         self.pieces[layer.path] = Pieces(
             {p.key: 1 / holders(p.parameter) if parts else 1.0 for p in layer.pieces},

@@ -34,7 +34,7 @@ from adiv_monitor.step.transfer import Flags, StepSums, fetch
 from adiv_monitor.step.unsharded import WHY_NOT, UnshardedParameters, spread
 
 
-def _is_alone(point: str, *, comes: bool = True) -> bool:
+def _is_alone(point: str, *, participates: bool = True) -> bool:
     return world_size() == 1
 
 
@@ -114,7 +114,9 @@ class MeasuredStep:
         reached = self._reached()
         try:
             # Not those of the layers that were reached, of which each rank has its own.
-            come = self._unsharded.gradients({id(p) for p in self._selection.due_parameters})
+            all_participate = self._unsharded.gradients(
+                {id(p) for p in self._selection.due_parameters}
+            )
             self._put_together(reached)
             pieces = [piece for layer in reached for piece in layer.pieces]
             self._steps = ParameterSteps(
@@ -135,7 +137,7 @@ class MeasuredStep:
             def begin(layer: Layer, parts: Parts) -> None:
                 found.begin(layer, reached[layer], factors.get(layer.path), parts)
 
-            self._measure(reached, begin, self._unsharded.of_gradients if come else None)
+            self._measure(reached, begin, self._unsharded.of_gradients if all_participate else None)
         finally:
             self._unsharded.settle()
         found.add_sums(self._lose)
@@ -174,7 +176,7 @@ class MeasuredStep:
     def _put_together(self, reached: dict[Layer, list[Call]]) -> None:
         """The rows that ranks know together; layers of which that can't be are lost."""
         for layer in self._unsharded.rows(reached):
-            why = NOT_ALIKE if self._unsharded.come or not spread(layer) else WHY_NOT
+            why = NOT_ALIKE if self._unsharded.all_participate or not spread(layer) else WHY_NOT
             self._lose(layer.path, Refused(why))
             self._capture.rows[layer.path].release()
             del reached[layer]
@@ -184,7 +186,7 @@ class MeasuredStep:
         """The optimizer has stepped: u and d."""
         if self._attention is not None:  # first, while all copies of parameters are there
             self._attention.updated()
-        if self._steps is None or not (self._measured or self._unsharded.come):
+        if self._steps is None or not (self._measured or self._unsharded.all_participate):
             return
         self._steps.stepped()
         # The largest difference last, when the other layers' rows are gone: that is the peak.

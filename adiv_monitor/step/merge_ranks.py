@@ -68,7 +68,7 @@ def _chance_of_all(step: int, partition: Partition, path: str) -> Generator:
 
 
 @np.errstate(all="ignore")  # as in `understand`
-def together(
+def merge_ranks(
     parts: Mapping[int, RankContribution],
     world: int,
     max_rows: int | None,

@@ -55,22 +55,22 @@ class RowsAcrossRanks:
         size = self._peers.count, len(self._parameters), 4
         return [_spread(self._unsigned(self._peers), 0, size, self._peers)]
 
-    def make(self, reached: Reached, *, come: bool) -> list[Layer]:
+    def make(self, reached: Reached, *, all_participate: bool) -> list[Layer]:
         """Put the calls' rows together, and deal them out; the layers of which that can't be.
 
         Args:
             reached: the layers with their calls.
-            come: all ranks have come to it; else each keeps what it has alone.
+            all_participate: all ranks take part; else each keeps what it has alone.
         """
         peers = self._peers
         if peers is None:
             return []
-        if not come:
+        if not all_participate:
             return [layer for layer in reached if layer not in _apart(reached)]
         try:
             alike = self._put_together(reached, peers)
         except BaseException:
-            self._agree("rows", comes=False)
+            self._agree("rows", participates=False)
             raise
         for layer in alike:
             deal([call for call in reached[layer] if not _is_own(call)], peers)
@@ -289,20 +289,22 @@ def deal(calls: Sequence[Call], peers: Peers) -> None:
             )
 
 
-def partition(calls: Sequence[Call], peers: Peers | None, *, come: bool) -> Partition | None:
+def partition(
+    calls: Sequence[Call], peers: Peers | None, *, all_participate: bool
+) -> Partition | None:
     """What the rows of a layer's calls are part of, if other ranks have the same.
 
     Args:
         calls: the calls.
         peers: those ranks.
-        come: they were dealt out; else each has all of them.
+        all_participate: they were dealt out; else each has all of them.
     """
     if peers is None or all(map(_is_own, calls)):
         return None
     every = [call.rows for call in calls if not _is_own(call)]
     seen = sum(rows.total if rows.chosen is None else len(rows.chosen) for rows in every)
     total = sum(rows.total for rows in every)
-    place, count = (peers.place, peers.count) if come else (0, 1)
+    place, count = (peers.place, peers.count) if all_participate else (0, 1)
     return Partition(peers.first, place, count, seen, total)
 
 

@@ -39,7 +39,7 @@ class UnshardedParameters:
         agree: asks the other ranks.
 
     Attributes:
-        come: all ranks have come to make the gradients whole.
+        all_participate: all ranks take part in making the gradients whole.
         entries: some entries of the gradient, by id of the parameter, where backward passes leave
             them.
         parts: by id, gradients of which ranks had less than of the parameter: now as much.
@@ -54,7 +54,7 @@ class UnshardedParameters:
         self._rows = RowsAcrossRanks(selection, self._collectives, agree)
         self._reached: list[nn.Parameter] = []  # have a gradient: all ranks', or none's
         self._before: dict[int, Tensor] = {}
-        self.come = False
+        self.all_participate = False
         self._unsharded: dict[int, Tensor] = {}
         self._given: set[Layer] = set()
         self.entries: dict[int, Tensor] = {}
@@ -73,13 +73,15 @@ class UnshardedParameters:
         self._collectives.pending.clear()
         apart = {p: p.grad for p in self._reached if p.grad is not None and lies_apart(p.grad, p)}
         rest = [p for p in self._reached if p not in apart]
-        self.come = self._all_come("gradient", [*apart.values(), *self._rows.signatures(), *rest])
-        if self.come:
+        self.all_participate = self._agree_on(
+            "gradient", [*apart.values(), *self._rows.signatures(), *rest]
+        )
+        if self.all_participate:
             for p in apart:
                 whole = self._collectives.whole(gradient(p))
                 self._known[id(p)], mesh = whole, p.device_mesh  # type: ignore[attr-defined]
                 self.parts[id(p)] = gradient_part(same_on(whole, mesh), p)
-        return self.come
+        return self.all_participate
 
     def rows(self, reached: Mapping[Layer, Sequence[Call]]) -> list[Layer]:
         """Put together what ranks know of rows together; the layers that is not known of.
@@ -87,7 +89,7 @@ class UnshardedParameters:
         Args:
             reached: the layers with their calls.
         """
-        return self._rows.make(reached, come=self.come)
+        return self._rows.make(reached, all_participate=self.all_participate)
 
     def keep(self, steps: ParameterSteps) -> None:
         """An optimizer step follows: keep of the parameters what `steps` has no copy of."""
@@ -96,9 +98,9 @@ class UnshardedParameters:
 
     def updates(self) -> bool:
         """Whether updates can be."""
-        return self.come and self._all_come("update", self._reached)
+        return self.all_participate and self._agree_on("update", self._reached)
 
-    def _all_come(self, point: str, pending: Sequence[Tensor]) -> bool:
+    def _agree_on(self, point: str, pending: Sequence[Tensor]) -> bool:
         if not self._reached:
             return False
         largest = max(self._reached, key=Tensor.numel)

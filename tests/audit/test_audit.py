@@ -5,6 +5,8 @@ import math
 import random
 import re
 import threading
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,6 +157,31 @@ def test_the_same_audit_twice_says_the_same() -> None:
         found.append(audit(model, loader, **{**QUICK, "loss": loss}).record.losses)
         torch.rand(1), random.random(), np.random.random()  # the program goes on
     assert found[0] == found[1]
+
+
+def on_a_machine(times_slower: float, **given: Any) -> dict[str, Any]:
+    """The report, but for measured times, of an audit whose clock runs that much faster."""
+    torch.manual_seed(0)
+    clock = time.perf_counter
+    began = clock()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(time, "perf_counter", lambda: began + times_slower * (clock() - began))
+        report = audit(mlp(), batches(), loss=cross_entropy, steps=24, what_if=False, **given)
+    facts = replace(report.record.facts, seconds_per_step=0.0)
+    return replace(report, record=replace(report.record, facts=facts)).to_dict()
+
+
+def test_the_verdict_does_not_depend_on_the_clock() -> None:
+    usual = on_a_machine(1)
+    assert on_a_machine(100) == usual
+    assert usual["record"]["rates"] and not usual["record"]["hurried"]
+    assert "clock" not in usual["verdict"]
+
+
+def test_a_verdict_that_depends_on_the_clock_says_so() -> None:
+    capped = on_a_machine(1e9, try_seconds=60)
+    assert capped["record"]["hurried"] and "this depends on the clock" in capped["verdict"]
+    assert on_a_machine(1, try_seconds=1e9) == on_a_machine(1)
 
 
 def test_a_loss_that_stops_being_finite_ends_the_run() -> None:

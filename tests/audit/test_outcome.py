@@ -124,8 +124,10 @@ def test_the_terminal_names_the_option_where_time_was_short() -> None:
         show(report, console)
         return console.file.getvalue()
 
-    assert "--try-seconds" in printed(advised())
-    assert "--try-seconds" not in printed(replace(advised(), findings=()))
+    assert "--try-seconds" not in printed(advised())
+    assert "--try-seconds" in printed(
+        replace(advised(), record=replace(SMALL.record, hurried=True))
+    )
 
 
 def test_the_model_itself_has_a_name_in_the_terminal() -> None:

@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
 from trial_setups import batches, loss, mlp, record, setup, sgd
 
+from adiv_monitor.audit.seen.step_cost import CPU, step_cost
 from adiv_monitor.audit.training.samples import first, joined
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import train
 from adiv_monitor.audit.trials import overfit, rate_trials, tried
 from adiv_monitor.audit.trials.bench import Bench
+from adiv_monitor.audit.trials.budget import Cap
 from adiv_monitor.audit.trials.fixes import FIXES, Fix
 from adiv_monitor.audit.trials.trial import compared, plain_losses
-from adiv_monitor.diagnosis.finding import Advice, Finding, Trial
+from adiv_monitor.diagnosis.finding import NO_STEPS, NO_TIME, Advice, Finding, Trial
 
 
 def finding(*fixes: str | None, name: str = "something", strength: Any = "act") -> Finding:
@@ -111,7 +114,7 @@ def test_what_is_for_all_layers_is_tried_in_all_of_them(monkeypatch: pytest.Monk
     )
     here = replace(finding(), layers=("0",), advice=advice)
     healthy = setup()
-    tried([here], healthy, record(healthy), seconds=math.inf)
+    tried([here], healthy, record(healthy), cost=math.inf)
     assert seen == [("layer-norm", ("0",)), ("batch-norm", ()), ("rate*0.1", ())]
 
 
@@ -123,10 +126,10 @@ def test_trials_are_reproducible_bit_for_bit() -> None:
     torch.rand(7)  # another state of the user's random numbers
     assert rate_trials(noisy, seen) == seen.rates
     advised = [finding("reinitialise", "affine-like", "larger-batch")]
-    once = tried(advised, noisy, seen, seconds=math.inf)
+    once = tried(advised, noisy, seen, cost=math.inf)
     trials = {a.fix: a.trial for f in once for a in f.advice}
     other_order = [finding("larger-batch"), finding("affine-like"), finding("reinitialise")]
-    for found in tried(other_order, noisy, seen, seconds=math.inf):
+    for found in tried(other_order, noisy, seen, cost=math.inf):
         for advice in found.advice:
             if advice.fix in trials:
                 assert advice.trial == trials[advice.fix]
@@ -142,12 +145,12 @@ def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front() -> None:
     cut = finding("uncut", name="gradient-cut", strength="watch")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bench, "trial", trial)
-        first, second = tried([rate, cut], healthy, record(healthy), seconds=math.inf)
+        first, second = tried([rate, cut], healthy, record(healthy), cost=math.inf)
         assert (first.name, first.strength) == ("gradient-cut", "act")
         assert first.summary.endswith("This would explain: rate-too-high.")
         assert (second.name, second.strength) == ("rate-too-high", "watch")
         dropped = finding("rate*0.3", name="dropout-too-high", strength="watch")
-        only = tried([dropped], healthy, record(healthy), seconds=math.inf)
+        only = tried([dropped], healthy, record(healthy), cost=math.inf)
         assert only[0].strength == "watch"  # a tenth less is no merit of less dropout
 
 
@@ -167,7 +170,7 @@ def test_rates_are_tried_and_once_further_at_the_better_end() -> None:
 
 def test_a_rate_100_times_too_small_is_fixed_by_a_larger_one() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
-    (found,) = tried([finding("no-clip", "rate*10")], slow, with_rates(slow), seconds=math.inf)
+    (found,) = tried([finding("no-clip", "rate*10")], slow, with_rates(slow), cost=math.inf)
     best = found.advice[0]
     assert best.fix == "rate*10" and best.trial is not None and best.trial.pays
     assert found.strength == "act"
@@ -176,7 +179,7 @@ def test_a_rate_100_times_too_small_is_fixed_by_a_larger_one() -> None:
 
 def test_inputs_160_times_too_large_are_fixed_by_standardising_them(far_inputs: Setup) -> None:
     seen = with_rates(far_inputs)
-    (found,) = tried([finding("standardise-inputs")], far_inputs, seen, seconds=math.inf)
+    (found,) = tried([finding("standardise-inputs")], far_inputs, seen, cost=math.inf)
     trial = found.advice[0].trial
     assert found.strength == "act" and trial is not None
     assert trial.pays and trial.beats_rate
@@ -192,7 +195,7 @@ def test_a_fix_that_rescales_is_tried_at_better_and_better_rates(far_inputs: Set
         ends[factor] = np.mean(train(fork).losses[-6:])
     assert min(ends, key=ends.__getitem__) == 10  # so that 100 is tried, too
     advised = [finding("standardise-inputs", "batch-norm")]
-    (found,) = tried(advised, far_inputs, record(far_inputs), seconds=math.inf)
+    (found,) = tried(advised, far_inputs, record(far_inputs), cost=math.inf)
     trial = next(a.trial for a in found.advice if a.fix == "standardise-inputs")
     assert (trial.rate, trial.runs) == (10, 5)
     assert trial.loss == pytest.approx(ends[10], rel=1e-6)
@@ -203,7 +206,7 @@ def test_a_fix_that_is_no_better_than_a_rate_stands_behind_it() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     seen = with_rates(slow)
     best = min(seen.rates, key=lambda f: seen.rates[f].loss)
-    (found,) = tried([finding("clip", "warm-up", "rate-per-layer")], slow, seen, seconds=math.inf)
+    (found,) = tried([finding("clip", "warm-up", "rate-per-layer")], slow, seen, cost=math.inf)
     sold = [a for a in found.advice if a.trial is not None and a.trial.pays]
     for advice in sold[1:]:
         assert advice.outcome.mark == "✗" and "another learning rate alone" in str(advice)
@@ -218,7 +221,7 @@ def test_the_rate_is_put_in_front_of_what_it_does_as_well() -> None:
     seen = record(healthy)
     rate = Trial("rate*10", 24, 0.0001, seen.losses[0], None, 0.0)
     seen = replace(seen, rates={10.0: rate}, losses=tuple(10.0 for _ in range(24)))
-    (found,) = tried([finding("reinitialise")], healthy, seen, seconds=math.inf)
+    (found,) = tried([finding("reinitialise")], healthy, seen, cost=math.inf)
     front, behind = found.advice
     assert front == Advice("learning rate × 10", "rate*10", rate)
     assert behind.trial is not None and behind.trial.pays and not behind.trial.beats_rate
@@ -237,7 +240,7 @@ def test_what_does_not_pay_is_something_to_watch() -> None:
         finding("reinitialise", strength="note"),
         finding("rate*10", strength="note"),
     ]
-    found = tried(findings, healthy, seen, seconds=math.inf)
+    found = tried(findings, healthy, seen, cost=math.inf)
     assert [f.strength for f in found] == ["act", "act", "act", "watch", "note", "note"]
     assert found[0].name == "non-finite" and found[0].advice[0].trial is not None
     assert found[2].advice[0].untried == "there is no weight decay"
@@ -251,9 +254,9 @@ def test_a_cause_stays_one_to_act_on_where_what_follows_from_it_is_certain() -> 
     healthy = setup()
     seen = with_rates(healthy)
     cause, symptom = finding("rate*0.01"), finding(None, name="cannot-overfit")
-    after = tried([cause, symptom], healthy, seen, seconds=math.inf)
+    after = tried([cause, symptom], healthy, seen, cost=math.inf)
     assert [(f.name, f.strength) for f in after] == [(f.name, "act") for f in (cause, symptom)]
-    before = tried([symptom, cause], healthy, seen, seconds=math.inf)
+    before = tried([symptom, cause], healthy, seen, cost=math.inf)
     assert [f.strength for f in before] == ["act", "watch"]
 
 
@@ -263,14 +266,14 @@ def test_layers_that_one_lower_rate_fixes_are_not_uneven(factor: float, strength
     seen = record(healthy)
     rate = Trial(f"rate*{factor:g}", 24, 0.0001, seen.losses[0], None, 0.0)
     seen = replace(seen, rates={factor: rate}, losses=tuple(10.0 for _ in range(24)))
-    (found,) = tried([finding("reinitialise", name="uneven-rates")], healthy, seen, seconds=1e9)
+    (found,) = tried([finding("reinitialise", name="uneven-rates")], healthy, seen, cost=1e9)
     assert (found.advice[0].fix, found.strength) == (rate.fix, strength)
 
 
 def test_what_pays_comes_first_then_what_was_not_tried() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     advised = [finding("rate*0.1", None, "rate*10", "rate*100")]
-    (found,) = tried(advised, slow, with_rates(slow), seconds=math.inf)
+    (found,) = tried(advised, slow, with_rates(slow), cost=math.inf)
     assert [a.fix for a in found.advice] == ["rate*100", "rate*10", None, "rate*0.1"]
 
 
@@ -282,7 +285,7 @@ def test_what_is_as_good_stays_in_the_rules_order() -> None:
     rates = {f: Trial(f"rate*{f:g}", 24, value, 9.0, None, 0.0) for f, value in losses.items()}
     seen = replace(seen, rates=rates)
     advised = [finding("rate*3", "rate*0.1", "rate*0.3")]
-    (found,) = tried(advised, healthy, seen, seconds=math.inf)
+    (found,) = tried(advised, healthy, seen, cost=math.inf)
     assert [a.fix for a in found.advice] == ["rate*0.1", "rate*0.3", "rate*3"]
 
 
@@ -296,7 +299,7 @@ def test_only_the_first_fixes_are_tried_the_first_ones_first() -> None:
     ]
     told: list[tuple[str, int, int]] = []
     found = tried(
-        findings, healthy, record(healthy), seconds=math.inf, progress=lambda *a: told.append(a)
+        findings, healthy, record(healthy), cost=math.inf, progress=lambda *a: told.append(a)
     )
     done = [a.fix for f in found for a in f.advice if a.trial is not None]
     assert sorted(done) == ["clip", "larger-batch", "reinitialise", "warm-up"]
@@ -305,26 +308,62 @@ def test_only_the_first_fixes_are_tried_the_first_ones_first() -> None:
     assert told == [("fixes", i, 5) for i in range(1, 6)]
 
 
-def test_what_does_not_fit_into_the_time_says_so() -> None:
+def test_what_does_not_fit_into_the_steps_for_trials_says_so() -> None:
+    healthy = setup()
+    seen = with_rates(healthy)
+    slow = replace(seen, facts=replace(seen.facts, step_cost=1e3))
+    (found,) = tried([finding("clip", "warm-up", "rate*0.1")], healthy, slow, cost=5)
+    advice = {each.fix: each for each in found.advice}
+    assert advice["clip"].trial is not None  # the first is tried, whatever it costs
+    assert advice["warm-up"].trial is None and advice["warm-up"].untried == NO_STEPS
+    assert str(advice["warm-up"]) == "do warm-up (not tried: the steps for trials were used up)"
+    assert advice["rate*0.1"].trial == seen.rates[0.1]  # it was run already
+    assert rate_trials(healthy, slow, cost=5) == {}
+    assert overfit(healthy, slow, cost=5) is None
+
+
+def test_no_run_begins_that_would_end_later_than_the_cap() -> None:
     healthy = setup()
     seen = with_rates(healthy)
     slow = replace(seen, facts=replace(seen.facts, seconds_per_step=1e3))
-    (found,) = tried([finding("clip", "warm-up", "rate*0.1")], healthy, slow, seconds=5)
+    cap = Cap(5)
+    (found,) = tried([finding("clip", "rate*0.1")], healthy, slow, cap=cap)
     advice = {each.fix: each for each in found.advice}
-    assert advice["clip"].trial is not None  # the first is tried, whatever the time
-    assert advice["warm-up"].trial is None and advice["warm-up"].untried == "no time was left"
-    assert str(advice["warm-up"]) == "do warm-up (not tried: no time was left)"
-    assert advice["rate*0.1"].trial == seen.rates[0.1]  # it was run already
-    assert rate_trials(healthy, slow, seconds=5) == {}
-    assert overfit(healthy, slow, seconds=5) is None
+    assert cap.reached and advice["clip"].untried == NO_TIME
+    assert advice["rate*0.1"].trial == seen.rates[0.1]
+    assert rate_trials(healthy, slow, cap=cap) == {}
+    assert overfit(healthy, slow, cap=cap) is None
+    never = Cap()
+    assert rate_trials(healthy, slow, cap=never) == seen.rates
+    assert not never.reached
 
 
-def test_runs_are_shorter_where_steps_are_slow() -> None:
+def test_what_a_step_costs_is_counted() -> None:
+    healthy = setup()
+    cost = step_cost(healthy)
+    assert step_cost(healthy) == cost
+    twice = replace(healthy, batches=tuple(tuple(torch.cat([x, x]) for x in b) for b in batches()))
+    wide = replace(healthy, model=nn.Sequential(nn.Linear(12, 2**18), nn.Linear(2**18, 3)))
+    assert cost < step_cost(twice) < 2 * cost  # calls of operators stay as many
+    assert step_cost(wide) > 10 * cost
+
+
+def test_an_operator_that_cannot_be_counted_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: object, **kwargs: object) -> int:
+        raise NotImplementedError
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten.addmm, refuses)
+    healthy = setup()
+    size = sum(p.numel() for p in healthy.model.parameters())
+    assert step_cost(healthy) == pytest.approx(CPU.seconds(6 * size * len(batches()[0][0]), 0, 0))
+
+
+def test_runs_are_shorter_where_steps_are_costly() -> None:
     healthy = setup()
     seen = record(healthy)
-    slow = replace(seen, facts=replace(seen.facts, seconds_per_step=0.1))
-    assert {t.steps for t in rate_trials(healthy, slow, seconds=7.6).values()} == {15}
-    few = rate_trials(healthy, slow, seconds=3.7)  # 7 steps of five runs would tell nothing
+    slow = replace(seen, facts=replace(seen.facts, step_cost=0.1))
+    assert {t.steps for t in rate_trials(healthy, slow, cost=7.6).values()} == {15}
+    few = rate_trials(healthy, slow, cost=3.7)  # 7 steps of five runs would tell nothing
     assert {0.1, 10.0} <= few.keys() and {t.steps for t in few.values()} == {12}
     assert not few.keys() & {0.3, 3.0}
 
@@ -345,7 +384,7 @@ def test_the_keyboard_stops_all_trials() -> None:
     healthy = setup()
     seen = record(healthy)
     stopped = replace(healthy, loss=interrupting(30))
-    (found,) = tried([finding("warm-up", "rate*0.1", "clip")], stopped, seen, seconds=math.inf)
+    (found,) = tried([finding("warm-up", "rate*0.1", "clip")], stopped, seen, cost=math.inf)
     outcomes = {a.fix: (a.trial is not None, a.untried) for a in found.advice}
     assert outcomes["warm-up"] == (True, "")
     assert outcomes["rate*0.1"] == outcomes["clip"] == (False, "interrupted")
@@ -363,7 +402,7 @@ def test_a_fix_that_the_model_cannot_be_run_with_is_not_tried() -> None:
             return super().forward(x)
 
     fixed = setup(model=Fixed(*mlp()))
-    (found,) = tried([finding("larger-batch", "no such")], fixed, record(fixed), seconds=math.inf)
+    (found,) = tried([finding("larger-batch", "no such")], fixed, record(fixed), cost=math.inf)
     assert found.advice[0].untried == "RuntimeError: 32 samples only"
     assert found.advice[1].untried == "no fix is called no such"
     assert found.strength == "act"  # nothing was measured
@@ -373,7 +412,7 @@ def test_forks_leave_the_users_model_alone(far_inputs: Setup) -> None:
     before = [p.clone() for p in far_inputs.model.parameters()]
     seen = with_rates(far_inputs)
     overfit(far_inputs, seen)
-    tried([finding("affine-like", "batch-norm")], far_inputs, seen, seconds=math.inf)
+    tried([finding("affine-like", "batch-norm")], far_inputs, seen, cost=math.inf)
     for now, then in zip(far_inputs.model.parameters(), before, strict=True):
         assert torch.equal(now, then) and now.grad is None
     assert type(far_inputs.model[0]) is nn.Linear

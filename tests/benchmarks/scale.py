@@ -39,7 +39,7 @@ from processes import FoundBy, meet
 
 from adiv_monitor import Monitor
 from adiv_monitor.step import assembly, collectives
-from adiv_monitor.step.merge_ranks import prepared, together
+from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.messages import decode, encode
 from adiv_monitor.step.rank_contribution import RankContribution
 from adiv_monitor.step.soundness import check
@@ -376,7 +376,7 @@ def _seconds(data: bytes, world: int) -> float:
         parts = {rank: decode(RankContribution, data) for rank in range(world)}
         for part in parts.values():
             check(part)
-        together(parts, world, 128, np.random.default_rng(0))
+        merge_ranks(parts, world, 128, np.random.default_rng(0))
         times.append(time.perf_counter() - began)
     return median(times)
 

@@ -1,6 +1,8 @@
 """Parametrizations on models: initialisation, multipliers and learning rates as the tables say."""
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -54,16 +56,74 @@ def test_groups_have_the_rates_of_the_table() -> None:
     assert by_name["0"]["lr"] == pytest.approx(0.1 * width**-0.5)
     assert by_name["2"]["lr"] == pytest.approx(3 * 0.1 / width)
     assert by_name["4"]["lr"] == pytest.approx(0.1 * width**-0.5)
-    assert by_name["0.bias"]["lr"] == pytest.approx(0.1)
+    assert by_name["0.bias"]["lr"] == pytest.approx(0.1 / 64)  # as hidden weights at a width of 64
     assert by_name["2"]["eps"] == pytest.approx(1e-8 / width)
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(map(id, model.parameters()))
     optim.Adam(groups)
     rates = {g["name"]: g["lr"] for g in optimizer_groups(model, layers, "mup", "sgd", lr=0.1)}
     assert rates["2"] == pytest.approx(0.1)
-    # Gradients of features are n^(-1), of an output of one.
-    assert rates["0.bias"] == rates["2.bias"] == pytest.approx(0.1 * width)
+    # Gradients of features are n^(-1), of an output of one; all learn alike at a width of 64.
+    assert rates["0.bias"] == rates["2.bias"] == pytest.approx(0.1 * width / 64)
     assert rates["4.bias"] == 0.1
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+def test_at_the_base_width_nothing_changes(name: str, optimizer: str) -> None:
+    torch.manual_seed(0)
+    model, probe = mlp(64), Probe(torch.randn(4, 8))
+    before = {place: copy.deepcopy(model[place]) for place in (0, 2, 4)}
+    base = Alignment(mlp(64), probe).layers
+    layers = parametrize_model(model, probe, name, base=base)
+    for layer in layers:
+        old, new = before[int(layer.path)], model[int(layer.path)]
+        assert torch.equal(old.bias, new.bias)
+        assert new.weight.std().item() == pytest.approx(old.weight.std().item(), rel=0.15)
+        assert torch.equal(new.weight, layer.weights[0])
+    groups = optimizer_groups(model, layers, name, optimizer, lr=0.1, base=base, eps=1e-8)
+    assert {(group["lr"], group["eps"]) for group in groups} == {(0.1, 1e-8)}
+
+
+def test_beyond_the_base_width_exponents_are_of_the_ratio() -> None:
+    probe = Probe(torch.randint(50, (6, 5)))
+    model, at_base = Tied(256), Tied(64)
+    at_base.attend.out_proj.weight.data.zero_()
+    base = Alignment(at_base, probe).layers
+    layers = parametrize_model(model, probe, "mup", base=base)
+    stored = model.embed.parametrizations.weight.original
+    assert stored.std().item() == pytest.approx(4**-H, rel=0.05)
+    torch.testing.assert_close(model.embed.weight, stored * 4**H)
+    torch.testing.assert_close(model.head.weight, stored * 4**-H)
+    spread = at_base.attend.in_proj_weight.std() / 2
+    assert model.attend.in_proj_weight.std().item() == pytest.approx(spread.item(), rel=0.05)
+    assert model.attend.out_proj.weight.count_nonzero() == 0  # as in the base
+    adam = optimizer_groups(model, layers, "mup", "adam", lr=0.1, base=base, kinds={"vector": 0.5})
+    rates = {group["name"]: group["lr"] for group in adam}
+    assert rates["attend.q"] == pytest.approx(0.1 / 4)
+    assert rates["embed"] == pytest.approx(0.1 * 4**-H)
+    assert rates["norm.weight"] == rates["attend.out_proj.bias"] == 0.05
+    kinds = {group["name"]: group["kind"] for group in adam}
+    assert (kinds["embed"], kinds["attend.q"], kinds["norm.bias"]) == ("input", "hidden", "vector")
+    sgd = optimizer_groups(model, layers, "mup", "sgd", lr=0.1, base=base)
+    rates = {group["name"]: group["lr"] for group in sgd}
+    assert rates["attend.q"] == pytest.approx(0.1)
+    assert rates["norm.weight"] == pytest.approx(0.4)
+
+
+def test_another_base_is_refused() -> None:
+    model, probe = mlp(64), Probe(torch.randn(4, 8))
+    base = Alignment(mlp(32), probe).layers
+    short = Alignment(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)), probe).layers
+    with pytest.raises(ValueError, match="'4' is a layer of one of the two models only"):
+        parametrize_model(model, probe, "mup", base=short)
+    layers = parametrize_model(model, probe, "mup", base=base)
+    with pytest.raises(ValueError, match=r"'0' was parametrized as 2 times as wide .* is 64 times"):
+        optimizer_groups(model, layers, "mup", "adam", lr=0.1)
+    with pytest.raises(ValueError, match="'0' of the base has a multiplier"):
+        optimizer_groups(model, layers, "mup", "adam", lr=0.1, base=layers)
+    with pytest.raises(ValueError, match=r"kinds=….*got 'norm', expected input, hidden"):
+        optimizer_groups(model, layers, "mup", "adam", lr=0.1, base=base, kinds={"norm": 1.0})
 
 
 def test_mup_trains_alike_at_every_width() -> None:
@@ -90,12 +150,12 @@ def test_mup_trains_alike_at_every_width() -> None:
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.embed = nn.Embedding(50, 64)
-        self.attend = nn.MultiheadAttention(64, 2, batch_first=True)
-        self.norm = nn.LayerNorm(64)
-        self.head = nn.Linear(64, 50, bias=False)
+        self.embed = nn.Embedding(50, width)
+        self.attend = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 50, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -162,10 +222,10 @@ def test_widths_are_those_of_uses() -> None:
     assert adam["rnn.hidden_l0"] == adam["up"] == pytest.approx(0.1 / width)
     assert adam["down"] == pytest.approx(0.1 / (3 * width))
     assert adam["table"] == adam["projection"] == pytest.approx(0.1 * width**-0.5)
-    assert {round(adam[n], 9) for n in adam if "bias" in n or "norm" in n} == {0.1}
+    assert {round(adam[n], 9) for n in adam if "bias" in n or "norm" in n} == {round(0.1 / 64, 9)}
     sgd = {g["name"]: g["lr"] for g in optimizer_groups(model, layers, "mup", "sgd", lr=0.1)}
     assert sgd["shift"] == 0.1  # it acts on what the readout gives
-    assert sgd["last.weight"] == sgd["norm.bias"] == pytest.approx(0.1 * width)
+    assert sgd["last.weight"] == sgd["norm.bias"] == pytest.approx(0.1 * width / 64)
     optimizer = optim.Adam(optimizer_groups(model, layers, "mup", "adam", lr=0.1))
     model(torch.randn(3, 6, 8)).sum().backward()
     optimizer.step()
@@ -206,13 +266,16 @@ def test_what_does_not_belong_together_is_refused() -> None:
 def test_multipliers_of_another_parametrization_are_refused() -> None:
     model, probe = mlp(32), Probe(torch.randn(4, 8))
     layers = parametrize_model(model, probe, "mup")
-    message = "the weight of '2' is multiplied by 1, with parametrization='mfp' expected by 0.17"
+    message = (
+        r"the weight of '2' is multiplied by n\^0, with parametrization='mfp' expected by n\^-0.5"
+    )
     roles = {"0": "excluded"}
-    with pytest.raises(ValueError, match=r"the weight of '0' is multiplied by 5\.65"):
+    with pytest.raises(ValueError, match=r"the weight of '0' is multiplied by n\^0\.5"):
         optimizer_groups(model, layers, "sp", "adam", lr=0.1)
-    with pytest.raises(ValueError, match=r"the weight of '0' is multiplied by 5\.65"):
-        MaxLRScheduler(optim.Adam(model.parameters()), model, probe)  # "sp" by default
-    MaxLRScheduler(optim.Adam(model.parameters()), model, probe, parametrization="mup")
+    with pytest.raises(ValueError, match=r"the weight of '0' is multiplied by n\^0\.5"):
+        MaxLRScheduler(optim.Adam(model.parameters()), model, probe, parametrization="sp")
+    of_the_model = MaxLRScheduler(optim.Adam(model.parameters()), model, probe)
+    assert of_the_model.c_full == {"0": H, "2": 1, "4": H}
     other = mlp(32)
     parametrize_model(other, Probe(probe.batch, roles=roles), "mup")
     with pytest.raises(ValueError, match=message):
@@ -236,3 +299,55 @@ def test_a_weight_that_the_forward_pass_makes_can_not_be_initialised() -> None:
     with pytest.raises(ValueError, match="'2' is made in the forward pass"):
         parametrize_model(model, Probe(torch.randn(4, 8)), "ntk")
     parametrize_model(model, Probe(torch.randn(4, 8), roles={"2": "excluded"}), "ntk")
+
+
+def test_rate_times_decay_is_the_same_in_every_group() -> None:
+    """So that weights shrink alike at every width, as in mup's optimizers."""
+    model, probe = mlp(64), Probe(torch.randn(4, 8))
+    base = Alignment(mlp(16), probe).layers
+    layers = parametrize_model(model, probe, "mup", base=base)
+
+    def groups(optimizer: object) -> list[dict[str, Any]]:
+        return optimizer_groups(
+            *(model, layers, "mup", optimizer), lr=0.1, base=base, weight_decay=0.02
+        )
+
+    rates = {group["lr"] for group in groups(optim.AdamW)}
+    assert len(rates) == 3
+    for optimizer in (optim.AdamW, "sgd"):
+        products = [group["lr"] * group["weight_decay"] for group in groups(optimizer)]
+        assert products == pytest.approx([0.002] * len(products))
+    for coupled in (optim.Adam, optim.RMSprop(model.parameters())):
+        with pytest.raises(ValueError, match=r"weight_decay=….*part of the gradient"):
+            groups(coupled)
+    decoupled = optim.Adam(model.parameters(), decoupled_weight_decay=True)
+    assert groups(decoupled)[0]["weight_decay"] > 0
+
+
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch has no Muon yet")
+def test_muon_beside_adamw() -> None:
+    """Hidden matrices for one optimizer, the rest for another, each with a schedule of its own."""
+    model, probe = mlp(64), Probe(torch.randn(8, 8), max_rows=None)
+    groups = optimizer_groups(model, Alignment(model, probe).layers, "sp", "muon", lr=0.02)
+    by_name = {group["name"]: group["lr"] for group in groups}
+    assert by_name["2"] == pytest.approx(0.02 * 64**-H)  # updates of unit spectral norm
+    muon = optim.Muon([group for group in groups if group["kind"] == "hidden"])
+    others = optim.AdamW([group for group in groups if group["kind"] != "hidden"])
+    options = {"mode": "dynamic", "rule": "muon", "every_n_steps": 1, "warm_up": 0}
+    schedules = [MaxLRScheduler(each, model, probe, **options) for each in (muon, others)]
+    for _ in range(3):
+        model(torch.randn(8, 8)).square().mean().backward()
+        for each in (muon, others):
+            each.step()
+    assert [schedule.failures for schedule in schedules] == [0, 0]
+    assert muon.param_groups[0]["lr"] == by_name["2"]
+    # Both measure the whole model, the first one before the other's step.
+    assert schedules[0].latest.c == pytest.approx(schedules[1].latest.c, abs=0.05)
+
+
+def test_groups_for_another_optimizer_are_refused() -> None:
+    model, probe = mlp(64), Probe(torch.randn(8, 8))
+    groups = optimizer_groups(model, Alignment(model, probe).layers, "sp", "adam", lr=0.1)
+    with pytest.raises(ValueError, match=r"groups of 'adam'.*rule of SGD is 'sgd'"):
+        MaxLRScheduler(optim.SGD(groups), model, probe)
+    MaxLRScheduler(optim.AdamW(groups), model, probe)

@@ -481,6 +481,13 @@ def test_rules_of_optimizers() -> None:
         (optim.Adafactor, ADAFACTOR),
     ):
         assert rule_of(kind(weights)) is rule
+    absolute = type("Adafactor", (optim.SGD,), {})(  # as Hugging Face's says it
+        [{"params": weights, "scale_parameter": False}]
+    )
+    assert rule_of(absolute) is ADAM
+    absolute.add_param_group({"params": [nn.Parameter(torch.ones(2))], "scale_parameter": True})
+    with pytest.raises(ValueError, match="groups with scale_parameter=True and others with False"):
+        rule_of(absolute)
     if hasattr(optim, "Muon"):
         assert rule_of(optim.Muon(weights)) is MUON
         assert rule_of(optim.Muon(weights, adjust_lr_fn="match_rms_adamw")) is ADAM

@@ -739,8 +739,8 @@ def test_other_monitors_do_not_take_it_for_training() -> None:
 
     assert monitored(model, step=step).attention
     assert pending.latest is None
-    assert armed._course._armed is not None
-    assert {len(rows.calls) for rows in armed._course._armed.capture.rows.values()} == {1}
+    assert armed._controller._armed is not None
+    assert {len(rows.calls) for rows in armed._controller._armed.capture.rows.values()} == {1}
     for monitor in (armed, pending):
         monitor.close()
 
@@ -761,8 +761,8 @@ def test_nothing_is_kept_after_the_step() -> None:
     monitor.attach()
     loss_of(model, batch()).backward()
     stepping.step()
-    assert monitor._course._pending is not None
-    calls = monitor._course._pending.capture.attention
+    assert monitor._controller._pending is not None
+    calls = monitor._controller._pending.capture.attention
     assert calls is not None
     assert not any(attending.rows.calls for attending in calls.attending.values())
     assert [ref() for ref in seen] == [None]

@@ -287,12 +287,12 @@ def monitor_that_falls_silent(rank: int) -> tuple[list[tuple[str, ...]], float]:
             monitor.complete_report()
             for hook in monitor._hooks:
                 take_off(optimizer, hook)
-            monitor._course.disarm()
+            monitor._controller.disarm()
         elif number == 0:
             monitor.complete_report()
     begin = time.monotonic()
     if rank == 0:
-        monitor._course.end(2.0)
+        monitor._controller.end(2.0)
     seconds = time.monotonic() - begin
     dist.barrier()  # it does not say that it leaves
     monitor.close()
@@ -307,8 +307,8 @@ def layer_that_fails_in_one(rank: int) -> StepReport | None:
     with monitor:
         if rank == 1:
             monitor._failures.switched_off["0"] = "a test"
-            monitor._course.disarm()
-            monitor._course.arm()
+            monitor._controller.disarm()
+            monitor._controller.arm()
         train(net, optimizer, x)
     return monitor.latest
 

@@ -36,7 +36,7 @@ from adiv_monitor.report import StepReport
 from adiv_monitor.step import assembly, ranks
 from adiv_monitor.step.description import report_of
 from adiv_monitor.step.failures import Failures
-from adiv_monitor.step.merge_ranks import prepared, together
+from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.messages import Malformed, decode, encode
 from adiv_monitor.step.rank_contribution import Facts, RankContribution
 from adiv_monitor.step.ranks import Exchange
@@ -330,7 +330,7 @@ def test_numbers_of_another_shape_are_not_put_together(
     own, other = (decode(RankContribution, encode(known[0])) for _ in range(2))
     for of, ways in ((own, (1, 3)), (other, (3, 2))):
         of.layers["head"] = replace(of.layers["head"], made=Made(np.ones(ways), 1))
-    part, found = together({0: own, 1: other}, 2, 16, np.random.default_rng(0))
+    part, found = merge_ranks({0: own, 1: other}, 2, 16, np.random.default_rng(0))
     assert found == [0, 1]
     assert "head" in part.rows_lost
     assert "embed" not in part.rows_lost

@@ -21,7 +21,7 @@ from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.report import LayerReading
 from adiv_monitor.step.assembly import Assembly
-from adiv_monitor.step.merge_ranks import prepared, together
+from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
 
@@ -209,7 +209,7 @@ class Divided(Step):
 def merged(parts: list[RankContribution], seed: int) -> dict[str, LayerReading]:
     generator = np.random.default_rng(seed)
     own = {rank: prepared(part, 0, MAX_ROWS, WORLD, generator) for rank, part in enumerate(parts)}
-    whole, ranks = together(own, WORLD, MAX_ROWS, generator)
+    whole, ranks = merge_ranks(own, WORLD, MAX_ROWS, generator)
     assert ranks == [0, 1]
     outcome = understand(whole, RunHistory())
     assert outcome.notes == []

@@ -292,8 +292,8 @@ def hooks_that_fail_in_one(rank: int) -> tuple[list[StepReport], float]:
             optimizer.zero_grad()
             model(x).square().mean().backward()
             if (rank, number) == (1, 1):
-                assert monitor._course._armed is not None
-                monitor._course._armed.guard.broken = True
+                assert monitor._controller._armed is not None
+                monitor._controller._armed.guard.broken = True
             optimizer.step()
     return list(monitor.reports), time.monotonic() - begin
 
@@ -314,8 +314,8 @@ def without(rank: int, failing: int, *paths: str) -> list[StepReport]:
     with monitor:
         if rank == failing:
             monitor._failures.switched_off.update(dict.fromkeys(paths, "a test"))
-            monitor._course.disarm()
-            monitor._course.arm()
+            monitor._controller.disarm()
+            monitor._controller.arm()
         for _ in range(2):
             optimizer.zero_grad()
             model(x).square().mean().backward()

@@ -14,7 +14,7 @@ from torch.nn import functional
 from adiv_monitor import Monitor, StepReport
 from adiv_monitor.capture.updates import RunHistory
 from adiv_monitor.step.assembly import Assembly
-from adiv_monitor.step.merge_ranks import prepared, together
+from adiv_monitor.step.merge_ranks import merge_ranks, prepared
 from adiv_monitor.step.outcome import understand
 from adiv_monitor.step.rank_contribution import RankContribution
 
@@ -274,7 +274,7 @@ def test_parts_of_two_processes_add_up(request: pytest.FixtureRequest) -> None:
             optimizer.step()
     generator = np.random.default_rng(0)
     own = {rank: prepared(part, 0, SEEN, WORLD, generator) for rank, part in enumerate(parts)}
-    merged, _ = together(own, WORLD, SEEN, generator)
+    merged, _ = merge_ranks(own, WORLD, SEEN, generator)
     outcome = understand(merged, RunHistory())
     assert outcome.notes == []
     for path, reading in outcome.layers.items():

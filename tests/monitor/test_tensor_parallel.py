@@ -373,8 +373,8 @@ def some_steps(
             monitor.close()
         if off:
             monitor._failures.switched_off[off] = "a test"
-            monitor._course.disarm()
-            monitor._course.arm()
+            monitor._controller.disarm()
+            monitor._controller.arm()
         for _ in range(2):
             optimizer.zero_grad()
             loss().backward()
@@ -599,7 +599,7 @@ def test_every_row_is_dealt_to_one(most: int | None) -> None:
             call.gradient, call.size = kept[:, None], every[None]
             calls.append(call)
         deal(calls, Dealer(place))
-        of_all = partition(calls, Dealer(place), come=True)
+        of_all = partition(calls, Dealer(place), all_participate=True)
         assert of_all == Partition(0, place, 2, 9 if most is None else 8, 9)
         for call in calls:
             assert isinstance(call.features, DenseFeatures) and call.features.phi is not None

@@ -50,7 +50,7 @@ def show(report: AuditReport, console: "Console") -> None:
         if left_out:
             console.print(Text(f"{left_out:,} more layers are in report.html"))
     if report.hurried:
-        console.print(Text("note: with more time (--try-seconds) more is tried, in longer runs"))
+        console.print(Text("note: with more time (--try-seconds) more is tried"))
     for note in report.record.notes:
         console.print(Text(printable(f"note: {note}")))
 

@@ -196,10 +196,11 @@ class Config:
         True, _flag, "try the first fixes in short runs before advising them (on by default)"
     )
     try_seconds: float = _option(
-        40.0,
+        math.inf,
         _positive,
-        "roughly how long trying may take; what is tried then depends on the clock where steps are "
-        "slow, with inf it never does",
+        "begin no trial that would end later than so many seconds after the first; the report says "
+        "where that left one out. How many there are else follows from steps and model, not from "
+        "the clock",
         "SECONDS",
     )
     fail_if: tuple[str, ...] = _option(

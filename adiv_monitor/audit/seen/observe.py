@@ -16,6 +16,7 @@ from adiv_monitor.audit.seen.digits import told
 from adiv_monitor.audit.seen.outputs import activated_output, descent_share
 from adiv_monitor.audit.seen.probed import probe
 from adiv_monitor.audit.seen.probes import asked
+from adiv_monitor.audit.seen.step_cost import step_cost
 from adiv_monitor.audit.seen.units import Units
 from adiv_monitor.audit.seen.watching import Watching
 from adiv_monitor.audit.seen.wiring import input_matters, unused
@@ -131,7 +132,8 @@ def _looked_at(record: Record, setup: Setup, fork: Fork) -> Record:
             )
             record = replace(record, repeats=False, notes=(*record.notes, note))
         else:
-            record = _with_beginning(record, setup)
+            facts = replace(record.facts, step_cost=step_cost(setup))
+            record = _with_beginning(replace(record, facts=facts), setup)
         record = replace(record, wiring=_with_unused(record.wiring, setup))
         record = replace(record, probed=asked(setup, fork))
         if not all(bool(p.isfinite().all()) for p in fork.model.parameters()):

@@ -1,10 +1,12 @@
 """A fix's trial: at the learning rate as it is, and where that may be wrong with it, at others."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from adiv_monitor.audit.training.setup import Setup
+from adiv_monitor.audit.trials.budget import Budget, Cap, CapReached, step_cost
 from adiv_monitor.audit.trials.fixes import Fix
 from adiv_monitor.audit.trials.fixes.rates import scale_rate
 from adiv_monitor.audit.trials.trial import (
@@ -30,15 +32,15 @@ class Bench:
         setup: what is trained, with as many steps as each run has.
         record: of the run as it is.
         without: losses of the run as it is.
-        may_run: whether there is time for one more run.
-        hurried: there was no time for as many steps as the observed run has.
+        budget: what runs may still cost.
+        cap: the time by which they end.
     """
 
     setup: Setup
     record: Record
     without: Losses
-    may_run: Callable[[], bool]
-    hurried: bool = False
+    budget: Budget
+    cap: Cap = field(default_factory=Cap)
 
     @property
     def by_rate(self) -> Trial | None:
@@ -49,35 +51,37 @@ class Bench:
         """Train forks with the fix.
 
         Raises:
+            CapReached: there is no time for one run.
             DoesNotApply: there is nothing to change.
             KeyboardInterrupt: the keyboard ended a run.
         """
         steps = self.setup.steps
         runs = {1.0: self._losses(fix, layers, 1.0)}
-        all_ran = True
         if fix.rescales:
             for factor in (_UP[0], _DOWN[0]):
-                all_ran &= self._at(factor, runs, fix, layers)
+                self._at(factor, runs, fix, layers)
             for here, further in (*pairwise(_UP), *pairwise(_DOWN)):
                 if here in runs and self._best(runs) == here:
-                    all_ran &= self._at(further, runs, fix, layers)
+                    self._at(further, runs, fix, layers)
         best = self._best(runs)
         return replace(
             compared(fix.name, runs[best], self.without, steps, self.by_rate),
             rate=best,
             runs=len(runs),
             constant=constant_loss(self.record),
-            hurried=self.hurried or not all_ran,
         )
+
+    @property
+    def may_run(self) -> bool:
+        """Whether one more run may be begun by what it costs."""
+        return self.budget.allows(self.setup.steps * step_cost(self.record))
 
     def _at(
         self, factor: float, runs: dict[float, Losses], fix: Fix, layers: Sequence[str]
-    ) -> bool:
-        """Whether there was time for it."""
-        if not self.may_run():
-            return False
-        runs[factor] = self._losses(fix, layers, factor)
-        return True
+    ) -> None:
+        if self.may_run:
+            with suppress(CapReached):
+                runs[factor] = self._losses(fix, layers, factor)
 
     def _best(self, runs: dict[float, Losses]) -> float:
         return min(runs, key=lambda factor: at_the_end(runs[factor], self.setup.steps))
@@ -87,4 +91,6 @@ class Bench:
         fix.apply(fork, layers, self.record)
         if factor != 1:
             scale_rate(fork.optimizer, factor)
+        self.cap.check(self.record, self.setup.steps)
+        self.budget.spend(self.setup.steps * step_cost(self.record))
         return losses_of(fork)

@@ -8,7 +8,7 @@ from torch import nn
 
 from adiv_monitor.audit.training.samples import first
 from adiv_monitor.audit.training.setup import Fork, Setup
-from adiv_monitor.audit.trials.budget import step_seconds
+from adiv_monitor.audit.trials.budget import FOR_ONE_BATCH, Cap, CapReached, step_cost
 from adiv_monitor.audit.trials.fixes import DoesNotApply
 from adiv_monitor.audit.trials.fixes.rates import scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
@@ -24,7 +24,9 @@ LEARNT = 0.5  # of the first loss: no other rate need be tried
 STANDS = 0.01  # of the first loss: what falls less from one quarter of the steps to the next
 
 
-def overfit(setup: Setup, record: Record, *, seconds: float = 10.0) -> Trial | None:
+def overfit(
+    setup: Setup, record: Record, *, cost: float = FOR_ONE_BATCH, cap: Cap | None = None
+) -> Trial | None:
     """A fork learns one small batch, without dropout, at the best learning rate that was tried.
 
     The batch is the first 16 samples of the first one, or all of it, where it can't be cut. Where
@@ -34,17 +36,19 @@ def overfit(setup: Setup, record: Record, *, seconds: float = 10.0) -> Trial | N
     Args:
         setup: what is trained.
         record: of the run as it is, with `rates` where they were tried.
-        seconds: roughly how long it may take, of steps that take as long as a whole batch.
+        cost: what it may cost, of steps that cost as much as those of a whole batch.
+        cap: the time by which it ends; None: there is none.
 
     Returns:
         The best trial, whose `loss_without` is the first loss, and whose error is that of the mean
-        of the last quarter; None where steps are too slow.
+        of the last quarter; None where steps are too costly, or there is no time.
 
     Raises:
         KeyboardInterrupt: the keyboard ended the run.
     """
-    each = step_seconds(record)
-    affordable = seconds / each if each else math.inf
+    each = step_cost(record)
+    affordable = cost / each if each else math.inf
+    cap = Cap() if cap is None else cap
     steps = int(min(STEPS, affordable))
     if steps < FEWEST:
         return None
@@ -55,8 +59,9 @@ def overfit(setup: Setup, record: Record, *, seconds: float = 10.0) -> Trial | N
     for factor in factors:
         rate = factor * best_rate(record.rates)
         try:
+            cap.check(record, steps)
             trials.append(_trial(setup, small, steps, rate))
-        except DoesNotApply:  # the optimizer has no rate
+        except (CapReached, DoesNotApply):  # there is no time, or the optimizer has no rate
             break
         except Exception:
             if small is batch:
@@ -65,10 +70,9 @@ def overfit(setup: Setup, record: Record, *, seconds: float = 10.0) -> Trial | N
             trials.append(_trial(setup, small, steps, rate))
         if trials[-1].loss < LEARNT * trials[-1].loss_without:
             break
-    best = min(trials, key=lambda trial: trial.loss)
-    is_learnt = best.loss < LEARNT * best.loss_without
-    hurried = steps < STEPS or (len(trials) == len(factors) < len(FACTORS) and not is_learnt)
-    return replace(best, runs=len(trials), hurried=hurried)
+    if not trials:
+        return None
+    return replace(min(trials, key=lambda trial: trial.loss), runs=len(trials))
 
 
 def _trial(setup: Setup, batch: object, steps: int, rate: float) -> Trial:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
-from adiv_monitor.audit.trials.budget import within
+from adiv_monitor.audit.trials.budget import FOR_RATES, Cap, CapReached, within
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.rates import FAR_FACTORS, rate_name
 from adiv_monitor.audit.trials.trial import (
@@ -28,19 +29,25 @@ MOVES = 0.01  # of their length: how far activations move in a step where someth
 
 
 def rate_trials(
-    setup: Setup, record: Record, *, seconds: float = 20.0, progress: Progress | None = None
+    setup: Setup,
+    record: Record,
+    *,
+    cost: float = FOR_RATES,
+    cap: Cap | None = None,
+    progress: Progress | None = None,
 ) -> dict[float, Trial]:
     """Short runs at the learning rate × 0.1, 0.3, 3 and 10, and once further at the better end.
 
-    Where there is no time for all of them, × 0.1 and 10 alone. Where all layers stand still, also
+    Where they would cost too much, × 0.1 and 10 alone. Where all layers stand still, also
     at the power of ten at which their activations would move by a hundredth of their length, and
     then at ten times that, or at a tenth, as long as it gets better.
 
     Args:
         setup: what is trained.
         record: of the run as it is.
-        seconds: roughly how long all of it may take: runs are shorter than the setup's where steps
-            are slow; nothing is tried where they would be too short to tell.
+        cost: what all of it may cost: runs are shorter than the setup's where steps are costly;
+            nothing is tried where they would be too short to tell.
+        cap: the time by which they end; None: there is none.
         progress: called with ("learning rates", runs done, runs).
 
     Returns:
@@ -51,38 +58,62 @@ def rate_trials(
         KeyboardInterrupt: the keyboard ended a run.
     """
     for factors in (FACTORS, _FEWEST):
-        shorter = within(setup, record, len(factors) + 1, seconds)
+        shorter = within(setup, record, len(factors) + 1, cost)
         if shorter is not None:
             break
     else:
         return {}
-    without = plain_losses(shorter, record)
-    found: dict[float, Losses] = {}
+    runs = _Runs(shorter, record, Cap() if cap is None else cap)
     try:
-        for factor in factors:
-            found[factor] = _losses_at(factor, shorter)
-            if progress is not None:
-                progress("learning rates", len(found), len(factors) + 1)
-        every = {**found, 1.0: without}
-        ends = {factor: at_the_end(losses, shorter.steps) for factor, losses in every.items()}
-        best = min(sorted(ends), key=ends.__getitem__)
-        if best in _BEYOND:
-            found[_BEYOND[best]] = _losses_at(_BEYOND[best], shorter)
-        if (far := far_factor(record)) is not None:
-            _sweep(far, found, without, shorter)
+        with suppress(CapReached):
+            for factor in factors:
+                runs.end(factor)
+                if progress is not None:
+                    progress("learning rates", len(runs.losses) - 1, len(factors) + 1)
+            ends = {factor: runs.end(factor) for factor in sorted(runs.losses)}
+            best = min(ends, key=ends.__getitem__)
+            if best in _BEYOND:
+                runs.end(_BEYOND[best])
+            if (far := far_factor(record)) is not None:
+                _sweep(far, runs)
     except DoesNotApply:
         return {}
     if progress is not None:
         progress("learning rates", len(factors) + 1, len(factors) + 1)
-    hurried = factors is not FACTORS or shorter.steps < setup.steps
+    without = runs.losses.pop(1.0)
     return {
         factor: replace(
-            compared(rate_name(factor), found[factor], without, shorter.steps),
+            compared(rate_name(factor), runs.losses[factor], without, shorter.steps),
             constant=constant_loss(record),
-            hurried=hurried,
         )
-        for factor in sorted(found)
+        for factor in sorted(runs.losses)
     }
+
+
+class _Runs:
+    """Runs at several learning rates, each made when its end is first asked for.
+
+    Attributes:
+        losses: factor on the learning rate → of the run.
+    """
+
+    def __init__(self, setup: Setup, record: Record, cap: Cap) -> None:
+        self._setup, self._record, self._cap = setup, record, cap
+        self.losses: dict[float, Losses] = {1.0: plain_losses(setup, record)}
+
+    def end(self, factor: float) -> float:
+        """The loss at the end of the run at this factor.
+
+        Raises:
+            CapReached: there is no time for it.
+            DoesNotApply: the optimizer has no learning rate.
+        """
+        if factor not in self.losses:
+            self._cap.check(self._record, self._setup.steps)
+            fork = self._setup.fork()
+            FIXES[rate_name(factor)].apply(fork)
+            self.losses[factor] = losses_of(fork)
+        return at_the_end(self.losses[factor], self._setup.steps)
 
 
 def far_factor(record: Record) -> float | None:
@@ -99,37 +130,20 @@ def far_factor(record: Record) -> float | None:
     return next((factor for factor in FAR_FACTORS if round(math.log10(factor)) == decade), None)
 
 
-def _sweep(far: float, found: dict[float, Losses], without: Losses, setup: Setup) -> None:
+def _sweep(far: float, runs: _Runs) -> None:
     """By decades from there, in the direction in which the loss gets lower."""
-
-    def end(factor: float) -> float:
-        if factor not in found:
-            found[factor] = _losses_at(factor, setup)
-        return at_the_end(found[factor], setup.steps)
-
     here = FAR_FACTORS.index(far)
     for step in (1, -1):
         place = here
         while 0 <= place + step < len(FAR_FACTORS) and (
-            end(FAR_FACTORS[place + step]) < end(FAR_FACTORS[place])
+            runs.end(FAR_FACTORS[place + step]) < runs.end(FAR_FACTORS[place])
         ):
             place += step
         if place != here:
             break
 
 
-def too_slow(setup: Setup, record: Record, seconds: float) -> bool:
-    """Whether steps are too slow for any other learning rate to be tried in so many seconds."""
-    return within(setup, record, len(_FEWEST) + 1, seconds) is None
-
-
 def best_rate(rates: Mapping[float, Trial]) -> float:
     """The factor of the lowest loss; 1 where none is lower than as it is."""
     best = min(sorted(rates), key=lambda factor: rates[factor].loss, default=1.0)
     return best if rates and rates[best].loss < rates[best].loss_without else 1.0
-
-
-def _losses_at(factor: float, setup: Setup) -> Losses:
-    fork = setup.fork()
-    FIXES[rate_name(factor)].apply(fork)
-    return losses_of(fork)

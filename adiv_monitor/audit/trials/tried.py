@@ -6,7 +6,7 @@ from dataclasses import replace
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.training.train import Progress
 from adiv_monitor.audit.trials.bench import Bench
-from adiv_monitor.audit.trials.budget import Clock, fewest, step_seconds, within
+from adiv_monitor.audit.trials.budget import FOR_FIXES, Budget, Cap, CapReached, fewest, within
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.rates import rate_name
 from adiv_monitor.audit.trials.rates import best_rate
@@ -14,6 +14,7 @@ from adiv_monitor.audit.trials.trial import plain_losses
 from adiv_monitor.diagnosis.diagnose import CAUSES, explained
 from adiv_monitor.diagnosis.finding import (
     IF_A_FIX_HELPS,
+    NO_STEPS,
     NO_TIME,
     STRENGTHS,
     WIRING,
@@ -40,13 +41,14 @@ def tried(
     setup: Setup,
     record: Record,
     *,
-    seconds: float = 20.0,
+    cost: float = FOR_FIXES,
+    cap: Cap | None = None,
     progress: Progress | None = None,
 ) -> tuple[Finding, ...]:
     """The findings, with their first fixes tried in short runs from the same weights and batches.
 
     Those that act come first, then those to watch; of each the first advice, then the second, then
-    the third. The first of all is tried whatever the time, in as few steps as can tell anything. A
+    the third. The first of all is tried whatever it costs, in as few steps as can tell anything. A
     finding's advice is put in order of what helped, and a fix that paid, but no more than another
     learning rate alone, stands behind that. A finding to act on of whose fixes none that was tried
     pays is one to watch; but not one that says plainly what is so, nor a cause of such a one: what
@@ -58,25 +60,26 @@ def tried(
         findings: as the rules gave them, strongest first.
         setup: what is trained.
         record: of the run as it is, with `rates` where they were tried.
-        seconds: roughly how long it may take; what does not fit says that it was not tried.
+        cost: what it may cost; what does not fit says that it was not tried.
+        cap: the time by which it ends; None: there is none.
         progress: called with ("fixes", fixes done, fixes).
 
     Returns:
         The findings, strongest first.
     """
     steps = next((trial.steps for trial in record.rates.values()), None)
-    shorter = (
-        within(setup, record, FIRST, seconds) if steps is None else replace(setup, steps=steps)
-    )
+    shorter = within(setup, record, FIRST, cost) if steps is None else replace(setup, steps=steps)
     outcomes = _known(findings, record)
     places = list(_places(findings, outcomes))
-    outcomes |= dict.fromkeys(places, NO_TIME)
+    outcomes |= dict.fromkeys(places, NO_STEPS)
     if places:
         shorter = shorter or fewest(setup)
+        without = plain_losses(shorter, record)
+        bench = Bench(shorter, record, without, Budget(cost), Cap() if cap is None else cap)
         try:
-            _try(findings, places, outcomes, _bench(shorter, setup, record, seconds), progress)
+            _try(findings, places, outcomes, bench, progress)
         except KeyboardInterrupt:
-            left = {place for place in places if outcomes[place] == NO_TIME}
+            left = {place for place in places if outcomes[place] in (NO_STEPS, NO_TIME)}
             outcomes |= dict.fromkeys(left, "interrupted")
     plain = [i for i, f in enumerate(findings) if f.strength == "act" and f.name in PLAIN]
     certain = max(plain, default=-1)
@@ -125,14 +128,6 @@ def _places(findings: Sequence[Finding], known: Mapping[Place, Outcome]) -> Iter
             yield from (open_[i][number] for i in several if number < len(open_[i]))
 
 
-def _bench(setup: Setup, whole: Setup, record: Record, seconds: float) -> Bench:
-    clock, run = Clock(seconds), setup.steps * step_seconds(record)
-    return Bench(
-        *(setup, record, plain_losses(setup, record), lambda: clock.allows(run)),
-        hurried=setup.steps < whole.steps,
-    )
-
-
 def _try(
     findings: Sequence[Finding],
     places: Sequence[Place],
@@ -147,7 +142,7 @@ def _try(
         fix = advice.fix
         assert fix is not None
         layers = findings[i].layers_for(advice)
-        if (fix, layers) not in known and (bench.may_run() or not has_run):
+        if (fix, layers) not in known and (bench.may_run or not has_run):
             known[fix, layers] = _outcome(bench, fix, layers)
             has_run |= isinstance(known[fix, layers], Trial)
         outcomes[i, j] = known.get((fix, layers), outcomes[i, j])
@@ -160,6 +155,8 @@ def _outcome(bench: Bench, name: str, layers: Sequence[str]) -> Outcome:
         return f"no fix is called {name}"
     try:
         return bench.trial(FIXES[name], layers)
+    except CapReached:
+        return NO_TIME
     except DoesNotApply as error:
         return str(error)
     except Exception as error:  # the model can't be run so

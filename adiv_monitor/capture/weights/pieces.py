@@ -13,7 +13,7 @@ from adiv_monitor.capture.weights.shards import (
     gradient_part,
     is_shard,
     part_of,
-    stretch_of_part,
+    range_of_part,
 )
 
 Parts = Mapping[int, Tensor]  # by a piece's key, a tensor of its shape: a change, a gradient
@@ -40,7 +40,7 @@ class Strides:
         return any(s == 0 and n > 1 for n, s in zip(self.size, self.stride, strict=True))
 
     @property
-    def stretch(self) -> tuple[int, int] | None:
+    def contiguous_range(self) -> tuple[int, int] | None:
         """From where to where it lies in memory, if without a gap."""
         expected = 1
         for size, stride in sorted(zip(self.size, self.stride, strict=True), key=itemgetter(1)):
@@ -79,23 +79,23 @@ class Piece:
         if self.view is None:
             return ""
         row = self.parameter.stride(0)
-        stretch = self.view.stretch
-        if stretch is None or not row or any(place % row for place in stretch):
+        within = self.view.contiguous_range
+        if within is None or not row or any(place % row for place in within):
             return f"[{self.view.offset}+]"
-        return f"[{stretch[0] // row}:{stretch[1] // row}]"
+        return f"[{within[0] // row}:{within[1] // row}]"
 
     def of(self, tensor: Tensor) -> Tensor:
         """The piece of a tensor that is shaped like the parameter."""
         return tensor if self.view is None else self.view.of(tensor, self.parameter)
 
     @property
-    def stretch(self) -> tuple[int, int] | None:
+    def contiguous_range(self) -> tuple[int, int] | None:
         """From where to where it lies in this rank's part; None if not in one contiguous range."""
         assert self.view is not None
-        stretch, part = self.view.stretch, stretch_of_part(self.parameter)
-        if stretch is None or part is None:
+        within, part = self.view.contiguous_range, range_of_part(self.parameter)
+        if within is None or part is None:
             return None
-        first, last = (min(max(place, part[0]), part[1]) - part[0] for place in stretch)
+        first, last = (min(max(place, part[0]), part[1]) - part[0] for place in within)
         return first, last
 
     def own(self, part: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ class Piece:
             return part
         if not is_shard(self.parameter):
             return self.of(part)
-        assert self.stretch is not None
-        first, last = self.stretch
+        assert self.contiguous_range is not None
+        first, last = self.contiguous_range
         return part.reshape(-1)[first:last]
 
     def value(self) -> Tensor:
@@ -285,10 +285,10 @@ def overlap(parameter: nn.Parameter, pieces: Sequence[Piece]) -> bool:
 
 
 def _covered(parameter: Tensor, views: Sequence[Strides]) -> int:
-    stretches = [view.stretch for view in views]
-    if None not in stretches:
+    ranges = [view.contiguous_range for view in views]
+    if None not in ranges:
         end = count = 0
-        for first, last in sorted(s for s in stretches if s is not None):
+        for first, last in sorted(s for s in ranges if s is not None):
             count += max(last - max(first, end), 0)
             end = max(end, last)
         return count

@@ -148,7 +148,7 @@ class Provenance:
             view = self.pieces.source(value, parameter, whole_of(value))
         source = view or Derived(ref, self.tape.making_of(ref), self.pieces)
         for piece in source.pieces:
-            lies = piece.view is None or not is_shard(piece.parameter) or piece.stretch
+            lies = piece.view is None or not is_shard(piece.parameter) or piece.contiguous_range
             if is_shard(piece.parameter) and not (source.is_view and lies):
                 raise Refused(
                     "its weight is made of a parameter of which each rank holds a part: only a "

@@ -166,7 +166,7 @@ def holders(tensor: Tensor) -> int:
     return count
 
 
-def stretch_of_part(tensor: Tensor) -> tuple[int, int] | None:
+def range_of_part(tensor: Tensor) -> tuple[int, int] | None:
     """The contiguous range of the part in the memory of the whole; None if it is not in one."""
     whole, parts, place, last = tensor.shape[0], 1, 0, 0
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]

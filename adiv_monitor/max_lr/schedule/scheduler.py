@@ -16,7 +16,8 @@ from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.capture.hook import Hook
 from adiv_monitor.max_lr.exponents import Parametrization
 from adiv_monitor.max_lr.model import ModelNetwork, Ratios, ratios_of
-from adiv_monitor.max_lr.optimizers import AnyRule, rule_of, update_rule
+from adiv_monitor.max_lr.multiplier import parametrization_of
+from adiv_monitor.max_lr.optimizers import AnyRule, UpdateRule, rule_of, update_rule
 from adiv_monitor.max_lr.schedule.gains import Smoothing, all_finite, clipped, factors, usable
 from adiv_monitor.max_lr.schedule.safety import LossWatch
 from adiv_monitor.max_lr.schedule.steps import ScaledSteps
@@ -65,7 +66,7 @@ class MaxLRScheduler:
         probe: the batch on which alignments are read; its reference point is now. None: "static".
         mode: see above.
         parametrization: "sp" (how torch's own layers are initialised), "ntk", "mup", "mfp", or
-            one of yours.
+            one of yours; None: that of the model's multipliers, "sp" where it has none.
         rule: how updates grow with width, see `solve_max_lr`; None: that of torch's optimizers.
         every_n_steps: between readings.
         warm_up: no reading before so many steps, nor while the learning rate rises: alignments
@@ -101,7 +102,7 @@ class MaxLRScheduler:
         probe: Probe | None,
         *,
         mode: Mode = "monitor",
-        parametrization: str | Parametrization = "sp",
+        parametrization: str | Parametrization | None = None,
         rule: AnyRule | None = None,
         every_n_steps: int = 25,
         warm_up: int = 100,
@@ -142,7 +143,9 @@ class MaxLRScheduler:
             owners = _parameters_of(model, self.gains)
         else:
             update = rule_of(followed) if rule is None else update_rule(rule)
-            self._network = ModelNetwork.of(alignment.layers, parametrization, update)
+            _check_groups(followed, update)
+            chosen = parametrization or parametrization_of(model) or "sp"
+            self._network = ModelNetwork.of(alignment.layers, chosen, update)
             full = self._network.solve({}, **self._options)
             if full.status != "optimal":
                 raise ValueError(f"MaxLRScheduler: {full.status}: {full.message}")
@@ -318,6 +321,17 @@ def _is_weight_of(name: str, path: str) -> bool:
         return True
     start = f"{path}." if path else ""
     return name in (f"{start}weight", f"{start}parametrizations.weight.original")
+
+
+def _check_groups(optimizer: Optimizer, rule: UpdateRule) -> None:
+    """Rates of `optimizer_groups` are for this rule."""
+    given = {str(group["rule"]) for group in optimizer.param_groups if "rule" in group}
+    if given - {rule.name}:
+        raise ValueError(
+            f"MaxLRScheduler(optimizer=…): it has groups of {min(given)!r}, and the rule of "
+            f"{type(optimizer).__name__} is {rule.name!r}: expected optimizer_groups(…, "
+            f"{rule.name!r}), or rule={min(given)!r}"
+        )
 
 
 def _check(

@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from torch import optim
 from torch.optim import Optimizer
+
+from adiv_monitor.max_lr.optimizers import couples_decay
 
 Group = dict[str, Any]
 _OURS = ("params", "lr", "weight_decay")
-# Their weight decay is part of the gradient, and so no longer rate × decay after normalising.
-_COUPLED = (optim.Adam, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop)
-
 
 # By id of an optimizer, what scales its steps, as long as that is neither closed nor gone.
 _scaling: "WeakValueDictionary[int, ScaledSteps]" = WeakValueDictionary()
@@ -94,10 +92,10 @@ class ScaledSteps:
 
     def _part(self, group: Group, gain: float, parameters: Sequence[Any]) -> Group:
         part = {**group, "params": list(parameters), "lr": group["lr"] * gain}
-        if self._compensate and "weight_decay" in group and not self._is_coupled(group):
+        if (
+            self._compensate
+            and "weight_decay" in group
+            and not couples_decay(self._optimizer, group)
+        ):
             part["weight_decay"] = group["weight_decay"] / gain
         return part
-
-    def _is_coupled(self, group: Group) -> bool:
-        decoupled = group.get("decoupled_weight_decay", type(self._optimizer) is optim.AdamW)
-        return isinstance(self._optimizer, _COUPLED) and not decoupled

@@ -25,12 +25,13 @@ from adiv_monitor.audit.audit import audit
 from adiv_monitor.audit.report import AuditReport
 from adiv_monitor.audit.training.setup import Setup
 from adiv_monitor.audit.trials.bench import Bench
+from adiv_monitor.audit.trials.budget import Budget
 from adiv_monitor.audit.trials.fixes import FIXES, DoesNotApply
 from adiv_monitor.audit.trials.fixes.rates import FAR_FACTORS, rate_name, scale_rate
 from adiv_monitor.audit.trials.rates import best_rate
 from adiv_monitor.audit.trials.trial import compared, plain_losses
 from adiv_monitor.audit.trials.tried import NOT_AMONG_THE_FIRST
-from adiv_monitor.diagnosis.finding import NO_TIME, Advice, Finding, Trial
+from adiv_monitor.diagnosis.finding import NO_STEPS, Advice, Finding, Trial
 from adiv_monitor.diagnosis.record import Record
 
 ANOTHER = 1000  # added to a seed: other weights, other data
@@ -67,7 +68,7 @@ def judge(bed: Case | Healthy, seed: int) -> dict[str, Any]:
     if isinstance(bed, Healthy):
         return _found(report)
     setup, record = run.setup(STEPS, seed), report.record
-    bench = Bench(setup, record, plain_losses(setup, record), lambda: True)
+    bench = Bench(setup, record, plain_losses(setup, record), Budget(math.inf))
     chance = random.Random(f"{bed.name} {seed}")
     one = next(changes(bench, chance), None)
     changed = {
@@ -123,7 +124,7 @@ def advised(finding: Finding) -> Change | None:
 def _is_advised(advice: Advice) -> bool:
     if advice.trial is not None:
         return advice.trial.pays
-    return advice.untried in ("", NO_TIME, NOT_AMONG_THE_FIRST)
+    return advice.untried in ("", NO_STEPS, NOT_AMONG_THE_FIRST)
 
 
 def _best_rate(record: Record) -> Change | None:

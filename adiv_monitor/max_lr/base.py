@@ -1,0 +1,77 @@
+"""How much wider a model is than its base, the width at which a parametrization changes nothing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from adiv_monitor.alignment.layers import AlignedLayer
+from adiv_monitor.max_lr.multiplier import multiplier_of
+
+
+@dataclass(frozen=True, eq=False)
+class Base:
+    """Widths over those at the base; over 1 without one.
+
+    Attributes:
+        layers: path → the layer of the base model; empty: there is none.
+        vectors: id of a bias, gain or the like of the model → its length at the base.
+    """
+
+    layers: Mapping[str, AlignedLayer]
+    vectors: Mapping[int, int]
+
+    @classmethod
+    def of(cls, layers: Sequence[AlignedLayer], base: Sequence[AlignedLayer] | None) -> "Base":
+        """The base of these layers.
+
+        Raises:
+            ValueError: the base has other layers, or multipliers.
+        """
+        if base is None:
+            return cls({}, {})
+        named = {layer.path: layer for layer in base}
+        paths = [layer.path for layer in layers]
+        if paths != list(named):
+            strange = next((x for x in [*paths, *named] if (x in named) != (x in paths)), paths[0])
+            raise ValueError(
+                f"base=…: {strange!r} is a layer of one of the two models only, expected the "
+                "layers of the same model at another width: Alignment(build(64), probe).layers"
+            )
+        if made := [x.path for x in base if multiplier_of(x.module, x.name) is not None]:
+            raise ValueError(
+                f"base=…: {made[0]!r} of the base has a multiplier, expected a model that was not "
+                "parametrized: build it anew"
+            )
+        lengths = {
+            id(own): at_base.numel()
+            for layer in layers
+            for own, at_base in zip(layer.entrywise, named[layer.path].entrywise, strict=True)
+        }
+        return cls(named, lengths)
+
+    def ratio(self, layer: AlignedLayer) -> float:
+        """n/n₀ of a layer."""
+        if not self.layers:
+            return layer.width
+        at_base = self.layers[layer.path]
+        return layer.width / (at_base.fan_out if layer.role == "embedding" else at_base.fan_in)
+
+    def ratio_of_vector(self, vector: int, length: int) -> float:
+        """n/n₀ of a bias, a gain or the like; 1 where it acts on nothing that layers give.
+
+        Args:
+            vector: its id.
+            length: its number of entries.
+        """
+        return length / self.vectors.get(vector, length) if self.layers else length
+
+    def sigma(self, layer: AlignedLayer, place: int) -> float:
+        """σ of a parameter of a layer: its root mean square in the base model, 1 without one.
+
+        In an embedding without a base that is a linear layer or a convolution it is over the root
+        of the fan-in, which does not grow with width.
+        """
+        if self.layers:
+            initial = self.layers[layer.path].weights[place].detach()
+            return float(initial.square().mean().sqrt())
+        looked_up = layer.role != "embedding" or layer.is_table
+        return 1.0 if looked_up else layer.fan_in**-0.5

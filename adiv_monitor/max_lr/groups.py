@@ -1,0 +1,221 @@
+"""A parametrization's learning rates for a model, as groups of parameters of an optimizer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from adiv_monitor.alignment.layers import AlignedLayer, is_matrix
+from adiv_monitor.max_lr.base import Base
+from adiv_monitor.max_lr.exponents import Parametrization
+from adiv_monitor.max_lr.model import ModelNetwork
+from adiv_monitor.max_lr.multiplier import multiplier_of
+from adiv_monitor.max_lr.network import Network
+from adiv_monitor.max_lr.optimizers import AnyRule, UpdateRule, couples_decay, update_rule
+from adiv_monitor.max_lr.solver import MaxLRSolution
+from adiv_monitor.max_lr.stability import feature_gradient_exponent
+
+Kind = Literal["input", "hidden", "readout", "vector"]
+_LAYER_KINDS: tuple[Kind, ...] = ("input", "hidden", "readout")
+# Without a base: the width at which a vector learns as fast as hidden weights do.
+_VECTOR_WIDTH = 64
+Group = dict[str, Any]
+
+
+def optimizer_groups(
+    model: nn.Module,
+    layers: Sequence[AlignedLayer],
+    parametrization: str | Parametrization,
+    optimizer: AnyRule,
+    *,
+    lr: float,
+    base: Sequence[AlignedLayer] | None = None,
+    eps: float | None = None,
+    weight_decay: float | None = None,
+    kinds: Mapping[Kind, float] | None = None,
+    gains: Mapping[str, float] | None = None,
+    rates: Mapping[str, float] | None = None,
+) -> list[Group]:
+    """Parameter groups with η (n/n₀)^(−c) for each layer, c that under full alignment.
+
+    n₀ is the layer's width in the base model, so at the base width every parameter learns at η;
+    1 without a base. What acts entry by entry, biases and norms ("vectors"), learns as an embedding
+    without multiplier does: with Adam at η, with SGD at η (n/n₀)^G, G the exponent of gradients of
+    features; at η where it acts on what readouts give, and on nothing else. Without a base these
+    rates are such that a vector learns as fast as hidden weights do at a width of 64. Excluded
+    layers learn at their c, too. A matrix that the probe's forward pass does not show has no width.
+
+    Args:
+        model: the model.
+        layers: of `parametrize_model`, or of `Alignment(model, probe)`.
+        parametrization: that of the model.
+        optimizer: see `solve_max_lr`.
+        lr: η.
+        base: layers of the same model at the base width, see `parametrize_model`.
+        eps: ε of Adam at the base width; elsewhere it shrinks as gradients do, (n/n₀)^(−g). None:
+            not in the groups.
+        weight_decay: λ, for optimizers whose decay is rate × decay (AdamW, SGD): each group's is
+            such that this product is η λ. None: not in the groups, and decay follows the rate.
+        kinds: kind of parameter ("input", "hidden", "readout", "vector") → further factor of η.
+        gains: layer → further factor of its rate, such as `MaxLRScheduler.proposed` of another run.
+        rates: name of a parameter → its learning rate, whatever uses it.
+
+    Returns:
+        The groups, each with its "name", the "kind" of its parameters and the "rule" of the
+        optimizer that it is for.
+
+    Raises:
+        ValueError: the exponents have no solution, matrices learn that no layer uses, layers, kinds
+            or names are not the model's, the base is not that of the model's multipliers, or the
+            optimizer's weight decay is part of the gradient.
+    """
+    rule = update_rule(optimizer)
+    parameters = _named(model, layers, gains or {}, rates or {})
+    if unknown := [kind for kind in kinds or {} if kind not in get_args(Kind)]:
+        raise ValueError(
+            f"optimizer_groups(kinds=…): got {unknown[0]!r}, expected {', '.join(get_args(Kind))}"
+        )
+    if weight_decay is not None and couples_decay(optimizer):
+        raise ValueError(
+            "optimizer_groups(weight_decay=…): the decay of this optimizer is part of the gradient "
+            "that it normalises, so no factor keeps its share at all widths: expected AdamW or SGD"
+        )
+    network = ModelNetwork.of(layers, parametrization, rule)
+    solution = network.solve({})
+    if solution.status != "optimal":
+        raise ValueError(f"optimizer_groups: {solution.status}: {solution.message}")
+    known = Base.of(layers, base)
+    _check_ratios(layers, known)
+    groups: list[Group] = [
+        {"params": [parameters[name]], "lr": rate, "name": name, "kind": "given"}
+        for name, rate in (rates or {}).items()
+    ]
+    groups += _of_layers(network, solution, known, groups, eps)
+    groups += _of_vectors(parameters, layers, network, solution, known, groups, eps)
+    for group in groups:
+        group["rule"] = rule.name
+        if group["kind"] != "given":
+            factor = (gains or {}).get(group["name"], 1.0) * (kinds or {}).get(group["kind"], 1.0)
+            group["lr"] *= lr * factor
+        if weight_decay is not None:
+            group["weight_decay"] = weight_decay * lr / group["lr"]
+    return groups
+
+
+def _of_layers(
+    network: ModelNetwork,
+    solution: MaxLRSolution,
+    base: Base,
+    groups: Sequence[Group],
+    eps: float | None,
+) -> list[Group]:
+    """A group for each layer with parameters of its own, rates for η = 1."""
+    held = {id(p) for group in groups for p in group["params"]}
+    found = []
+    terms = zip(network.layers, network.kinds, solution.c, solution.gradients, strict=True)
+    for layer, kind, c, g in terms:
+        new = [p for p in dict.fromkeys(layer.parameters) if id(p) not in held]
+        if not new:
+            continue
+        held.update(map(id, new))
+        ratio = base.ratio(layer)
+        group = {"params": new, "lr": ratio**-c, "name": layer.path, "kind": _LAYER_KINDS[kind]}
+        if eps is not None:
+            group["eps"] = eps * ratio**-g
+        found.append(group)
+    return found
+
+
+def _of_vectors(
+    parameters: Mapping[str, nn.Parameter],
+    layers: Sequence[AlignedLayer],
+    network: ModelNetwork,
+    solution: MaxLRSolution,
+    base: Base,
+    groups: Sequence[Group],
+    eps: float | None,
+) -> list[Group]:
+    """A group for each parameter that no layer multiplies by, rates for η = 1."""
+    held = {id(p) for group in groups for p in group["params"]}
+    learning = {name: p for name, p in parameters.items() if p.requires_grad and id(p) not in held}
+    readouts, others = (
+        {id(p) for x in layers if (x.role == "readout") is last for p in x.entrywise}
+        for last in (True, False)
+    )
+    unseen = [n for n, p in learning.items() if is_matrix(p) and id(p) not in readouts | others]
+    if unseen:
+        raise ValueError(
+            f"optimizer_groups: which layers use {', '.join(unseen)} the probe's forward pass does "
+            "not show (Alignment.refused may say why), so their width is not known: expected "
+            "rates={name: learning rate} for them, or that they don't learn"
+        )
+    features = _features_gradient(network, solution.c)
+    found = []
+    for name, parameter in learning.items():
+        G = 0.0 if id(parameter) in readouts - others else features
+        ratio = base.ratio_of_vector(id(parameter), parameter.numel())
+        factor = ratio**G if network.rule.follows_gradient else 1.0
+        if not base.layers:
+            factor *= _at_vector_width(network.rule, features - G)
+        group = {"params": [parameter], "lr": factor, "name": name, "kind": "vector"}
+        if eps is not None:
+            group["eps"] = eps * ratio**-G
+        found.append(group)
+    return found
+
+
+def _at_vector_width(rule: UpdateRule, missing: float) -> float:
+    """What makes a vector as fast as hidden weights at a width of 64, where rates are absolute.
+
+    Under full alignment multiplier × update of hidden weights is 1/n of what η is for a vector of
+    features. Gradients of outputs don't shrink as those of features do.
+
+    Args:
+        rule: the optimizer's.
+        missing: by which exponent the vector's gradient shrinks less than those of features.
+    """
+    return float(_VECTOR_WIDTH ** ((missing if rule.follows_gradient else 0.0) - 1))
+
+
+def _check_ratios(layers: Sequence[AlignedLayer], base: Base) -> None:
+    """Multipliers are of this base, or there are none."""
+    for layer in layers:
+        multiplier = multiplier_of(layer.module, layer.name)
+        if multiplier is not None and abs(multiplier.ratio / base.ratio(layer) - 1) > 1e-6:
+            raise ValueError(
+                f"optimizer_groups(base=…): {layer.path!r} was parametrized as "
+                f"{multiplier.ratio:g} times as wide as its base, and is {base.ratio(layer):g} "
+                "times as wide as this one: expected the base that parametrize_model was given"
+            )
+
+
+def _named(
+    model: nn.Module,
+    layers: Sequence[AlignedLayer],
+    gains: Mapping[str, float],
+    rates: Mapping[str, float],
+) -> dict[str, nn.Parameter]:
+    """The parameters of the model, of which these layers, factors and rates have to be."""
+    parameters = dict(model.named_parameters())
+    theirs = {id(p) for p in parameters.values()}
+    strange = [x.path for x in layers if not theirs.issuperset(map(id, x.parameters))]
+    if strange:
+        raise ValueError(
+            f"optimizer_groups(layers=…): {strange[0]!r} trains what {type(model).__name__} does "
+            "not hold, expected layers of this very model"
+        )
+    paths = [layer.path for layer in layers]
+    for argument, given, known in (("gains", gains, paths), ("rates", rates, [*parameters])):
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(
+                f"optimizer_groups({argument}=…): got {unknown[0]!r}, expected names among "
+                f"{', '.join(known)}"
+            )
+    return parameters
+
+
+def _features_gradient(network: ModelNetwork, c: Sequence[float]) -> float:
+    """G, the exponent of gradients of features."""
+    places = {path: i for i, path in enumerate(network.paths)}
+    before = tuple(tuple(places[p] for p in x.predecessors) for x in network.layers)
+    return feature_gradient_exponent(Network(network.a, network.b, network.rule, before), c)
