@@ -1,4 +1,4 @@
-"""Monitors how far each layer's activation update is from the ideal one during training."""
+"""Measure, layer by layer, how far each optimizer step moves activations, and whether downhill."""
 
 from adiv_monitor.audit import audit
 from adiv_monitor.errors import AdivError, AlarmError

@@ -13,7 +13,7 @@ from adiv_monitor.errors import AlarmError
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.printable import printable
 from adiv_monitor.sinks import Sink
-from adiv_monitor.sinks.lent import lent
+from adiv_monitor.sinks.borrowed import borrowed
 from adiv_monitor.sinks.scalars import Metrics, Scalars
 
 _logger = logging.getLogger("adiv_monitor")
@@ -21,20 +21,19 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class CallbackOptions(TypedDict, total=False):
-    """Options shared by the callbacks of Lightning and Hugging Face.
+    """Options that the callbacks of Lightning and of Hugging Face share.
 
-    `max_overhead`, `layers_per_step`, `max_rows`, `attainable`, `attention`, `realised`, `alarms`,
-    `on_alarm`, `on_error` and `seed` are those of `Monitor`.
+    `Monitor` explains `max_overhead`, `layers_per_step`, `max_rows`,
+    `attainable`, `attention`, `realised`, `alarms`, `on_alarm`, `on_error` and `seed`.
 
     Attributes:
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
-        measures: measures to log; None: one per question where callbacks read them, elsewhere a
-            few.
-        scalars: "few": loggers receive the summary and blocks of layers; "all": also every layer.
-        separator: replaces the slash in the names of all metrics, for callbacks and loggers, such
-            as "_" where the names become file names; dashboards that group by the slash then don't
-            group them. Names in TensorBoard keep the slash.
-        sinks: further sinks, which are left open; only rank zero writes to them.
+        measures: the measures that are logged. None: a selection.
+        scalars: "few": loggers get the summary and blocks of layers; "all": every layer, too.
+        separator: replaces the slash in the names of metrics, for callbacks and loggers: "_" makes
+            them usable in file names. Dashboards that group by the slash do not group them then.
+            TensorBoard's names keep the slash.
+        sinks: further sinks, which stay open. Only rank 0 writes to them.
     """
 
     layers: LayerChoice
@@ -103,7 +102,7 @@ class Settings:
             raise TypeError(f"{owner}() got an unexpected keyword argument {unknown[0]!r}")
         monitor = {name: parameter.default for name, parameter in _OPTIONS.items()} | {**given}
         logged = {f.name: monitor.pop(f.name) for f in fields(Metrics) if f.name in monitor}
-        layers, sinks = monitor.pop("layers"), lent(monitor.pop("sinks"), owner)
+        layers, sinks = monitor.pop("layers"), borrowed(monitor.pop("sinks"), owner)
         return cls(layers, Metrics(**logged), sinks, monitor)
 
 

@@ -4,18 +4,18 @@ from adiv_monitor.report import StepReport
 
 
 class AdivError(RuntimeError):
-    """Error for a state of the training run in which the monitor can't do what was requested."""
+    """The state of the monitor or of the training run does not allow what was requested."""
 
 
 class AlarmError(AdivError):
-    """Error raised when alarms of `Monitor(on_alarm="stop")` hold in a report.
+    """Ends a training in which alarms of `Monitor(on_alarm="stop")` hold.
 
     Args:
-        report: the report that raises the alarms.
+        report: the report with the alarms.
 
     Attributes:
         report: the report, which all sinks have received.
-        alarms: alarms of the report.
+        alarms: its alarms.
     """
 
     def __init__(self, report: StepReport) -> None:

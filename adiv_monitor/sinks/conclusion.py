@@ -32,7 +32,7 @@ def conclude(running: Running, sinks: Iterable[object]) -> None:
 
 
 def _place(sink: object) -> str:
-    return str(getattr(getattr(sink, "lent", sink), "place", "") or "")
+    return str(getattr(getattr(sink, "borrowed", sink), "place", "") or "")
 
 
 def _headline(running: Running, findings: Sequence[Finding]) -> str:

@@ -15,25 +15,23 @@ _FIRST = 1.5  # seconds, on the slower of two processors: imports and the page o
 
 
 class HtmlSink:
-    """Writes an HTML page about the reports so far: verdict, alarms, heat map, layers.
+    """Writes the run so far as one HTML page: verdict, alarms, heat map, layers.
 
-    It is the audit's page without the parts that need an audit. The file is self-contained, makes
-    no network requests, and is replaced as a whole: at reports, as long as writing takes at most a
-    twentieth of the time since the first report, so that it exists after a minute; and at `flush`
-    and `close`, also when a callback that has the sink ends. Reload the page to see the progress of
-    a training.
+    It is the audit's page without what only an audit can know. The file holds everything, loads
+    nothing over a network, and is always replaced as a whole. It is rewritten at reports, for at
+    most a twentieth of the time since the first one, so that it exists after about a minute; and at
+    `flush` and `close`. Reload it to see how the training goes on.
 
-    Two files are written beside `run.html`: `run.json`, which `adiv-monitor compare` and
-    `AuditReport.from_json` read, and `run.md`, the same content in at most 200 lines, to paste into
-    an issue.
+    Beside `run.html` it writes `run.json`, which `adiv-monitor compare` and `AuditReport.from_json`
+    read, and `run.md`, the same in at most 200 lines, to paste into an issue.
 
     Args:
-        path: the file; missing folders are created, an existing file or link is replaced. A pipe or
-            a device is written to instead, without files beside it.
+        path: the file. Missing folders are made; an existing file or link is replaced. A pipe or a
+            device is written to instead, without the files beside it.
 
     Raises:
-        ImportError: the package jinja2 or matplotlib is missing.
-        TypeError, IsADirectoryError: the argument is not a path, or is a folder.
+        ImportError: jinja2 or matplotlib is not installed.
+        TypeError, IsADirectoryError: the path is not a path, or that of a folder.
         FileExistsError: a file beside the page was not written by this package.
     """
 

@@ -19,18 +19,18 @@ class JsonlSink:
 
     JSON has no numbers that are not finite: NaN ("no direction") becomes `null`, infinities become
     the strings `"Infinity"` and `"-Infinity"`. Measures that were not taken are absent. Every line
-    is passed to the operating system before `write` returns, so a killed run leaves all its
-    finished lines behind. The file is opened at the first report: of the processes of a training,
-    each of which has its own sink or a copy, only the one that writes touches the file.
+    is handed to the operating system before `write` returns, so a killed run keeps all its complete
+    lines. The file is opened with the first report, so of several ranks only the one that writes
+    touches it.
 
     Args:
-        path: the file; missing folders are created. An existing file is continued, for resumed
-            runs. Bytes after the last whole line, as a killed run or a crash of the machine leaves
-            them, are moved into a file beside it (`run.jsonl.torn-1`), with a warning.
+        path: the file. Missing folders are made. An existing file is continued, as a resumed run
+            needs. What follows the last complete line, as a killed run or a crash of the machine
+            leaves it, goes into a file beside it (`run.jsonl.torn-1`), with a warning.
 
     Raises:
         ValueError: the file ends in the middle of a line that this sink has not begun.
-        TypeError, IsADirectoryError: the argument is not a path, or is a folder.
+        TypeError, IsADirectoryError: the path is not a path, or that of a folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -23,17 +23,17 @@ class MemorySink:
         self.reports.append(report)
 
     def close(self) -> None:
-        """Do nothing: the reports stay in memory."""
+        """Do nothing: the reports stay."""
 
     def to_pandas(self) -> "DataFrame":
         """Return a data frame with a row per step and layer.
 
-        The columns are those of `StepReport.to_rows`: `step`, `layer`, every measure, and its
-        standard error. A measure that was not taken is NaN. The standard error of an exact value is
-        0.
+        Its columns are those of `StepReport.to_rows`: `step`, `layer`, every measure, and its
+        standard error. A measure that was not taken is NaN; the standard error of an exact value
+        is 0.
 
         Raises:
-            ImportError: the package pandas is missing.
+            ImportError: pandas is not installed.
         """
         try:
             from pandas import DataFrame

@@ -7,19 +7,18 @@ from adiv_monitor.report import StepReport
 
 @runtime_checkable
 class Sink(Protocol):
-    """An object that accepts reports.
+    """An object that receives reports.
 
-    A sink that buffers may also have `flush()`: callbacks leave sinks of the user's open and call
-    it when a training ends. A sink that shows the loss may have `add_losses(losses)`, with losses
-    by step, which is called before the end with those of the steps after the last report. A sink
-    with output for people may have `place`, a path or an address, which the closing line of a run
-    names.
+    A sink may also have `flush()`, if it holds something back: callbacks, which leave the user's
+    sinks open, call it when a training ends; `add_losses(losses)`, if it shows the loss: it is
+    called before the end with the losses, by step, of the steps after the last report; and `place`,
+    a path or an address that the line at the end of a run names.
 
-    The monitor handles exceptions from `write` according to `on_error`.
+    The monitor treats an exception from `write` as its `on_error` says.
     """
 
     def write(self, report: StepReport) -> None:
-        """Accept the report of one step."""
+        """Receive the report of one step."""
 
     def close(self) -> None:
-        """Finish: no report is written afterwards. A second call has no effect."""
+        """Finish; nothing is written afterwards, and a second call does nothing."""

@@ -21,21 +21,20 @@ class TableSink:
 
     Measures of attention and of alignment have their own tables below.
 
-    Values that rest on sampled rows are printed without the digits below their standard errors:
-    0.0431 ± 0.012 is printed as 0.04. "≈0" is a value closer to zero than its error, so without a
-    known sign; "?" is a value with an unknown error; "–" means "no direction", "NaN" not finite, a
-    blank that the measure was not taken. `*` (in colour if the terminal supports it) marks the
-    worst value of a measure, if the errors leave one candidate (see `StepReport.summary`). On a
-    narrow terminal the measures are split into several tables. The report's alarms and notes follow
-    below, and, unless printed before, the meaning of the marks and the layers and parameters that
-    were not measured.
+    Values that are estimated from sampled rows are printed to the digits that their standard errors
+    allow: 0.0431 ± 0.012 reads 0.04. "≈0" is a value closer to zero than its error, which has no
+    sign; "?" a value whose error is not known; "–" means "no direction", "NaN" not finite, and a
+    blank a measure that was not taken. `*` (in colour if the terminal has any) marks the worst
+    value of a measure, if the errors tell which one that is (see `StepReport.summary`). If the
+    terminal is too narrow, the measures are split into several tables. The report's alarms and
+    notes follow below, and, when they are new, the meaning of the marks and what was not measured.
 
     Args:
-        measures: measures to show as columns, by name.
-        file: output file; None: standard output.
+        measures: the columns, by name.
+        file: where to print. None: standard output.
 
     Raises:
-        ValueError: a measure is unknown.
+        ValueError: there is no measure of that name.
     """
 
     def __init__(

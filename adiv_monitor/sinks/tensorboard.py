@@ -34,38 +34,38 @@ _LAYERS_AT_EACH = 40
 class TensorBoardSink:
     """Writes reports for TensorBoard.
 
-    - Images: `adiv/overview`, with the verdict in words and the most informative measures; and
-      `adiv/per_layer/<measure>`, layers × steps in the network's order, coloured by the values of
-      healthy networks where they are known. Each shows the whole course, so only the last one
-      matters. Drawing takes at most a twentieth of the time since the first report, and `close`
-      draws once more.
-    - Text: `adiv.summary/findings`, the findings of the audit's rules in these reports alone, with
-      fixes; the worst layers, if the standard errors leave one candidate; what was not measured,
-      alarms and notes. Each is written when it changes.
+    - Images: `adiv/overview`, with the verdict in words and the measures that show most; and
+      `adiv/per_layer/<measure>`, layers × steps in the network's order, coloured by what healthy
+      networks read if that is known. Each picture shows the whole run, so the last one counts.
+      Drawing takes at most a twentieth of the time since the first report; `close` draws once more.
+    - Text: `adiv.summary/findings`, what the audit's rules find in these reports alone, with fixes;
+      the worst layers, if standard errors tell which these are; what was not measured; alarms and
+      notes. Each is written when it changes.
     - Scalars: `adiv.summary/<measure>_min`, `…_median` and `…_max` over the layers, the coverage,
       and `adiv.<measure>/<block>`, medians over the layers of at most eight blocks of the network;
-      with `scalars="all"`, `adiv.<measure>/<module path>` of every layer instead. A value without
-      direction is written as NaN. Charts state the range of healthy layers, where it is known.
+      with `scalars="all"`, `adiv.<measure>/<module path>` of every layer instead. A value without a
+      direction is NaN. Charts say what healthy layers read, if that is known.
     - Histograms: `adiv.row_scale/<module path>` and `adiv.row_cosine/<module path>`, rebuilt from
-      the report's quantiles; with more than 40 layers not at every report.
+      the report's quantiles; with more than 40 layers not for every report.
     - Custom scalars: one chart per measure, the median in the band from smallest to largest layer.
 
     Args:
-        target: folder for the event files, or your own `SummaryWriter`, which `close` leaves open.
-        measures: measures to write as scalars; None: those that best separate faulty from healthy
-            runs, or, for every layer, one per question.
+        target: folder for the event files, or a `SummaryWriter` of yours, which stays open at
+            `close`.
+        measures: the measures that become scalars. None: those that tell faulty runs from healthy
+            ones, and of every layer a selection.
         scalars: "few", or "all" for those of every layer.
         histograms: whether to write the histograms.
-        name: distinguishes several monitors that write into one run: the summary goes to
+        name: tells several monitors apart that write into one run: the summary goes to
             `adiv.summary.<name>/…`, pictures to `adiv/…/<name>`.
 
     Raises:
-        ImportError: the package tensorboard is missing.
-        TypeError: the target is neither a folder nor a writer.
-        ValueError: a measure or a choice of scalars is unknown.
+        ImportError: tensorboard is not installed.
+        TypeError: the target is neither a path nor a `SummaryWriter`.
+        ValueError: there is no measure of that name, or no such choice of scalars.
 
     Warns:
-        UserWarning: matplotlib, which draws the pictures, is missing.
+        UserWarning: matplotlib, whose fonts pictures need, is not installed.
     """
 
     def __init__(

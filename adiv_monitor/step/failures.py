@@ -69,7 +69,7 @@ class Failures:
         try:
             action()
         except Exception as error:
-            name = type(getattr(sink, "lent", sink)).__name__
+            name = type(getattr(sink, "borrowed", sink)).__name__
             return self.of_users(name, error, f"sink {id(sink)}")
         return None
 

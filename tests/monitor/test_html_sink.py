@@ -12,7 +12,7 @@ from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.sinks import HtmlSink
 from adiv_monitor.sinks import budget as budget_module
 from adiv_monitor.sinks import html as html_module
-from adiv_monitor.sinks.lent import lent
+from adiv_monitor.sinks.borrowed import borrowed
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -108,7 +108,7 @@ def test_pages_take_a_twentieth_of_the_time_at_most(
 def test_a_callback_leaves_it_open_with_all_reports_on_the_page(tmp_path: Path) -> None:
     path = tmp_path / "run.html"
     sink = HtmlSink(path)
-    (kept,) = lent([sink], "Callback")
+    (kept,) = borrowed([sink], "Callback")
     kept.write(report(0))
     kept.write(report(1))
     assert not path.exists()

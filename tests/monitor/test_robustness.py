@@ -25,7 +25,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from adiv_monitor import AdivError, Monitor, StepReport
 from adiv_monitor.features import DenseFeatures, Rows, register_features
 from adiv_monitor.sinks import MemorySink
-from adiv_monitor.sinks.lent import lent
+from adiv_monitor.sinks.borrowed import borrowed
 
 
 def train(
@@ -253,7 +253,9 @@ def test_what_is_frozen_when_it_begins_is_measured_later() -> None:
 def test_each_sink_that_fails_is_told_by_its_own_name() -> None:
     failing = [DiskFull(), DiskFull()]
     with pytest.warns(UserWarning, match="DiskFull failed") as warned:
-        reports = both(CASES["mlp"].model(), batches(2), sinks=[failing[0], *lent(failing[1:], "")])
+        reports = both(
+            CASES["mlp"].model(), batches(2), sinks=[failing[0], *borrowed(failing[1:], "")]
+        )
     assert len(warned) == 2
     assert sum("DiskFull failed" in note for note in reports[0].notes) == 2
 

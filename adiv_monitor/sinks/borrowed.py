@@ -1,21 +1,19 @@
-"""Wrappers that let callbacks use the user's sinks without closing them."""
+"""Sinks that a callback uses but does not own."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from adiv_monitor.sinks.sink import Sink
 
 
-class Lent:
-    """Passes reports on to a sink, but leaves it open at `close`.
-
-    A monitor closes its sinks, and several monitors may share one.
+class BorrowedSink:
+    """Passes reports on to a sink and leaves it open: several monitors may write to the same sink.
 
     Attributes:
-        lent: the borrowed sink.
+        borrowed: the sink.
     """
 
     def __init__(self, sink: Sink) -> None:
-        self.lent = sink
+        self.borrowed = sink
         self.write = sink.write
         self._flush = getattr(sink, "flush", None)
         self.add_losses: Callable[[Mapping[int, float]], None] = getattr(
@@ -23,24 +21,20 @@ class Lent:
         )
 
     def close(self) -> None:
-        """Flush the sink; the user may continue to use it after the training."""
+        """Flush the sink; the user may go on with it after the training."""
         if callable(self._flush):
             self._flush()
 
 
 def _no_losses(losses: Mapping[int, float]) -> None:
-    """Ignore the losses, for a sink that does not show them."""
+    """Stand in for `add_losses` of a sink that does not show losses."""
 
 
-def lent(sinks: Sequence[object], owner: str) -> tuple[Lent, ...]:
-    """Wrap the sinks so that closing the wrappers leaves them open.
-
-    Args:
-        sinks: the sinks.
-        owner: name of the class that they were passed to.
+def borrowed(sinks: Sequence[object], owner: str) -> tuple[BorrowedSink, ...]:
+    """The sinks, wrapped so that closing the wrapper leaves them open.
 
     Raises:
-        TypeError: an entry is not a sink.
+        TypeError: one of them is not a sink; `owner` is the class that it was given to.
     """
     for sink in sinks:
         if not isinstance(sink, Sink):
@@ -48,4 +42,4 @@ def lent(sinks: Sequence[object], owner: str) -> tuple[Lent, ...]:
                 f"{owner}(sinks=…): got a {type(sink).__name__}, expected objects with the "
                 "methods write(report) and close()"
             )
-    return tuple(Lent(sink) for sink in sinks if isinstance(sink, Sink))
+    return tuple(BorrowedSink(sink) for sink in sinks if isinstance(sink, Sink))
