@@ -32,6 +32,8 @@ from adiv_monitor.features.uses import FunctionCall, Refused, Use, name_of, uses
 from adiv_monitor.rerun.surroundings import untouched
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# Gets the path of the module that runs, a function that it has called, and what that gave.
+Called = Callable[[str, FunctionToCall, Any], None]
 _EMBEDDINGS = ("", "embedding", "embedding_bag")
 # The functions that the first version supported; "": a rule of the module's class.
 _FIRST = {"", "embedding", "linear", "conv1d", "conv2d", "conv3d"}
@@ -79,6 +81,7 @@ def run_probe(
     arguments: Arguments,
     found: Callable[[Found], None],
     entrywise: Callable[[Entrywise], None],
+    called: Called | None = None,
 ) -> dict[str, str]:
     """Run a forward pass in evaluation mode, without gradients or autocast.
 
@@ -99,7 +102,7 @@ def run_probe(
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             stack.enter_context(parametrize.cached())  # so that a weight is one tensor throughout
             _evaluating(modules)
-            seeing = stack.enter_context(_seeing(model, found, entrywise))
+            seeing = stack.enter_context(_seeing(model, found, entrywise, called))
             try:
                 inside_wrappers(model)(*arguments[0], **arguments[1])
             finally:
@@ -124,7 +127,10 @@ def _evaluating(modules: list[nn.Module]) -> None:
 
 @contextmanager
 def _seeing(
-    model: nn.Module, found: Callable[[Found], None], entrywise: Callable[[Entrywise], None]
+    model: nn.Module,
+    found: Callable[[Found], None],
+    entrywise: Callable[[Entrywise], None],
+    called: Called | None,
 ) -> Iterator["_Seeing"]:
     paths = {
         module: path
@@ -136,7 +142,7 @@ def _seeing(
         levels=2 + max(path.count(".") for path in paths.values()),
         repeated=True,
     )
-    seeing = _Seeing(model, paths, forwards, found, entrywise)
+    seeing = _Seeing(model, paths, forwards, found, entrywise, called)
     try:
         forwards.watch(seeing)
         yield seeing
@@ -154,10 +160,11 @@ class _Seeing:
 
     Args:
         model: the model.
-        paths: paths of its modules.
-        forwards: the running forwards.
-        found: called with every layer at each of its calls.
-        entrywise: called with every parameter that acts entry by entry.
+        paths: of its modules.
+        forwards: the forwards that run.
+        found: gets every layer at each of its calls.
+        entrywise: gets parameters that act entry by entry.
+        called: gets all functions that were called; None: nothing does.
 
     Attributes:
         refused: by name of a weight, why a use of it is not measured.
@@ -170,12 +177,14 @@ class _Seeing:
         forwards: Forwards,
         found: Callable[[Found], None],
         entrywise: Callable[[Entrywise], None],
+        called: Called | None = None,
     ) -> None:
         self.refused: dict[str, str] = {}
         self._paths = paths
         self._forwards = forwards
         self._found = found
         self._entrywise = entrywise
+        self._called = called
         self._weights = Weights(model)
         self._lineage = Lineage(model)
         self._rules = {m: rule for m in paths if isinstance(rule := find_rule(m), Rule)}
@@ -217,6 +226,8 @@ class _Seeing:
         data = [t for t in tensors if id(t) not in weights and not self._lineage.of_model(t)]
         sources = self._lineage.sources(data)
         result = call()
+        if self._called is not None:
+            self._called(self._running, call, result)
         if self._forwards.innermost in self._rules:
             weights = {}  # the module's rule covers them
         uses: Sequence[Use] | None = ()

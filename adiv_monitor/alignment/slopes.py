@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from adiv_monitor.alignment.logits import scale_named
+
 Verdict = Literal["grows", "stays", "vanishes", "unclear"]
 _TOLERANCE = 0.1  # slopes up to this have no effect of order one at usual widths
 _CERTAIN = 0.25  # half of the largest interval with which a slope near zero counts as known
@@ -61,6 +63,7 @@ class LayerWidths:
             fan-in: the alignment in the limit of large width.
         kappas: n^(A − 1), the geometric mean over widths: the width-independent share of full
             alignment.
+        note: of an attention's logits, how they are scaled.
     """
 
     path: str
@@ -69,6 +72,7 @@ class LayerWidths:
     move: Slope | None
     exponents: Mapping[str, Slope]
     kappas: Mapping[str, float]
+    note: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -132,4 +136,7 @@ def _of_layer(runs: Sequence[Run], path: str, step: int) -> LayerWidths:
         shares = [math.log(r[f"kappa_{name}"]) for _, r in records if name in r]
         if shares:
             kappas[name] = math.exp(math.fsum(shares) / len(shares))
-    return LayerWidths(path, step, of("output_rms"), of("output_change_rms"), exponents, kappas)
+    sizes = {width: int(r["head_size"]) for width, r in records if "head_size" in r}
+    note = scale_named(sizes, {width: r["scale"] for width, r in records}) if sizes else ""
+    moves = of("output_rms"), of("output_change_rms")
+    return LayerWidths(path, step, *moves, exponents, kappas, note)

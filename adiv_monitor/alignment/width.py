@@ -18,6 +18,7 @@ from pathlib import Path
 from torch import nn
 
 from adiv_monitor.alignment.instrument import Alignment
+from adiv_monitor.alignment.logits import read_logits
 from adiv_monitor.alignment.probe import Probe
 from adiv_monitor.alignment.slopes import RATIOS, LayerWidths, Run, Slope, layer_widths
 from adiv_monitor.alignment.width_plot import plot_widths
@@ -45,7 +46,7 @@ Build = Callable[[int, int], Experiment]
 def measure_widths(
     build: Build, widths: Sequence[int], *, steps: int = 10, seeds: int = 3
 ) -> list[Run]:
-    """Train at each width and seed, and read all layers after each step.
+    """Train at each width and seed for some steps, and read all layers and logits after each.
 
     Args:
         build: (width, seed) → an experiment.
@@ -62,11 +63,14 @@ def measure_widths(
     for width in widths:
         for seed in range(seeds):
             experiment = build(width, seed)
-            alignment = Alignment(experiment.model, experiment.probe)
+            model, probe = experiment.model, experiment.probe
+            alignment, before = Alignment(model, probe), read_logits(model, probe)
             readings = {}
             for step in range(1, steps + 1):
                 experiment.step()
                 readings[step] = {p: r.to_dict() for p, r in alignment.read().items()}
+                logits = read_logits(model, probe)
+                readings[step] |= {p: x.record(before[p]) for p, x in logits.items()}
             runs.append(Run(width, readings))
     return runs
 
@@ -111,6 +115,7 @@ def described(layers: Sequence[LayerWidths]) -> str:
             for ratio in RATIOS
             if ratio in layer.exponents
         ]
+        known += [layer.note] if layer.note else []
         lines.append(
             f"{path:{name}}  {layer.verdict:8}  {_slope(layer.move):>13}  "
             f"{_slope(layer.size):>13}  {', '.join(known)}".rstrip()

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from colorsys import hsv_to_rgb
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from adiv_monitor.files import write_whole
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Colour = tuple[float, float, float]
 _MARKERS = {"alpha": "o", "omega": "s", "u": "^", "cumulative": "x"}
 
 
@@ -28,8 +30,9 @@ def plot_widths(layers: Sequence[LayerWidths], file: str | PathLike[str], title:
     height = max(4.2, 1.2 + 0.45 * len(layers))
     figure = Figure(figsize=(14, height), layout="constrained")
     size, move, exponents = figure.subplots(1, 3, width_ratios=[1, 1, 1.25])
+    colours = distinct(len(layers))
     for place, layer in enumerate(layers):
-        colour = f"C{place % 10}"
+        colour = colours[place]
         _line(size, layer.path, layer.size, colour, "")
         _line(move, layer.path, layer.move, colour, f" ({layer.verdict})")
     step = layers[0].step
@@ -43,7 +46,13 @@ def plot_widths(layers: Sequence[LayerWidths], file: str | PathLike[str], title:
     write_whole({path: picture.getvalue()})
 
 
-def _line(axes: "Axes", path: str, slope: Slope | None, colour: str, verdict: str) -> None:
+def distinct(count: int) -> list[Colour]:
+    """So many colours, of which no two are alike: hues of equal distance, in three shades."""
+    shades = ((0.85, 0.9), (1.0, 0.55), (0.45, 0.8))  # saturation and brightness
+    return [hsv_to_rgb(place / count, *shades[place % 3]) for place in range(count)]
+
+
+def _line(axes: "Axes", path: str, slope: Slope | None, colour: Colour, verdict: str) -> None:
     if slope is None:
         return
     by_width: dict[float, list[float]] = {}
