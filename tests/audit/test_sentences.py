@@ -163,6 +163,9 @@ def cut(cosine: float) -> Record:
     return probed("gradient-cut", Fact("detach in 'a'", {"cosine": cosine}))
 
 
+CUT_OFF = replace(cut(0.0), wiring=Wiring(unreached=("a.weight",)))
+
+
 def in_order(ratio: float, z: float) -> Record:
     return probed("unshuffled", Fact("", {"ratio": ratio, "z": z}))
 
@@ -307,6 +310,12 @@ ROWS: list[Row] = [
     Row("unreached", "The loss does not depend on the parameter 'a.weight': no step trains that",
         record(wiring=Wiring(unreached=("a.weight",), unused=("a.weight",))),
         record(wiring=Wiring(unreached=("a.weight",)))),
+    Row("unreached", "no gradient comes back: the way is cut at detach in 'a'.",
+        CUT_OFF, record(wiring=Wiring(unreached=("a.weight",)))),
+    Row("unreached", "take off the detach(), .data or torch.no_grad() at detach in 'a'",
+        CUT_OFF, record(wiring=Wiring(unreached=("a.weight",)))),
+    Row("unreached", "look for .detach(), .data, .item(), torch.no_grad() or argmax on the way",
+        record(wiring=Wiring(unreached=("a.weight",))), CUT_OFF),
     Row("unreached", "No optimizer and no learning rate can train what has no gradient",
         record(wiring=Wiring(unreached=("a.weight",))),
         record(wiring=Wiring(unreached=("a.weight",)), rates=HIGH)),

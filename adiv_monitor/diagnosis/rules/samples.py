@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from adiv_monitor.diagnosis.course import is_opposed
 from adiv_monitor.diagnosis.finding import RATES, Advice, Evidence, Finding
-from adiv_monitor.diagnosis.record import Record
+from adiv_monitor.diagnosis.record import Fact, Record
 from adiv_monitor.diagnosis.rules.rates import suffers
 
 TURNED = 0.99  # cosine of the gradient with that without the cut
@@ -59,10 +59,19 @@ def reshape_scrambles(record: Record) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def gradient_cut(record: Record) -> Iterator[Finding]:
-    """A cut in front of parameters that the loss depends on, beside other ways that are whole."""
+def cuts(record: Record) -> list[Fact]:
+    """Where the gradient is cut, if it turns without that."""
     facts = [f for f in record.found_by("gradient-cut") if f.numbers["cosine"] < TURNED]
-    if not facts or is_opposed(record):
+    return [] if is_opposed(record) else facts
+
+
+def gradient_cut(record: Record) -> Iterator[Finding]:
+    """A cut in front of parameters that the loss depends on, beside other ways that are whole.
+
+    Where no way is whole, it stands with the parameters that no gradient comes to.
+    """
+    facts = cuts(record)
+    if not facts or set(record.wiring.unreached) - set(record.wiring.unused):
         return
     where = ", ".join(fact.place for fact in facts[:3])
     yield Finding(
