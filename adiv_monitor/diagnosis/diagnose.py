@@ -68,6 +68,8 @@ RULES: tuple[Rule, ...] = (
     optimizer.decay_fights,
     optimizer.projection_fights,
     optimizer.optimizer_turns,
+    samples.input_partly_ignored,
+    samples.order_ignored,
     data.bounded_logits,
     rates.rate_too_high,
     wiring.input_ignored,

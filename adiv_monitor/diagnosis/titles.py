@@ -173,6 +173,8 @@ FINDING_TITLES: Mapping[str, str] = MappingProxyType(
         "same-batch": "The same batch again and again",
         "unshuffled": "Data that are not shuffled",
         "one-sided-weights": "Weights on one side of zero",
+        "input-partly-ignored": "Parts of the inputs that are ignored",
+        "order-ignored": "Places whose order is ignored",
         "bounded-logits": "Logits that can't go far enough",
         "broadcast-loss": "Outputs compared with all targets",
         "no-log": "Probabilities where logarithms are wanted",
