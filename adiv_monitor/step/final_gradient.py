@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adiv_monitor.capture.capture import Capture
 from adiv_monitor.capture.layer_rows import Call
 from adiv_monitor.capture.names import class_name
-from adiv_monitor.capture.selection import Layer, Selection
+from adiv_monitor.capture.selection import Layer
 from adiv_monitor.capture.updates import ParameterSteps, RunHistory
 from adiv_monitor.capture.weights.pieces import Parts
 from adiv_monitor.capture.weights.shards import holders, is_shard
@@ -52,7 +52,6 @@ class FinalGradient:
     Args:
         capture: the rows of this step.
         reached: the layers that a gradient reached.
-        selection: the measured parameters.
         history: the habits that this run has shown so far.
         unsharded: the gradients and rows that ranks hold together.
         steps: the gradients of all pieces.
@@ -73,7 +72,6 @@ class FinalGradient:
         self,
         capture: Capture,
         reached: Container[Layer],
-        selection: Selection,
         history: RunHistory,
         unsharded: UnshardedParameters,
         steps: ParameterSteps,
@@ -87,7 +85,7 @@ class FinalGradient:
         self.summed: list[str] = []
         self.moved: list[str] = []
         self._capture = capture
-        self._peers = selection.peers
+        self._peers = unsharded.peers
         self._history = history
         self._unsharded = unsharded
         self._steps = steps

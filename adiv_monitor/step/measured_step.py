@@ -129,7 +129,7 @@ class MeasuredStep:
             if steps:
                 self._unsharded.keep(self._steps)
             found = self._gradient = FinalGradient(
-                *(self._capture, reached, self._selection, self._history, self._unsharded),
+                *(self._capture, reached, self._history, self._unsharded),
                 *(self._steps, scale, self._generator),
             )
             factors = found.factors(reached)

@@ -39,6 +39,7 @@ class UnshardedParameters:
         agree: asks the other ranks.
 
     Attributes:
+        peers: the ranks that are given the same data (tensor parallelism); None: there are none.
         all_participate: all ranks take part in making the gradients whole.
         entries: some entries of the gradient, by id of the parameter, where backward passes leave
             them.
@@ -48,7 +49,7 @@ class UnshardedParameters:
     def __init__(self, selection: Selection, agree: Agree) -> None:
         self._sharded = [p for p in selection.parameters if is_shard(p)]
         self._named = {key: places[0].full_name for key, places in selection.places.items()}
-        self._peers = selection.peers
+        self.peers = selection.peers
         self._agree = agree
         self._collectives = Collectives()
         self._rows = RowsAcrossRanks(selection, self._collectives, agree)
@@ -122,7 +123,7 @@ class UnshardedParameters:
     def of_gradients(self, layers: Sequence[Layer]) -> Iterator[tuple[Layer, Parts]]:
         """Layers with γ of their pieces, as the parameters come; those without one don't."""
         for parameter, whole in self._made(gradient, self._known):
-            left = whole if self._peers is None else self._peers.part(whole, parameter)
+            left = whole if self.peers is None else self.peers.part(whole, parameter)
             self.entries[id(parameter)] = (
                 to_compute_dtype(sampled_entries(left)).reshape(-1).clone()
             )
