@@ -72,7 +72,7 @@ HEALTH: Mapping[str, Health] = MappingProxyType(
             True,
         ),
         "idle_share": Health(
-            "idle rows",
+            "zero-gradient rows",
             "Rows without a gradient: padding, masked tokens, dead units. Healthy: below 0.15.",
             False,
             ((0, 0), (0.15, 0.5), (1, 1)),

@@ -138,7 +138,7 @@ def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
             f"{cause} from {first[i].taken:.2f} to {last[i].taken:.2f}"
             for i, cause in enumerate(causes)
         ]
-        return _svg(figure, "cosine", f"What takes of the cosine, by step: {'; '.join(said)}.")
+        return _svg(figure, "cosine", f"What lowers the cosine, by step: {'; '.join(said)}.")
 
 
 def two_losses(records: Sequence[Record]) -> "Markup":

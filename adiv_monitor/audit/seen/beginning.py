@@ -13,7 +13,7 @@ from adiv_monitor.diagnosis.record import WeightStatistics
 
 _MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-_BATCHES = 4  # that the loss of knowing nothing is the mean of
+_BATCHES = 4  # over which the loss of a constant prediction is averaged
 
 
 def weights(setup: Setup) -> dict[str, WeightStatistics]:
