@@ -143,7 +143,7 @@ def speaks_against(seen: Evidence[Array], found: Compared, gamma: float, scale: 
         gamma: ‖γ‖².
         scale: the factor by which the optimizer divides `.grad` (AMP).
     """
-    if gamma == 0 or not math.isfinite(gamma):  # no units to determine
+    if gamma == 0 or not math.isfinite(gamma):  # nothing was left to be in any units
         return ""
     factor = math.nan if seen.factor is None else float(seen.factor)
     if math.isnan(factor):

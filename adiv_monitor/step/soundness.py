@@ -1,7 +1,7 @@
 """Check of whether a contribution from another rank is consistent in itself.
 
-Decoding (`messages.py`) ensures the types of a `RankContribution`, but not that counts and indices
-match its arrays. The merge checks that it matches the contributions of other ranks.
+Decoding (`messages.py`) ensures the types of a `RankContribution`, but not that its counts and
+indices match its arrays. The merge checks that it matches other ranks' contributions.
 """
 
 from adiv_monitor.maths.attention_sums import AttentionSums
