@@ -67,7 +67,7 @@ def _chance_of_all(step: int, partition: Partition, path: str) -> Generator:
     return np.random.default_rng([step, partition.first, zlib.crc32(path.encode())])
 
 
-@np.errstate(all="ignore")  # the readings report numbers that are not finite
+@np.errstate(all="ignore")  # as in `understand`
 def together(
     parts: Mapping[int, RankContribution],
     world: int,
