@@ -126,7 +126,6 @@ class Net(nn.Module):
 def make() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     tokens, targets = torch.randint(7, (SAMPLES, TOKENS)), torch.randint(4, (SAMPLES, TOKENS))
-    # zero-gradient
     targets[:, :2] = torch.where(torch.rand(SAMPLES, 2) < 0.5, -100, targets[:, :2])
     return Net().double(), tokens, targets
 

@@ -1,4 +1,4 @@
-"""Imports point down: maths knows no hooks, hooks know no sinks, layers know no monitor."""
+"""The layering of imports: maths imports no hooks, hooks no sinks, and layers no monitor."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The benchmarks still run, and count what they say."""
+"""The benchmarks run, and their counts are right."""
 
 from dataclasses import replace
 from pathlib import Path

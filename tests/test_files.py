@@ -1,4 +1,4 @@
-"""Files that are written whole: no name to guess, no link followed, no device replaced."""
+"""Atomic file writing: no guessable temporary name, no link followed, no device replaced."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""What `make gpu` runs, tried without a GPU at tiny sizes: nothing is measured, all code is run."""
+"""`make gpu` without a GPU, at tiny sizes: all code runs, nothing is measured."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Import paths of before still work, and say where things are now."""
+"""Former import paths still work, and name the new ones."""
 
 import subprocess
 import sys

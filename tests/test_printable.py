@@ -1,4 +1,4 @@
-"""Names that steer a terminal, turn the writing, or are Markdown: they are shown, and no more."""
+"""Names with terminal escapes, writing-direction marks or Markdown are only ever displayed."""
 
 import io
 import json

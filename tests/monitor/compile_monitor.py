@@ -1,8 +1,8 @@
-"""Compile every kernel of the monitor as its launcher would start it, for an H100 that isn't there.
+"""Compile every kernel of the monitor as its launcher would, for an H100 that need not be there.
 
-Prints one JSON object: for each case registers, spilled bytes, threads of a program, programs,
-copies ahead and offsets that are multiplied in 32 bits. Run by test_fused_kernels.py, not
-interpreted.
+Prints one JSON object. It has for each case registers, spilled bytes, threads of a program,
+programs, copies ahead, and offsets that are multiplied in 32 bits. test_fused_kernels.py runs it
+without Triton's interpreter.
 """
 
 import json

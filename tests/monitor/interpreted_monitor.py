@@ -1,4 +1,4 @@
-"""The monitor's kernels against plain PyTorch: one by one, and a measured step through all."""
+"""The monitor's kernels against plain PyTorch, one by one and in a measured step."""
 
 import math
 from collections.abc import Callable

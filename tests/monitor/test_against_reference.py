@@ -1,6 +1,6 @@
-"""Every measure against a slow reference that really takes the step; float64, to 1e-9.
+"""Every measure agrees with a slow reference that really takes the step; float64, to 1e-9.
 
-With all rows looked at every measure is exact. With few of them, those that say so are.
+Over all rows every measure is exact. Over sampled rows, the measures documented as exact are.
 """
 
 from functools import cache, partial

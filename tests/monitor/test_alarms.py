@@ -1,4 +1,4 @@
-"""Rules of the user's: where they hold, and that every sink says so."""
+"""Users' alarm rules: the layers for which they hold, and their report by every sink."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Sums over all rows: of layers that are alike together, each gets its own."""
+"""Sums over all rows, computed for similar layers together, are correct for each layer."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Readings of attention in monitored runs: against scores that are made by hand."""
+"""Readings of attention in monitored runs agree with explicitly computed scores."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""Scores of attention, their gradients, what a step does to them: against slow references."""
+"""Attention scores, their gradients and their change by a step agree with slow references."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

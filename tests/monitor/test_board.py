@@ -1,4 +1,4 @@
-"""What dashboards show of a whole training: findings, pictures, and how much room they take."""
+"""Dashboards' view of a whole training: findings, pictures, and their size."""
 
 import io
 import math

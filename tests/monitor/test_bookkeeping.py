@@ -1,4 +1,4 @@
-"""What is remembered of a step, and what is not: small things that silently change readings."""
+"""State kept within and between steps: small errors in it would silently change readings."""
 
 import copy
 import math

@@ -1,6 +1,6 @@
-"""What else is done with the model while a step is measured: copies, pickles, functions over it.
+"""Other operations on the model during a measured step: copies, pickles, functional transforms.
 
-None of them sees the monitor, and the step is measured as if they had not been.
+None of them is affected by the monitor, and none changes the step's readings.
 """
 
 import copy

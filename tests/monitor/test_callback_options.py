@@ -1,4 +1,4 @@
-"""Callbacks take the options of the monitor: one list of them, with the monitor's own defaults."""
+"""Callbacks accept the monitor's options, with the monitor's own defaults."""
 
 from collections.abc import Callable
 from inspect import Parameter, signature

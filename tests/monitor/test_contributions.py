@@ -1,7 +1,8 @@
-"""Whether a gradient is that of the rows is told by autograd, however few rows are looked at.
+"""Autograd tells whether a gradient is that of the rows, however few rows are sampled.
 
-What calls hand on to their parameters is compared with what the optimizer gets. No sample could
-tell these cases apart: each is smaller than what chance does to 16 of 512 rows.
+The contributions of calls to their parameters' gradients are compared with the optimizer's
+gradients. No sample could show these differences: each is smaller than the sampling error of 16 out
+of 512 rows.
 """
 
 import copy

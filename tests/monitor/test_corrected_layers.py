@@ -1,4 +1,4 @@
-"""The theory on live runs: what the monitor says of the corrected layers; float64."""
+"""The theory's predictions for the corrected layers hold in monitored runs; float64."""
 
 import copy
 from collections.abc import Callable

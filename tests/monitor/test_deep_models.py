@@ -1,4 +1,4 @@
-"""Models that are nested as deep as Python's stack allows: the monitor takes nothing of that."""
+"""Models nested as deep as Python's stack allows: the monitor uses none of that depth."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The demo as its users run it, on the wines and on tiny files in the formats of the others."""
+"""The demo as its users run it, on the wine data and on tiny files in the other data's formats."""
 
 import contextlib
 import hashlib

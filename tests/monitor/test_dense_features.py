@@ -1,4 +1,4 @@
-"""What features do to vectors and to each other, against Φ written out column by column."""
+"""Operations of features agree with Φ written out column by column."""
 
 from itertools import product
 

@@ -1,8 +1,8 @@
-"""Weights that are made of parameters: readings against recipes written by hand, step by step.
+"""Weights computed from parameters: readings agree with recipes written by hand; float64.
 
-A case says once more, as a plain function of the parameters, how its weight comes about. With that
-e and d are Jacobian-vector products of the whole layer, by torch's own `jvp`, and everything else
-follows from the definitions; the recipes are held against the modules by finite differences.
+Each case repeats, as a plain function of the parameters, how its weight is computed. From it, e and
+d are Jacobian-vector products of the whole layer by torch's own `jvp`; all other measures follow
+from their definitions. Finite differences check the recipes against the modules.
 """
 
 import copy

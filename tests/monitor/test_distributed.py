@@ -1,6 +1,6 @@
-"""Several processes that train together: one report speaks for the rows of all of them.
+"""Several ranks that train together: one report covers the rows of all of them.
 
-They measure the same steps, and none waits for a process without a monitor.
+They measure the same steps, and none waits for a rank without a monitor.
 """
 
 import pickle

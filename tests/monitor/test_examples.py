@@ -1,4 +1,4 @@
-"""The short examples as their users run them: they learn, and all is measured."""
+"""The short examples as users run them: they learn, and every layer is measured."""
 
 import re
 import runpy

@@ -1,7 +1,7 @@
-"""Every rule of a function against a slow reference that calls the function again; float64, 1e-9.
+"""Every function's rule against a slow reference that calls the function again; float64, 1e-9.
 
-The reference takes the step and calls the function with what the parameters then are, its inputs
-held (`tests/reference.py`); nothing of the monitor's is used. Cases: `tests/function_cases.py`.
+The reference takes the step and calls the function with the new parameters and the old inputs
+(`tests/reference.py`). It uses no code of the monitor. Cases: `tests/function_cases.py`.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""The monitor's Triton kernels, run by Triton's interpreter, in a process of their own.
+"""The monitor's Triton kernels, run by Triton's interpreter in a separate process.
 
-As tests/layers/test_kernels.py does it, and for the same reason; and compiled for a GPU that need
-not be there, as tests/layers/test_targets.py does.
+The process is separate for the reason given in tests/layers/test_kernels.py. The kernels are also
+compiled for a GPU that need not be there, as in tests/layers/test_targets.py.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""What speaks against a gradient's being that of a layer's rows, reason by reason."""
+"""The reasons for which a gradient may not be that of a layer's rows, one by one."""
 
 import math
 from dataclasses import replace

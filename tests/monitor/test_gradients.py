@@ -1,6 +1,6 @@
-"""Which gradient is shown: accumulated, unscaled, clipped, and nothing that made no step.
+"""The gradient behind the readings: accumulated, unscaled, clipped, and only that of a real step.
 
-Every test compares with a plain run of the same step, or with the truth computed by hand.
+Every test compares with a plain run of the same step, or with values computed by hand.
 """
 
 import copy

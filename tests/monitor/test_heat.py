@@ -1,4 +1,4 @@
-"""Pictures of layers × steps: texts have their room, and a colour means the same in every run."""
+"""Pictures of layers × steps: texts fit, and a colour means the same in every run."""
 
 import io
 import math

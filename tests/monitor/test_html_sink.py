@@ -1,4 +1,4 @@
-"""The page of a training that goes on."""
+"""The page of a training in progress."""
 
 import math
 from collections.abc import Mapping

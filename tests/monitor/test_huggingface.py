@@ -1,4 +1,4 @@
-"""The Trainer's callback against the same monitor in a plain loop, in every setting it has."""
+"""The Trainer's callback agrees with a monitor in a plain loop, in every setting of the Trainer."""
 
 import importlib.util
 import json

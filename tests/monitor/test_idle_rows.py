@@ -1,4 +1,4 @@
-"""Rows that the loss ignores change no measure, and a sample tells what all rows would.
+"""Zero-gradient rows change no measure, and a sample of rows agrees with all rows.
 
 On a perceptron, a convolutional network, a vision transformer and a causal language model with
 padded sequences.

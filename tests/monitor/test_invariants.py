@@ -1,4 +1,4 @@
-"""What the definitions promise, one test each; float64."""
+"""Invariants implied by the definitions of the measures, one test each; float64."""
 
 import copy
 

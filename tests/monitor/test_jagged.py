@@ -1,4 +1,4 @@
-"""Jagged nested tensors: their rows are those that they pack, or a reason says why not."""
+"""Jagged nested tensors: their packed rows are measured, or a reason is reported."""
 
 import copy
 from collections.abc import Callable

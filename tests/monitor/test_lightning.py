@@ -1,4 +1,4 @@
-"""The callback against the same monitor in a plain loop, in every setting a Trainer has."""
+"""The callback agrees with a monitor in a plain loop, in every setting of Lightning's Trainer."""
 
 import importlib.util
 import json

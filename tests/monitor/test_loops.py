@@ -1,4 +1,4 @@
-"""Loops with Accelerate and Fabric: the readings of a plain loop, under the same names."""
+"""Loops with Accelerate and Fabric give a plain loop's readings, under the same names."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Losses in reports are those that the loop has collected, and to see them changes nothing."""
+"""Reports contain the losses that the loop collected, and collecting them changes nothing."""
 
 import copy
 import math

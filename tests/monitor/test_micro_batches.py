@@ -1,4 +1,4 @@
-"""Several backward passes to one step: what each leaves in `.grad` is told from what was there."""
+"""Several backward passes per step: each pass's share of `.grad` is told from the earlier ones'."""
 
 import copy
 import math

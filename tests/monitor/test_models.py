@@ -1,6 +1,6 @@
-"""Models that other monitors get wrong: re-used and tied layers, checkpointing, compilation, …
+"""Models that are hard to monitor: reused and tied layers, checkpointing, compilation, and others.
 
-Every test compares with a plain run of the same step, or with the truth computed by hand.
+Every test compares with a plain run of the same step, or with values computed by hand.
 """
 
 import copy

@@ -1,6 +1,6 @@
-"""Optimizers with closures, with steps of their own, and what is done to the weights after them.
+"""Optimizers with closures or unusual steps, and changes of the weights after the step.
 
-Every test compares with a plain run of the same step, or with the truth computed by hand.
+Every test compares with a plain run of the same step, or with values computed by hand.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What a measured step takes grows with what it measures, and no faster: counted, not timed."""
+"""The cost of a measured step is linear in what it measures: counted, not timed."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""W&B and MLflow as real clients, offline: what was written is read back from their own files."""
+"""W&B and MLflow as real clients, offline: their own files contain what was written."""
 
 import json
 import math

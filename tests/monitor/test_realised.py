@@ -1,4 +1,4 @@
-"""What a step really did, against forward passes that are run again by hand; float64."""
+"""The realised effect of a step agrees with forward passes rerun by hand; float64."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Recurrent layers measured: every reading is that of linear layers which do the same by hand."""
+"""Every reading of a recurrent layer equals that of linear layers computing the same by hand."""
 
 import copy
 import gc

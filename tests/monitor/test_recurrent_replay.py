@@ -1,4 +1,4 @@
-"""Recurrent layers replayed: rows and gradients add up to what torch's own backward leaves."""
+"""Replayed recurrent layers: rows and gradients add up to the gradients of torch's own backward."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Weights that are repeated for every sample before a product are linear layers."""
+"""Weights that are repeated for every sample before a product are measured as linear layers."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What a report says of its layers together: extremes, worst layers, what was not measured."""
+"""A report's summary of its layers: extremes, worst layers, unmeasured parameters."""
 
 import json
 import math

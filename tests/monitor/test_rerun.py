@@ -1,4 +1,4 @@
-"""What is run again: as it was, as often as wanted, and unseen by the run."""
+"""Rerun modules compute the same as in the run, any number of times, without affecting it."""
 
 import random
 from collections import OrderedDict

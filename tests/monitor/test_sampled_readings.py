@@ -1,7 +1,7 @@
-"""What few rows say of all: unbiased, as sure as they claim, blind to rows that ask for nothing.
+"""Estimates from sampled rows: unbiased, with true standard errors, unmoved by zero-gradient rows.
 
-Invariants 8 and 9 of the definitions, on an MLP, a CNN, a transformer on pictures and a causal
-language model.
+Invariants 8 and 9 of the definitions, on an MLP, a CNN, a vision transformer and a causal language
+model.
 """
 
 import copy

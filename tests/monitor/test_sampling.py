@@ -1,4 +1,4 @@
-"""Every row is as likely to be looked at as any other, however the step came about."""
+"""Every row of a step is sampled with the same probability, however the step is divided."""
 
 from collections.abc import Callable
 

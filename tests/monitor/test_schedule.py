@@ -1,4 +1,4 @@
-"""Which steps are measured under a bound on what that costs, by a clock that the tests turn."""
+"""The choice of measured steps under a cost bound, by a clock that the tests control."""
 
 import itertools
 import random

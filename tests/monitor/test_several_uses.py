@@ -1,4 +1,4 @@
-"""One parameter in several uses, parameters that are replaced, calls without rows, and no leaks."""
+"""Several uses of one parameter, replaced parameters, calls without rows, and leaks."""
 
 import gc
 import math

@@ -1,4 +1,4 @@
-"""Sharded parameters (FSDP2): what several processes say is what one with all of it says."""
+"""Sharded parameters (FSDP2): several ranks report what one unsharded process reports."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Parameters that several layers use: each one's own part of the gradient is known exactly."""
+"""Parameters shared by several layers: each layer's part of the gradient is known exactly."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""A report by itself: printed, in a notebook, and in one line."""
+"""A single report: printed, in a notebook, and on one line."""
 
 import html
 import io

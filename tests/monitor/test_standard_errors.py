@@ -1,4 +1,4 @@
-"""Measures from sampled rows know their errors: against many draws from rows that are all known."""
+"""Standard errors of measures from sampled rows agree with many draws from known rows."""
 
 import math
 

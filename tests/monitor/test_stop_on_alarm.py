@@ -1,4 +1,4 @@
-"""The preset of alarms over healthy runs and others, and alarms that stop a run."""
+"""The preset alarms on healthy and faulty runs, and alarms that stop a run."""
 
 import pickle
 import warnings

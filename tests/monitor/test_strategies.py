@@ -1,4 +1,4 @@
-"""Lightning's strategies for several processes: one file, that says what a plain loop would."""
+"""Lightning's strategies for several ranks write one file, equal to a plain loop's."""
 
 import json
 import os

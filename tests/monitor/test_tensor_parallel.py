@@ -1,4 +1,4 @@
-"""Tensor parallelism: what processes with parts of layers say is what one with all of it says."""
+"""Tensor parallelism: ranks with parts of layers report what one unsharded process reports."""
 
 import time
 import warnings

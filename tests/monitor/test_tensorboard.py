@@ -1,4 +1,4 @@
-"""What TensorBoard itself reads and shows of a run."""
+"""Event files of a run, as TensorBoard itself reads and shows them."""
 
 import json
 import math

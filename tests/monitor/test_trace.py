@@ -1,6 +1,6 @@
-"""Plain hooks, where uses of parameters are known, read what a watch of all functions reads.
+"""Hooks on known uses of parameters give the same readings as a mode that sees every function.
 
-And where a model changes in mid-run, no reading is wrong and none is missing for long.
+When a model changes in mid-run, no reading is wrong, and none is missing for long.
 """
 
 from collections.abc import Callable, Mapping

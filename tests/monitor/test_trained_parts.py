@@ -1,4 +1,4 @@
-"""What is trained may change between steps: the report is of what a step really trained."""
+"""Trained parameters may change between steps: a report covers those that its step trained."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Layers in turn: what a turn says of its layers is what is said where all are measured."""
+"""Layers measured in turn: their readings equal those of steps that measure all layers."""
 
 import copy
 import math

@@ -1,7 +1,7 @@
-"""Rows whose gradients differ by large factors: a sample may lack the few that hold most of ‖G‖².
+"""Rows whose gradients differ by large factors: a sample may miss the few with most of ‖G‖².
 
-As where a loss still cares for few samples. What one pass tells of all rows must be told so, of
-every kind of features; the errors of the rest must hold.
+This happens when a loss depends on few samples. Statistics that one pass computes over all rows
+stay exact for every kind of features, and the errors of the others hold.
 """
 
 import copy

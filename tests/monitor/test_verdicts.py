@@ -1,6 +1,6 @@
-"""What is said of a training is true of its state, in every loop, wherever people read it.
+"""Every statement about a training is true of its state, in every loop, wherever it is shown.
 
-The table: states of a training × loops that train it × what people see of it.
+The table: states of a training × loops that train it × places where people read about it.
 """
 
 import html

@@ -1,7 +1,7 @@
-"""What no rule accounts for, measured through its module; float64 against slow Jacobians.
+"""Parameters without a rule are measured through their module; float64, against slow Jacobians.
 
-The reference writes the Jacobian of the module's output down, by reverse-mode derivatives of one
-output after the other, on the inputs that the module got; and moves the parameters a little.
+The reference computes the Jacobian of the module's output by one reverse-mode derivative per
+output, on the inputs of the module's call, and moves the parameters by a small step.
 """
 
 import copy

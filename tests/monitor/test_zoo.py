@@ -1,6 +1,6 @@
-"""Every model of the zoo: all of it is measured, and it trains as if nobody looked.
+"""Every model of the zoo is measured completely, and trains as without a monitor.
 
-Each is trained twice from one seed, with and without monitors, in three steps of which the middle
+Each is trained twice from one seed, with and without monitors, for three steps, of which the middle
 one is not measured.
 """
 
