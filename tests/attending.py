@@ -24,7 +24,7 @@ def explicit(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the scores Y, which retain their gradient, and the output; per torch's docs."""
+    """Return the scores Y, which retain their gradient, and the output, as torch documents it."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)

@@ -188,7 +188,7 @@ def healthy() -> AuditReport:
 
 
 def made_up(layers: list[str], steps: int, seed: int = 0) -> AuditReport:
-    """Return a report with these layers and this many measured steps; readings drift randomly."""
+    """Return a report with these layers and so many measured steps; readings drift randomly."""
     draw = random.Random(seed)
     lengths = [10 ** draw.uniform(0, 2) for _ in layers]
     reports = tuple(

@@ -49,7 +49,7 @@ def attention(seed: int = 0, **values: object) -> AttentionReading:
 
 
 def report(step: int = 0, **values: object) -> StepReport:
-    """Return a report of four layers, an unsupported module and a note; keywords override it."""
+    """Return a report of four layers, one unsupported module and a note; keywords override."""
     fields: dict[str, object] = {
         "step": step,
         "layers": {path: reading(1000 * i + step) for i, path in enumerate(LAYERS)},
