@@ -35,7 +35,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def cases() -> Iterator[str]:
-    """Launch kernels; yield what for."""
+    """Launch kernels; yield the name of each case."""
     chosen = empty(128, dtype=torch.int64)
     nchw = empty(32, 64, 56, 56).movedim(1, -1)
     odd = empty(16, 33, 7, 7, dtype=torch.bfloat16).movedim(1, -1)
