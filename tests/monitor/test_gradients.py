@@ -185,7 +185,7 @@ def test_gradients_zeroed_without_a_step(set_to_none: bool, zero_first: bool) ->
 
 
 def test_gradients_zeroed_without_a_trace() -> None:
-    """Through `.data`, which torch does not count as a change; a host can look at no cost."""
+    """Zeroing through `.data` leaves the version counter unchanged, but is seen on the host."""
     model, batch = mlp()
     plain = one_step(copy.deepcopy(model), lambda m: loss_of(m, batch).backward())
 

@@ -428,7 +428,7 @@ def test_an_interval_that_is_none_is_refused(make: Make, strategy: str) -> None:
 
 
 class Told(TrainerCallback):
-    """A callback that records the logs sent to all callbacks."""
+    """A callback that records the logs sent to every callback."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, float]] = []

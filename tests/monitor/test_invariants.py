@@ -40,7 +40,7 @@ def test_plain_sgd_does_what_the_gradient_says(
 
 
 def test_one_row_is_only_rescaled() -> None:
-    """One row: the gradient step points straight downhill, ‖x‖² + 1 times as far."""
+    """For one row the gradient step is steepest descent, scaled by ‖x‖² + 1."""
     model = nn.Linear(5, 3).double()
     x = torch.randn(1, 5, dtype=torch.float64)
     sgd = torch.optim.SGD(model.parameters(), lr=0.25)

@@ -239,7 +239,7 @@ def test_no_text_takes_more_memory_than_it_has_bytes(message: bytes) -> None:
 def test_a_part_is_refused_or_one_that_memory_holds(
     known: tuple[RankContribution, StepReport],
 ) -> None:
-    """A contribution changed and signed again is rejected, or at least fits into memory."""
+    """A contribution changed at random and signed again is rejected, or fits into memory."""
     text, numbers = text_of(encode(known[0]))
     text = json.dumps(text).encode()
     chance, taken = np.random.default_rng(0), 0
@@ -370,10 +370,10 @@ def test_a_sound_part_that_fits_no_other_costs_no_report(
     own, other = (decode(RankContribution, encode(known[0])) for _ in range(2))
     path, fits_not = next((p, x) for p, x in other.layers.items() if x.blocks is not None)
     own.layers = {p: x for p, x in own.layers.items() if p != path}
-    if name == "vectors":  # without any
+    if name == "vectors":  # no vectors at all
         products = np.ones((fits_not.rows.seen, 0))
         fits_not = replace(fits_not, vectors=(), products=products, blocks=None)
-    else:  # a factor, a gradient that is no multiple, and one more number
+    else:  # evidence of another length
         evidence = replace(fits_not.evidence, since=np.ones((1, 3)))
         fits_not = replace(fits_not, evidence=evidence)
     other.layers[path] = fits_not
