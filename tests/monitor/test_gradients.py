@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adiv_monitor import Monitor
-from adiv_monitor.capture.updates import some
+from adiv_monitor.capture.updates import sampled_entries
 from adiv_monitor.maths.readings import Judged, measure
 from adiv_monitor.maths.sums import About, Dots, Evidence, LayerSums, Sampled, Vector
 
@@ -299,9 +299,10 @@ def test_what_lies_between_the_entries_of_a_gradient_does_not_count() -> None:
     buffer = torch.randn(200, 200, 2)
     transposed = torch.randn(300, 200).t()
     for gradient in (buffer[..., 0], buffer[:150, 50:, 1], torch.ones(1).expand(200, 200)):
-        assert torch.equal(some(gradient), some(gradient.contiguous()))
-    assert torch.equal(some(transposed), some(transposed.t()))  # in memory order
-    assert some(transposed).data_ptr() == transposed.data_ptr()
+        assert torch.equal(sampled_entries(gradient), sampled_entries(gradient.contiguous()))
+    # Entries are taken in memory order.
+    assert torch.equal(sampled_entries(transposed), sampled_entries(transposed.t()))
+    assert sampled_entries(transposed).data_ptr() == transposed.data_ptr()
 
 
 def test_gradients_looked_at_while_others_are_held_are_no_part_of_the_step() -> None:

@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from adiv_monitor import Monitor, StepReport
-from adiv_monitor.capture.whole_modules import leftovers
+from adiv_monitor.capture.whole_modules import without_rule
 from adiv_monitor.features import uses
 
 EXACT = {"rel": 1e-9, "abs": 1e-12}
@@ -553,7 +553,7 @@ def test_only_elements_with_chosen_rows_run_again(
     alone = isinstance(model.inner, nn.Tanh)
     tried = [7] if not isinstance(model.inner, nn.Dropout) else []
     assert ([40, 7, 7, 7] if alone else [40, *tried, 40, 40, 40]) == SIZES
-    monkeypatch.setattr(leftovers, "_choices", lambda rows, still: [(None, rows)])
+    monkeypatch.setattr(without_rule, "_choices", lambda rows, still: [(None, rows)])
     every = measured()
     assert SIZES == [40, 40, 40, 40]
     a, b = few.layers["power"], every.layers["power"]
@@ -848,7 +848,7 @@ def test_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
         functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
 
     claimed: dict[nn.Module, list[str]] = {}
-    claim = leftovers.ParametersWithoutRule.claim
+    claim = without_rule.ParametersWithoutRule.claim
 
     def remember(self: Any, module: nn.Module, *others: Any) -> list[str]:
         names = claim(self, module, *others)
@@ -856,7 +856,7 @@ def test_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
             claimed[module] = names
         return names
 
-    monkeypatch.setattr(leftovers.ParametersWithoutRule, "claim", remember)
+    monkeypatch.setattr(without_rule.ParametersWithoutRule, "claim", remember)
     monkeypatch.delitem(uses._RULES, "mul")
     twin = copy.deepcopy(model)
     report = one_step(model, backward, max_rows=None)
