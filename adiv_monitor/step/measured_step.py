@@ -314,7 +314,7 @@ class MeasuredStep:
             measure: called with a layer and its all-gathered pieces.
             made: all-gathers pieces with the other ranks; None: that is impossible.
         """
-        apart = dict.fromkeys(layer for layer in layers if spread(layer))
+        apart = dict.fromkeys(filter(spread, layers)) if self._unsharded.has_shards else {}
         for layer in layers:
             if layer not in apart:
                 self._try(layer, measure, layer, {})

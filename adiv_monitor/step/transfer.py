@@ -1,15 +1,12 @@
 """Transfer of all numbers of a step from device to host at once."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import prod
 from typing import Generic, cast
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from adiv_monitor.capture.updates import PieceNumbers
 from adiv_monitor.maths.attention_sums import AttentionSums
@@ -77,24 +74,23 @@ def fetch_numbers(values: Sequence[float | Tensor]) -> list[float]:
 
 def _fetched(tensors: Sequence[Tensor]) -> list[Array]:
     """Return float64 arrays of the tensors' shapes, by one transfer from each device."""
-    arrays: list[Array] = [np.empty(0)] * len(tensors)
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for i, tensor in enumerate(tensors):
-        by_device[tensor.device].append(i)
-    for places in by_device.values():
-        packed, end = _packed([tensors[i] for i in places]), 0
-        for i in places:
-            shape = tensors[i].shape
-            start, end = end, end + prod(shape)
-            part = packed[start:end]
-            arrays[i] = part if len(shape) == 1 else part.reshape(shape)
-    return arrays
+    devices = [tensor.device for tensor in tensors]
+    fetched = {
+        device: iter(
+            _on_host([x for x, own in zip(tensors, devices, strict=True) if own == device])
+        )
+        for device in set(devices)
+    }
+    if len(fetched) == 1:
+        return list(*fetched.values())
+    return [next(fetched[device]) for device in devices]
 
 
-def _packed(tensors: list[Tensor]) -> Array:
-    """Return all entries, concatenated, on the host."""
+def _on_host(tensors: list[Tensor]) -> list[Array]:
+    """Return float64 copies on the host of tensors on one device."""
     try:
         flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-        return flat.cpu().numpy().astype(np.float64)
+        found: Sequence[Tensor] = _unflatten_dense_tensors(flat.cpu().double(), tensors)  # type: ignore[no-untyped-call]
     except torch.OutOfMemoryError:  # copying one by one needs no extra memory on the device
-        return np.concatenate([part.cpu().double().numpy().reshape(-1) for part in tensors])
+        found = [part.cpu().double() for part in tensors]
+    return [part.numpy() for part in found]

@@ -62,6 +62,11 @@ class UnshardedParameters:
         self.parts: dict[int, Tensor] = {}
         self._known: dict[int, Tensor] = {}  # the unsharded gradients of `parts`
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether any measured parameter is sharded."""
+        return bool(self._sharded)
+
     def gradients(self, wanted: Collection[int]) -> bool:
         """Agree on gathering the gradients, and gather those of `parts`; return if all agree.
 
