@@ -1,4 +1,4 @@
-"""How far is the activation update that training really makes from the ideal one?"""
+"""Measure, layer by layer, how far each optimizer step moves activations, and whether downhill."""
 
 from adiv_monitor.audit import audit
 from adiv_monitor.errors import AdivError, AlarmError

@@ -1,4 +1,4 @@
-"""A monitor in the hands of a Trainer: its options, and how it stops without an exception."""
+"""The monitor that trainer callbacks use: its options, and how it stops without an exception."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from adiv_monitor.errors import AlarmError
 from adiv_monitor.monitor import Monitor
 from adiv_monitor.printable import printable
 from adiv_monitor.sinks import Sink
-from adiv_monitor.sinks.lent import lent
+from adiv_monitor.sinks.borrowed import borrowed
 from adiv_monitor.sinks.scalars import Metrics, Scalars
 
 _logger = logging.getLogger("adiv_monitor")
@@ -21,19 +21,19 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class CallbackOptions(TypedDict, total=False):
-    """The options that the callbacks of Lightning and of Hugging Face take alike.
+    """Options that the callbacks of Lightning and of Hugging Face share.
 
-    Those of `Monitor` are explained there: `max_overhead`, `layers_per_step`, `max_rows`,
+    `Monitor` explains `max_overhead`, `layers_per_step`, `max_rows`,
     `attainable`, `attention`, `realised`, `alarms`, `on_alarm`, `on_error` and `seed`.
 
     Attributes:
         layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
-        measures: what is logged; None: where callbacks look one per question, elsewhere a few.
+        measures: the measures that are logged. None: a selection.
         scalars: "few": loggers get the summary and blocks of layers; "all": every layer, too.
-        separator: stands for the slash in the names of all metrics, for callbacks and loggers, such
-            as "_" where they become names of files; dashboards that group by the slash don't group
-            them then. TensorBoard's names keep it.
-        sinks: further sinks, which stay open; only rank zero writes to them.
+        separator: replaces the slash in the names of metrics, for callbacks and loggers: "_" makes
+            them usable in file names. Dashboards that group by the slash do not group them then.
+            TensorBoard's names keep the slash.
+        sinks: further sinks, which stay open. Only rank 0 writes to them.
     """
 
     layers: LayerChoice
@@ -61,7 +61,7 @@ _OPTIONS = {
 
 
 def with_options(init: Init) -> Init:
-    """Have `help` and `inspect` show the options in place of `**options`."""
+    """Make `help` and `inspect` show the options in place of `**options`."""
     own = signature(init)
     named = [p for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
     init.__signature__ = own.replace(  # type: ignore[attr-defined]
@@ -72,13 +72,13 @@ def with_options(init: Init) -> Init:
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a callback, checked, and those that were not given by default.
+    """The options of a callback, checked and completed with their defaults.
 
     Attributes:
         layers: as in `CallbackOptions`.
-        metrics: what is logged.
-        sinks: which stay open.
-        monitor: further arguments of its monitors.
+        metrics: metrics to log.
+        sinks: further sinks, which are left open.
+        monitor: further arguments of the callback's monitors.
     """
 
     layers: LayerChoice
@@ -88,30 +88,30 @@ class Settings:
 
     @classmethod
     def of(cls, owner: str, given: CallbackOptions) -> "Settings":
-        """Check what was given to a callback.
+        """Check the options passed to a callback.
 
         Args:
-            owner: the callback's class.
-            given: to its constructor.
+            owner: name of the callback's class.
+            given: options passed to its constructor.
 
         Raises:
-            TypeError: something is no option, or no sink.
-            ValueError: there is no such measure or choice.
+            TypeError: a name is not an option, or a sink is not a sink.
+            ValueError: a measure or a choice is unknown.
         """
         if unknown := [name for name in given if name not in _OPTIONS]:
             raise TypeError(f"{owner}() got an unexpected keyword argument {unknown[0]!r}")
         monitor = {name: parameter.default for name, parameter in _OPTIONS.items()} | {**given}
         logged = {f.name: monitor.pop(f.name) for f in fields(Metrics) if f.name in monitor}
-        layers, sinks = monitor.pop("layers"), lent(monitor.pop("sinks"), owner)
+        layers, sinks = monitor.pop("layers"), borrowed(monitor.pop("sinks"), owner)
         return cls(layers, Metrics(**logged), sinks, monitor)
 
 
 class CallbackMonitor(Monitor):
-    """Where a `Monitor(on_alarm="stop")` would raise, this one only keeps why.
+    """A monitor that keeps the `AlarmError` that `Monitor(on_alarm="stop")` would raise.
 
     Attributes:
-        alarmed: what would have been raised first; None: nothing so far. With several ranks it
-            is there in all of them in the same optimizer step, or in none.
+        alarmed: the first such error; None: none so far. With several ranks, all of them set it in
+            the same optimizer step.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -123,5 +123,5 @@ class CallbackMonitor(Monitor):
 
 
 def tell_why(error: AlarmError) -> None:
-    """One line of the logger `adiv_monitor`: the training stops, and by which alarms."""
+    """Log one line to the logger `adiv_monitor`: training stops, and which alarms stop it."""
     _logger.warning("%s", printable(f"adiv-monitor: training stops: {error}"))

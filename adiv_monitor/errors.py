@@ -1,20 +1,20 @@
-"""The package's own exceptions."""
+"""Exceptions of the package."""
 
 from adiv_monitor.report import StepReport
 
 
 class AdivError(RuntimeError):
-    """The monitor met a state of the training run in which it can't do what was asked."""
+    """The state of the monitor or of the training run does not allow what was requested."""
 
 
 class AlarmError(AdivError):
-    """Alarms of `Monitor(on_alarm="stop")` hold in a report.
+    """Ends a training in which alarms of `Monitor(on_alarm="stop")` hold.
 
     Args:
-        report: that raises them.
+        report: the report with the alarms.
 
     Attributes:
-        report: the report, which all sinks have got.
+        report: the report, which all sinks have received.
         alarms: its alarms.
     """
 
@@ -29,4 +29,4 @@ class AlarmError(AdivError):
         return AlarmError, (self.report,)
 
 
-_MOST = 3  # alarms that the message names
+_MOST = 3  # number of alarms that the message names

@@ -39,42 +39,44 @@ if TYPE_CHECKING:
 
 
 class DivergenceTrainerCallback(TrainerCallback, ExportableState):
-    """Monitors the optimizer of a `Trainer.train` and logs where the Trainer does.
+    """Monitors the optimizer of a `Trainer.train` and logs where the Trainer logs.
 
     The summary over layers, such as `adiv.summary/update_cosine_min`, and `adiv.summary/coverage`
-    are in `trainer.state.log_history` and go to all callbacks but those that merely print (for what
-    standard errors do to it see `MeasureSummary`). TensorBoard, W&B, MLflow and whatever else the
-    Trainer reports to get the layers too. A report is there once the next batch or an evaluation
-    has run, because what happens to the weights until then belongs to it. In the history it stands
-    at the number of steps taken till then: one more than the report's `step`.
+    are in `trainer.state.log_history` and go to all callbacks except those that merely print
+    (`MeasureSummary` says how it uses standard errors). TensorBoard, W&B, MLflow and whatever else
+    the Trainer reports to also receive the layers. A report is there once the next batch or an
+    evaluation has run, because until then code may still change the weights. The history counts
+    completed steps: one more than the report's `step`.
 
-    The loss of every step is in `StepReport.losses`: what the Trainer's own `training_step` gave,
-    added up over the micro-batches as the Trainer does. What it logs as "loss" is a mean over
-    `logging_steps` steps in which, by default (`logging_nan_inf_filter`), a loss that is not finite
-    is replaced.
+    `StepReport.losses` has the loss of every step: the output of the Trainer's `training_step`,
+    added up over micro-batches as the Trainer does. The "loss" that the Trainer logs is a mean over
+    `logging_steps` steps, in which a loss that is not finite is replaced by default
+    (`logging_nan_inf_filter`).
 
     With `TrainingArguments(metric_for_best_model="adiv.summary/…")` each evaluation has the latest
-    value of it, for early stopping and the best checkpoint; NaN where it has no direction.
+    value of that summary, for early stopping and the best checkpoint. The value is NaN if it has no
+    direction.
 
-    When training fails in a batch or an evaluation, the monitor is taken off. The Trainer says
-    nothing of other failures: `close()` takes it off, and so does the next training.
+    If training fails in a batch or an evaluation, the monitor is removed from the model. The
+    Trainer has no event for other failures: `close()` removes it then, and so does the next
+    training.
 
     Args:
-        every_n_steps: measure every so many optimizer steps, the first included; None follows
-            `TrainingArguments(logging_steps=…)`.
-        **options: those of `CallbackOptions`; `realised=lambda output: output["loss"]` also tells
-            how the loss changed. With `on_alarm="stop"` `control.should_training_stop` is set, in
-            all ranks at the same step, once the history has a report with alarms, and one line of
-            the logger `adiv_monitor` says why.
+        every_n_steps: the callback measures the optimizer steps whose number is a multiple of this.
+            None: `TrainingArguments(logging_steps=…)`.
+        **options: those of `CallbackOptions`. `realised=lambda output: output["loss"]` also
+            measures how the loss changed. With `on_alarm="stop"`, `control.should_training_stop` is
+            set in all ranks at the same step, once the history has a report with alarms, and one
+            line of the logger `adiv_monitor` says why.
 
     Raises:
-        ImportError: without transformers or accelerate.
-        TypeError: when a sink is none, or an option.
-        ValueError: when there is no measure of that name; when training begins, and there is no
-            interval to follow, no such layer, no such metric, or a callback that can't see it.
+        ImportError: transformers or accelerate is not installed.
+        TypeError: a sink is not a sink, or there is no such option.
+        ValueError: there is no measure of that name. When training begins: there is no interval, no
+            such layer, no such metric, or a callback stands before this one that needs its metric.
 
     Attributes:
-        monitor: of the present or last training; None before the first.
+        monitor: the monitor of the current or last training, or None before the first.
     """
 
     @with_options
@@ -100,7 +102,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         control: "TrainerControl",
         **kwargs: Any,
     ) -> None:
-        """Attach the monitor: the optimizer exists, checkpoints are restored."""
+        """Create and attach the monitor: optimizer and checkpoint are there by now."""
         self.close()  # where the last training failed
         trainer = _calling_trainer()
         self._check(trainer)
@@ -134,7 +136,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         control: "TrainerControl",
         **kwargs: Any,
     ) -> None:
-        """Let the monitor know the loss of the step: the micro-batches' are parts of it."""
+        """Log the loss of the step: the sum over its micro-batches."""
         if self.monitor is not None and self._losses:
             self.monitor.log_loss(torch.stack(self._losses).sum())
         self._losses.clear()
@@ -146,7 +148,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         control: "TrainerControl",
         **kwargs: Any,
     ) -> None:
-        """Stop where an alarm asks for it."""
+        """Stop the training if an alarm does."""
         self._stop(state, control)
 
     def _stop(self, state: "TrainerState", control: "TrainerControl") -> None:
@@ -165,7 +167,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         control: "TrainerControl",
         **kwargs: Any,
     ) -> None:
-        """Offer the metric that early stopping and the best checkpoint follow, if it is ours."""
+        """Add the metric that early stopping and the best checkpoint follow, if it is a summary."""
         self._stop(state, control)
         metric = _followed(args)
         if metric is None or self.monitor is None:
@@ -185,7 +187,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         control: "TrainerControl",
         **kwargs: Any,
     ) -> None:
-        """Complete the last report while what the Trainer reports to is open."""
+        """Complete the last report while the Trainer's loggers are open."""
         if control.should_training_stop:
             self.close()
 
@@ -196,11 +198,11 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
         control: "TrainerControl",
         **kwargs: Any,
     ) -> None:
-        """Leave nothing on the model."""
+        """Remove the monitor."""
         self.close()
 
     def close(self) -> None:
-        """Complete the report under way and take the monitor off the model. Can be repeated."""
+        """Complete the current report and remove the monitor; calling it again does nothing."""
         if self._trainer is not None:
             _unlisten(self._trainer, self.close, self._note_loss)
             self._trainer = None
@@ -210,7 +212,7 @@ class DivergenceTrainerCallback(TrainerCallback, ExportableState):
     # --- checkpoints -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """How far the monitor has counted; and this callback's arguments, as JSON can hold them."""
+        """Return the monitor's state, and this callback's arguments as JSON can hold them."""
         layers, metrics = self._settings.layers, self._settings.metrics
         options = {n: x for n, x in self._settings.monitor.items() if not callable(x)}
         alarms = options["alarms"]

@@ -1,7 +1,7 @@
 """The monitor as a Lightning callback: translation only.
 
-One callback serves a Trainer of `pytorch_lightning` and one of `lightning.pytorch`, whichever is
-installed: the two packages hold equal but different classes.
+One class serves the Trainers of `pytorch_lightning` and of `lightning.pytorch`: the two packages
+hold equal but different base classes.
 """
 
 import warnings
@@ -40,45 +40,47 @@ _NAME = "optimizer_"
 class DivergenceCallback(Callback):
     """Monitors the optimizers of a `Trainer.fit` and writes to all loggers of the Trainer.
 
-    A TensorBoard logger gets pictures, findings, scalars, histograms and charts (see
-    `TensorBoardSink`); any other logger the same scalars through `log_metrics`, and pictures and
-    findings if it takes them, as those of W&B, MLflow and Comet do. The summary over layers is also
-    in `trainer.callback_metrics`, where early stopping and checkpoints find it, for example as
-    `adiv.summary/update_cosine_min` (for what standard errors do to it see `MeasureSummary`). A
-    report is there once the next batch or a validation has run, because what happens to the weights
-    until then belongs to it; the first of a fit at the latest when an epoch ends. Until then, and
-    for a measure that has no direction yet, the value is None: a checkpoint saves nothing for it,
-    and early stopping takes it for missing, which it allows with `strict=False`.
+    A TensorBoard logger receives pictures, findings, scalars, histograms and charts (see
+    `TensorBoardSink`). Any other logger receives the scalars through `log_metrics`, and pictures
+    and findings if it can store them, as those of W&B, MLflow and Comet can.
 
-    The loss that `training_step` returns is in `StepReport.losses`, without the division by
-    `accumulate_grad_batches` that Lightning does. It is not where an optimizer evaluates its
-    closure several times (LBFGS), which leaves the last of its losses, nor where manual
-    optimization takes several steps in a batch, since it does not say to which one it belongs.
+    The summary over layers is also in `trainer.callback_metrics`, for early stopping and
+    checkpoints, for example as `adiv.summary/update_cosine_min` (`MeasureSummary` says how it uses
+    standard errors). A report is there once the next batch or a validation has run, because until
+    then code may still change the weights; the first report of a fit is there when the first epoch
+    ends. Until then, and for a measure without a direction, the value is None: a checkpoint saves
+    nothing for it, and early stopping treats it as missing, which needs `strict=False`.
 
-    With several optimizers each has its own monitor and its own count of steps; their summaries
-    are told apart as `adiv.summary.optimizer_0/…`, `adiv.summary.optimizer_1/…`.
+    `StepReport.losses` has the loss that `training_step` returns, without Lightning's division by
+    `accumulate_grad_batches`. It has no loss if an optimizer evaluates its closure several times
+    (LBFGS), or if manual optimization takes several steps in a batch, because then it is not known
+    to which step a loss belongs.
+
+    With several optimizers, each has its own monitor and its own count of steps; their summaries
+    are named `adiv.summary.optimizer_0/…`, `adiv.summary.optimizer_1/…`.
 
     Args:
-        every_n_steps: measure every so many optimizer steps, the first included; None follows
-            `Trainer(log_every_n_steps=…)`.
-        alignment: the batch on which alignments are read, as in `Monitor`.
-        prog_bar: show the worst value of the first of the measures in the progress bar.
-        **options: those of `CallbackOptions`. With `on_alarm="stop"` `trainer.should_stop` is set,
-            in all ranks at the same batch, once the loggers have a report with alarms, and one
-            line of the logger `adiv_monitor` says why. What `min_epochs` and `min_steps` ask for is
-            trained first.
+        every_n_steps: the callback measures the optimizer steps whose number is a multiple of this.
+            None: `Trainer(log_every_n_steps=…)`.
+        alignment: the batch on which alignments are measured, as in `Monitor`.
+        prog_bar: show the worst value of the first measure in the progress bar.
+        **options: those of `CallbackOptions`. With `on_alarm="stop"`, `trainer.should_stop` is set
+            in all ranks at the same batch, once the loggers have a report with alarms, and one line
+            of the logger `adiv_monitor` says why. The Trainer first completes `min_epochs` and
+            `min_steps`.
 
     Raises:
-        ImportError: without Lightning.
-        TypeError: when a sink is none, or an option.
-        ValueError: when there is no measure of that name; at the beginning of the fit, when there
-            is nowhere to write to, no interval to follow, no optimizer, or no such layer.
+        ImportError: Lightning is not installed.
+        TypeError: a sink is not a sink, or there is no such option.
+        ValueError: there is no measure of that name. When the fit begins: there is nowhere to write
+            to, no interval, no optimizer, or no such layer.
 
     Warns:
-        UserWarning: where no logger takes more than numbers, and there are no other sinks.
+        UserWarning: every logger takes numbers only, and there are no other sinks.
 
     Attributes:
-        monitors: of the present or last fit, by the name of the optimizer ("" if there is one).
+        monitors: the monitors of the current or last fit, by name of the optimizer ("" if there is
+            one).
     """
 
     @with_options
@@ -103,22 +105,22 @@ class DivergenceCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """Callbacks that watch different layers can share a Trainer."""
+        """The key of the state in a checkpoint; callbacks that watch other layers have another."""
         # A predicate's own repr holds an address, which the next process would not find again.
         layers = self._settings.layers
         named = getattr(layers, "__qualname__", type(layers).__name__)
         return self._generate_state_key(layers=named if callable(layers) else layers)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far each monitor has counted."""
+        """Return the state of each monitor, by name of the optimizer."""
         return {name: monitor.state_dict() for name, monitor in self.monitors.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the monitors of the coming fit count on."""
+        """Restore the state for the monitors of the next fit."""
         self._restored = state_dict
 
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
-        """Refuse a Trainer that has nowhere to write to before it does any work."""
+        """Raise if the Trainer has nowhere to write to, before it does any work."""
         if stage != "fit":
             return
         if not trainer.loggers and not self._settings.sinks:
@@ -133,7 +135,7 @@ class DivergenceCallback(Callback):
             )
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Attach the monitors: optimizers exist, checkpoints are restored."""
+        """Create and attach the monitors: optimizers exist and checkpoints are restored by now."""
         # A further fit of the same Trainer goes on counting, too.
         counts = (self._restored or self.state_dict()) if trainer.global_step else {}
         self._restored = {}
@@ -150,47 +152,47 @@ class DivergenceCallback(Callback):
     def on_train_batch_start(
         self, trainer: "Trainer", pl_module: "LightningModule", *args: Any
     ) -> None:
-        """The batch is part of the step that comes now."""
+        """Remember to which step the batch belongs."""
         self._begun = {name: monitor.step for name, monitor in self.monitors.items()}
         self._backwards = 0
 
     def on_before_backward(
         self, trainer: "Trainer", pl_module: "LightningModule", loss: torch.Tensor
     ) -> None:
-        """Count how often the batch is evaluated."""
+        """Count the backward passes of the batch."""
         self._backwards += 1
 
     def on_train_batch_end(
         self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, *args: Any
     ) -> None:
-        """Offer what this batch completed to early stopping, checkpoints and the progress bar."""
+        """Publish complete reports for early stopping, checkpoints and the progress bar."""
         self._log_loss(trainer, pl_module, outputs)
         self._publish(trainer)
 
     def on_validation_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Offer what the validation's forward pass completed to those who look when it ends."""
+        """Publish reports that the validation's forward pass completed."""
         self._publish(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Those who look now shall find something, be the epoch a single step."""
+        """Publish a report even if the epoch has a single step."""
         for name, monitor in self.monitors.items():
             if name not in self._published:
                 monitor.complete_report()
         self._publish(trainer)
 
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
-        """Complete the last report while loggers are open."""
+        """Complete the last report while the loggers are open."""
         self._close()
         self._publish(trainer)
 
     def on_exception(
         self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException
     ) -> None:
-        """Leave nothing on the model when the fit fails."""
+        """Remove the monitors if the fit fails."""
         self._close()
 
     def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
-        """Leave nothing on the model, however the fit ended."""
+        """Remove the monitors, however the fit ended."""
         self._close()
 
     def _log_loss(self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any) -> None:

@@ -58,73 +58,73 @@ def _check_all() -> None:
 
 
 class Monitor:
-    """Measures, every so many steps, what the step did to each layer's activations.
+    """Measures what an optimizer step does to the activations of each layer, every so many steps.
 
-    Between measured steps there is nothing on the model, unless `loss` is a module, and a
-    comparison before and after each optimizer step. The monitored run is bit-identical to the
-    unmonitored one. The first step is always measured; steps are optimizer steps, counted from 0.
+    The monitored run is bit-identical to the unmonitored one. Between measured steps the model has
+    no hooks, unless `loss` is a module; the optimizer has two, before and after its step. Steps are
+    optimizer steps, counted from 0, and the first one is always measured.
 
-    The report of a step is complete, and goes to the sinks, when the next forward pass begins
-    (until then code may still change the weights), where compiled code calls the model when the
-    next optimizer step begins, and at the latest when the monitor is closed.
+    A report is complete when the next forward pass begins, because until then code may still change
+    the weights; then it goes to the sinks. If compiled code calls the model, it is complete when
+    the next optimizer step begins; at the latest when the monitor is closed.
 
-    With several ranks that train together, each has a monitor, and a report speaks for the rows
-    of all of them. It is complete when the next optimizer step begins; all ranks have it, and
-    the first one gives it to its sinks.
+    With several ranks, create a monitor in each. A report then covers the rows of all ranks. It is
+    complete when the next optimizer step begins; all ranks have it, and rank 0 writes it to its
+    sinks.
 
     Args:
         model: the model that is trained.
-        optimizer: the optimizer whose steps are measured, any `torch.optim.Optimizer`, or a wrapper
-            that holds one as its `optimizer` and runs no hooks; None: only what the gradient itself
-            says is measured, and `end_step()` marks each step.
-        every_n_steps: measure each step whose number is a multiple of this.
-        max_overhead: the share of the training time that the monitor may take, such as 0.01: steps
-            are timed, and the interval between measured ones becomes the smallest, but not below
-            `every_n_steps` nor 16, that keeps to it. None: no clock has a say in what is measured.
-        layers: glob patterns over module paths, or a predicate (path, module) → bool; all if None.
-        layers_per_step: measure the layers of so many modules in one step, in turn, for models of
-            which no second copy fits beside the first: parameters of other layers are not copied.
-            Each report is of those layers (`StepReport.turn`); the forward pass is watched as a
-            whole. Not with `realised` and `alignment`, which copy all parameters. None: all layers,
-            always.
-        max_rows: rows to look at per layer and step, of all ranks, chosen at random; None: all.
-        attainable: measure the ceiling `attainable_cosine` too, which looks at all rows.
-        attention: measure what the step does to attention scores too (`StepReport.attention`), on
-            a few samples, for which twins of the modules that attend are run.
-        realised: after each measured step, run its forward passes again with the new weights, and
-            half-way to them: what really happened, beside what this layer's own step made happen
-            (`realised_cosine`, `single_layer_share`, `first_order_error`). Instead of True: the
-            loss, to have its change as well (`StepReport.realised_loss_change`): the module that
-            computes it from what the model gave, or where that holds it, a function: what a call
-            of the model gave → its loss, one number or one of each sample. Forward hooks run again
-            too; random numbers, buffers and attributes of modules, gradients, modes and weights
-            are as if nothing had run. It takes two forward passes and a copy of the parameters.
-        loss: where the loss of each step is seen, for `StepReport.losses`; for loops that say it
-            themselves there is `log_loss`, which goes before it. Like `realised`, the module that
-            computes it, in the model or outside: one hook on that alone stays on between measured
-            steps, and counts what it gives with gradients, so evaluate under `torch.no_grad()`;
-            in compiled code it sees measured steps only. Or a function of what a call of the model
-            gave, which must not draw random numbers: it is called in measured steps only. Of
-            several losses (of samples, of micro-batches) it is the mean. None: that of `realised`,
-            if that is one.
-        alignment: after each measured step, run this batch through the model and read how weights,
-            updates and activations are aligned (`StepReport.alignment`): a `Probe`. They are
-            compared with the weights at `attach`, or those of the run that is resumed.
-        alarms: rules such as "projection_cosine < 0" or "encoder.*: update_ratio > 0.5", layers as
-            a glob pattern; "non_finite"; or functions of a layer's path and reading: where one
-            holds, by more than two standard errors, the report and every sink say so
-            (`StepReport.alarms`), and the first time a warning. "default": what no healthy layer
-            reads, alone or in such a list.
-        on_alarm: "warn"; or "stop": the sinks have the report, the hooks are taken off, and
-            `AlarmError` is raised, whatever `on_error` is, where the report is completed: in the
-            next forward pass (with several ranks: in all of them, in the next optimizer step),
-            `complete_report` or `end_step`. The training has ended where the monitor is closed:
-            there the last report's alarms warn. After it the monitor measures nothing more.
-        sinks: where reports go; closed with the monitor.
-        keep: how many reports `reports` holds.
-        on_error: "warn": an exception inside the monitor switches the layer off with a warning and
-            training goes on; "raise": it is raised.
-        seed: of the choice of rows.
+        optimizer: the optimizer whose steps are measured: any `torch.optim.Optimizer`, or a wrapper
+            that holds one as its attribute `optimizer` and runs no hooks. None: the monitor
+            measures the gradient alone, and `end_step()` marks each step.
+        every_n_steps: the monitor measures the steps whose number is a multiple of this.
+        max_overhead: the share of the training time that the monitor may take, such as 0.01. The
+            monitor times steps and chooses the smallest interval that keeps to the share, but not
+            below `every_n_steps` nor below 16. None: the choice of steps depends on no clock.
+        layers: glob patterns over module paths, or a predicate (path, module) → bool. None: all.
+        layers_per_step: the number of modules that are measured in one step, in turn. Use it for
+            models of which no second copy fits into memory: the parameters of other layers are not
+            copied. Each report is of those layers (`StepReport.turn`). Not allowed with `realised`
+            and `alignment`, which copy all parameters. None: all layers in every measured step.
+        max_rows: the number of rows that are sampled per layer and step, of all ranks together.
+            None: all rows.
+        attainable: also measure `attainable_cosine`, the best that any step of the layer could
+            reach. It takes all rows.
+        attention: also measure the attention scores (`StepReport.attention`), on a few samples, for
+            which copies of the attention modules run again.
+        realised: run the forward passes of each measured step again, with the new weights and with
+            half of the step, to measure what really changed (`realised_cosine`,
+            `single_layer_share`, `first_order_error`). Pass the loss in place of True to measure
+            its change too (`StepReport.realised_loss_change`): the module that computes it from the
+            model's output, or a function from the output of a call of the model to the loss, one
+            number or one per sample. It costs two forward passes and a copy of the parameters.
+            Forward hooks run again too; random numbers, buffers, attributes of modules, gradients,
+            modes and weights are restored.
+        loss: the loss, for `StepReport.losses`: the module that computes it, in the model or
+            outside, or a function from the output of a call of the model to the loss. A module
+            keeps one hook between measured steps and counts outputs with gradients, so evaluate
+            under `torch.no_grad()`; in compiled code it is seen in measured steps only. A function
+            is called in measured steps only, and must not draw random numbers. Several losses of a
+            step (of samples, of micro-batches) count as their mean. `log_loss` takes precedence.
+            None: the loss that `realised` names, if any.
+        alignment: a `Probe`, a batch that runs through the model after each measured step to
+            measure how weights, updates and activations are aligned (`StepReport.alignment`). The
+            reference is the weights at `attach`, or those of the run that is resumed.
+        alarms: rules such as "projection_cosine < 0" or "encoder.*: update_ratio > 0.5", with a
+            glob pattern over layers; "non_finite"; or functions from a layer's path and reading to
+            bool. If a rule holds by more than two standard errors, the report and every sink have
+            it (`StepReport.alarms`), and the first time it warns. "default", alone or in the list,
+            stands for values that no healthy layer reads.
+        on_alarm: "warn", or "stop": once the sinks have the report, the hooks are removed and
+            `AlarmError` is raised, whatever `on_error` is, in the next forward pass (with several
+            ranks: in all of them, in the next optimizer step), in `complete_report` or in
+            `end_step`. After it the monitor measures nothing more. Closing the monitor ends the
+            training, so the alarms of a last report warn.
+        sinks: where reports go. They are closed with the monitor.
+        keep: the number of reports that `reports` holds.
+        on_error: "warn": an exception inside the monitor switches off the layer with a warning, and
+            training continues. "raise": it is raised.
+        seed: the seed of the choice of rows.
 
     Raises:
         TypeError, ValueError: an argument is not what is expected; the message says what is.
@@ -146,7 +146,7 @@ class Monitor:
         model: nn.Module,
         optimizer: Optimizer | None,
         *,
-        every_n_steps: int = 50,
+        every_n_steps: int = 100,
         max_overhead: float | None = None,
         layers: LayerChoice = None,
         layers_per_step: int | None = None,
@@ -228,25 +228,25 @@ class Monitor:
 
     @property
     def reports(self) -> deque[StepReport]:
-        """The last complete reports, as many as `keep` says."""
+        """The last complete reports, at most `keep` of them."""
         self._check_attached()
         return self._outlet.reports
 
     @property
     def latest(self) -> StepReport | None:
-        """The last complete report; None before the first."""
+        """The last complete report, or None before the first one."""
         return self.reports[-1] if self.reports else None
 
     def plot(self, measure: str | None = None) -> "Figure":
-        """The run so far as dashboards draw it: layers by steps; a figure that is not shown.
+        """Return a matplotlib figure of the run so far: a heat map of layers × steps.
 
         Args:
-            measure: one that has a picture, such as "update_ratio"; None: the overview, with the
-                verdict in words.
+            measure: a measure that has a picture, such as "update_ratio". None: the overview, with
+                the verdict in words.
 
         Raises:
-            ImportError: without the package matplotlib.
-            ValueError: there is no such picture, or no report yet.
+            ImportError: matplotlib is not installed.
+            ValueError: there is no picture of that measure, or no report yet.
         """
         from adiv_monitor.sinks.plots import run_figure
 
@@ -293,7 +293,7 @@ class Monitor:
         self._follow_weights()
 
     def attach(self) -> None:
-        """Begin to follow the optimizer; the coming step is measured.
+        """Start to measure, with the next optimizer step.
 
         Raises:
             AdivError: the monitor is attached already, or was closed.
@@ -326,13 +326,13 @@ class Monitor:
         self._failures.safely(self._controller.arm)
 
     def close(self, *, quietly: bool = False) -> None:
-        """Finish the report under way, remove every hook and close the sinks. Can be repeated.
+        """Complete the current report, remove every hook and close the sinks.
 
-        The logger `adiv_monitor` says in one line what was found: as a warning, or, where there is
-        nothing to fix or to watch in what was measured, for information.
+        Calling it again does nothing. The logger `adiv_monitor` reports in one line what was found:
+        as a warning, or as information if nothing is to be fixed or watched.
 
         Args:
-            quietly: without that line, where the caller says what was found.
+            quietly: leave out that line.
         """
         self._close(patience=None, quietly=quietly)
 
@@ -369,21 +369,21 @@ class Monitor:
             raise
 
     def log_loss(self, value: float | Tensor, step: int | None = None) -> None:
-        """Say what the loss of a step's batch is; call it before `optimizer.step()`.
+        """Record the loss of a step; call it before `optimizer.step()`.
 
-        Reports tell it of every step, not only of measured ones (`StepReport.losses`). No device is
-        waited for: a tensor on one is copied there, and read when the next report is made. Between
-        two reports the last 16,384 values are kept. Several values of one step, those of
-        micro-batches, count as their mean; of those that a closure logs while the optimizer's step
-        evaluates it, only the first, of the weights before the step. After `close` and in compiled
-        code nothing is kept.
+        Reports have the losses of all steps, not only of measured ones (`StepReport.losses`). It
+        does not wait for a device: a tensor is copied on its device and read when the next report
+        is made. Between two reports the last 16,384 values are kept. Several values of one step,
+        such as those of micro-batches, count as their mean. Of the values that a closure logs
+        during the optimizer's step only the first counts, which belongs to the weights before the
+        step. After `close` and in compiled code nothing is recorded.
 
         Args:
-            value: a number, or a tensor of one; of a tensor of several it is their mean.
-            step: the number of the optimizer step; None: the coming one, or the one under way.
+            value: a number, or a tensor; a tensor of several values counts as their mean.
+            step: the number of the optimizer step. None: the next one, or the current one.
 
         Raises:
-            TypeError, ValueError: the value is no number, or the step none.
+            TypeError, ValueError: the value is not a number, or the step is not one.
         """
         if torch.compiler.is_compiling() or self._state == "closed":
             return
@@ -393,11 +393,12 @@ class Monitor:
         self._losses.see(self.step, value)
 
     def end_step(self) -> None:
-        """Without an optimizer: the gradients are complete; call it once per step.
+        """Mark the end of a step of a monitor without an optimizer, when gradients are complete.
 
         Raises:
-            AdivError: there is an optimizer, whose steps count, or the monitor isn't attached.
-            AlarmError: as `complete_report`.
+            AdivError: the monitor has an optimizer, which marks its steps itself, or is not
+                attached.
+            AlarmError: with `on_alarm="stop"`, if the report has alarms.
         """
         if self._optimizer is not None or self._state != "attached":
             raise AdivError(
@@ -414,27 +415,28 @@ class Monitor:
         self._count()
 
     def complete_report(self) -> None:
-        """Complete the report under way now, before the next forward pass begins.
+        """Complete the current report now, before the next forward pass begins.
 
-        In all ranks, where several train together: it waits for their parts, but not for long.
+        With several ranks, call it in all of them. It waits for their contributions for at most ten
+        seconds.
 
         Raises:
-            AlarmError: with `on_alarm="stop"`, where the report has alarms.
+            AlarmError: with `on_alarm="stop"`, if the report has alarms.
         """
         self._failures.safely(self._controller.complete)
 
     def wait_for_reports(self) -> None:
-        """Complete the reports that only wait for other ranks, which must call it as well.
+        """Complete the reports that only wait for other ranks; call it in all ranks.
 
-        Without several ranks there are none.
+        On a single rank it does nothing.
 
         Raises:
-            AlarmError: as `complete_report`.
+            AlarmError: with `on_alarm="stop"`, if a report has alarms.
         """
         self._failures.safely(self._controller.wait)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs so that step numbers go on: not losses, which reports have."""
+        """Return the state that a resumed run needs to continue counting steps, without reports."""
         return {
             "step": self.step,
             "generator": self._generator.bit_generator.state,
@@ -444,10 +446,10 @@ class Monitor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting where the saved monitor was; before `attach`.
+        """Continue counting steps from a saved state; call it before `attach`.
 
         Raises:
-            ValueError: that is nothing that `state_dict` gave.
+            ValueError: the state was not returned by `state_dict`.
         """
         is_state = isinstance(state, Mapping) and state.keys() >= {"step", "generator"}
         if not is_state or int(state["step"]) < 0:

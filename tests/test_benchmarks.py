@@ -1,4 +1,4 @@
-"""The benchmarks still run, and count what they say."""
+"""The benchmarks run, and their counts are right."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 import rows
 import scale
 import torch
+import transfer_training as transfer
 from models import Trainer, images, mlp
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -53,7 +54,7 @@ def test_the_model_of_the_cost_is_what_is_counted(job: scale.Job) -> None:
 
 
 def test_the_model_of_the_cost_at_scale() -> None:
-    """More processes send less each; layers in turn make everything less in proportion."""
+    """Measuring layers in turn reduces the cost in proportion."""
     whole, in_turn = (scale.cost(job) for job in list(scale.LARGE.values())[:2])
     share = list(scale.LARGE.values())[1].due
     assert in_turn.gathered == pytest.approx(share * whole.gathered)
@@ -160,7 +161,7 @@ def test_coverage_is_not_rounded_up() -> None:
 
 
 class ManyUses(nn.Module):
-    """Views, a tied weight, a derived one, one that is written into another tensor, an idle one."""
+    """Views, a tied weight, a derived weight, one written into another tensor, an unused one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,3 +194,27 @@ def test_functions_that_take_parameters_are_told() -> None:
         "mask": {"__setitem__"},
         "idle": set(),
     }
+
+
+@pytest.mark.parametrize(("kind", "name"), [("mlp", "adam"), ("gpt", "sgd")])
+def test_models_that_train_together_train_as_they_would_alone(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(transfer.STEPS, kind, 10)
+    setting = transfer.Setting(kind, name, "mup", 64)
+    losses, _ = transfer.train(setting, [(-20, 1), (-15, 0), (-25, 1)])
+    torch.manual_seed(0)
+    model, groups = transfer.prepared(setting)
+    rates = [group["lr"] * 10**-1.5 for group in groups]
+    plain = [
+        {"params": group["params"], "lr": rate} for group, rate in zip(groups, rates, strict=True)
+    ]
+    optimizer = torch.optim.Adam(plain) if name == "adam" else torch.optim.SGD(plain, momentum=0.9)
+    for t, (x, y) in enumerate(transfer.batches(kind)):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * min(t + 1, (10 - t) / 9)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[0]), y[0]).backward()
+        optimizer.step()
+    x, y = transfer.judged(kind)
+    assert nn.functional.cross_entropy(model(x), y).item() == pytest.approx(losses[1], rel=1e-3)

@@ -1,4 +1,4 @@
-"""A running training as a page, which is written anew while it goes on."""
+"""A page about a running training, rewritten while it goes on."""
 
 import os
 from collections.abc import Mapping
@@ -15,26 +15,24 @@ _FIRST = 1.5  # seconds, on the slower of two processors: imports and the page o
 
 
 class HtmlSink:
-    """Writes what the reports so far come to as one HTML page: verdict, alarms, heat map, layers.
+    """Writes the run so far as one HTML page: verdict, alarms, heat map, layers.
 
-    It is the audit's page without what only an audit can know. The file holds everything, asks for
-    nothing over a network, and is replaced as a whole: at reports, as far as a twentieth of
-    the time since the first one allows, so that it is there after a minute; and at `flush` and
-    `close`, when a callback that has the sink ends, too. To see how a training comes on, load it
-    again.
+    It is the audit's page without what only an audit can know. The file holds everything, loads
+    nothing over a network, and is always replaced as a whole. It is rewritten at reports, for at
+    most a twentieth of the time since the first one, so that it exists after about a minute; and at
+    `flush` and `close`. Reload it to see how the training goes on.
 
-    Beside `run.html` lie, written with it, `run.json`, which `adiv-monitor compare` and
-    `AuditReport.from_json` read, and `run.md`, the same in at most 200 lines, to paste into an
-    issue.
+    Beside `run.html` it writes `run.json`, which `adiv-monitor compare` and `AuditReport.from_json`
+    read, and `run.md`, the same in at most 200 lines, to paste into an issue.
 
     Args:
-        path: the file; missing folders are made, an existing file or link is replaced. A pipe or a
-            device is written to instead, and has nothing beside it.
+        path: the file. Missing folders are made; an existing file or link is replaced. A pipe or a
+            device is written to instead, without the files beside it.
 
     Raises:
-        ImportError: without the packages jinja2 and matplotlib.
-        TypeError, IsADirectoryError: the path is none, or that of a folder.
-        FileExistsError: what would lie beside the page is somebody else's file.
+        ImportError: jinja2 or matplotlib is not installed.
+        TypeError, IsADirectoryError: the path is not a path, or that of a folder.
+        FileExistsError: a file beside the page was not written by this package.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -52,18 +50,18 @@ class HtmlSink:
 
     @property
     def place(self) -> str:
-        """The page."""
+        """Path of the page, for the closing line of a run."""
         return str(self._path)
 
     def write(self, report: StepReport) -> None:
-        """Take the report, and write the page if that is not too soon."""
+        """Add the report, and write the page if the time budget allows it."""
         self._running.add(report)
         self._is_behind = True
         if self._budget.allows():
             self._write_page()
 
     def add_losses(self, losses: Mapping[int, float]) -> None:
-        """Take the losses of the steps after the last report."""
+        """Add the losses of the steps after the last report."""
         self._running.add_losses(losses)
         self._is_behind = self._running.count > 0
 
@@ -73,7 +71,7 @@ class HtmlSink:
             self._write_page()
 
     def close(self) -> None:
-        """Write the page as the training ended."""
+        """Write the final page of the training."""
         self.flush()
 
     def _check_beside(self) -> None:

@@ -1,4 +1,4 @@
-"""Reports kept in a list."""
+"""A sink that keeps reports in a list."""
 
 from typing import TYPE_CHECKING
 
@@ -23,16 +23,17 @@ class MemorySink:
         self.reports.append(report)
 
     def close(self) -> None:
-        """Nothing to finish: the reports stay."""
+        """Do nothing: the reports stay."""
 
     def to_pandas(self) -> "DataFrame":
-        """A row per step and layer: `step`, `layer`, every measure, and its standard error.
+        """Return a data frame with a row per step and layer.
 
-        Columns are those of `StepReport.to_rows`. A measure that was not taken is NaN. A standard
-        error of 0 is that of an exact value.
+        Its columns are those of `StepReport.to_rows`: `step`, `layer`, every measure, and its
+        standard error. A measure that was not taken is NaN; the standard error of an exact value
+        is 0.
 
         Raises:
-            ImportError: without the package pandas.
+            ImportError: pandas is not installed.
         """
         try:
             from pandas import DataFrame
@@ -41,7 +42,7 @@ class MemorySink:
                 "MemorySink.to_pandas needs the package pandas: pip install pandas"
             ) from error
         frame = DataFrame([row for report in self.reports for row in report.to_rows()])
-        # Of a step in which no layer was sampled, rows have no column for the error.
+        # Rows of a step without sampled layers have no column for the error.
         errors = [column for column in frame if str(column).endswith("_standard_error")]
         taken = {column: frame[str(column).removesuffix("_standard_error")] for column in errors}
         for column, values in taken.items():

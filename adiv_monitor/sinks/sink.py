@@ -7,19 +7,18 @@ from adiv_monitor.report import StepReport
 
 @runtime_checkable
 class Sink(Protocol):
-    """Whatever takes reports.
+    """An object that receives reports.
 
-    One that holds something back may have `flush()`, too: callbacks, which leave sinks of the
-    user's open, call it when a training ends. One that shows the loss may have
-    `add_losses(losses)`, by step, which is called before the end with those of the steps after the
-    last report. One that people look at may have `place`, a path or
-    an address, which the line at the end of a run names.
+    A sink may also have `flush()`, if it holds something back: callbacks, which leave the user's
+    sinks open, call it when a training ends; `add_losses(losses)`, if it shows the loss: it is
+    called before the end with the losses, by step, of the steps after the last report; and `place`,
+    a path or an address that the line at the end of a run names.
 
-    An exception that leaves `write` is the monitor's business, which treats it as `on_error` says.
+    The monitor treats an exception from `write` as its `on_error` says.
     """
 
     def write(self, report: StepReport) -> None:
-        """Take the report of one step."""
+        """Receive the report of one step."""
 
     def close(self) -> None:
-        """Finish: nothing is written afterwards. A second call does nothing."""
+        """Finish; nothing is written afterwards, and a second call does nothing."""

@@ -154,6 +154,24 @@ def test_a_cause_whose_fix_helps_is_one_to_act_on_and_stands_in_front() -> None:
         assert only[0].strength == "watch"  # a tenth less is no merit of less dropout
 
 
+def test_what_is_meant_as_often_as_not_is_a_note_where_no_fix_helps() -> None:
+    healthy = setup()
+    seen = with_rates(healthy)
+
+    def strength(*fixes: str, **given: Any) -> str:
+        unordered = finding(*fixes, name="order-ignored", strength="watch")
+        (found,) = tried([unordered], healthy, seen, **given)
+        return found.strength
+
+    assert strength("reinitialise") == "note"
+    assert strength("no-clip") == "note"  # nothing is clipped
+    assert strength("reinitialise", cap=Cap(0)) == "watch"
+    slow = setup(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3))
+    (found,) = tried([finding("rate*100", name="order-ignored", strength="watch")], slow,
+                     record(slow))  # fmt: skip
+    assert found.strength == "act"
+
+
 def test_rates_are_tried_and_once_further_at_the_better_end() -> None:
     slow = setup(optimizer=sgd(lr=1e-3))
     found = with_rates(slow).rates
@@ -418,7 +436,7 @@ def test_forks_leave_the_users_model_alone(far_inputs: Setup) -> None:
     assert type(far_inputs.model[0]) is nn.Linear
 
 
-def test_one_small_batch_is_learnt_by_heart() -> None:
+def test_one_small_batch_is_overfitted() -> None:
     seen: list[int] = []
 
     def counting(model: nn.Module, batch: Any) -> Tensor:
@@ -437,7 +455,7 @@ def test_one_small_batch_is_learnt_by_heart() -> None:
     )
 
 
-def test_what_cannot_learn_is_not_learnt_by_heart() -> None:
+def test_what_cannot_learn_is_not_overfitted() -> None:
     class Blind(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -466,7 +484,7 @@ def test_a_loss_that_still_falls_at_the_end_is_told_from_one_that_stands() -> No
     assert slow.falls and not standing.falls
 
 
-def test_dropout_does_not_hinder_learning_by_heart() -> None:
+def test_dropout_does_not_hinder_overfitting() -> None:
     model = nn.Sequential(nn.Dropout(0.99), *mlp())
     dropping = setup(model=model)
     assert overfit(dropping, record(dropping)).loss < 0.1

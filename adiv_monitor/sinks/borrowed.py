@@ -1,19 +1,19 @@
-"""Sinks of the user's in the hands of a callback."""
+"""Sinks that a callback uses but does not own."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from adiv_monitor.sinks.sink import Sink
 
 
-class Lent:
-    """Passes reports on, but stays open: a monitor closes its sinks, and there may be several.
+class BorrowedSink:
+    """Passes reports on to a sink and leaves it open: several monitors may write to the same sink.
 
     Attributes:
-        lent: the sink.
+        borrowed: the sink.
     """
 
     def __init__(self, sink: Sink) -> None:
-        self.lent = sink
+        self.borrowed = sink
         self.write = sink.write
         self._flush = getattr(sink, "flush", None)
         self.add_losses: Callable[[Mapping[int, float]], None] = getattr(
@@ -21,20 +21,20 @@ class Lent:
         )
 
     def close(self) -> None:
-        """Let it write what it holds back; the user may go on with it after the training."""
+        """Flush the sink; the user may go on with it after the training."""
         if callable(self._flush):
             self._flush()
 
 
 def _no_losses(losses: Mapping[int, float]) -> None:
-    """A sink that does not show losses."""
+    """Stand in for `add_losses` of a sink that does not show losses."""
 
 
-def lent(sinks: Sequence[object], owner: str) -> tuple[Lent, ...]:
-    """The sinks, each so that whoever closes it leaves it open.
+def borrowed(sinks: Sequence[object], owner: str) -> tuple[BorrowedSink, ...]:
+    """The sinks, wrapped so that closing the wrapper leaves them open.
 
     Raises:
-        TypeError: when one is no sink; `owner` is the class that it was given to.
+        TypeError: one of them is not a sink; `owner` is the class that it was given to.
     """
     for sink in sinks:
         if not isinstance(sink, Sink):
@@ -42,4 +42,4 @@ def lent(sinks: Sequence[object], owner: str) -> tuple[Lent, ...]:
                 f"{owner}(sinks=…): got a {type(sink).__name__}, expected objects with the "
                 "methods write(report) and close()"
             )
-    return tuple(Lent(sink) for sink in sinks if isinstance(sink, Sink))
+    return tuple(BorrowedSink(sink) for sink in sinks if isinstance(sink, Sink))
