@@ -66,7 +66,7 @@ def _statistics(module: nn.Module, normalised: bool) -> WeightStatistics:
 
 
 def chance(setup: Setup) -> float | None:
-    """Return the loss if the last layer's output is zero for every input; None if it is unknown.
+    """Return the loss with the last layer's outputs replaced by zeros; None if it is unknown.
 
     It is log(classes) for cross-entropy, and the mean square of the targets for squared errors. The
     last layer is the linear or convolutional one that runs last.

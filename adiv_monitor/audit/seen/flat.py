@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LOG_50 = math.log(50)  # e^-x is below 2 % beyond it
-LOGIT_98 = math.log(49)  # and 1/(1 + e^x) is below 2 % there
+LOGIT_98 = math.log(49)  # 1/(1 + e^x) is below 2 % beyond it
 
 # A function is flat at or below the first number, and at or above the second.
 ENDS: Mapping[str, tuple[float, float]] = {

@@ -29,7 +29,7 @@ def in_forward(fork: Fork, loss: RepeatedLoss, step: int, batch: Any) -> str:
 
 
 def in_backward(model: nn.Module) -> str:
-    """Locate the first such gradient of a backward pass whose gradient norm is not finite."""
+    """Locate the first gradient that is not finite, in the order of the backward pass."""
     for name, parameter in reversed(list(model.named_parameters())):
         if parameter.grad is not None and not _is_finite(parameter.grad):
             return f"gradient of {name}"

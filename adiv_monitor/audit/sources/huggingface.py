@@ -137,7 +137,7 @@ def _tokens(x: Tensor, label: Tensor, classes: int) -> Batch:
 
 
 def _hidden_tokens(x: Tensor, label: Tensor, classes: int) -> Batch:
-    """Hide some tokens behind token 0 of the vocabulary; the labels are the hidden tokens."""
+    """Replace some tokens by token 0 of the vocabulary; the labels are the replaced tokens."""
     hidden = torch.rand(x.shape, generator=torch.Generator().manual_seed(int(x.sum()))) < _MASKED
     hidden[:, 0] = True  # at least one in each sequence
     return {"input_ids": x.masked_fill(hidden, 0), "labels": x.masked_fill(~hidden, _IGNORED)}

@@ -64,7 +64,7 @@ def _module(
         try:
             return importlib.import_module(name), parts[length:]
         except ModuleNotFoundError as error:
-            if not f"{name}.".startswith(f"{error.name}."):  # a missing import of the module itself
+            if not f"{name}.".startswith(f"{error.name}."):  # an import inside the module
                 raise UsageError(
                     f"{option} {path}: importing {name} raised {said(error)}"
                 ) from error

@@ -26,7 +26,7 @@ class Form:
         output: Shape of the output for one sample.
         classes: Number of classes that the output distinguishes.
         loss: Name of the loss for these targets.
-        stand_ins: If targets are values, those of each class, (classes, *output); else None.
+        stand_ins: Target values of each class, (classes, *output); None: targets are not these.
     """
 
     kind: Kind

@@ -73,7 +73,7 @@ def without_gradient_hooks(model: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def _rebound(hook: Callable[..., Any], memo: Memo) -> Callable[..., Any] | None:
-    """Return the hook on copies of what it refers to; None if something can't be copied."""
+    """Return the hook bound to copies of its objects; None if one of them can't be copied."""
     try:
         if not isinstance(hook, FunctionType):
             return copy.deepcopy(hook, memo)  # a method, or an object that is called

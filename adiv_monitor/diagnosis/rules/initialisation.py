@@ -16,7 +16,7 @@ from adiv_monitor.report import StepReport
 
 # First loss over that of a constant prediction. Torch's initialisations keep it below 1.5.
 FIRST_LOSS = 3.0
-FAR = 3.0  # factor beyond that limit
+FAR = 3.0  # times that limit is far beyond it
 # rms of a weight's entries · √fan-in, the factor on the length of signals: 0.58 as torch
 # initialises, 1.4 by He.
 SMALL_GAIN, LARGE_GAIN = 0.1, 5.0

@@ -36,7 +36,7 @@ def _not_by_training(record: Record) -> bool:
 
 
 def _since(record: Record) -> int | None:
-    """Return the step at which such a value was first observed; None if it is unknown."""
+    """Return the step at which a value was first observed not to be finite; None if unknown."""
     if record.non_finite_since is not None:
         return record.non_finite_since
     losses = zip(record.steps_of_losses, record.losses, strict=True)

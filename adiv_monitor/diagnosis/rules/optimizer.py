@@ -186,10 +186,10 @@ def _decay_words(decay: float, pull: float, shrunk: float) -> str:
 
 
 def first_pull(record: Record, decay: float) -> float:
-    """Return ‖decay · θ‖ over the norm of what it is added to at the first step.
+    """Return ‖decay · θ‖ over the norm of the update that it is added to, at the first step.
 
-    That is the gradient, or Adam's unit steps. Later steps are less informative: where decay wins,
-    weights shrink until it and the gradient balance.
+    The update is the gradient, or Adam's unit steps. Later steps are less informative: where decay
+    wins, weights shrink until it and the gradient balance.
     """
     size = record.gradient_norms[0] if record.gradient_norms else math.nan
     if _decoupled(record):
@@ -273,7 +273,7 @@ def _decay_turns(record: Record) -> bool:
 def _first_cosines(record: Record) -> dict[str, Typical]:
     """Return `parameter_cosine` of the first step: 1 for gradient descent, ‖g‖₁/(√n·‖g‖₂) for Adam.
 
-    Empty for an optimizer that was resumed and so has a past.
+    It is empty for an optimizer that was resumed and so has a past.
     """
     if record.facts.resumed:
         return {}

@@ -54,7 +54,7 @@ def rate_too_low(record: Record) -> Iterator[Finding]:
 
 
 def suffers(record: Record) -> bool:
-    """Return whether the loss goes badly: it stays, or falls far more at another learning rate.
+    """Return whether the loss goes badly: no fall, or a far greater one at another learning rate.
 
     Other rules require it before they return "act". It is False if the loss is unknown, or need not
     fall.

@@ -54,9 +54,9 @@ def rates_per_layer(record: Record, layers: Collection[str] = ()) -> Mapping[str
 
 
 def own_rates(record: Record, layers: Sequence[str]) -> str:
-    """Return advice with these factors, without numbers if the optimizer is unknown.
+    """Return advice with the factors of `rates_per_layer`.
 
-    The factors depend on the optimizer.
+    It has no numbers if the optimizer, on which they depend, is unknown.
     """
     factors = rates_per_layer(record, layers) if record.facts.optimizer else {}
     said = [f"× {factors[path]:.3g} for {quoted(path)}" for path in layers if path in factors]

@@ -85,7 +85,7 @@ def _adamw(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
 
 
 def _no_projection(fork: Fork, layers: Sequence[str], record: Record | None) -> None:
-    """Remove what changes weights after a step: the optimizer's hooks and embeddings' max_norm."""
+    """Remove later changes of the stepped weights: the optimizer's hooks, embeddings' max_norm."""
     hooks = fork.optimizer._optimizer_step_post_hooks
     bounded = [
         module
