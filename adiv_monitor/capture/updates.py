@@ -1,10 +1,11 @@
 """The three vectors of a parameter step: its gradient γ, and what was subtracted, w and a.
 
 w = θ before − θ after the optimizer's step is the negative of the update u; a is the same of the
-applied update, up to the next forward pass. They cover all layers, parameter by parameter. Keeping all three until the next forward pass takes
-three copies of the parameters. This is only needed where something changes the weights after the
-step. Elsewhere a = w, which is proven by products of every row of θ with a fixed vector, taken
-twice. The first measured step of a layer keeps everything, and its result decides (`RunHistory`).
+applied update, up to the next forward pass. They cover all layers, parameter by parameter. Keeping
+all three until the next forward pass takes three copies of the parameters. This is only needed
+where something changes the weights after the step. Elsewhere a = w, which is proven by products of
+every row of θ with a fixed vector, taken twice. The first measured step of a layer keeps
+everything, and its result decides (`RunHistory`).
 """
 
 from collections import Counter, defaultdict
