@@ -257,7 +257,7 @@ def one_that_is_off_in_one(rank: int) -> Any:
 
 
 class Gated(nn.Module):
-    """Of a whole weight a backward pass leaves columns of the gradient in each process."""
+    """A model with replicated weights: backward leaves the gradient's columns on several ranks."""
 
     def __init__(self) -> None:
         super().__init__()
