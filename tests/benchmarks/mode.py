@@ -68,7 +68,7 @@ class _Nothing(TorchFunctionMode):
 
 
 class Idle:
-    """As many hooks on the model, until closed, but without effect."""
+    """Hooks on all modules, until closed, that do nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._hooks = []

@@ -78,7 +78,7 @@ def test_every_layer_gets_its_own(bias: float | None, monkeypatch: pytest.Monkey
 
 
 def test_of_very_many_scales_some_are_told() -> None:
-    """From very many scales, different ones are kept at every step, and none of them twice."""
+    """Of very many scales a random sample is kept, another at every step, without repetitions."""
     rows = layer(0, 3 * MOST_ENTRIES)
     generator = np.random.default_rng(0)
     first, second = (

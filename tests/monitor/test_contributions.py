@@ -434,7 +434,7 @@ class Passes:
 
 
 def test_contributions_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is rescaled here; a gradient that is not accumulated into `.grad` does not count."""
+    """Contributions are not rescaled, and a gradient not accumulated into `.grad` is excluded."""
     passes, parameter = Passes(monkeypatch), nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
     found = GradientShare(parameter)

@@ -686,7 +686,7 @@ REPEATING = [name for name, case in CASES.items() if case.repeats]
 
 @pytest.mark.parametrize("name", REPEATING)
 def test_recipes_move_as_their_modules_do(name: str) -> None:
-    """Checked by finite differences of the module itself, with power iterations stopped."""
+    """The recipes agree with finite differences of the modules, with power iterations stopped."""
     case = CASES[name]
     taken = step(case, "adamw", calls=1)
     module = built(case).eval()
@@ -846,7 +846,7 @@ def test_the_run_is_the_unmonitored_one(name: str) -> None:
 
 
 def test_no_weight_and_no_graph_is_held() -> None:
-    """Both are freed with the output, without a garbage collection."""
+    """Weights and graphs are freed with the output, without a garbage collection."""
     made: list[weakref.ref[Tensor]] = []
 
     def forward(m: nn.Module, x: Tensor) -> Tensor:
@@ -1028,7 +1028,7 @@ def test_a_bias_table_that_is_made_is_an_offset_of_all_scores() -> None:
 
 
 def test_shifted_window_attention_is_all_seen() -> None:
-    """In torchvision's version 2, the keys' bias is zeroed in a clone, and the table computed."""
+    """torchvision's version 2, which zeroes the keys' bias in a clone, is measured completely."""
     swin = pytest.importorskip("torchvision.models.swin_transformer")
     block = swin.SwinTransformerBlockV2(8, 2, [4, 4], [0, 0]).double()
     for parameter in block.parameters():
@@ -1055,7 +1055,7 @@ class Exponential(nn.Module):
 
 
 def test_sampled_rows_say_what_their_own_scales_cost() -> None:
-    """With the exact ‖G‖², sampled sums must be scaled to it, or rows of G would be missing."""
+    """Sampled sums are scaled to the exact ‖G‖²; otherwise rows of G would be missing."""
     torch.manual_seed(3)
     model = nn.Sequential(Exponential(), nn.Tanh(), nn.Linear(16, 4).double())
     x = torch.rand(1024, 16, dtype=torch.float64) * (0.3 + torch.rand(1024, 1).double())

@@ -713,7 +713,7 @@ def test_before_the_first_report_nothing_is_saved_and_nothing_stops(
 
 @pytest.mark.parametrize("package", [pl, lpl])
 def test_a_measure_without_direction_is_no_value(package: ModuleType, tmp_path: Path) -> None:
-    """In a warm-up from learning rate 0 with one report per epoch, the first has no direction."""
+    """The first report of a warm-up from learning rate 0 contains no direction."""
     model = module(package)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.1 * epoch)

@@ -403,7 +403,7 @@ def test_steps_without_an_optimizer_have_one() -> None:
 
 @pytest.mark.parametrize("say", [False, True])
 def test_compiled_code_is_compiled_as_before(say: bool) -> None:
-    """It is compiled once, in one piece; measured steps, which run eagerly, see inside."""
+    """Code is compiled once, in one piece; measured steps, which run eagerly, see inside."""
 
     def run(monitored: bool) -> tuple[int, list[float], list[StepReport]]:
         torch._dynamo.reset()

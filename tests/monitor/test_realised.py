@@ -261,7 +261,7 @@ def test_rows_inside_a_recurrent_layer_and_of_a_module_as_a_whole() -> None:
 
 @pytest.mark.parametrize("kind", [nn.Linear, AffineLikeLinear])
 def test_a_single_layer_does_what_its_step_does(kind: type[nn.Module]) -> None:
-    """Nothing precedes it, so realised = effective exactly, and both are linear in the step."""
+    """A single layer's realised change equals its effective one exactly, and is linear."""
     torch.manual_seed(0)
     model = kind(5, 3).double()
     x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))

@@ -254,7 +254,7 @@ def test_sampled_readings_of_two_processes_know_how_far_off_they_are(
 
 @pytest.mark.parametrize("seen", [30, 128])
 def test_rows_of_one_output_raise_no_false_alarm(seen: int) -> None:
-    """Their cosines are ±1, and a sample may contain only one sign, or mostly the rarer one."""
+    """Cosines of one output are ±1: a sample may contain one sign only, or mostly the rarer one."""
     torch.manual_seed(0)
     model, x = nn.Linear(6, 1).double(), torch.randn(2048, 6, dtype=torch.float64)
     g = torch.randn(2048, 1, dtype=torch.float64) * torch.exp(1.5 * torch.randn(2048, 1).double())

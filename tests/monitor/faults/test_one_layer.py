@@ -84,7 +84,7 @@ def test_a_layer_whose_measures_fail_is_the_only_one_that_is_lost(
 def test_the_reason_is_in_every_report_where_the_layer_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This holds although the rule fails before its layer is known."""
+    """The reason is reported even if the rule fails before its layer is known."""
 
     def fails(*_: object) -> None:
         raise Fault(REASON)

@@ -150,7 +150,7 @@ def test_a_tensorboard_writer_that_is_closed(tmp_path: Path) -> None:
 def test_a_tensorboard_folder_without_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its writer's thread dies, and nothing waits for it."""
+    """The thread of TensorBoard's writer dies, and nothing waits for it."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     sink = TensorBoardSink(tmp_path)
