@@ -130,7 +130,7 @@ def attention_contest(
 
 
 def mlp_contest(device: str) -> Contest:
-    """A small network, in which the number of operations counts more than the arithmetic.
+    """Return a small network's contest: the number of operations matters more than arithmetic.
 
     The kernels for few rows (layers/adiv_layers/kernels/small.py) are worthwhile only if, in a CUDA
     graph, the network takes less time with them than with torch's layers.

@@ -185,7 +185,7 @@ def test_all_rows_are_the_same_in_parts_and_at_once(
 
 
 def test_products_of_small_pieces_are_summed_each_by_itself() -> None:
-    """Side by side, on two devices, some pieces empty; and large pieces, which stay alone."""
+    """Concatenated pieces, on two devices, some empty, and large pieces have their own sums."""
     first, second = np.arange(6.0), np.array([7.0, 8.0])
     places = {
         10: (-1, slice(0, 0)),

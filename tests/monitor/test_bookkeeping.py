@@ -48,7 +48,7 @@ def test_tokens_that_are_changed_after_the_look_up() -> None:
 
 
 def test_the_same_rows_are_drawn_after_a_resume() -> None:
-    """`state_dict` contains the state of the row sampler."""
+    """`state_dict` contains the state of the row sampler, so that the same rows are drawn."""
     model, batch = CASES["mlp"].model(), CASES["mlp"].batches(1, size=40)[0]
 
     def run(monitor: Monitor, optimizer: torch.optim.Optimizer) -> None:

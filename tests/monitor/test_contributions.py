@@ -344,7 +344,7 @@ def test_what_backward_passes_do_is_followed(passes: str) -> None:
 
 
 def test_several_gradients_summed_by_hand_are_not_the_last_one() -> None:
-    """In gradients summed by hand, as in multi-task methods, all but the last pass have no rows."""
+    """Gradients summed by hand, as in multi-task methods, have rows only of the last pass."""
     model, x, y = small()
 
     def backward(model: nn.Module) -> None:

@@ -329,7 +329,7 @@ def test_gradients_looked_at_while_others_are_held_are_no_part_of_the_step() -> 
 
 @pytest.mark.parametrize("max_rows", [None, 3])
 def test_the_loss_scale_is_told_from_the_whole_gradient(max_rows: int | None) -> None:
-    """Gradients of padded images are mostly zero; spaced entries would miss the others."""
+    """All entries are used: gradients of padded images are mostly zero at spaced entries."""
     model = nn.Linear(70_000, 3)
     x = torch.zeros(8, 70_000)
     x[:, 35_003] = torch.arange(8.0)
@@ -421,7 +421,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_that_are_no_factor_are_told(edit: str) -> None:
-    """⟨d, G⟩ is then computed from the rows, as the edited gradient does not determine it."""
+    """After an edit, ⟨d, G⟩ comes from the rows, as the gradient no longer determines it."""
     model, batch = mlp()
 
     def edited(model: nn.Module) -> None:
@@ -450,7 +450,7 @@ def used_outside(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
 def test_gradients_that_hold_more_than_the_rows_are_told(
     backward: Callable[[nn.Module, tuple[Tensor, Tensor]], None],
 ) -> None:
-    """The cosines are then those of the rows, and agree with the slow reference."""
+    """With a penalty, cosines are those of the rows, and agree with the slow reference."""
     model, batch = mlp()
     twin = copy.deepcopy(model)
     truth = reference.take_step(

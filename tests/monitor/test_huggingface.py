@@ -882,7 +882,7 @@ def test_a_method_that_somebody_set_on_the_trainer_stays(make: Make) -> None:
 
 
 def test_weights_of_the_best_checkpoint_are_no_step(make: Make) -> None:
-    """The Trainer loads them after the last step, whose report must be complete by then."""
+    """The last step's report is complete before the Trainer loads the best checkpoint."""
     memory = MemorySink()
     callback = DivergenceTrainerCallback(1, sinks=[memory], on_error="raise")
     options = followed(metric_for_best_model="loss", greater_is_better=True)  # an early one

@@ -414,7 +414,7 @@ def order(request: pytest.FixtureRequest) -> tuple[int, ...]:
 def test_a_thousand_reports_leave_no_more_keys_than_some(
     order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 reads each report; rank 2 never reads, and its contributions are left in the end."""
+    """Few keys remain, though rank 2 never reads reports, and its contributions are left unread."""
     world = World(monkeypatch, 4)  # rank 3 never participates
     joined = [world.join(rank) for rank in range(3)]
     meeting, most = joined[0].meeting(), 0
@@ -516,7 +516,7 @@ def test_large_messages_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_points_that_not_all_come_to_leave_no_more_keys_than_some(
     order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks participate; the last refuses, declines or does nothing."""
+    """Few keys remain if only two ranks participate, and the last refuses, declines or is idle."""
     world, most = World(monkeypatch, 3), 0
     joined = [world.join(rank) for rank in range(3)]
     for step in range(STEPS):

@@ -177,7 +177,7 @@ def test_a_gradient_replaced_by_zeros() -> None:
 
 
 def test_a_layer_without_gradient_does_not_say_that_others_were_zeroed() -> None:
-    """The other gradients were clipped in between: the first micro-batch is part of the step."""
+    """A clipped first micro-batch is part of the step, although another layer has no gradient."""
     _, (x, _) = mlp()
     torch.manual_seed(0)
     model = TwoHeads()
@@ -240,7 +240,7 @@ def test_an_edit_of_a_large_gradient_is_told() -> None:
 
 
 def test_a_ceiling_that_is_not_of_all_rows_is_left_out() -> None:
-    """A second pass through one graph adds to the gradient without its rows."""
+    """The ceiling is left out if a second pass through one graph adds gradient without rows."""
     model, batch = mlp()
 
     def twice(model: nn.Module) -> None:
@@ -277,7 +277,7 @@ def test_size_follows_the_factor(case: str) -> None:
 
 @pytest.mark.parametrize("attainable", [False, True])
 def test_one_graph_twice_with_the_first_pass_zeroed(attainable: bool) -> None:
-    """The rows are those of the second pass."""
+    """Only the second pass's rows count."""
     model, batch = mlp()
 
     def twice(model: nn.Module) -> None:

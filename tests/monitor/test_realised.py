@@ -525,7 +525,10 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("around", AROUND)
 def test_the_run_is_bit_identical(around: str, evaluates: bool) -> None:
-    """Weights, losses, buffers, attributes and random streams, with two monitored optimizers."""
+    """Weights, losses, buffers, attributes and random streams equal the plain run's bitwise.
+
+    Two optimizers are used, and both are monitored.
+    """
 
     def run(monitored: bool) -> tuple[list[float], Restless, list[Any]]:
         random.seed(3), np.random.seed(3), torch.manual_seed(3)

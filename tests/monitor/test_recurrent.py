@@ -480,7 +480,9 @@ def test_a_loss_of_one_output(kind: str, used: int, dtype: torch.dtype) -> None:
     found = one_step(fused.rnn, lambda _: backward(fused), max_rows=None)
     expected = one_step(by_hand.rnn, lambda _: backward(by_hand), max_rows=None)
     assert found.coverage == 1.0
-    if dtype == F64:  # by hand an unused projection has no row, here one without gradient
+    if (
+        dtype == F64
+    ):  # by hand an unused projection has no row, here one without gradient
         same(found, expected, but=("idle_share", "common_share"))
         return
     for path, reading in found.layers.items():
@@ -636,7 +638,7 @@ def test_a_replay_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_layer_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other layers of the call are measured."""
+    """If one layer fails, the other layers of the call are measured."""
 
     def fails_with_inputs(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         if weight.shape[1] == K:

@@ -101,7 +101,7 @@ class Step:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_idle_rows_change_nothing(case: str, optimizer: str) -> None:
-    """Invariant 8: only idle_share and the number of rows change."""
+    """Invariant 8: added zero-gradient rows change only idle_share and the number of rows."""
     step = Step(case, optimizer)
     plain, padded = step.measured(None), step.measured(None, padding=8)
     for path, reading in padded.layers.items():

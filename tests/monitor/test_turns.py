@@ -402,7 +402,7 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_uses_of_layers_that_wait_are_known(size: int) -> None:
-    """Uses count where a whole module measures them, and in the coverage."""
+    """Uses count where a whole module measures them, and for the coverage."""
 
     def reports(layers_per_step: int | None) -> list[StepReport]:
         torch.manual_seed(0)

@@ -130,7 +130,7 @@ def test_an_exception_does_not_reach_the_training(file: str, whole: bool) -> Non
 
 @pytest.mark.parametrize("file", FILES)
 def test_an_error_is_raised_where_that_was_asked_for(file: str, whole: bool) -> None:
-    """Hooks, modes and stances are gone then. For interrupts see `test_interrupts`."""
+    """The error is raised, and leaves no hooks, modes and stances; see also `test_interrupts`."""
     every = 2 if file.startswith(("capture", "step", "monitor")) else 8  # rules fail in one place
     for _, boundary, name in in_file(file, every * (1 if whole else 5)):
         error = Fault(REASON)

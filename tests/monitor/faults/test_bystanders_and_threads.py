@@ -117,7 +117,7 @@ def test_a_model_that_changes(change: Change, when: str) -> None:
 
 
 def test_two_monitors_on_one_model() -> None:
-    """One is closed while the other continues; one fails while the other measures."""
+    """One monitor closes while the other continues; one fails while the other measures."""
 
     def run(monitored: bool) -> Result:
         model, optimizer = MLP.make()

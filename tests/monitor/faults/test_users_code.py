@@ -174,7 +174,7 @@ def test_an_optimizer_whose_inner_step_raises_is_followed_after_that() -> None:
 
 
 def test_a_training_that_is_not_disturbed_is_equal_and_clean() -> None:
-    """The comparisons of these tests distinguish different results."""
+    """An undisturbed training compares as equal and clean, and a different one as different."""
     for name in [name for name in SCENARIOS if not name.startswith("function ")]:
         trial = take(SCENARIOS[name], on_error="raise")
         assert trial.raised is None
