@@ -1,4 +1,4 @@
-"""Autograd tells whether a gradient is that of the rows, however few rows are sampled.
+"""Autograd shows whether a gradient is that of the rows, however few rows are sampled.
 
 The contributions of calls to their parameters' gradients are compared with the optimizer's
 gradients. No sample could show these differences: each is smaller than the sampling error of 16 out

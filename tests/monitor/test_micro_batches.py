@@ -1,4 +1,4 @@
-"""Several backward passes per step: each pass's share of `.grad` is told from the earlier ones'."""
+"""Several backward passes per step: each pass's share of `.grad` is separated from earlier ones."""
 
 import copy
 import math

@@ -480,9 +480,7 @@ def test_a_loss_of_one_output(kind: str, used: int, dtype: torch.dtype) -> None:
     found = one_step(fused.rnn, lambda _: backward(fused), max_rows=None)
     expected = one_step(by_hand.rnn, lambda _: backward(by_hand), max_rows=None)
     assert found.coverage == 1.0
-    if (
-        dtype == F64
-    ):  # by hand an unused projection has no row, here one without gradient
+    if dtype == F64:  # by hand an unused projection has no row, here one without gradient
         same(found, expected, but=("idle_share", "common_share"))
         return
     for path, reading in found.layers.items():
