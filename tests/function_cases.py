@@ -123,7 +123,7 @@ def randn(*shapes: tuple[int, ...]) -> Callable[[], list[Tensor]]:
 
 
 def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """`torch.nn.functional.grouped_mm` for float64, which torch's own does not support."""
+    """Compute `torch.nn.functional.grouped_mm` in float64, which torch's own does not support."""
     if has_torch_function((x, w)):
         return handle_torch_function(grouped_mm, (x, w), x, w, offs=offs)
     starts, ends = [0, *offs[:-1].tolist()], offs.tolist()
