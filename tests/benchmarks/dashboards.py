@@ -1,7 +1,7 @@
 """Dashboards of whole trainings, for inspection: a ResNet-18, 300 layers, a GPT, a GAN.
 
     python tests/benchmarks/dashboards.py runs/dashboards [--only resnet …] [--write FILE]
-    python tests/benchmarks/dashboards.py runs/dashboards --only resnet \
+    python tests/benchmarks/dashboards.py runs/dashboards --only resnet \\
         --picture docs/images/dashboard.png
 
 Each is trained with the callback and nothing else, which leaves an event file in a folder of its
@@ -146,7 +146,7 @@ def gpt() -> Training:
 
 
 class GAN(pl.LightningModule):
-    """Generator and discriminator, with one optimizer each."""
+    """A generator and a discriminator with one optimizer each."""
 
     def __init__(self) -> None:
         super().__init__()

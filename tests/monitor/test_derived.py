@@ -582,7 +582,7 @@ def truth(case: Case, taken: Step) -> LayerTruth:
     values = tuple(taken.before.values())
 
     def moves(direction: Named, *, weight: bool = True, bias: bool = True) -> Tensor:
-        """Return all calls' rows as functions of the parameters, through weight, bias or both."""
+        """Return the rows' change along a direction of parameters, via weight, bias or both."""
         parts = []
         for call in taken.seen:
 
