@@ -212,7 +212,7 @@ class Record:
         wiring: whether all takes part.
         first_non_finite: where the first value that is not finite was seen ("loss", "gradient of
             encoder.weight", "output of encoder"), in the order of computation; None: nowhere.
-        overfit: the trial of learning one small batch by heart; None: not tried.
+        overfit: the trial of overfitting one small batch; None: not tried.
         rates: factor on the learning rate → its trial; empty: not tried.
         notes: what a reader must know to trust all this.
         chance: the loss of answering without looking at the inputs, e.g. log(classes) for

@@ -1,4 +1,4 @@
-"""What takes of the cosine: each cause's part, from one measure to the next.
+"""What lowers the cosine: each cause's part, from one measure to the next.
 
 A step that moved the activations straight downhill would have a cosine of 1. The measures of the
 spec (sections 2 and 4) let one cause in after the other:
@@ -30,7 +30,7 @@ CHAIN: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Part:
-    """What one cause takes of the cosine; several, where what lies between them is not measured.
+    """How far one cause lowers the cosine; several causes, if the measure between is missing.
 
     Attributes:
         causes: their names.
@@ -52,13 +52,13 @@ class Part:
 
 @dataclass(frozen=True)
 class MeanPart:
-    """What one cause takes of the cosine in the mean of several layers.
+    """How far one cause lowers the cosine, mean over several layers.
 
     Attributes:
         cause: its name.
         taken: mean over the layers.
         error: standard error of it.
-        worst: the layer from which it takes most.
+        worst: the layer in which it lowers it most.
         worst_taken: how much that is.
         worst_error: standard error of it.
     """

@@ -60,7 +60,7 @@ def _of_wiring(record: Record) -> str:
     if math.isnan(record.wiring.input_matters):
         missing.append("whether inputs matter (could not be told)")
     if record.overfit is None:
-        missing.append("learning one small batch by heart (not tried)")
+        missing.append("overfitting one small batch (not tried)")
     return "; ".join(missing)
 
 
@@ -77,7 +77,7 @@ def _of_probes(record: Record) -> str:
 _CHECKS: tuple[tuple[str, str, tuple[str, ...], Callable[[Record], str]], ...] = (
     (
         "Wiring",
-        "Are all parameters reached and held, do inputs matter, can one batch be learnt by heart?",
+        "Are all parameters reached and held, do inputs matter, can one batch be overfitted?",
         ("not-held", "unreached", "frozen", "input-ignored", "cannot-overfit"),
         _of_wiring,
     ),

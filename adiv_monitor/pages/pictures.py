@@ -105,7 +105,7 @@ def loss_picture(record: Record, trials: Sequence[Trial]) -> "Markup":
 
 
 def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
-    """What is kept and what each cause takes of the cosine, mean over layers, by step.
+    """What is left of the cosine, and how far each cause lowers it, mean over layers, by step.
 
     None where fewer than two steps tell.
     """
@@ -138,7 +138,7 @@ def cosine_picture(reports: Sequence[StepReport]) -> "Markup | None":
             f"{cause} from {first[i].taken:.2f} to {last[i].taken:.2f}"
             for i, cause in enumerate(causes)
         ]
-        return _svg(figure, "cosine", f"What takes of the cosine, by step: {'; '.join(said)}.")
+        return _svg(figure, "cosine", f"What lowers the cosine, by step: {'; '.join(said)}.")
 
 
 def two_losses(records: Sequence[Record]) -> "Markup":

@@ -25,7 +25,7 @@ class LayerReading:
         rows_seen: rows that were looked at.
         rows_total: rows that received a gradient in this step, over all micro-batches and calls.
         rows_without_gradient: rows seen whose gradient is exactly zero (padding, masked tokens):
-            idle rows, which all measures but `idle_share` leave out.
+            all measures but `idle_share` leave them out.
         gradient_factor: what happened to the gradient between the backward pass and the step:
             ‖gradient the optimizer saw‖ / ‖gradient that backward left‖. 1 when nothing did;
             below 1 after clipping, 1/65536 after unscaling an AMP loss; NaN where it can't be told.

@@ -40,7 +40,7 @@ from adiv_monitor.diagnosis.running import Running
 from adiv_monitor.report import LayerReading, StepReport
 
 RULES = Path(rules.__file__).parent
-LOOKED_AT = ("controller.py", "phases.py", "readings.py")  # by rules, beside them
+LOOKED_AT = ("course.py", "phases.py", "readings.py")  # by rules, beside them
 NAMES = "abc"
 
 
