@@ -12,30 +12,35 @@ EVERYWHERE = {
     r"ill(ness|nesses)?": "fault, faulty",
     r"sick": "faulty",
     r"wards?": "fault benchmark",
-    r"idle rows?": "zero-gradient rows (of the measure: `idle_share`)",
     r"takes of the cosine": "lowers the cosine",
-    r"by heart": "overfit one batch",
-    r"knowing nothing": "the loss of a constant prediction",
-    r"makings?": "weight versions",
-    r"made whole": "all-gathered, unsharded",
     r"lent": "borrowed",
 }
-# Outside of code alone, where the word is one of the code's own, or means something else.
+# Outside of code, where the word may mean something else.
 IN_DOCS = {
     r"remed(y|ies)": "fix",
     r"(several|other|all|single|each|every|first|number of) process(es)?": "rank",
     r"effective rate": "effective learning rate",
-    r"knows? nothing": "say what is not known",
     r"dealt": "partitioned across ranks",
-    r"twins? of the modules?": "copy",
+    r"idle rows?": "zero-gradient rows (of the measure: `idle_share`)",
+    r"by heart": "overfit one batch",
+    r"knowing nothing": "the loss of a constant prediction",
+    r"made whole": "all-gathered, unsharded",
 }
-# Names that users call, and quotations.
-ALLOWED = ("idle_share",)
 
 
 def docs() -> Iterator[Path]:
-    """Texts: all Markdown, the notebook, forms, and what the pages are made of."""
-    for pattern in ("*.md", "docs/**/*.md", "docs/**/*.ipynb", "layers/*.md", ".github/**/*"):
+    """Texts: Markdown, the notebook, forms, and what the pages are made of.
+
+    The changelog may say what a word was changed from.
+    """
+    for pattern in (
+        "[!C]*.md",
+        "CON*.md",
+        "docs/**/*.md",
+        "docs/*.ipynb",
+        "layers/*.md",
+        ".github/**/*",
+    ):
         yield from (path for path in ROOT.glob(pattern) if path.is_file())
     yield from ROOT.glob("adiv_monitor/pages/templates/*")
 
